@@ -13,7 +13,7 @@ from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import planned_runs
@@ -160,7 +160,7 @@ def test_a_list_of_runs_that_is_none_is_one_line(experiment_dir: Path, runs, wor
     ],
 )
 def test_resume_refuses_the_bad_run_alone(tmp_path, monkeypatch, name: str, damage) -> None:
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     plan = make_plan(load_recipe(SMALL))
     run_to_end(plan, tmp_path, launcher="fake")

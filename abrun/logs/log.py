@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.reasons import Reason
-from abrun.redaction import printable, shown, shown_tree
+from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.runs.access import unreadable_error
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
@@ -57,17 +57,17 @@ def sanitize_log(log: Log) -> Log:
         log,
         name=printable(log.name),
         place=printable(log.place),
-        failure=shown(log.failure),
-        config=log.config and shown_tree(log.config),
-        environment=log.environment and shown_tree(log.environment),
-        metrics={shown(name): series for name, series in log.metrics.items()},
-        code=tuple(map(shown, log.code)),
+        failure=display_safe(log.failure),
+        config=log.config and display_safe_tree(log.config),
+        environment=log.environment and display_safe_tree(log.environment),
+        metrics={display_safe(name): series for name, series in log.metrics.items()},
+        code=tuple(map(display_safe, log.code)),
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
         guesses=tuple(printable(guess) for guess in log.guesses),
         notes=tuple(printable(note) for note in log.notes),
-        unread={shown(name): shown(where) for name, where in log.unread.items()},
-        dropped={shown(name): steps for name, steps in log.dropped.items()},
+        unread={display_safe(name): display_safe(where) for name, where in log.unread.items()},
+        dropped={display_safe(name): steps for name, steps in log.dropped.items()},
     )
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError, StoreError
-from abrun.experiment.plan import decisions
+from abrun.experiment.plan import describe_decisions
 from abrun.reasons import Code
-from abrun.recipe.experiment import BASELINE, stored_recipe, stored_run
+from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.reference import load_reference
-from abrun.redaction import printable, shown, shown_tree
+from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.regular_files import is_directory
 from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
@@ -36,7 +36,7 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
     if missing:
         raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again with another --name")
     try:
-        recipe = stored_recipe(content["recipe"])
+        recipe = parse_stored_recipe(content["recipe"])
     except RecipeError as error:
         raise StoreError(f"{path}: {error}; use the abrun version that launched it to compare") from None
     names = planned_runs(experiment_dir)
@@ -47,11 +47,12 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         directory=experiment_dir,
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
         compare=recipe.compare,
-        treatment_diff=shown_tree(content["treatment_diff"]),
+        treatment_diff=display_safe_tree(content["treatment_diff"]),
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
         decided=tuple(
-            Code.DECIDED_AT_LAUNCH(decision=shown(line)) for line in decisions(content.get("decided", {}))
+            Code.DECIDED_AT_LAUNCH(decision=display_safe(line))
+            for line in describe_decisions(content.get("decided", {}))
         ),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
         runs={name: run for name, run in loaded.items() if name.arm not in injected},
@@ -70,7 +71,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
             name=name,
             place=str(run.path),
             status="unreadable",
-            failure=shown(str(error)),
+            failure=display_safe(str(error)),
             forbidden=isinstance(error, UnreadableError),
             metrics={},
         )
@@ -84,14 +85,14 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         name=name,
         place=str(run.path),
         status=state.status if is_directory(run.path) else "missing",
-        failure=shown(_describe_failure(state)) if state.status == "failed" else "",
+        failure=display_safe(_describe_failure(state)) if state.status == "failed" else "",
         identity=asdict(record.name) if record else None,
-        config=shown_tree(_dotted_config(record)) if record else None,
-        environment=shown_tree(run.environment()),
-        metrics={shown(metric): series for metric, series in metrics.items()},
-        code=tuple(map(shown, run.code_versions())),
-        unread={shown(metric): shown(text.at) for metric, text in run.text_values.items()},
-        dropped={shown(metric): text.steps for metric, text in run.text_values.items()},
+        config=display_safe_tree(_dotted_config(record)) if record else None,
+        environment=display_safe_tree(run.environment()),
+        metrics={display_safe(metric): series for metric, series in metrics.items()},
+        code=tuple(map(display_safe, run.code_versions())),
+        unread={display_safe(metric): display_safe(text.at) for metric, text in run.text_values.items()},
+        dropped={display_safe(metric): text.steps for metric, text in run.text_values.items()},
         final_weights_hash=run.final_weights_hash,
         wandb=_mirror_url(run),
         final_sketch=run.final_sketch,
@@ -112,7 +113,7 @@ def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
     spans = [(attempt.started_s, attempt.ended_s) for attempt in run.attempts()]
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
-        config = stored_run(record.config) if record else None
+        config = parse_stored_run(record.config) if record else None
     except RecipeError:  # of another version
         config = None
     if config is None or not spans or len(seconds) < len(spans):
@@ -130,7 +131,7 @@ def _dotted_config(record: RunRecord) -> dict[str, Any]:
     """Return the configuration by dotted key; keys that abrun gained since have compatible defaults."""
     config = dotted({**record.config, "initial_weights": record.initial_weights})
     try:
-        return dotted(stored_run(record.config).model_dump(mode="json")) | config
+        return dotted(parse_stored_run(record.config).model_dump(mode="json")) | config
     except RecipeError:  # another version's: compared as it is
         return config
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
@@ -184,7 +184,7 @@ def compare(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
-    if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
+    if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))

@@ -10,7 +10,7 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.recorded.samples import SamplesByStep, read_run_samples
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
 MAX_STEPS = 8  # including the first and the last
@@ -47,7 +47,9 @@ def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions |
             if experiment.baseline in samples_by_arm and len(samples_by_arm) > 1:
                 return _collect_seed(experiment, seed, samples_by_arm)
     except StoreError as error:
-        return ReportedCompletions(seed=None, arms=[], steps=[], num_steps=0, problem=shown(str(error)))
+        return ReportedCompletions(
+            seed=None, arms=[], steps=[], num_steps=0, problem=display_safe(str(error))
+        )
     return None
 
 
@@ -108,4 +110,4 @@ def _shorten_text(text: str) -> str:
     if num_cut > 0:
         head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-(MAX_CHARACTERS // 3) :]
         text = f"{head}\n[{num_cut} characters left out]\n{tail}"
-    return "\n".join(shown(line) for line in text.splitlines())
+    return "\n".join(display_safe(line) for line in text.splitlines())

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
 from abrun.report.injected import sensitivity_summary
@@ -32,7 +32,7 @@ class Context:
 
 def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
-        command=shown(command or f"abrun compare {experiment.name}"),
+        command=display_safe(command or f"abrun compare {experiment.name}"),
         time_range=_time_range(experiment),
         environment=_describe_environments(experiment, content),
         levels=claim_levels(content),

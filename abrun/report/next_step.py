@@ -10,7 +10,7 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.report import commands
 from abrun.report.commands import FreshRunsCommand
 from abrun.report.facts import NextStepFacts
@@ -62,7 +62,7 @@ def next_steps(
     facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
     steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
     return [
-        NextStep(reason=step.reason, command=shown(fill_placeholders(step.command, experiment, words)))
+        NextStep(reason=step.reason, command=display_safe(fill_placeholders(step.command, experiment, words)))
         for step in steps
     ]
 

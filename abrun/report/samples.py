@@ -8,7 +8,7 @@ from rich.text import Text
 
 from abrun.present.tables import Table, columns
 from abrun.recorded.samples import SamplePair
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def _sample_facts(sample: Sample) -> str:
 
 
 def _clean_lines(text: str) -> str:
-    return "\n".join(shown(line) for line in text.splitlines())
+    return "\n".join(display_safe(line) for line in text.splitlines())
 
 
 def _join_lines(text: str) -> str:
-    return shown(" ".join(text.split()))
+    return display_safe(" ".join(text.split()))

@@ -13,7 +13,7 @@ import orjson
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
-from abrun.regular_files import lines_of, open_regular
+from abrun.regular_files import iter_lines, open_regular
 from abrun.runs.access import read_error
 from abrun.runs.files import (
     decode_non_finite,
@@ -164,7 +164,7 @@ class LineReader:
         """
         with open_regular(self.path) as file:
             file.seek(self._offset)
-            for text in lines_of(file):
+            for text in iter_lines(file):
                 if not (text.endswith(b"\n") or ended):
                     return
                 start = self._offset

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.run import precision_difference
+from abrun.recipe.run import compare_precisions
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
@@ -105,7 +105,7 @@ def environment_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
     yield from code_notes(experiment)
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
-        difference = precision_difference(
+        difference = compare_precisions(
             arm, _recorded_precision(sides.baselines), _recorded_precision(sides.treatments)
         )
         if difference:

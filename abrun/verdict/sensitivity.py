@@ -18,7 +18,7 @@ from abrun.metric_names import (
     LEARNING_RATE,
     SIGNAL_SHARE,
     default_transform,
-    find,
+    find_metric,
     is_clock,
     unit_of,
 )
@@ -39,7 +39,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
 
     `may_repeat`: bit-identical arms were declared, and are not a treatment that was never applied.
     """
-    definition = find(metric)
+    definition = find_metric(metric)
     if definition and "given" in definition.roles:
         return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
@@ -206,7 +206,7 @@ def _find_copies_in_other_metrics(
     """
     compared_metrics, is_copy = [], np.ones((len(runs), len(runs)), bool)
     for other_metric in runs[0].metrics if runs else ():
-        definition = find(other_metric)
+        definition = find_metric(other_metric)
         is_configured = definition is not None and "given" in definition.roles
         if (
             other_metric == metric

@@ -8,7 +8,7 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.launch.git import git_output
 from abrun.reasons import Code
-from abrun.redaction import shortened, shown
+from abrun.redaction import display_safe, shortened
 
 MAX_CANDIDATES = 10_000
 
@@ -63,7 +63,7 @@ def _candidates_of(repo: Path, shas: Sequence[str], option: str) -> list[Candida
     log_text = git_output(repo, "show", "--no-patch", "--format=%H %s", *shas) or ""
     titles = dict(line.split(" ", 1) for line in log_text.splitlines() if " " in line)
     candidates = [
-        Candidate(arm=sha[:12], title=f"{sha[:9]} {shown(titles.get(sha, ''))[:60]}", commit=sha)
+        Candidate(arm=sha[:12], title=f"{sha[:9]} {display_safe(titles.get(sha, ''))[:60]}", commit=sha)
         for sha in shas
     ]
     return _checked(candidates, option)

@@ -14,11 +14,11 @@ from abrun.diagnose.bisect.candidates import Candidate
 from abrun.diagnose.bisect.environments import Environments, SetupError
 from abrun.diagnose.bisect.search import Answer, Design, SearchResult, search
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.plan import Plan, compare_hash, make_plan
+from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, stored_recipe
+from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, parse_stored_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import is_file
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
@@ -30,7 +30,7 @@ FILE = "bisect.json"
 AGAIN = "good-again"  # arm name of the good candidate's reruns
 
 Launch = Callable[
-    [Plan, Collection[RunName]], int
+    [ExperimentPlan, Collection[RunName]], int
 ]  # runs these runs of a plan; returns a signal's exit code, or 0
 
 
@@ -247,7 +247,7 @@ class Bisection:
                 return f"setup failed: {error}"
         return None
 
-    def _plan(self, names: Sequence[RunName]) -> Plan:
+    def _plan(self, names: Sequence[RunName]) -> ExperimentPlan:
         """Return the plan of the runs on disk and of `names`."""
         planned = planned_runs(self._dir) if is_experiment(self._dir) else []
         run_names = dict.fromkeys([*planned, *names])
@@ -275,7 +275,7 @@ class Bisection:
             "compare": self._compare.model_dump(mode="json"),
         }
         content["trainer"]["env"] = {"PYTHONPATH": "", **content["trainer"]["env"]}
-        plan = make_plan(stored_recipe(content, self._recipe.name))
+        plan = make_plan(parse_stored_recipe(content, self._recipe.name))
         return replace(plan, runs=tuple(run for run in plan.runs if run.name in run_names))
 
     def _states(self, names: Sequence[RunName]) -> dict[RunName, str]:

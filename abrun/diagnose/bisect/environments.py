@@ -16,7 +16,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.regular_files import exists, is_directory, is_file
 from abrun.runs.files import make_folder, open_log, write_json
 from abrun.runs.lock import launcher_lock
@@ -168,4 +168,4 @@ def _run(argv: list[str], log: Path, directory: Path | None, env: dict[str, str]
             raise SetupError(f"{argv[0]}: {error.strerror}") from None
     if process.returncode:
         log_tail = " ".join(log.read_bytes()[-4 * MAX_TAIL :].decode(errors="replace").split())[-MAX_TAIL:]
-        raise SetupError(shown(f"exit code {process.returncode}: {log_tail}; full log: {log}"))
+        raise SetupError(display_safe(f"exit code {process.returncode}: {log_tail}; full log: {log}"))

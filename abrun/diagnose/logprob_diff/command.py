@@ -15,12 +15,12 @@ import numpy as np
 from abrun.diagnose.logprob_diff.findings import Budget, MeasuredRun, Scored, budget_of
 from abrun.diagnose.logprob_diff.variations import Scoring, on_one_rank, variations_of
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.probe import probe
+from abrun.experiment.probe import run_probe
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
-from abrun.recipe.experiment import BASELINE, stored_run
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.experiment import BASELINE, parse_stored_run
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments, planned_runs, run_dir
@@ -133,7 +133,7 @@ def _score(
         "sequences": num_sequences,
         "scorings": {key: scoring.as_job() for key, scoring in in_process.items()},
     }
-    record, *rows = probe(MODULE, jobs / "record", config, job)
+    record, *rows = run_probe(MODULE, jobs / "record", config, job)
     scored = _read(jobs / "record", rows)
     for key, scoring in scorings.items():
         if key in in_process:
@@ -142,7 +142,7 @@ def _score(
         say(f"in a separate process: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
         job = {"recorded": recorded, "scorings": {key: scoring.as_job()}}
         try:
-            scored |= _read(jobs / key, probe(MODULE, jobs / key, scoring.config, job))
+            scored |= _read(jobs / key, run_probe(MODULE, jobs / key, scoring.config, job))
         except LaunchError as error:
             scored[key] = str(error)
     return record, scored
@@ -209,12 +209,12 @@ def choose_run(run: str, runs_dir: Path, step: int | None) -> ChosenRun:
 
 def _checked_choice(run: RunDir, step: int | None) -> ChosenRun:
     record = run.record()
-    config = stored_run(record.config, str(run.path))
+    config = parse_stored_run(record.config, str(run.path))
     if not isinstance(config, OwnRunConfig):
         raise RecipeError(Code.WEIGHTS_NOT_KNOWN(run=run.path))
     if not isinstance(config.algorithm, PolicyGradientSettings):
         raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
-    for line in not_built(config):
+    for line in unsupported_settings(config):
         raise RecipeError(Code.OF_SUBJECT(subject=run.path, problem=line))
     checkpoints = _checkpoints(run)
     if step is None and not checkpoints and run.step_attempts():

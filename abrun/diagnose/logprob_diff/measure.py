@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from abrun.backends import Backend, make_backend
 from abrun.backends.ranks import Ranks, join_ranks, make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.models import Text, load_text
 from abrun.processes import progress
 from abrun.recipe.algorithms import Grpo, Ppo
@@ -55,7 +55,7 @@ def main() -> int:
     try:
         run_job(directory, job, join_ranks(job["config"]["cluster"]))
     except AbrunError as error:
-        return refuse(error)
+        return report_refusal(error)
     dist.destroy_process_group()
     return 0
 
@@ -65,7 +65,7 @@ def run_job(directory: Path, job: Mapping[str, Any], device: torch.device) -> No
     config, folder = OwnRunConfig.model_validate(job["config"]), Path(job["recorded"])
     backend = config.policy.backend
     ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_groups)
-    writer = row_writer(directory) if ranks.is_first else None
+    writer = open_row_writer(directory) if ranks.is_first else None
     if "run" in job:
         row = record(folder, config, job, device)
         if writer:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.merging import merge, overridden
+from abrun.recipe.merging import apply_override, merge
 from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
 from abrun.recipe.refusals import validated
@@ -220,7 +220,7 @@ def _sampling(config: OwnRunConfig) -> Iterator[Variation]:
 
 
 def _override(config: OwnRunConfig, index: int, override: str) -> Variation:
-    tree = overridden(config.model_dump(mode="json"), override)
+    tree = apply_override(config.model_dump(mode="json"), override)
     overridden_config = validated(OwnRunConfig, tree, f"--set {override.partition('=')[0]}")
     if overridden_config.cluster != config.cluster:
         raise RecipeError(Code.SCORED_ON_ONE_RANK(got=override))

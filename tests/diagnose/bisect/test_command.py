@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from abrun import cli
-from abrun.cli.bisecting import _searched
+from abrun.cli.bisecting import _search
 from abrun.diagnose.bisect.candidates import commits, refs, versions
 from abrun.diagnose.bisect.command import Bisection, BisectionOutcome, StoppedError, bisect_recipe
 from abrun.diagnose.bisect.environments import SetupError, environments_for
 from abrun.diagnose.bisect.report import render_outcome, render_plan
 from abrun.diagnose.bisect.search import Design, pair_counts
 from abrun.errors import AbrunError, LaunchError, RecipeError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.prepare import own_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
@@ -122,7 +122,7 @@ class Inline:
         self.stops_after = 1000
         self.noisy = True
 
-    def __call__(self, plan: Plan, only: Collection[RunName]) -> int:
+    def __call__(self, plan: ExperimentPlan, only: Collection[RunName]) -> int:
         with own_experiment(plan, self.directory, resume=is_experiment(self.directory)):
             for run in plan.runs:
                 if run.name in only:
@@ -264,13 +264,13 @@ def test_a_bad_one_that_does_not_run_is_said_and_nothing_is_left_in_the_reposito
     inline = Inline(tmp_path / "tiny-bisect")
     inline.broken = {git(repo, "rev-parse", "v8")[:12]}
     one = bisection(repo, tmp_path, "v4", "v8")
-    monkeypatch.setattr("abrun.cli.bisecting._launcher", lambda *_: inline)
+    monkeypatch.setattr("abrun.cli.bisecting._make_launch_function", lambda *_: inline)
     with pytest.raises(LaunchError) as refusal:
-        _searched(one, inline.directory, None, keep=True)
+        _search(one, inline.directory, None, keep=True)
     snapshot(refusal.value)
     assert git(repo, "worktree", "list").count(str(tmp_path)) == 2
     with pytest.raises(LaunchError):
-        _searched(one, inline.directory, None, keep=False)
+        _search(one, inline.directory, None, keep=False)
     assert str(tmp_path) not in git(repo, "worktree", "list") and is_experiment(inline.directory)
 
 

@@ -142,7 +142,7 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
     recorded = {step: values["train/token_mult_prob_error"] for step, values in train_here(run).items()}
     torch.distributed.destroy_process_group()
     try:
-        monkeypatch.setattr("abrun.diagnose.logprob_diff.command.probe", scored_here)
+        monkeypatch.setattr("abrun.diagnose.logprob_diff.command.run_probe", scored_here)
         budget, output = measure_run(str(run), tmp_path)
     finally:
         torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
