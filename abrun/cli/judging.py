@@ -124,7 +124,11 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(display_safe(upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))))
+    print(
+        display_safe(
+            upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))
+        )
+    )
 
 
 Budget = Annotated[
@@ -180,9 +184,7 @@ def freeze(
     experiment = open_sources(sources, replace(reading, allows_one_arm=True), _parse_claims(claim))
     directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline
-    new_ledger = ledger_maker(
-        experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
-    )
+    new_ledger = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
     text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading_options = _option_text(
@@ -366,7 +368,7 @@ def plan(
     console().print(report)
 
 
-def _refuse_without_pairs(earlier: "Experiment", assumed_command: str) -> None:
+def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:
     """Raise ComparisonError if no pair of runs has finished to measure a spread.
 
     `assuming`: the command that plans with an assumed spread instead.

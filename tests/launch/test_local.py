@@ -860,7 +860,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
     failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
     run_dir.begin_attempt().fail(failure, exit_code=2)
     job = queue.LaunchJob(label="run", run=run_dir, config=run_config())
-    job.is_stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
+    job.is_stopping, job.stop_requested_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
     reason = failure if expected == "failed" else Code.STOPPED_BY_SIGNAL()
     assert supervisor._determine_ending(job, -signal.SIGTERM) == (expected, reason)
 
