@@ -176,8 +176,8 @@ def status(
 
     screen = console()
     if as_json:
-        asked = None if experiment is None else find_experiment(experiment, runs_dir)
-        print_json(live.status_json(runs_dir, asked, find_cluster_jobs))
+        experiment_dir = None if experiment is None else find_experiment(experiment, runs_dir)
+        print_json(live.status_json(runs_dir, experiment_dir, find_cluster_jobs))
         return
     if experiment is None:
         screen.print(live.render_experiments(runs_dir, find_cluster_jobs))

@@ -10,7 +10,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,8 @@ from abrun.backends.shards import Piece, ShardSpec, specs_from_metadata
 from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.runs.files import find_damage, fingerprint
-from abrun.runs.records import SAVED_STATE, SavedState, read_saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, StartCheckpoint, read_saved_state
 from abrun.train.checkpoint import Stateful
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartCheckpoint:
-    """The checkpoint from which a run began, as in `environment.json`; both runs of a pair share it."""
-
-    run: str
-    step: int
-    sha256: str  # of the checkpoint's state.json, which has the checksums of all other files
-
-    def recorded(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def start_from(

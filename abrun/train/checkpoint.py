@@ -184,7 +184,7 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _SharedValue:
     """A value that each rank passes to the others at the end of a collective section."""
 
     local: Any = None
@@ -192,12 +192,12 @@ class _Exchange:
 
 
 @contextlib.contextmanager
-def _collective_section(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
+def _collective_section(ranks: Ranks, path: Path) -> Iterator[_SharedValue]:
     """Run a section in which all ranks succeed, or all raise the error of one of them. Collective.
 
-    Yields an _Exchange: set `local` inside of the section; `by_rank` has the values of all ranks after it.
+    Yields an _SharedValue: set `local` inside of the section; `by_rank` has the values of all ranks after it.
     """
-    shared, local_error = _Exchange(), None
+    shared, local_error = _SharedValue(), None
     try:
         with wrap_write_errors(path):
             try:

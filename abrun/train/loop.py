@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -14,12 +15,12 @@ from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.processes import progress
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.records import RunRecord
+from abrun.runs.records import RunRecord, StartCheckpoint
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.train import checkpoint, startup
-from abrun.train.branch import StartCheckpoint, start_from
+from abrun.train.branch import start_from
 from abrun.train.lengths import check_example_lengths
 from abrun.train.recorder import Recorder, prompts_sha256
 from abrun.train.setup import RunSetup, make_setup
@@ -58,7 +59,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
     _check_prompts_unchanged(run, setup)
-    recorder.environment(config, setup.policy, _iterate_prompts(setup), origin and origin.recorded())
+    recorder.environment(config, setup.policy, _iterate_prompts(setup), origin and asdict(origin))
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
     finally:

@@ -91,14 +91,14 @@ class Diagnosis:
         ]
         usable, unusable = Text("usable", "green"), Text("no", "red")
         rows = [
-            (part.kind, part.name, unusable, Text(sentence(part.refusal)))
-            if part.refusal
-            else (part.kind, part.name, usable, "")
-            for part in self.parts
+            (item.kind, item.name, unusable, Text(sentence(item.refusal)))
+            if item.refusal
+            else (item.kind, item.name, usable, "")
+            for item in self.parts
         ]
-        parts = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
+        table = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
         return Group(
-            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
+            Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), table
         )
 
 
