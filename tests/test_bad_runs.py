@@ -131,8 +131,8 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     [
         (None, "runs: got null"),
         ({"a": 1}, "runs: got"),
-        ([1], "runs.0: got 1; a mapping"),
-        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs.0.seed: got '0'; a whole"),
+        ([1], "runs.0: got 1; expected a mapping"),
+        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs.0.seed: got '0'; expected a whole"),
         ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs.0.arm: got"),
     ],
 )

@@ -133,7 +133,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
         (["plan"], "plan: recipe missing; pass one, or --from EXPERIMENT"),
         (["plan", "--from", "gone"], "gone: no experiment here"),
-        (["logs", "gone"], "gone: no run"),
+        (["logs", "gone"], "gone: no such run"),
         (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
         (["launch", "."], "cannot be read"),
         (["launch", SMALL, "--set", "steps"], "--set: got 'steps'; allowed: key=value"),
@@ -173,7 +173,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, *TO_COME], "not supported yet; "),
         (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, which is"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
-        (["launch", SMALL, "--runs-dir", str(SMALL)], "has to be"),
+        (["launch", SMALL, "--runs-dir", str(SMALL)], "in the place of a folder"),
         (["launch", SMALL, "--resume"], "no experiment here"),
         (["launch", SMALL, *CLAIM], "got 'train/rewrad'"),
         (["launch", SMALL, "--dry-run", *CLAIM], "mean 'train/reward'?"),
@@ -181,8 +181,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
-        (["compare", "gone", "--primary", "reward"], "--primary: has a new name; write --claim"),
-        (["compare", "gone", "--looks", "4,8"], "--looks: has a new name; write --interim"),
+        (["compare", "gone", "--primary", "reward"], "--primary: was renamed; use --claim"),
+        (["compare", "gone", "--looks", "4,8"], "--looks: was renamed; use --interim"),
         (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
         (["status", "gone"], "gone: no experiment here"),
@@ -260,7 +260,9 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     asked: list[str] = []
     monkeypatch.setattr(machine, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
     change = ("--set", "model={path: some/hub-name}")
-    line = "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
+    line = (
+        "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
+    )
     code, output, _ = run("launch", SMALL, "--dry-run", *change)
     assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]
     code, output, errors = run("launch", SMALL, *change)

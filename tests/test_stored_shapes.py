@@ -280,11 +280,11 @@ def experiment_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("versions", "torch 2", "versions: got 'torch 2'; a mapping"),
-        ("versions", ["a"], "versions: got ['a']; a mapping"),
-        ("versions", {"torch": {"a": 1}}, "versions.torch: got {'a': 1}; text is expected"),
-        ("devices", {"a": 1}, "devices: got {'a': 1}; a list"),
-        ("started_from", {"step": "x"}, "started_from.step: got 'x'; a whole number"),
+        ("versions", "torch 2", "versions: got 'torch 2'; expected a mapping"),
+        ("versions", ["a"], "versions: got ['a']; expected a mapping"),
+        ("versions", {"torch": {"a": 1}}, "versions.torch: got {'a': 1}; expected text"),
+        ("devices", {"a": 1}, "devices: got {'a': 1}; expected a list"),
+        ("started_from", {"step": "x"}, "started_from.step: got 'x'; expected a whole number"),
     ],
 )
 def test_an_environment_of_another_shape_is_a_line_of_the_report(

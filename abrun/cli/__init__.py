@@ -64,7 +64,7 @@ def _usage(error: Any) -> str:
     """Return typer's usage error as one line."""
     renamed = RENAMED_OPTIONS.get(getattr(error, "option_name", ""))
     if renamed:
-        return f"{error.option_name}: has a new name; write {renamed}"
+        return f"{error.option_name}: was renamed; use {renamed}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "abrun"
     invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value

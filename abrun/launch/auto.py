@@ -201,7 +201,9 @@ def _group_candidates(
     candidates = [
         dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
     ]
-    groups = [list(of) for _, of in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))]
+    groups = [
+        list(group) for _, group in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))
+    ]
     last_group = [{**candidates[-1], MICRO_BATCH_TOKENS: budget} for budget in small_budgets]
     return [*groups, last_group] if last_group else groups
 

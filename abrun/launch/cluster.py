@@ -74,7 +74,7 @@ class BatchCluster(ABC):
 
     @property
     @abstractmethod
-    def is_handed_over(self) -> bool: ...
+    def is_submitted(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -140,7 +140,7 @@ def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
     for class_path in SCHEDULERS.values():
         jobs: BatchCluster = load(class_path)(experiment_dir)
         jobs.load()
-        if jobs.is_handed_over:
+        if jobs.is_submitted:
             return jobs
     return None
 

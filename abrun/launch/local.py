@@ -107,12 +107,12 @@ class LocalEngine:
         The server does its imports while the first runs train.
         """
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
-        counts = Counter(key for key, _ in keyed_configs)
+        num_runs = Counter(key for key, _ in keyed_configs)
         try:
             for key, config in dict(keyed_configs).items():
                 if (
                     key
-                    and counts[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
+                    and num_runs[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
                     >= MIN_WAITING_RUNS
                 ):
                     with contextlib.suppress(OSError):  # the runs will report the same problem

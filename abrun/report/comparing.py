@@ -1,7 +1,7 @@
-"""Compare the arms of an experiment: `compare` decides over runs from any source, and writes the report.
+"""Comparison of the arms of an experiment, from sources to the written report.
 
-Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and report. Importing this pulls in
-numpy and scipy: the command line imports it when it compares, not before.
+Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and report. Importing this module
+loads numpy and scipy, so the command line imports it only to compare.
 """
 
 import hashlib
@@ -36,20 +36,22 @@ from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file,
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
-# Behind them, with the comparison's hash: of options that change what was declared, whose report stays
+# Folders of reports in the directory of an experiment.
+REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"
+# Suffix, followed by the hash of the comparison, if options change the declared comparison. The report of the
+# declared one stays.
 POST_HOC = "-post-hoc-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The verdict over all treatments, with its evidence and the files of the report."""
+    """The verdict on all treatments, with its evidence and the files of the report."""
 
     content: VerdictFile
     arms: list[ArmVerdict]
     files: list[Path]
     next_steps: list[NextStep]
-    declared: Path | None = None  # the report of what was declared, beside which this one stands
+    declared: Path | None = None  # folder of the report on the declared comparison, if this one is post hoc
 
     @property
     def verdict(self) -> Verdict:
@@ -60,16 +62,16 @@ class Comparison:
         return self.content.exit_code
 
     def as_json(self) -> dict[str, Any]:
-        """What verdict.json holds."""
+        """Return the content of verdict.json."""
         return as_json(self.content)
 
     def summary(self) -> "RenderableType":
-        """For a terminal: the verdict first, then why, then the evidence, then the files."""
+        """Return the verdict, its reasons, the evidence and the files, for a terminal."""
         return render_terminal(self.content, self.files, self.next_steps, self.declared)
 
 
 class CompareOptions(TypedDict, total=False):
-    """What `compare_contents` may be told besides the runs; see there."""
+    """Keyword arguments of `compare_contents`."""
 
     claims: Sequence[Claim] | None
     reference: Path | None
@@ -100,11 +102,12 @@ def compare_contents(
 ) -> Comparison:
     """Judge runs that have been read, and write the report.
 
-    With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
-    by its claims; an experiment of several arms needs it. `claims` replace the declared claims. The report
-    of a stored experiment goes into its directory by default, beside that of what was declared where the
-    options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
-    StoreError or ComparisonError for what cannot be read.
+    With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
+    by the claims of the reference; an experiment with several arms requires `arm`. `claims` replace the
+    declared claims. By default the report of a stored experiment goes into its directory, into a folder of
+    its own if the options change the declared comparison; for other runs see `choose_report_folder`. The
+    report names the `command` that made it. Raise StoreError or ComparisonError for runs that cannot be
+    read.
     """
     directory, reading = contents.directory, contents.reading
     experiment = contents.experiment(alone=reference is not None, may_unpair=claims is None)
@@ -154,7 +157,7 @@ def _sha256(lines: Iterable[str]) -> str:
 
 
 def read_last_verdict(experiment_dir: Path) -> Verdict | None:
-    """The verdict that the last report in an experiment's directory gives; None where there is none."""
+    """Return the verdict of the report in an experiment's directory; None if there is no report."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
         if is_file(path):
@@ -162,7 +165,8 @@ def read_last_verdict(experiment_dir: Path) -> Verdict | None:
     return None
 
 
-@np.errstate(all="ignore")  # what overflows is judged as infinite
+# Values that overflow are judged as infinite.
+@np.errstate(all="ignore")
 def compare(
     experiment: Experiment,
     *,
@@ -173,8 +177,8 @@ def compare(
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
-    `declared`: the comparison before `with_options`, where that changed it. Raises ComparisonError for what
-    holds nothing to compare.
+    `declared` is the comparison before `with_options` changed it. Raise ComparisonError if there is nothing
+    to compare.
     """
     formats = writable_formats() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
@@ -202,7 +206,7 @@ def with_options(
     step_one: bool = True,
     unpaired: bool = False,
 ) -> Experiment:
-    """Return the experiment with its comparison as options change it.
+    """Return the experiment with the comparison that these options ask for.
 
     `claims` replace the declared claims, which in another order are the same. Other claims than those
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
@@ -235,9 +239,9 @@ def freeze_arm(
 
 
 def find_post_hoc_reason(experiment: Experiment, declared: Compare) -> Reason | None:
-    """Return why the comparison is not the one hashed at launch; None: it is.
+    """Return why the comparison is not the one hashed at launch; None if it is.
 
-    Planning assumptions are no claim.
+    Planning assumptions do not count as a change.
     """
     if experiment.launched_compare_sha256 is None:
         return Code.NOTHING_DECLARED()
@@ -266,7 +270,7 @@ _CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"
 
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
-    """What is claimed, in whatever order, without the assumptions of planning."""
+    """Count equal claims, ignoring their order and planning assumptions."""
     return Counter(
         (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
         for claim in claims

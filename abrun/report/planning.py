@@ -1,4 +1,4 @@
-"""`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
+"""`abrun plan`: power and sample size of the declared claims before launch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,14 +23,14 @@ from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
-SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
+SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # recipe keys that determine the spread most
 MAX_NAMED_KEYS = 3
-COMPARE_NOTE = "abrun compare takes the sd as measured"
+COMPARE_NOTE = "abrun compare uses the measured sd"
 
 
 @np.errstate(all="ignore")
 def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
-    """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
+    """Measure the spread in an earlier experiment, by pairs or by runs; of several treatments, the widest."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
     grid = experiment.steps_of(claim.metric)
     results = [
@@ -50,14 +50,16 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
         correlation=estimate.pair_correlation or 0.0,
         sd_difference=sd,
         num_pairs=count,
-        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}",
+        source=(
+            f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}"
+        ),
         level=estimate.baseline_mean,
         climb=estimate.climb,
     )
 
 
 def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
-    """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
+    """Return a note on settings that differ from the pilot's and may change the spread, if any do."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
@@ -73,24 +75,24 @@ def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
     if not keys_to_name:
         return None
     clauses = [
-        f"{key} {shortened(pilot_config.get(key))} there and {shortened(planned_config.get(key))} here"
+        f"{key}: {shortened(pilot_config.get(key))} in the pilot, {shortened(planned_config.get(key))} here"
         for key in keys_to_name[:MAX_NAMED_KEYS]
     ]
     clauses += [f"{len(keys_to_name) - MAX_NAMED_KEYS} more"] if len(keys_to_name) > MAX_NAMED_KEYS else []
     return (
-        f"--from: {earlier.name} trained otherwise than {recipe.name} will ({'; '.join(clauses)}), and the "
-        "spread over seeds depends on that: take its numbers of pairs for a first guess"
+        f"--from: {earlier.name} was trained differently from {recipe.name} ({'; '.join(clauses)}), which "
+        "can change the spread over seeds; treat the numbers of pairs as a first estimate"
     )
 
 
 def _steps_text(steps: tuple[int, int] | None) -> str:
-    """Its steps: of a pilot that was shorter than the plan the spread is another."""
+    """Return the steps of a pilot: the spread of a shorter one may differ."""
     return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedClaim:
-    """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
+    """A claim, the spread assumed for it, and the resulting power; None if unknown or without a margin."""
 
     claim: Claim
     spread: Spread | None
@@ -111,7 +113,7 @@ def _plan_claims(
 
 
 def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the level of a match at each interim analysis; without any, the whole."""
+    """Return the test level at each interim analysis; without any, [ALPHA]."""
     return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
 
 
@@ -119,7 +121,7 @@ def _level_text(compare: Compare) -> str:
     levels = [f"{level:.3g}" for level in _alpha_levels(compare)]
     if compare.alpha_spending == "equal":
         return f"each tests at level {levels[0]}"
-    return f"they test at levels {', '.join(levels)} (the table: at the last)"
+    return f"they test at levels {', '.join(levels)} (the table uses the last)"
 
 
 def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[str]:
@@ -128,8 +130,10 @@ def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[
     for plan in plans:
         if plan.power:
             pairs, chance = plan.power.expected_with_interim(compare.interim, levels)
-            stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-            yield f"  {plan.claim.metric}: {stopped}; P(match at any of them) {chance:.0%}"
+            expected = (
+                f"{pairs:.1f} pairs are expected if a match stops the launch and the arms are truly equal"
+            )
+            yield f"  {plan.claim.metric}: {expected}; P(match at any of them) {chance:.0%}"
 
 
 def render_plan(
@@ -142,14 +146,14 @@ def render_plan(
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> RenderableType:
-    """For each claim: its spread and where that is from, the power by pairs, and the pairs for 80 %.
+    """Return the plan of each claim: its spread and source, the power by pairs, the pairs for 80 % power.
 
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
     the command that plans without it.
     """
     if not compare.claims:
         return Text(
-            f"{name}: no claim declared (compare.claims): step one and the guards alone will be judged"
+            f"{name}: no claim declared (compare.claims): only step one and the guards will be judged"
         )
     unit = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {unit} planned", style="bold"), Text("")]
@@ -169,7 +173,7 @@ def render_plan(
             rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, unit)))
     if powers:
         by_number = f"\nP(match) if the arms are truly equal, by number of {unit}"
-        numbers = [*(f"n={count}" for count in counts), "80 % at"]
+        numbers = [*(f"n={count}" for count in counts), "80 % power at"]
         table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         lines += [Text(by_number, style="bold"), table]
     if len(powers) > 1:
@@ -193,7 +197,7 @@ def plan_json(
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
-    """The same for machines; what is not known, or cannot be planned, is None."""
+    """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
     counts = sorted({*COUNTS, num_pairs, *compare.interim})
     claims = []
     for plan in _plan_claims(compare, earlier, sigma, correlation):
@@ -248,7 +252,7 @@ def _spread_text(
         )
         return f"margin in sigmas of the baseline, {pairing_text}{planning_note}"
     if spread is None and earlier is not None:
-        return f"{earlier.name} has not measured its sigma over seeds; assume one: {assuming}"
+        return f"{earlier.name} did not measure sigma over seeds; assume one: {assuming}"
     if spread is None:
         return (
             "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
@@ -258,7 +262,9 @@ def _spread_text(
     planning_note = ""
     if spread.num_pairs and not spread.sd_difference > 0:
         problem = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
-        planning_note = f"{problem}, which plans nothing; take a longer pilot, or assume a spread: {assuming}"
+        planning_note = (
+            f"{problem}, so nothing can be planned; run a longer pilot, or assume a spread: {assuming}"
+        )
     elif spread.num_pairs:
         bound = f"its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
         planning_note = f"; planned with {bound}; {COMPARE_NOTE}"
@@ -274,9 +280,9 @@ def _pairs_needed_text(power: ClaimPower, unit: str) -> str:
 
 
 def _sigma_margins_table() -> Iterator[RenderableType]:
-    """For want of a sigma: margins in sigmas against correlations."""
+    """Yield a table of power by margin in sigmas and pair correlation, for use without a known sigma."""
     yield Text("P(match) by margin and pair correlation, in sigmas over seeds", style="bold")
-    titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at")
+    titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % power at")
     rows = []
     for margin in (1.0, 1.5, 2.0):
         for correlation in (0.0, 0.5, 0.8):

@@ -1,4 +1,4 @@
-"""Completions on a terminal: of one run, or of two runs side by side."""
+"""Completions of one run, or of two runs side by side, for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def render_samples(names: Sequence[str], pairs: Sequence[SideBySide]) -> "RenderableType":
-    """`names`: of the runs, one or two."""
+    """Return the completions of one or two runs with these names."""
     return Group(*_sample_renderables(names, pairs))
 
 

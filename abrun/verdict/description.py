@@ -30,7 +30,7 @@ from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import Detected, detect
+from abrun.verdict.results import DetectedDifference, detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -67,7 +67,7 @@ class Description:
     largest_distance: float | None
     largest_at: int | None  # at this step
     # None with one run of each arm.
-    detected: Detected | None  # None if the interval includes zero
+    detected: DetectedDifference | None  # None if the interval includes zero
     interval: tuple[float, float] | None  # 90 % confidence interval of the difference
     certified_bound: float | None  # smallest margin that would pass now
     margin: float | None  # suggested from the baseline alone; None if the baseline is 0

@@ -18,7 +18,7 @@ Evidence = Literal["step one", "guard", "claim", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultFound:
+class FaultResult:
     """One injected fault, judged against the baseline by the ordinary judge."""
 
     fault: str
@@ -48,7 +48,7 @@ class Sensitivity:
     num_judged: int  # all but INVALID ones
     num_pairs: int  # maximum over faults
     num_steps: int  # of the longest run
-    faults: list[FaultFound]
+    faults: list[FaultResult]
 
 
 def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
@@ -66,7 +66,7 @@ def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
     )
 
 
-def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
+def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultResult:
     fault_experiment = replace(
         experiment,
         arms=(experiment.baseline, arm),
@@ -83,7 +83,7 @@ def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> F
     caught_by, metric, step, figures = _find_evidence(judged, fault_experiment)
     fault = LIBRARY[injected.name]
     is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
-    return FaultFound(
+    return FaultResult(
         fault=fault.name,
         arm=arm,
         size=None if fault.size is None else injected.amount,

@@ -26,7 +26,7 @@ from abrun.verdict.results import (
     ClaimEstimate,
     ClaimResult,
     ClaimTerms,
-    Detected,
+    DetectedDifference,
     ErrorRates,
     WindowReduction,
     detect,
@@ -215,7 +215,7 @@ def _judge_level_or_ratio(
 
 def _detect_difference(
     baseline: Array, treatment: Array, alpha: float, resolution: float, *, paired: bool
-) -> Detected | None:
+) -> DetectedDifference | None:
     """Compare both arms of a limit: a treatment may keep it and still be worse than its baseline."""
     if min(len(baseline), len(treatment)) < 2 or not np.isfinite(np.concatenate([baseline, treatment])).all():
         return None

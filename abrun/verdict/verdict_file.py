@@ -41,7 +41,7 @@ _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentOfRuns:
+class RunEnvironment:
     """Versions and devices, and the runs that had them."""
 
     runs: list[str]
@@ -75,7 +75,7 @@ class VerdictFile:
     # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]
     wandb: dict[str, str]  # run -> URL of its wandb run
-    environments: list[EnvironmentOfRuns]
+    environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
 
@@ -327,13 +327,13 @@ def _allow_non_finite_numbers(schema: Any) -> Any:
     return {key: _allow_non_finite_numbers(value) for key, value in schema.items()}
 
 
-def _group_environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
-    distinct: dict[str, EnvironmentOfRuns] = {}
+def _group_environments(experiment: Experiment) -> list[RunEnvironment]:
+    distinct: dict[str, RunEnvironment] = {}
     for run in experiment.runs.values():
         environment = run.environment or {}
         recorded = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
         recorded |= {"code": list(run.code)} if run.code else {}
         if recorded:
-            group = distinct.setdefault(repr(recorded), EnvironmentOfRuns(runs=[], environment=recorded))
+            group = distinct.setdefault(repr(recorded), RunEnvironment(runs=[], environment=recorded))
             group.runs.append(str(run))
     return list(distinct.values())

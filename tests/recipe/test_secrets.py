@@ -124,7 +124,7 @@ def test_a_variable_that_is_not_set_is_one_line_before_anything_is_written(
     for options in ([], ["--dry-run"]):
         code, said = abrun("launch", str(recipe), *options)
         assert code == 2 and said.count("\n") == 1
-        assert "trainer.env.HF_TOKEN: got ${HF_TOKEN}, and HF_TOKEN is not set" in said
+        assert "trainer.env.HF_TOKEN: got ${HF_TOKEN}, but HF_TOKEN is not set" in said
     assert not (recipe.parent / "runs").exists()
 
 

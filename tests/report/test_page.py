@@ -21,7 +21,7 @@ from abrun.report.panels import NUM_WINDOWS, memory_peaks
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.guards import Guard
-from abrun.verdict.verdict_file import EnvironmentOfRuns
+from abrun.verdict.verdict_file import RunEnvironment
 from tests.snapshot import Snapshot
 from tests.verdict.verdicts import claim, section, verdict
 
@@ -66,7 +66,7 @@ def hostile_page():
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
     guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=foreign(HOSTILE[3]))
-    environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
+    environment = RunEnvironment(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
     content = verdict(
         claims,
         experiment=HOSTILE[1],

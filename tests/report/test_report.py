@@ -129,7 +129,7 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     other += [{"reading": Reading(unpaired=True)}, {"claims": asked + narrower}]
     other += [{"claims": narrower + asked}, {"claims": asked}]
     shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
-    assert "what was declared" not in shown_first
+    assert "declared comparison" not in shown_first
     before = (experiment_dir / "report/verdict.json").read_bytes()
     folders = []
     for options in other:
@@ -140,7 +140,7 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
         folders.append(file.parent)
         assert (experiment_dir / "report/verdict.json").read_bytes() == before
         last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
-        assert "what was declared" in last and f" in {experiment_dir / 'report'}, which stays" in last
+        assert f"the report on the declared comparison stays in {experiment_dir / 'report'}" in last
     assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
     assert folders[4] == folders[5]  # in whatever order
     assert {folder.parent for folder in folders} == {experiment_dir}

@@ -65,7 +65,7 @@ def test_a_gpu_without_cuda(tmp_path: Path) -> None:
 
 def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("policy.logprobs.impl=triton"))
-    message = expect_failure(directory, "policy.logprobs.impl: 'triton' runs", env={"TRITON_INTERPRET": ""})
+    message = expect_failure(directory, "policy.logprobs.impl: 'triton' needs a CUDA device", env={"TRITON_INTERPRET": ""})
     expect_failed_event(directory, message)
 
 

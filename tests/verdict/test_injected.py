@@ -65,7 +65,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
         ),
         (
             {"controls": {"ulp_reruns": 1}, "injected_fault": "misgrouped"},
-            "controls.ulp_reruns: got 'one_ulp' ",
+            "controls.ulp_reruns: got 'one_ulp', but",
         ),
     ],
 )
@@ -241,5 +241,5 @@ def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
     assert grown["ci95"] == pytest.approx((math.exp(mean - reach), math.exp(mean + reach)), rel=1e-5)
     assert one["seed_spread"] == pytest.approx(sum(spread) / 40)
     assert one["share_of_seed_spread"] == pytest.approx(one["mean_difference"] / one["seed_spread"])
-    assert "what one ULP grows into" in (directory / "report" / "report.md").read_text()
+    assert "the divergence caused by one ULP" in (directory / "report" / "report.md").read_text()
     assert content["sensitivity"] is None and content["num_pairs"] == 5

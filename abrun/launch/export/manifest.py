@@ -64,10 +64,10 @@ class ExportedPlan:
         first host.
         """
         settings: Exported = self.settings
-        where = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
+        address = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agent_grace_s(settings.save_s)
         module = [settings.python, *MODULE_OPTIONS, "abrun.launch.export.run_node", self.directory, run]
-        return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
+        return self._script(f"{shlex.join(module)} {node} {address} {grace_s:g}")
 
     def compare_script(self) -> str:
         """Return the script that compares the runs."""

@@ -112,8 +112,8 @@ class GangEngine:
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return () if a run could start now; requests its gang if it has none."""
         for gang in list(self._gangs):
-            is_active = any(job.started and not job.done for job in gang.jobs)
-            if not is_active and (gang.is_broken or all(job.done for job in gang.jobs)):
+            is_active = any(job.started and not job.is_done for job in gang.jobs)
+            if not is_active and (gang.is_broken or all(job.is_done for job in gang.jobs)):
                 self._gangs.remove(gang)
                 remove_placement_group(gang.group)
         gang = next((gang for gang in self._gangs if self._jobs[run.path] in gang.jobs), None)
@@ -151,7 +151,7 @@ class GangEngine:
     def _jobs_to_start(self, run: RunDir) -> list[LaunchJob]:
         """Return the unstarted jobs of a pair, or just one if the pair exceeds the limit or the cluster."""
         pair = [self._jobs[path] for path in self._pairs.get(run.path, [run.path])]
-        jobs = [job for job in pair if not (job.done or job.started)]
+        jobs = [job for job in pair if not (job.is_done or job.started)]
         nodes = {job.config.cluster.nodes for job in jobs}
         single_job = [self._jobs[run.path]]
         if len(nodes) > 1 or (self._num_jobs and len(jobs) > self._num_jobs):
@@ -198,7 +198,7 @@ class GangEngine:
         turn.
         """
         gang_jobs = gang.jobs if gang else []
-        to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
+        to_start = [job for job in self._jobs.values() if not (job.started or job.is_done)]
         reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}
         waiting = {label: reason for label, reason in reasons.items() if reason}
         if waiting != self._last_reported:

@@ -27,7 +27,7 @@ KILL_AFTER_S = 20
 class RayCluster(BatchCluster):
     """The one Ray job of an experiment."""
 
-    query_interval_s, folder, cleared_fields = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
+    query_interval_s, folder, cleared_fields = 2.0, record.FOLDER, {"job": ""}
     read, write = staticmethod(record.read_job), staticmethod(record.write_job)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
@@ -36,7 +36,7 @@ class RayCluster(BatchCluster):
         self._driver: Mapping[str, Any] = {}
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("job"))
 
     def find_problems(self, plan: Plan) -> list[Reason]:

@@ -133,7 +133,7 @@ def main() -> int:
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
-            engine = StepEngine(settings, len([job for job in queue.jobs if not job.done]))
+            engine = StepEngine(settings, len([job for job in queue.jobs if not job.is_done]))
             arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
             Supervisor(*arguments, say=print_line).run()
         finally:
@@ -216,12 +216,12 @@ def _all_nodes_answer() -> bool:
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step_options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["srun", "--overlap", *step_options, "true"], timeout=NODE_ANSWER_S, check=False
         )
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 def _requeue() -> None:

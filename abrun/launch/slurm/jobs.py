@@ -121,8 +121,8 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
 
 def cluster_options(settings: Slurm) -> list[str]:
     """Return the user's choice of account, partition and kinds of nodes as options of sbatch."""
-    named = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
-    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    chosen = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
+    options = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     for name, value in settings.sbatch.items():
         if value is not False:
             options.append(f"--{name}" if value is True else f"--{name}={value}")
@@ -132,8 +132,10 @@ def cluster_options(settings: Slurm) -> list[str]:
 def _render_lines(
     experiment_dir: Path, name: str, options: Sequence[str], settings: Slurm, lines: Sequence[str]
 ) -> str:
-    named = f"--job-name={experiment_dir.name}-{name}"
-    header = [f"#SBATCH {_quote_option(option)}" for option in (named, *cluster_options(settings), *options)]
+    job_name = f"--job-name={experiment_dir.name}-{name}"
+    header = [
+        f"#SBATCH {_quote_option(option)}" for option in (job_name, *cluster_options(settings), *options)
+    ]
     path = os.environ.get("PYTHONPATH")
     setup = [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
     body = [f"cd {shlex.quote(os.getcwd())} || exit", *setup, *settings.setup, *lines]

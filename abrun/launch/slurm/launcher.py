@@ -43,7 +43,7 @@ class SlurmCluster(BatchCluster):
         self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("jobs") or self._record.get("submitting"))
 
     # --- submission ---
@@ -127,7 +127,7 @@ class SlurmCluster(BatchCluster):
 
     def _scripts(self, plan: Plan) -> list[JobScript]:
         queue = LaunchQueue(plan, self._experiment_dir)
-        to_run = {job.label for job in queue.jobs if not (job.done or job.is_warm_start)}
+        to_run = {job.label for job in queue.jobs if not (job.is_done or job.is_warm_start)}
         warm_starts = []
         for job in queue.jobs:
             if job.is_warm_start and not job.run.finished:
@@ -210,7 +210,11 @@ class SlurmCluster(BatchCluster):
             known_tasks = self._query_cached()
         except LaunchError:  # no Slurm on this host, or its controller does not answer
             return state
-        tasks = ((job, index, names) for job, of in self._jobs.items() for index, names in enumerate(of))
+        tasks = (
+            (job, index, names)
+            for job, job_tasks in self._jobs.items()
+            for index, names in enumerate(job_tasks)
+        )
         job, index = next(((job, index) for job, index, names in tasks if name in names), (None, None))
         if job is None:
             return state

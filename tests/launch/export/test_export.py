@@ -387,7 +387,7 @@ def test_a_run_of_another_recipe_is_refused(node: Any) -> None:
     code, _, errors = node("baseline/seed-0", "cluster.gpus_per_node=8", "steps=4")
     assert code == 2 and "steps is 3 there and 4 in the recipe" in errors
     code, _, errors = node("other/seed-0")
-    assert code == 2 and "other/seed-0: no run" in errors
+    assert code == 2 and "other/seed-0: not a run" in errors
 
 
 def test_a_finished_run_ends_at_once(tmp_path: Path, node: Any) -> None:

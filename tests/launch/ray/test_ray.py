@@ -246,7 +246,7 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
     assert cancel_experiment(experiment_dir).startswith(f"cancelled: 1 job ({job})")
-    assert cancel_experiment(experiment_dir).startswith("small: nothing")
+    assert cancel_experiment(experiment_dir).startswith("small: no run is active")
     submit(planned(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
     assert "cancelled" not in record.read_job(experiment_dir)
@@ -284,7 +284,7 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
     monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path / "gone"), "job-a1"])
     assert driver.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, ")
+    assert said.startswith(f"error: {tmp_path}/gone: does not exist on {socket.gethostname()}, ")
 
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:
