@@ -19,9 +19,9 @@ from PIL import Image
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence, sentences
 from abrun.present.markdown import code_span, escape_markdown
-from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
+from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import REPORT, freeze_arm
 from abrun.report.context import make_context
@@ -97,7 +97,9 @@ def _verdict(path: Path) -> VerdictFile:
     return parse_verdict_file(json.loads(text), path)
 
 
-def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
+def _next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, arm: str, command: str
+) -> list[dict[str, str]]:
     """Return the next steps for one treatment, as if it were the only one."""
     directory = RUNS_DIR / experiment.name  # a placeholder, so that no private path is published
     alone = replace(experiment, arms=(BASELINE, arm), directory=directory)
@@ -106,7 +108,7 @@ def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command:
 
 def _command(directory: Path, recipe: Path) -> str:
     """Return the launch command: the recipe, and --set for each value that differed. Paths become FOLDER."""
-    ran = dotted(stored_recipe(open_experiment(directory)["recipe"]).model_dump(mode="json"))
+    ran = dotted(parse_stored_recipe(open_experiment(directory)["recipe"]).model_dump(mode="json"))
     written = dotted(load_recipe(recipe).model_dump(mode="json"))
     words = ["abrun", "launch", f"{RECIPES}/{recipe.name}"]
     for key, value in ran.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from abrun.errors import LaunchError, StoreError
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.launch.engine import StartedRun
 from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
@@ -148,7 +148,7 @@ def describe_missing(job: LaunchJob) -> str | None:
 class LaunchQueue:
     """The jobs of a plan in launch order, each warm start before the first run that needs it."""
 
-    def __init__(self, plan: Plan, experiment_dir: Path) -> None:
+    def __init__(self, plan: ExperimentPlan, experiment_dir: Path) -> None:
         self.jobs: list[LaunchJob] = []
         warm_starts: dict[str, LaunchJob] = {}
         for planned in plan.runs:

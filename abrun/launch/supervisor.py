@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.experiment.preflight.checks import untested_packages
 from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
@@ -32,7 +32,7 @@ from abrun.processes import (
     signal_name,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.command import values_of
+from abrun.recipe.command import referenced_values
 from abrun.redaction import hide_secrets_of, hide_values, redacted
 from abrun.runs.endings import read_endings
 from abrun.runs.experiment import read_run_state
@@ -90,7 +90,7 @@ class LaunchOutcome:
 
 
 def run_plan(
-    plan: Plan,
+    plan: ExperimentPlan,
     options: LaunchOptions,
     *,
     engine: Engine,
@@ -160,7 +160,7 @@ class Supervisor:
         expected = [(job.run, job.config) for job in self._queue.jobs if not job.is_done]
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
-            hide_values(values_of(job.config, os.environ))
+            hide_values(referenced_values(job.config, os.environ))
         with catch_stop_signals() as self._requests, self._engine.prepare_for(expected):
             try:
                 while self._requests.first_signal is None and not self._queue.is_done:

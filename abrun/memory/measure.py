@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.memory.peak import SNAPSHOT, PeakHistory
 from abrun.memory.sweep import num_rows, of_size
 from abrun.messages import sentence
@@ -51,8 +51,8 @@ def main() -> int:
     try:
         row = Measurement(config, join_ranks(config.cluster.model_dump()), snapshot, **job).row()
     except AbrunError as error:
-        return refuse(error)
-    row_writer(directory, rank).write(row)
+        return report_refusal(error)
+    open_row_writer(directory, rank).write(row)
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:
             time.sleep(PEERS_S)

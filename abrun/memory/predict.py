@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import ProbeRefused, probe_alone
+from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Plan
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import Declared
-from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
+from abrun.recipe.experiment import ExperimentDeclaration
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
@@ -203,7 +203,7 @@ def _trace(
         directory, config, job = jobs[number]
         try:
             _refuse(config, job.get("master_dtype", MASTER_DTYPE))
-            return probe_alone(MODULE, directory, config, job)
+            return run_probe_on_cpu(MODULE, directory, config, job)
         except LaunchError as error:
             if refused is None:
                 raise
@@ -242,7 +242,9 @@ def scratch() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def memory_lines(recipe: Declared, device_bytes: int, *, besides: Collection[str] = ()) -> list[str]:
+def memory_lines(
+    recipe: ExperimentDeclaration, device_bytes: int, *, besides: Collection[str] = ()
+) -> list[str]:
     """Return a line for each arm, except `besides`: the predicted peak of its step beside a device's memory.
 
     An arm that is not predicted has a line, too: silence would read as if it fitted.
@@ -314,9 +316,9 @@ def _predicted(
     swept: tuple[tuple[str, Any], ...] = (),
 ) -> Predicted:
     share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
-    if config.samples and vllm and device_bytes:
-        if share or vllm["cache"] is None or vllm["cache"] > MOST_OF_A_CACHE * device_bytes:
-            engine_bytes = int((share or BESIDE_THE_TRAINER) * device_bytes)
+    if config.samples_completions and vllm and device_bytes:
+        if share or vllm["cache"] is None or vllm["cache"] > MAX_SMALL_CACHE_SHARE * device_bytes:
+            engine_bytes = int((share or COLOCATED_MEMORY_SHARE) * device_bytes)
         else:
             engine_bytes = vllm["weights"] + vllm["cache"]
     return Predicted(

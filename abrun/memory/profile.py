@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.model_files import shape_of
-from abrun.experiment.probe import probe, rows_of
+from abrun.experiment.preflight.model_files import model_shape
+from abrun.experiment.probe import read_rows, run_probe
 from abrun.memory.cells import Cell, MemoryProfile, Point, cell_of
 from abrun.memory.search import search
 from abrun.memory.show import progress_line
@@ -64,7 +64,7 @@ class Bench:
             size,
             lambda value: self.measure(arm, replace(cells[0].point, **{size: value}), config, "search: "),
             unit=2 if pairs else 1,
-            most=shape_of(config.model).get("max_position_embeddings") if size == "length" else None,
+            most=model_shape(config.model).get("max_position_embeddings") if size == "length" else None,
         )
         self.profile = replace(self.profile, longest=[*self.profile.longest, longest])
         self._write()
@@ -91,9 +91,9 @@ def measured_cell(
     Raises LaunchError where it cannot be measured.
     """
     try:
-        rows = probe(MODULE, directory, config, job)
+        rows = run_probe(MODULE, directory, config, job)
     except LaunchError:
-        rows = rows_of(directory)
+        rows = read_rows(directory)
         if not any(row["out_of_memory"] for row in rows):
             raise
     return cell_of(arm, point, rows)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import refuse_other_machines
+from abrun.experiment.probe import require_devices
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Grpo
-from abrun.recipe.experiment import BASELINE, Declared, load_recipe
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration, load_recipe
 from abrun.recipe.reading import parse_yaml
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 
 COMMAND = "abrun memory-profile"
 MASTER_DTYPE = "float32"  # of weights, gradients and AdamW's moments, as abrun trains
@@ -28,7 +28,7 @@ DEFAULT_LENGTHS = (128, 256, 512, 1024)
 class Variant:
     """A recipe with a value for each key of the sweep."""
 
-    recipe: Declared
+    recipe: ExperimentDeclaration
     swept: tuple[tuple[str, Any], ...] = ()
 
     def configs(self, *, here: bool = True) -> dict[str, OwnRunConfig]:
@@ -41,11 +41,11 @@ class Variant:
             config = self.recipe.run_config(arm)
             if not isinstance(config, OwnRunConfig):
                 raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
-            for line in not_built(config):
+            for line in unsupported_settings(config):
                 raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=line))
             configs[arm] = config
         for config in configs.values() if here else ():
-            refuse_other_machines(config)
+            require_devices(config)
         return configs
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
 from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
 from abrun.verdict.description import build_claim
@@ -23,7 +23,7 @@ class FreshRunsCommand:
     add_origin: Callable[[Reason], Reason] | None = None
 
 
-def fresh_runs_command(experiment: Experiment, num_pairs: int | None = None) -> FreshRunsCommand:
+def fresh_runs_command(experiment: RecordedExperiment, num_pairs: int | None = None) -> FreshRunsCommand:
     """Seeds that no interim analysis has used, as many as there were unless more are needed."""
     first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
@@ -46,22 +46,22 @@ def fresh_runs_command(experiment: Experiment, num_pairs: int | None = None) -> 
     )
 
 
-def folder_name(experiment: Experiment, suffix: str = "") -> str:
+def folder_name(experiment: RecordedExperiment, suffix: str = "") -> str:
     assert experiment.directory
     return shlex.quote(experiment.directory.name + suffix)
 
 
-def with_claims(experiment: Experiment, claims: Sequence[Claim]) -> Experiment:
+def with_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> RecordedExperiment:
     """Return the experiment with these claims."""
     return replace(experiment, compare=experiment.compare.model_copy(update={"claims": [*claims]}))
 
 
-def claim_options(experiment: Experiment) -> str:
+def claim_options(experiment: RecordedExperiment) -> str:
     """Return the claims as options of a command."""
     return "".join(f" --claim {shlex.quote(claim_option(claim))}" for claim in experiment.compare.claims)
 
 
-def comparison_options(experiment: Experiment, num_pairs: int | None = None) -> str:
+def comparison_options(experiment: RecordedExperiment, num_pairs: int | None = None) -> str:
     """Return the option that sets the comparison, unless it is the launched one and its analyses fit."""
     compare = experiment.compare
     interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
@@ -208,12 +208,12 @@ def _first_failing_run_path(facts: NextStepFacts) -> str:
     return f"{experiment_argument(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
 
 
-def _with_suggested_claim(facts: NextStepFacts) -> Experiment:
+def _with_suggested_claim(facts: NextStepFacts) -> RecordedExperiment:
     assert facts.claimable
     return with_claims(facts.experiment, [build_claim(facts.claimable)])
 
 
-def _plan_command(experiment: Experiment) -> str:
+def _plan_command(experiment: RecordedExperiment) -> str:
     return f"abrun plan RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
 
 

@@ -16,16 +16,16 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
-from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
+from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
+from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
-from abrun.recorded.reference import against_reference, freeze, load_reference
-from abrun.recorded.sources import Reading, SourceContents, read_sources
+from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FORMATS, choose_report_folder, render_terminal, writable_formats, write_report
@@ -83,7 +83,7 @@ class CompareOptions(TypedDict, total=False):
 
 
 def compare_sources(
-    sources: Sequence[str], reading: Reading, **options: Unpack[CompareOptions]
+    sources: Sequence[str], reading: ReadingOptions, **options: Unpack[CompareOptions]
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
     return compare_contents(read_sources(sources, reading), **options)
@@ -110,7 +110,7 @@ def compare_contents(
     read.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(alone=reference is not None, may_unpair=claims is None)
+    experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
@@ -120,7 +120,7 @@ def compare_contents(
         has_several_arms = len(experiment.arms) > 1
         if arm is None and has_several_arms:
             raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
-        experiment = against_reference(experiment, frozen, arm or experiment.baseline)
+        experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
         folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if has_several_arms else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
@@ -130,9 +130,9 @@ def compare_contents(
     compare_sha256 = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
     if directory is None:
         source_names = [*contents.sources, *([str(reference)] if reference else [])]
-        reading_options = [*map(str, reading.given.items()), str(arm), compare_sha256]
+        reading_options = [*map(str, reading.given_options.items()), str(arm), compare_sha256]
         experiment = replace(
-            experiment, asked_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
+            experiment, request_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
         )
     default_folder = directory / folder if directory else choose_report_folder(experiment)
     declared_folder = None
@@ -168,7 +168,7 @@ def read_last_verdict(experiment_dir: Path) -> Verdict | None:
 # Values that overflow are judged as infinite.
 @np.errstate(all="ignore")
 def compare(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     *,
     output: Path,
     declared: Compare | None = None,
@@ -184,7 +184,7 @@ def compare(
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
-    if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
+    if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
@@ -192,20 +192,20 @@ def compare(
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
     post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
-    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier_claim_tests(output))
-    readings = [claim_test_of(experiment, arm.arm) for arm in tested_arms(arms)]
+    content = build_verdict_file(experiment, arms, post_hoc_reason, find_earlier_claim_tests(output))
+    readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 
 
 def with_options(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     claims: Sequence[Claim] | None = None,
     *,
     step_one: bool = True,
     unpaired: bool = False,
-) -> Experiment:
+) -> RecordedExperiment:
     """Return the experiment with the comparison that these options ask for.
 
     `claims` replace the declared claims, which in another order are the same. Other claims than those
@@ -214,7 +214,7 @@ def with_options(
     """
     changes: dict[str, Any] = {}
     if claims is not None:
-        claims = claims_on_recorded(experiment, claims)
+        claims = resolve_claims(experiment, claims)
         if _count_claims(claims) != _count_claims(experiment.compare.claims):
             changes["claims"] = claims
     if not step_one:
@@ -226,7 +226,11 @@ def with_options(
 
 @np.errstate(all="ignore")
 def freeze_arm(
-    experiment: Experiment, arm: str, path: Path, *, begin_ledger: Callable[[Compare], Ledger] | None = None
+    experiment: RecordedExperiment,
+    arm: str,
+    path: Path,
+    *,
+    begin_ledger: Callable[[Compare], Ledger] | None = None,
 ) -> Reference | None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
@@ -238,7 +242,7 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
-def find_post_hoc_reason(experiment: Experiment, declared: Compare) -> Reason | None:
+def find_post_hoc_reason(experiment: RecordedExperiment, declared: Compare) -> Reason | None:
     """Return why the comparison is not the one hashed at launch; None if it is.
 
     Planning assumptions do not count as a change.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.recorded.experiment import Experiment
-from abrun.recorded.samples import Kept, samples_in
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.recorded.samples import SamplesByStep, read_run_samples
+from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
 MAX_STEPS = 8  # including the first and the last
@@ -37,7 +37,7 @@ class ReportedCompletions:
     problem: str | None = None
 
 
-def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
+def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions | None:
     """Return completions to show side by side; None if no seed has any in two arms."""
     try:
         for seed in experiment.arm(experiment.baseline):
@@ -47,17 +47,19 @@ def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
             if experiment.baseline in samples_by_arm and len(samples_by_arm) > 1:
                 return _collect_seed(experiment, seed, samples_by_arm)
     except StoreError as error:
-        return ReportedCompletions(seed=None, arms=[], steps=[], num_steps=0, problem=shown(str(error)))
+        return ReportedCompletions(
+            seed=None, arms=[], steps=[], num_steps=0, problem=display_safe(str(error))
+        )
     return None
 
 
-def _read_samples(experiment: Experiment, arm: str, seed: int) -> Kept:
+def _read_samples(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
     run = experiment.arm(arm).get(seed)
-    return samples_in(Path(run.place)) if run and not run.thinned else {}
+    return read_run_samples(Path(run.place)) if run and not run.thinned else {}
 
 
 def _collect_seed(
-    experiment: Experiment, seed: int, samples_by_arm: Mapping[str, Kept]
+    experiment: RecordedExperiment, seed: int, samples_by_arm: Mapping[str, SamplesByStep]
 ) -> ReportedCompletions | None:
     shared_steps = sorted(set.intersection(*(set(samples) for samples in samples_by_arm.values())))
     if not shared_steps:
@@ -108,4 +110,4 @@ def _shorten_text(text: str) -> str:
     if num_cut > 0:
         head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-(MAX_CHARACTERS // 3) :]
         text = f"{head}\n[{num_cut} characters left out]\n{tail}"
-    return "\n".join(shown(line) for line in text.splitlines())
+    return "\n".join(display_safe(line) for line in text.splitlines())

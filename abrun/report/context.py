@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
 from abrun.report.injected import sensitivity_summary
@@ -30,9 +30,9 @@ class Context:
     injected_faults: str | None  # a short summary; None without a recipe
 
 
-def make_context(experiment: Experiment, content: VerdictFile, command: str | None) -> Context:
+def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
-        command=shown(command or f"abrun compare {experiment.name}"),
+        command=display_safe(command or f"abrun compare {experiment.name}"),
         time_range=_time_range(experiment),
         environment=_describe_environments(experiment, content),
         levels=claim_levels(content),
@@ -43,7 +43,7 @@ def make_context(experiment: Experiment, content: VerdictFile, command: str | No
     )
 
 
-def _time_range(experiment: Experiment) -> str | None:
+def _time_range(experiment: RecordedExperiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
@@ -55,10 +55,10 @@ def _time_range(experiment: Experiment) -> str | None:
     return f"{start:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _describe_environments(experiment: Experiment, content: VerdictFile) -> str | None:
+def _describe_environments(experiment: RecordedExperiment, content: VerdictFile) -> str | None:
     """Describe the first known environment, and count the others; the page lists them all."""
     runs = experiment.runs.values()
-    packages = [name for name in SHOWN_VERSIONS if any(run.imports(name) for run in runs)]
+    packages = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
     descriptions = dict.fromkeys(
         _describe_machine(group.environment, packages) for group in content.environments
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import difference_text, interval_level_text
-from abrun.recorded.reference import ARM as REFERENCE
+from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.redaction import in_yaml
 from abrun.report.injected import caught_sentence
 from abrun.verdict.claims import ClaimResult

@@ -13,8 +13,8 @@ from abrun.experiment.plan import compare_hash
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment, RecordedRun
-from abrun.recorded.samples import samples_in
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.recorded.samples import read_run_samples
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import ClaimResult
@@ -32,7 +32,7 @@ class NextStepFacts:
     The messages of next steps take their values from the properties of the same name.
     """
 
-    experiment: Experiment
+    experiment: RecordedExperiment
     content: VerdictFile
 
     @property
@@ -85,7 +85,7 @@ class NextStepFacts:
         arm, seed = self.first_failing_run
         runs = [self.experiment.arm(name).get(seed) for name in (arm, self.experiment.baseline)]
         with suppress(StoreError):
-            return all(run is not None and samples_in(Path(run.place)) for run in runs)
+            return all(run is not None and read_run_samples(Path(run.place)) for run in runs)
         return False
 
     # --- open questions ---

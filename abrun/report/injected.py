@@ -9,9 +9,9 @@ from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escape_markdown
-from abrun.recipe.claims import Compare, claim_text
-from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
-from abrun.recorded.experiment import Experiment
+from abrun.recipe.claims import Compare, describe_claim
+from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultResult, Sensitivity
@@ -58,11 +58,11 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     return text
 
 
-def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None) -> str | None:
+def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
     """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
     if sensitivity is None:
         arm_faults, recipe_key = (
-            experiment.faults_of_arms(),
+            experiment.describe_arm_faults(),
             " (optional: controls.faults)" * experiment.can_inject,
         )
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
@@ -109,7 +109,7 @@ def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableT
 def _markdown_lines(
     sensitivity: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
-    claims = (f"{claim.metric} over {claim.window} {claim_text(claim)}" for claim in compare.claims)
+    claims = (f"{claim.metric} over {claim.window} {describe_claim(claim)}" for claim in compare.claims)
     declared = ", ".join(claims) or "none"
     yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
@@ -148,7 +148,9 @@ def fault_algorithms_text() -> str:
 
 def fault_library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
     """Return the faults as JSON; `needs` maps each requirement to the setting that meets it."""
-    return [{**asdict(fault), "needs": what_it_takes(fault), "source": _issue_url(fault)} for fault in faults]
+    return [
+        {**asdict(fault), "needs": describe_needs(fault), "source": _issue_url(fault)} for fault in faults
+    ]
 
 
 def fault_lines(fault: Fault) -> Iterator[str]:

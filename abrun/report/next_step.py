@@ -9,8 +9,8 @@ from typing import Any
 from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Experiment, no_shared_step
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
+from abrun.redaction import display_safe
 from abrun.report import commands
 from abrun.report.commands import FreshRunsCommand
 from abrun.report.facts import NextStepFacts
@@ -55,12 +55,14 @@ class NextStepRule:
         return NextStep(reason=reason, command=command)
 
 
-def next_steps(experiment: Experiment, content: VerdictFile, typed: str | None = None) -> list[NextStep]:
+def next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
+) -> list[NextStep]:
     """Return one or two next steps, the most useful first. `typed` is the command line of the comparison."""
     facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
     steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
     return [
-        NextStep(reason=step.reason, command=shown(fill_placeholders(step.command, experiment, words)))
+        NextStep(reason=step.reason, command=display_safe(fill_placeholders(step.command, experiment, words)))
         for step in steps
     ]
 
@@ -294,7 +296,7 @@ INVALID_OF_OTHERS = (
     ),
     NextStepRule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
     NextStepRule(
-        lambda f: not f.can_unpair and no_shared_step([*f.experiment.runs.values()]),
+        lambda f: not f.can_unpair and no_shared_step_reason([*f.experiment.runs.values()]),
         Code.NAME_STEP_COLUMN,
         f"{COMPARE} --step-column NAME",
     ),

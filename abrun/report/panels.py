@@ -14,7 +14,7 @@ from scipy import special
 
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
-from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
+from abrun.recorded.experiment import Pair, RecordedExperiment, RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
@@ -102,7 +102,7 @@ class Panel:
     differences: tuple[Difference, ...]  # one per claimed treatment and scale
 
 
-def make_panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
+def make_panel(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
     """Return the panel of one metric; `claims` are those on this metric."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
@@ -111,14 +111,14 @@ def make_panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult
     return Panel(
         metric=metric,
         unit=unit,
-        steps=union(run.series(metric).steps for run in runs),
+        steps=union_steps(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
         windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
         differences=tuple(_make_differences(experiment, metric, claims)),
     )
 
 
-def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float) -> Curve:
+def _make_curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
     arm = experiment.arms[index]
     runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
     drawn = [
@@ -128,7 +128,7 @@ def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float)
     drawn = [run for run in runs if run in drawn[:MAX_LINES]]
     seeds = [_make_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
     finished = [run for run in runs if run.finished]
-    steps, values = stack(finished, metric)
+    steps, values = stack_runs(finished, metric)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values / divisor
         mean = values.mean(axis=0) if len(steps) else np.empty(0)
@@ -138,7 +138,7 @@ def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float)
         index=index,
         seeds=tuple(seeds),
         num_seeds=len(runs),
-        num_steps=len(union(run.series(metric).steps for run in finished)),
+        num_steps=len(union_steps(run.series(metric).steps for run in finished)),
         count=len(values),
         steps=steps,
         mean=mean,
@@ -157,7 +157,7 @@ def _make_line(run: RecordedRun, steps: Steps, values: Array) -> SeriesLine:
 
 
 def _make_differences(
-    experiment: Experiment, metric: str, claims: Sequence[ClaimResult]
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
 ) -> Iterator[Difference]:
     arm_transforms: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
@@ -181,7 +181,7 @@ def _make_difference(
     transform: Transform,
     claims: Sequence[ClaimResult],
 ) -> Difference:
-    steps, values = stack(sides.runs, metric)
+    steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     baselines, treatments = (
         transform_with_gaps(arm_values, transform)
@@ -220,7 +220,7 @@ def _make_difference(
 def _rerun_lines(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[SeriesLine]:
     for pair in pairs:
         for rerun in pair.reruns:
-            shared_steps, values = stack([pair.baseline, rerun], metric)
+            shared_steps, values = stack_runs([pair.baseline, rerun], metric)
             if rerun.finished and len(shared_steps):
                 first_run, second_run = transform_with_gaps(values, transform)
                 yield _make_line(rerun, shared_steps, second_run - first_run)
@@ -277,7 +277,7 @@ class Peaks:
     held_by: list[str | None]  # by arm, the phase with the highest peak
 
 
-def memory_peaks(experiment: Experiment) -> Peaks | None:
+def memory_peaks(experiment: RecordedExperiment) -> Peaks | None:
     """Return peak memory by arm; None unless every finished run recorded the same counter."""
     runs = [run for arm in experiment.arms for run in experiment.arm(arm).values() if run.finished]
     counter = shared_peak_counter(runs)

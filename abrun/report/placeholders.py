@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 
 RUNS_DIR = Path("runs")  # default of --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
@@ -22,7 +22,7 @@ READING_OPTIONS = (
 )  # of foreign runs
 
 
-def fill_placeholders(command: str, experiment: Experiment, words: Sequence[str]) -> str:
+def fill_placeholders(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
     """Replace RECIPE and RUNS by the user's recipe and sources, as far as they are known."""
     if experiment.directory:
         command = command.replace("RECIPE", _recipe_arguments(command, experiment.directory, words), 1)
@@ -55,7 +55,7 @@ def fill_placeholders(command: str, experiment: Experiment, words: Sequence[str]
     return command.replace("RUNS", shlex.join(sources) or "RUNS")
 
 
-def experiment_argument(experiment: Experiment) -> str:
+def experiment_argument(experiment: RecordedExperiment) -> str:
     """Return the argument by which commands find an experiment; for other runs, a name for files."""
     if experiment.directory is None:
         return shlex.quote(experiment.name)

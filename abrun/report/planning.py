@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
+from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
-from abrun.recipe.claims import Claim, Compare, claim_text
-from abrun.recipe.experiment import BASELINE, Declared
+from abrun.recipe.claims import Claim, Compare, describe_claim
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shortened, shown_tree
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe_tree, shortened
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
@@ -29,10 +29,10 @@ COMPARE_NOTE = "abrun compare uses the measured sd"
 
 
 @np.errstate(all="ignore")
-def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
+def measure_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool = True) -> Spread | None:
     """Measure the spread in an earlier experiment, by pairs or by runs; of several treatments, the widest."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
-    grid = experiment.steps_of(claim.metric)
+    grid = experiment.metric_steps(claim.metric)
     results = [
         judge_equivalence(arm, experiment.sides(arm), claim, resolve_margin(claim, None), grid)
         for arm in experiment.treatments
@@ -58,13 +58,13 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
     )
 
 
-def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
+def pilot_differences_text(recipe: ExperimentDeclaration, earlier: RecordedExperiment) -> str | None:
     """Return a note on settings that differ from the pilot's and may change the spread, if any do."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
-    config = recipe.closed().run_config(BASELINE)
-    planned_config = shown_tree(dotted(config.model_dump(mode="json")))
+    config = recipe.with_auto_values().run_config(BASELINE)
+    planned_config = display_safe_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]
     type_keys = [key for key in differing if key.endswith(".type")]
@@ -100,7 +100,7 @@ class PlannedClaim:
 
 
 def _plan_claims(
-    compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
+    compare: Compare, earlier: RecordedExperiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[PlannedClaim]:
     alpha = _alpha_levels(compare)[-1]
     for claim in compare.claims:
@@ -108,7 +108,7 @@ def _plan_claims(
             _claim_spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         )
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+        power = None if measured_nothing else plan_claim_power(claim, compare, spread, alpha)
         yield PlannedClaim(claim=claim, spread=spread, power=power)
 
 
@@ -141,7 +141,7 @@ def render_plan(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     assuming: str = "abrun plan RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
@@ -163,7 +163,7 @@ def render_plan(
     for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
         if claim.margin is None:
-            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
+            lines.append(Text(f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"))
             continue
         spread_text = _spread_text(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
@@ -193,7 +193,7 @@ def plan_json(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def plan_json(
             {
                 "metric": claim.metric,
                 "window": claim.window,
-                "claim": claim_text(claim),
+                "claim": describe_claim(claim),
                 "spread": asdict(spread) if spread else None,
                 "power": {str(count): power.power(count) for count in counts} if power else None,
                 "power_now": power.power(num_pairs) if power else None,
@@ -227,7 +227,7 @@ def plan_json(
 def _claim_spread(
     claim: Claim,
     compare: Compare,
-    earlier: Experiment | None,
+    earlier: RecordedExperiment | None,
     sigma: float | None,
     correlation: float | None,
 ) -> Spread | None:
@@ -239,11 +239,11 @@ def _claim_spread(
 
 
 def _spread_text(
-    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: RecordedExperiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
-    if claim.sigmas is not None and not compare.reference:
+    if claim.sigma_margin is not None and not compare.reference:
         is_measured = spread is not None and spread.num_pairs
         planning_note = (
             f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {COMPARE_NOTE})"

@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.present.figures import COLORS, add_legend_below, shorten
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
 from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, make_panel
 from abrun.verdict.claims import ClaimResult
@@ -21,7 +21,7 @@ LABEL_GAP = 0.085  # between labels at the ends of lines, as a share of the pane
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, used for no arm
 
 
-def draw_metric(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
+def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
     """Draw one metric: bands of all arms, and below them the differences that the claims are about.
 
     `claims` are those on this metric, of all arms. Return None if no pair has finished.
@@ -52,7 +52,7 @@ def _sample_size_text(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def draw_forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure | None:
+def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
     """Draw the interval of each claim in units of its margin; return None for fewer than two such claims."""
     bounded_claims = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     bounded_claims = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from abrun.errors import ComparisonError, StoreError
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import (
     beside_limit,
@@ -25,9 +25,9 @@ from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.recorded.claim_tests import STAMP, ClaimTest, claim_tests_in
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shown
+from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
@@ -56,11 +56,15 @@ MAX_LINKS = 20  # to runs in wandb
 
 def writable_formats() -> tuple[str, ...]:
     """Return the formats that the installed packages can write."""
-    return tuple(form for form in FORMATS if form not in FIGURE_FORMATS) if lacking("figures") else FORMATS
+    return (
+        tuple(form for form in FORMATS if form not in FIGURE_FORMATS)
+        if missing_package("figures")
+        else FORMATS
+    )
 
 
 def write_report(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     content: VerdictFile,
     output: Path,
     formats: Collection[str],
@@ -85,8 +89,8 @@ def write_report(
             from abrun.report.page import render_page
 
             write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
-        history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
-        write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
+        history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
+        write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -102,21 +106,21 @@ def write_report(
     return [*(path for form, path in written if form in formats), *figures]
 
 
-def choose_report_folder(experiment: Experiment) -> Path:
+def choose_report_folder(experiment: RecordedExperiment) -> Path:
     """Return the report folder for runs that abrun did not launch: `<name>-report`.
 
     If that folder has the report of another comparison, a hash is appended.
     """
     folder = Path(f"{make_slug(experiment.name)}-report")
     with suppress(StoreError):
-        existing_sha256 = read_json(folder / STAMP).get("asked", experiment.asked_sha256)
-        if existing_sha256 != experiment.asked_sha256:
-            return Path(f"{folder}-{experiment.asked_sha256[:8]}")
+        existing_sha256 = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
+        if existing_sha256 != experiment.request_sha256:
+            return Path(f"{folder}-{experiment.request_sha256[:8]}")
     return folder
 
 
 def _draw_claims(
-    experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
+    experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
     if not content.claims:
         return
@@ -341,28 +345,33 @@ def render_terminal(
     from rich.text import Text
 
     color = VERDICT_COLORS[content.verdict]
-    reasons_text = Text("\n".join(map(shown, sentences(content.reasons))))
+    reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
     renderables: list[RenderableType] = [
         Panel(
             reasons_text,
-            title=Text(shown(_headline(content)), style=f"bold {color}"),
+            title=Text(display_safe(_headline(content)), style=f"bold {color}"),
             title_align="left",
             border_style=color,
         )
     ]
     tables = _make_tables(content)
     if tables:
-        renderables.append(Text(shown(_comparison_note(content)), style="dim"))
+        renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
     for table in tables:
         renderables += [table.to_rich(padding=(0, 1)), Text("")]
     facts = [
-        (label, "\n".join(map(shown, sentences(content.not_tested) if label == "not tested" else [text])))
+        (
+            label,
+            "\n".join(map(display_safe, sentences(content.not_tested) if label == "not tested" else [text])),
+        )
         for label, text in evidence_lines(content)
     ]
-    facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
-    if files and (missing := lacking("figures")):
+    facts += [("next", display_safe(f"{step.text}: {step.command}")) for step in next_steps]
+    if files and (missing := missing_package("figures")):
         facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
-    renderables.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
+    renderables.append(
+        Table((), [(Text(display_safe(label), style="bold"), Text(text)) for label, text in facts])
+    )
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))

@@ -9,7 +9,7 @@ from abrun.errors import StoreError
 from abrun.messages import records
 from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
@@ -81,7 +81,7 @@ class VerdictFile:
 
 
 def build_verdict_file(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
@@ -144,7 +144,7 @@ def build_verdict_file(
     )
 
 
-def _run_notes(experiment: Experiment) -> Iterator[Reason]:
+def _run_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield each note on the runs' logs once, with the runs that it applies to."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
@@ -164,7 +164,7 @@ def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+    experiment: RecordedExperiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
 ) -> list[Reason]:
     """Return the notes on earlier comparisons; none if the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
@@ -327,7 +327,7 @@ def _allow_non_finite_numbers(schema: Any) -> Any:
     return {key: _allow_non_finite_numbers(value) for key, value in schema.items()}
 
 
-def _group_environments(experiment: Experiment) -> list[RunEnvironment]:
+def _group_environments(experiment: RecordedExperiment) -> list[RunEnvironment]:
     distinct: dict[str, RunEnvironment] = {}
     for run in experiment.runs.values():
         environment = run.environment or {}

@@ -126,7 +126,7 @@ def test_a_mismatch_stops_at_the_first_look(run: Run) -> None:
 def test_a_failed_run_decides_until_it_is_mended(run: Run) -> None:
     fails = ("--set", "trainer.parameters.fails=1")
     code, output, _ = run(*STAGED, *fails)
-    assert code == 1 and "Continue with: abrun launch recipe.yaml --jobs 4 --until-decided" in output
+    assert code == 1 and "Resume with: abrun launch recipe.yaml --jobs 4 --until-decided" in output
     assert verdict()["verdict"] == "MISMATCH" and begun() == {0, 1, 7}
     Path("mended").touch()
     code, output, _ = run(*STAGED, *fails, "--resume")

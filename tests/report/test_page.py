@@ -13,7 +13,7 @@ import pytest
 
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report import page
 from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means
 from abrun.report.page import charts, render_page
@@ -33,7 +33,9 @@ HOSTILE = (
 )
 
 
-def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings) -> Experiment:
+def experiment(
+    values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings
+) -> RecordedExperiment:
     """`values`: {(arm, seed[, rerun]): {metric: values or (steps, values)}}."""
     runs = {}
     for (arm, *numbers), metrics in values.items():
@@ -44,7 +46,7 @@ def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=
             series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
         status = "failed" if (arm, *numbers) in failed else "finished"
         runs[key] = RecordedRun(name=key, place=str(key), status=status, metrics=series)
-    return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
+    return RecordedExperiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
 
 
 def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline", "treatment")):

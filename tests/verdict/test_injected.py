@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import RecipeError
-from abrun.experiment.plan import make_plan, pairs
+from abrun.experiment.plan import group_pairs, make_plan
 from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
 from abrun.messages import sentence
 from abrun.reasons import Code
@@ -44,7 +44,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     draws = {run.config.injected_fault.draw for run in controls if run.name.arm == "one-ulp-2"}  # pyright: ignore
     assert draws == {1}
     assert plan.treatment_diff[LATE]["injected_fault.size"] == (None, 0.25)
-    assert all(len(group) == 1 for group in pairs(plan.runs) if group[0].is_control)
+    assert all(len(group) == 1 for group in group_pairs(plan.runs) if group[0].is_control)
 
 
 @pytest.mark.parametrize(

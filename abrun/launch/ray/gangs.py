@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from abrun.errors import StoreError
-from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices
 from abrun.launch.queue import LaunchJob
@@ -82,7 +82,7 @@ class GangEngine:
     def __init__(
         self,
         settings: Ray,
-        plan: Plan,
+        plan: ExperimentPlan,
         experiment_dir: Path,
         jobs: Sequence[LaunchJob],
         num_jobs: int | None,
@@ -94,7 +94,7 @@ class GangEngine:
             run_dir(experiment_dir, run.name): [
                 run_dir(experiment_dir, run_of_pair.name) for run_of_pair in pair
             ]
-            for pair in pairs(plan.runs)
+            for pair in group_pairs(plan.runs)
             for run in pair
         }
         self._gangs: list[Gang] = []
@@ -103,7 +103,7 @@ class GangEngine:
         self._capacity_checked_s = 0.0
         self._report_waiting()
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # nodes report their own problems
 
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:

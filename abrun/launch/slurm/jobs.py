@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from abrun.experiment.plan import PlannedRun, pairs
+from abrun.experiment.plan import PlannedRun, group_pairs
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.run import RunConfig
@@ -70,7 +70,7 @@ def group_into_scripts(
     alone.
     """
     tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
-    for group in pairs(runs):
+    for group in group_pairs(runs):
         request = combine_requests([run.config for run in group], settings)
         fits_together = request is not None and fits.get(request, True)
         for task_runs in [group] if fits_together else [[run] for run in group]:

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.context import Context
 from abrun.report.page import charts
 from abrun.report.panels import memory_peaks
@@ -35,7 +35,7 @@ LARGEST_INTEGER = 2**53  # JavaScript holds larger integers only approximately
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: Experiment, content: VerdictFile, context: Context | None = None) -> str:
+def render_page(experiment: RecordedExperiment, content: VerdictFile, context: Context | None = None) -> str:
     """Return the HTML page of a comparison. The same input gives the same bytes."""
     styles, scripts = [_minify(name) for name in STYLES], [_minify(name) for name in SCRIPTS]
     policy = (
@@ -53,7 +53,7 @@ def render_page(experiment: Experiment, content: VerdictFile, context: Context |
     )
 
 
-def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context | None) -> list[str]:
+def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: Context | None) -> list[str]:
     """Return a block with the verdict, and one per metric, which the page parses when it draws the chart."""
     claims = content.claims
     recorded = dict.fromkeys(experiment.metrics())
@@ -93,7 +93,7 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context 
 
 
 def _chart_blocks(
-    experiment: Experiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
+    experiment: RecordedExperiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
 ) -> list[str]:
     """Return the chart blocks of the first metrics, as many as fit into `max_bytes`."""
     blocks: list[str] = []

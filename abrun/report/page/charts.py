@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report.buckets import NUM_BUCKETS, bucket_extremes, bucket_indices, bucket_means, bucket_steps
 from abrun.report.panels import Curve, Difference, Panel, make_panel
 from abrun.stats.series import Array, Steps
@@ -47,7 +47,7 @@ class ChartRows:
 
 
 def chart_json(
-    experiment: Experiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
 ) -> dict[str, Any]:
     """Return one metric's chart: seeds, mean and ±1 sd of each arm, and the claimed differences.
 
@@ -177,7 +177,7 @@ def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
             yield f"{run}: {counts} ({total_text} values), the first at step {first_step}"
 
 
-def _missing_run_notes(experiment: Experiment, arm: str, metric: str) -> Iterator[str]:
+def _missing_run_notes(experiment: RecordedExperiment, arm: str, metric: str) -> Iterator[str]:
     runs = list(experiment.arm(arm).values())
     missing_runs = [run for run in runs if run.finished and not len(run.series(metric))]
     if missing_runs and len(missing_runs) == sum(run.finished for run in runs):

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
@@ -77,7 +77,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 submit = functools.partial(fakes.submit, launcher="ray")
 
 
-def planned(*settings: str) -> Plan:
+def planned(*settings: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, settings))
 
 
@@ -263,9 +263,9 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
 
 
 def cli_launchers() -> dict[str, str]:
-    from abrun.recipe.implementations import LAUNCHERS
+    from abrun.recipe.implementations import LOCAL_LAUNCHERS
 
-    return LAUNCHERS
+    return LOCAL_LAUNCHERS
 
 
 def test_the_last_word_of_a_driver_is_the_end_of_its_runs(ray: FakeRay, tmp_path: Path) -> None:
