@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # page in the repository: page on the site
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # path in the repository: on the site
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
