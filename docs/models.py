@@ -34,9 +34,9 @@ For models in local folders, `abrun launch` and `--dry-run` read `config.json` a
 and settings before anything starts.
 
 An export (`checkpoint.final_weights`) has the checkpoint's own class and configuration. Tensors that the
-network does not use, such as the vision tower of Qwen 3.5 or layers that predict later tokens, are copied from
-the checkpoint's files unchanged. A quantized checkpoint is trained and exported unquantized;
-loading it names the tensors that its export will lack.
+network does not use, such as the vision tower of Qwen 3.5 or layers that predict later tokens, are copied
+unchanged from the checkpoint's files. A quantized checkpoint is trained and exported unquantized; loading it
+names the tensors that its export will lack.
 """
 
 
