@@ -1,7 +1,7 @@
 """Names say what a thing is, and docstrings begin with a verb or a noun: the share of others stays small.
 
-A pointing name (`found`, `one`, `said`) sends the reader back to the line that bound it. A docstring that begins
-with "What" or "Whether" has no subject. Both are right now and then, so the limits are shares, not zero.
+A pointing name (`found`, `one`, `said`) sends the reader back to the line that bound it. A docstring that
+begins with "What" or "Whether" has no subject. Both are right now and then, so the limits are not zero.
 """
 
 import ast
