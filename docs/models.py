@@ -24,19 +24,19 @@ Families that are not in the table are checked in the same way.
 
 - **padded**: trains on and scores rows of one sequence each.
 - **packed**, **shared prompts**, **context parallel**: `policy.packing`, `policy.share_prompts` and
-  `policy.backend.context_parallel`. They put sequences into one stream, which layers with sliding windows,
-  chunks, linear attention, state spaces or convolutions do not keep apart: these are refused.
+  `policy.backend.context_parallel` join sequences into one stream. Layers with sliding windows, chunks,
+  linear attention, state spaces or convolutions do not separate them, so these models are refused.
 - **tensor parallel**: `policy.backend.tensor_parallel` on the dtensor backend.
 - **Megatron**: `policy.backend.type: megatron`.
-- **torch engine**: `rollout.engine: torch` decodes from a cache what one pass computes.
+- **torch engine**: `rollout.engine: torch`, whose cached decoding agrees with one full pass.
 
 For models in local folders, `abrun launch` and `--dry-run` read `config.json` and refuse unsupported models
 and settings before anything starts.
 
-An export (`checkpoint.final_weights`) is of the checkpoint's own class, with its configuration. Tensors that
-the network has no place for, such as the vision tower of Qwen 3.5 or layers that predict later tokens, are
-copied from the checkpoint's files unchanged. A quantized checkpoint is trained and exported unquantized;
-tensors that an export then lacks are named when it is loaded.
+An export (`checkpoint.final_weights`) has the checkpoint's own class and configuration. Tensors that the
+network does not use, such as the vision tower of Qwen 3.5 or layers that predict later tokens, are copied
+unchanged from the checkpoint's files. A quantized checkpoint is trained and exported unquantized; loading it
+names the tensors that its export will lack.
 """
 
 

@@ -23,8 +23,8 @@ LATE = "fault-late_half_batch-0.25"
 LATE_FAULT = {"name": "late_half_batch", "size": 0.25}
 FAULTS = {"aa_reruns": 1, "ulp_reruns": 1, "faults": ["misgrouped", LATE_FAULT]}
 # What pages have
-LEFT_OPEN = "## What it leaves open"
-ADVICE = "What could be done next"
+LEFT_OPEN = "## What is still open"
+ADVICE = "Next steps:"
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, 
         "\n\nClaim: alike.\n\nFrom nowhere.\n",
         "| hardware | NVIDIA H200, torch 2.11.0, Python 3.11.9 |",
         "| ran | 2001-09-09 01:46 to 01:48 UTC |",
-        "| spent | 0.55 run hours, 22 runs: ",  # of 90 s
+        "| spent | 0.55 run hours, 22 runs (",  # of 90 s
         "| seeds | 0, 1, 2, 3, 4 |",
         "- train/reward: equivalent within ±0.02",
-        " in train/loss: by ",
+        "; largest deviation: train/loss, ",
         "| late_half_batch | 0.25 of the rows | MISMATCH | claim: train/reward | 40 |",
         "| misgrouped | 1 rows off | MATCH | nothing |",
         "- Not caught: misgrouped (1 rows off)",
@@ -184,8 +184,8 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
     (site / "recipes/evidence/other.yaml").write_text((site / "recipes/evidence/demo.yaml").read_text())
     shutil.copytree(directory, directory.parent / "other")
     (directory / "report/verdict.json").unlink()
-    for folder, said in ((directory.parent, f"first: abrun compare {directory}"), (site, "no experiment")):
+    for folder, message in ((directory.parent, f"first: abrun compare {directory}"), (site, "no experiment")):
         assert generator.main([str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and said in lines[0]
+        assert len(lines) == 1 and message in lines[0]
     assert (site / "docs/evidence/other.md").is_file()  # of one that was judged
