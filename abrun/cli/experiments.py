@@ -238,12 +238,12 @@ def _show_memory(screen: "Terminal", plan: "Plan", asked: str | None) -> None:
     """
     from rich.text import Text
 
-    from abrun.memory.predict import device_memory, memory_lines
+    from abrun.memory.predict import describe_predicted_memory, resolve_device_memory
 
-    device_bytes = device_memory(asked) if asked is not None else None
+    device_bytes = resolve_device_memory(asked) if asked is not None else None
     if device_bytes is not None:
         told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
-        for line in memory_lines(plan.recipe, device_bytes, besides=told):
+        for line in describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=told):
             screen.print(Text.assemble(("Memory: ", "bold"), shown(line)), soft_wrap=True)
 
 

@@ -42,7 +42,7 @@ class Cell:
     peak: dict[str, Any] | None = None  # its sites; see abrun.memory.peak
 
     @property
-    def reached(self) -> tuple[str, int]:
+    def highest_peak(self) -> tuple[str, int]:
         """The phase with the highest peak, and the peak, also of a step that did not fit."""
         return max(
             self.by_phase.items(),
@@ -51,32 +51,32 @@ class Cell:
         )
 
     @property
-    def highest(self) -> tuple[str, int] | None:
+    def fitting_peak(self) -> tuple[str, int] | None:
         """The same of a step that fits."""
-        return self.reached if self.out_of_memory is None else None
+        return self.highest_peak if self.out_of_memory is None else None
 
     def as_json(self) -> dict[str, Any]:
-        phase, num_bytes = self.reached
-        content = {**asdict(self), "highest_phase": phase, "highest_bytes": num_bytes}
-        del content["point"]
-        return content | self.point.as_json()
+        phase, num_bytes = self.highest_peak
+        fields = {**asdict(self), "highest_phase": phase, "highest_bytes": num_bytes}
+        del fields["point"]
+        return fields | self.point.as_json()
 
 
-def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[Cell, str]:
+def merge_rank_rows(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[Cell, str]:
     """Merge the rows of a cell's ranks; also return the counter of its peaks (of PEAK_MEMORY, or empty)."""
-    metrics = _largest(row["metrics"] for row in rows)
+    metrics = _merge_maxima(row["metrics"] for row in rows)
     counter = next((name for name in PEAK_MEMORY if any(key.endswith(f"/{name}") for key in metrics)), "")
-    reserved = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
+    reserved_bytes = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
     peaks = [row["peak"] for row in rows if row["peak"]]
     cell = Cell(
         arm=arm,
         point=point,
         by_phase={key.split("/")[1]: value for key, value in metrics.items() if is_peak_memory(key)},
-        held=_largest(row["held"] for row in rows),
-        reserved_bytes=max(reserved, default=None),
+        held=_merge_maxima(row["held"] for row in rows),
+        reserved_bytes=max(reserved_bytes, default=None),
         inactive_bytes=metrics.get("memory/inactive_bytes"),
         allocator_retries=metrics.get("memory/allocator_retries"),
-        device_used_bytes=_largest(row["device_used"] for row in rows),
+        device_used_bytes=_merge_maxima(row["device_used"] for row in rows),
         total_bytes=rows[0]["total_bytes"],
         out_of_memory=next((row["out_of_memory"] for row in rows if row["out_of_memory"]), None),
         peak=max(peaks, key=lambda peak: peak["peak_bytes"], default=None),
@@ -84,7 +84,7 @@ def cell_of(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[
     return cell, counter
 
 
-def _largest(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
+def _merge_maxima(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
     merged: dict[str, int] = {}
     for row in rows:
         for key, value in row.items():
@@ -93,7 +93,7 @@ def _largest(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Longest:
+class SizeLimit:
     """The largest size with which an arm trains, and the smallest that was tried and fails."""
 
     arm: str
@@ -111,14 +111,18 @@ class MemoryProfile:
     name: str
     counter: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
     cells: list[Cell]  # point by point, the baseline's first
-    longest: list[Longest] = field(default_factory=list)
+    size_limits: list[SizeLimit] = field(default_factory=list)
     note: str = ""  # a limit of the figures
 
     def ratio(self, cell: Cell) -> float | None:
         """Return the cell's highest peak over the baseline's (or the first arm's) at the same point."""
-        bases = (base.highest for base in self.cells if (base.arm, base.point) == (self.arms[0], cell.point))
-        base = next(bases, None)
-        return cell.highest[1] / base[1] if base and cell.highest else None
+        baseline_peaks = (
+            baseline_peak.fitting_peak
+            for baseline_peak in self.cells
+            if (baseline_peak.arm, baseline_peak.point) == (self.arms[0], cell.point)
+        )
+        baseline_peak = next(baseline_peaks, None)
+        return cell.fitting_peak[1] / baseline_peak[1] if baseline_peak and cell.fitting_peak else None
 
     @property
     def arms(self) -> list[str]:
@@ -126,21 +130,21 @@ class MemoryProfile:
         return sorted(dict.fromkeys(cell.arm for cell in self.cells), key=lambda arm: arm != BASELINE)
 
     @property
-    def by_size(self) -> list[Cell]:
+    def sorted_cells(self) -> list[Cell]:
         """The cells in the order of a table: by size, then by arm."""
-        swept, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
+        swept_values, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
 
-        def place(cell: Cell) -> tuple[int, ...]:
+        def sort_key(cell: Cell) -> tuple[int, ...]:
             point = cell.point
-            return swept.index(point.swept), point.num_sequences, point.length, arms.index(cell.arm)
+            return swept_values.index(point.swept), point.num_sequences, point.length, arms.index(cell.arm)
 
-        return sorted(self.cells, key=place)
+        return sorted(self.cells, key=sort_key)
 
     @property
     def unit(self) -> tuple[str, int]:
-        return unit_of(cell.reached[1] for cell in self.cells)
+        return choose_unit(cell.highest_peak[1] for cell in self.cells)
 
 
-def unit_of(peaks: Iterable[int]) -> tuple[str, int]:
+def choose_unit(peaks: Iterable[int]) -> tuple[str, int]:
     """Return MiB, or GiB if the largest peak is large, and its bytes."""
     return ("GiB", GIB) if max(peaks, default=0) >= 4 * GIB else ("MiB", 2**20)
