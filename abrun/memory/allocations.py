@@ -1,4 +1,4 @@
-"""The bytes that an allocator would count on a device, by kind, and their peak."""
+"""Simulated allocator statistics of a device: live bytes by kind, and their peak."""
 
 import contextlib
 import weakref
@@ -9,23 +9,26 @@ from typing import Any, NamedTuple
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-BLOCK_BYTES = 512  # bytes: the allocator's unit
+BLOCK_BYTES = 512  # torch's CUDA allocator rounds sizes up to this
 ACTIVATIONS = "activations"
 
 
 class PendingReplacement(NamedTuple):
-    """A storage that takes the place of another one, if that is freed before the next storage is seen."""
+    """A new storage that may have overwritten an old one.
 
-    replaced_key: int  # its key
+    It has if the old storage is freed before the next storage is counted. Both then count once.
+    """
+
+    replaced_key: int  # key of the old storage
     storage: weakref.ref[UntypedStorage]
     kind: str
-    live_by_kind: Mapping[str, int]  # bytes by kind when it was made, without it
+    live_by_kind: Mapping[str, int]  # bytes, without the new storage
 
 
 class AllocationTracker:
-    """Storages from their first sight to their end, each under one kind.
+    """Tracker of live storages: each counts under one kind until it is freed.
 
-    A storage counts under the kind that is `now` when it is first seen, unless it is filed under another.
+    The kind is `current_kind` when the storage is first counted; `assign_kind` changes it.
     """
 
     def __init__(self, constant_bytes: Mapping[str, int]) -> None:
@@ -38,7 +41,7 @@ class AllocationTracker:
 
     @contextlib.contextmanager
     def counting_as(self, kind: str) -> Iterator[None]:
-        """Count what is made inside as this kind."""
+        """Count new storages under this kind while entered."""
         previous_kind, self.current_kind = self.current_kind, kind
         try:
             yield
@@ -46,19 +49,22 @@ class AllocationTracker:
             self.current_kind = previous_kind
 
     def count_storage(self, storage: UntypedStorage, *, workspace_bytes: int = 0) -> None:
-        """Count a storage that may be new, or resized; `beside`: bytes that its maker held meanwhile."""
+        """Count a storage that may be new or resized.
+
+        `workspace_bytes`: what the operator that returned it held temporarily.
+        """
         self.resolve_replacement()
         self._update_storage(storage, workspace_bytes)
 
     def count_replacement(self, replaced_storage: UntypedStorage, storage: UntypedStorage) -> None:
-        """Count a new storage in the place of `replaced_key`; see phases.find_overwritten_storage."""
+        """Hold back a new storage that may overwrite an old one (phases.find_overwritten_storage)."""
         self.resolve_replacement()
         self._pending = PendingReplacement(
             replaced_storage._cdata, weakref.ref(storage), self.current_kind, dict(self._live_by_kind)
         )
 
     def resolve_replacement(self) -> None:
-        """Count a storage that may have taken another one's place."""
+        """Count the storage that was held back, if there is one."""
         replacement, self._pending = self._pending, None
         storage = replacement.storage() if replacement else None
         if replacement is None or storage is None:
@@ -68,7 +74,7 @@ class AllocationTracker:
         self._note_peak(replacement.live_by_kind, replacement.kind, num_bytes)
 
     def _update_storage(self, storage: UntypedStorage, workspace_bytes: int = 0) -> int:
-        """Count a storage; return by how many bytes it has grown."""
+        """Count a storage and return the number of bytes by which it has grown."""
         key, num_bytes = storage._cdata, -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         record = self._records.get(key)
         reference, counted_bytes, kind = record or (
@@ -84,7 +90,7 @@ class AllocationTracker:
         return num_bytes - counted_bytes
 
     def _note_peak(self, live_by_kind: Mapping[str, int], kind: str, additional_bytes: int) -> None:
-        """Make the live bytes, with `more` of `kind`, the peak if they are the most so far."""
+        """Update the peak if the live bytes, plus `additional_bytes` of `kind`, exceed it."""
         if (live_bytes := sum(live_by_kind.values()) + additional_bytes) > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = (
                 live_bytes,
@@ -92,7 +98,7 @@ class AllocationTracker:
             )
 
     def assign_kind(self, tensors: Iterable[Any], kind: str) -> None:
-        """Count these tensors' storages under another kind from now on."""
+        """Count the storages of these tensors under another kind from now on."""
         for tensor in tensors:
             storage = to_local_shard(tensor).untyped_storage()
             self.count_storage(storage)
@@ -102,14 +108,14 @@ class AllocationTracker:
             self._add_bytes(kind, num_bytes)
 
     def reset_peak(self) -> None:
-        """Begin a new peak, from the bytes alive now."""
+        """Reset the peak to the bytes that are live now."""
         self.resolve_replacement()
         self.peak_bytes, self.peak_by_kind = sum(self._live_by_kind.values()), dict(self._live_by_kind)
 
     def _remove_storage(self, key: int) -> None:
         _, num_bytes, kind = self._records.pop(key)
         self._add_bytes(kind, -num_bytes)
-        if self._pending is not None and self._pending.replaced_key == key:  # which was overwritten
+        if self._pending is not None and self._pending.replaced_key == key:  # the old storage was overwritten
             self._pending = self._pending._replace(live_by_kind=dict(self._live_by_kind))
             self.resolve_replacement()
 
@@ -118,5 +124,5 @@ class AllocationTracker:
 
 
 def to_local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The cells of memory-profile, each an arm at one size, and the profile that they make up."""
+"""Cells of a memory profile, each one arm at one size, and the profile itself."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,11 +12,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A size of the sweep, at which every arm is measured or predicted."""
+    """One combination of sizes in a sweep; every arm is measured or predicted at it."""
 
-    length: int  # tokens of a sequence
-    num_sequences: int = 1  # a rank's microbatch
-    swept: tuple[tuple[str, Any], ...] = ()  # further keys of the recipe, with their values
+    length: int  # tokens per sequence
+    num_sequences: int = 1  # per micro-batch and rank
+    swept: tuple[tuple[str, Any], ...] = ()  # (recipe key, value) of --sweep
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "swept": dict(self.swept)}
@@ -24,26 +24,26 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One arm at one point, the largest of any rank.
+    """Measured memory of one arm at one point; each value is the maximum over ranks.
 
-    If memory ran out, `out_of_memory` is the phase in which it did, and the peaks are those before that.
+    `out_of_memory` is the phase in which memory ran out, or None. The peaks are then those reached before.
     """
 
     arm: str
     point: Point
     by_phase: dict[str, int]  # peak bytes, by `MemoryProfile.counter`
-    held: dict[str, int] = field(default_factory=dict)  # bytes that live between steps
-    reserved_bytes: int | None = None  # of the allocator, at most; with the three below of CUDA alone
-    inactive_bytes: int | None = None  # idle in split blocks, after the step
+    held: dict[str, int] = field(default_factory=dict)  # bytes that stay allocated between steps
+    reserved_bytes: int | None = None  # peak; this and the next three: CUDA only
+    inactive_bytes: int | None = None  # unused parts of split blocks after the step
     allocator_retries: int | None = None
-    device_used_bytes: dict[str, int] = field(default_factory=dict)  # by everybody: "sampling", "training"
+    device_used_bytes: dict[str, int] = field(default_factory=dict)  # all processes; "sampling", "training"
     total_bytes: int | None = None  # of the device
     out_of_memory: str | None = None
-    peak: dict[str, Any] | None = None  # its sites; see abrun.memory.peak
+    peak: dict[str, Any] | None = None  # from abrun.memory.peak.summarize_peak
 
     @property
     def highest_peak(self) -> tuple[str, int]:
-        """The phase with the highest peak, and the peak, also of a step that did not fit."""
+        """Phase with the highest peak, and its bytes, even if the step ran out of memory."""
         return max(
             self.by_phase.items(),
             key=lambda item: item[1],
@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def fitting_peak(self) -> tuple[str, int] | None:
-        """The same of a step that fits."""
+        """Phase with the highest peak, and its bytes; None if the step ran out of memory."""
         return self.highest_peak if self.out_of_memory is None else None
 
     def as_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Cell:
 
 
 def merge_rank_rows(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[Cell, str]:
-    """Merge the rows of a cell's ranks; also return the counter of its peaks (of PEAK_MEMORY, or empty)."""
+    """Merge the rows of all ranks into a cell; also return its counter (from PEAK_MEMORY, or empty)."""
     metrics = _merge_maxima(row["metrics"] for row in rows)
     counter = next((name for name in PEAK_MEMORY if any(key.endswith(f"/{name}") for key in metrics)), "")
     reserved_bytes = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
@@ -94,28 +94,28 @@ def _merge_maxima(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeLimit:
-    """The largest size with which an arm trains, and the smallest that was tried and fails."""
+    """Largest size that fits an arm, and the smallest tried size that does not."""
 
     arm: str
     swept: tuple[tuple[str, Any], ...]
-    what: str  # length, or num_sequences
-    fits: int | None  # None: no size that was tried
-    fails: int | None  # None: it fits as much as the model takes
-    failed_in: str | None  # the phase
+    what: str  # length or num_sequences
+    fits: int | None  # None: no tried size fits
+    fails: int | None  # None: the model's maximum fits
+    failed_in: str | None  # phase that ran out of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """A measured sweep."""
+    """Measured cells of a sweep, with the size limits of its arms."""
 
     name: str
     counter: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
-    cells: list[Cell]  # point by point, the baseline's first
+    cells: list[Cell]  # ordered by point, the baseline first
     size_limits: list[SizeLimit] = field(default_factory=list)
-    note: str = ""  # a limit of the figures
+    note: str = ""  # limitation of the measurements
 
     def ratio(self, cell: Cell) -> float | None:
-        """Return the cell's highest peak over the baseline's (or the first arm's) at the same point."""
+        """Return the ratio of a cell's highest peak to that of the first arm at the same point, or None."""
         baseline_peaks = (
             baseline_peak.fitting_peak
             for baseline_peak in self.cells
@@ -126,12 +126,12 @@ class MemoryProfile:
 
     @property
     def arms(self) -> list[str]:
-        """In their order, the baseline first."""
+        """Arms in order of measurement, the baseline first."""
         return sorted(dict.fromkeys(cell.arm for cell in self.cells), key=lambda arm: arm != BASELINE)
 
     @property
     def sorted_cells(self) -> list[Cell]:
-        """The cells in the order of a table: by size, then by arm."""
+        """Cells sorted by size, then by arm."""
         swept_values, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
 
         def sort_key(cell: Cell) -> tuple[int, ...]:
@@ -146,5 +146,5 @@ class MemoryProfile:
 
 
 def choose_unit(peaks: Iterable[int]) -> tuple[str, int]:
-    """Return MiB, or GiB if the largest peak is large, and its bytes."""
+    """Return the unit for a table of peaks and its bytes: GiB from 4 GiB on, else MiB."""
     return ("GiB", GIB) if max(peaks, default=0) >= 4 * GIB else ("MiB", 2**20)

@@ -1,9 +1,9 @@
-"""The activations that a compiled layer saves, without compiling it.
+"""Stand-in for torch.compile that saves the activations a compiled layer would save.
 
-A compiler cuts the graph of a layer's forward and backward pass where the fewest bytes cross, and the
-backward pass recomputes the rest (the min-cut partition of torch._functorch.partitioners, which Inductor
-uses). So does this module, with Inductor's decompositions. The two graphs then run operator by operator, so
-that inside of one layer they hold a bit more than fused kernels do.
+Inductor partitions the joint forward-backward graph of a layer by a min cut: it saves the fewest bytes and
+recomputes the rest in the backward pass (torch._functorch.partitioners). This module uses the same partition
+and decompositions. It then runs the two graphs operator by operator, which takes slightly more memory within
+a layer than fused kernels.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 ATTENTION = ("torch_attn::_varlen_attn", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
-_TENSOR = object()  # the place of a tensor among a layer's arguments
-_graphs: dict[Any, Callable[..., Any]] = {}  # layers of one shape share theirs
+_TENSOR = object()  # placeholder for a tensor in a layer's arguments
+_graphs: dict[Any, Callable[..., Any]] = {}  # shared by layers of equal type and shapes
 
 
 def partition_layer(forward: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for torch.compile, of the bound `forward` of a layer."""
+    """Return a partitioned version of a layer's bound `forward`, as a replacement of torch.compile."""
     module: nn.Module = forward.__self__  # pyright: ignore[reportFunctionMemberAccess]
 
     def run_layer(*inputs: Any, **keyword_inputs: Any) -> Any:
@@ -81,9 +81,9 @@ def _run_graph_as_is(gm: fx.GraphModule, example_inputs: Any) -> Any:
 
 
 def _partition_around_attention(joint: fx.GraphModule, *args: Any, **options: Any) -> Any:
-    """With `selective`, save the inputs of the graphs before and after attention alone.
+    """Partition a layer for selective checkpointing: save only attention and its inputs and outputs.
 
-    See abrun.backends.dtensor.layers.
+    abrun.backends.dtensor.layers does the same in real training.
     """
     backward_nodes: set[fx.Node] = set()
     saved_nodes: set[fx.Node] = set()
@@ -103,7 +103,7 @@ def _partition_around_attention(joint: fx.GraphModule, *args: Any, **options: An
 
 
 def _find_storage_owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns the storage of a view."""
+    """Return the node that owns the storage of a view, or the node itself."""
     while node.op == "call_function" and get_default_op_list().is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -1,9 +1,9 @@
-"""A fake GPU: the trainer's own step on tensors that have shapes and lifetimes, and no values.
+"""Fake GPU: runs a real training step on tensors with shapes and lifetimes, but without values.
 
-Inside of `hollow_gpu` every float tensor is torch's FakeTensor, which takes no memory, while the few integers
-and masks that decide shapes are computed. The tensors are on "cpu" and say that they are `is_cuda`. Triton's
-kernels and collectives do nothing; attention never holds the scores. So the lifetimes are those of the real
-modules, FSDP's hooks, activation checkpoints and losses, on the first rank of as many as are asked for.
+In `fake_gpu`, float tensors are torch's FakeTensors, which take no memory. Integers and masks are real,
+because they decide shapes. The tensors are on "cpu" but report `is_cuda`. Triton kernels and collectives do
+nothing, and attention never stores its scores. Tensor lifetimes are therefore those of the real modules, FSDP
+hooks, activation checkpoints and losses, as on the first of the requested ranks.
 """
 
 import contextlib
@@ -37,11 +37,9 @@ from abrun.recipe.policy import Model
 from abrun.train.phases import find_overwritten_storage
 
 aten: Any = torch.ops.aten
-HOPPER_LIMITS = (
-    132,
-    227 * 2**10,
-)  # a GPU's processors and bytes of shared memory, for the grids of Triton's kernels
-# cuBLAS asks torch's allocator for it (on Hopper; torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
+# Streaming multiprocessors and bytes of shared memory, from which Triton's grids are computed
+HOPPER_LIMITS = 132, 227 * 2**10
+# On Hopper; taken from torch's allocator (torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 WEIGHTS, GATHERED, GRADIENTS = "weights", "gathered weights", "gradients"
@@ -49,27 +47,29 @@ OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
 FSDP_KINDS = {"unshard": GATHERED, "wait_for_unshard": GATHERED, "post_backward": GRADIENTS}
 
-INTEGER_FACTORIES = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
+INTEGER_FACTORIES = (aten.arange, aten.randint, aten.scalar_tensor)  # without a dtype argument
 
 
 class FakeDeviceMode(TorchDispatchMode):
-    """Runs operators on fake floats and real integers, and puts what they return to an allocations."""
+    """Dispatch mode that runs operators on fake floats and real integers, and counts their results."""
 
     def __init__(self, allocations: AllocationTracker) -> None:
         super().__init__()
         self._allocations = allocations
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._dtensor_operator: Any = None  # an operator that they are about to call with the plain tensors
+        # Operator that a DTensor is about to call again with its plain tensors
+        self._dtensor_operator: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
             self._dtensor_operator = func
-            return NotImplemented  # they come back with the plain tensors inside
+            return NotImplemented  # the subclass calls the operator again with plain tensors
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
-        is_dtensor_operator = func is self._dtensor_operator  # which autograd never overwrites
+            return func(*args, **kwargs)  # only for shapes, as in DTensor's sharding propagation
+        # Autograd never overwrites the inputs of these
+        is_dtensor_operator = func is self._dtensor_operator
         self._dtensor_operator = None if is_dtensor_operator else self._dtensor_operator
         with self._count_as_backward():
             result = self._run(func, args, kwargs, inputs)
@@ -101,7 +101,7 @@ class FakeDeviceMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _makes_floats(self, func: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        """Return True if floats are made of no values; floats that integers give are computed."""
+        """Return True if the operator creates floats without inputs; floats from integers are computed."""
         if str(kwargs.get("device")) == "meta" or func.namespace != "aten":
             return False
         if inputs:
@@ -112,14 +112,14 @@ class FakeDeviceMode(TorchDispatchMode):
 
 
 def _return_placeholder(func: Any, fake_mode: FakeTensorMode, tensor: Tensor) -> Any:
-    """Return a number in the place of one that a step reads, such as the gradient's norm."""
+    """Return True, 1.0 or 1 for a scalar that the step reads, such as the gradient norm."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
 def _choose_experts_evenly(
     func: Any, fake_mode: FakeTensorMode, scores: Tensor, k: int, *args: Any
 ) -> tuple[Tensor, Tensor]:
-    """Choose each expert as often as any other."""
+    """Return a top-k that chooses all experts equally often."""
     with fake_mode:
         values, _ = func(scores, k, *args)
     count = values.numel()
@@ -129,7 +129,7 @@ def _choose_experts_evenly(
 def _run_wide_matmul(
     func: Any, fake_mode: FakeTensorMode, *args: Any, out: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Return a matmul's result in a wider dtype: torch 2.11 takes that dtype for a factor of fake tensors."""
+    """Return the output of a matmul with an output dtype, which torch 2.11 lacks for fake tensors."""
     lhs, rhs, dtype = args[-3:]
     if out is not None:
         return out
@@ -146,8 +146,8 @@ def _run_grouped_matmul(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Return the experts' matmuls, whose shapes torch 2.11 knows in bfloat16 alone."""
-    is_stacked = lhs.ndim == rhs.ndim  # a matmul an expert, and not rows one after the other
+    """Return the output of a grouped matmul; torch 2.11 infers its shape only for bfloat16."""
+    is_stacked = lhs.ndim == rhs.ndim  # one matrix per expert, not rows of all experts concatenated
     expert_dims = () if not is_stacked else lhs.shape[:1] if offs is None else (len(offs),)
     with fake_mode:
         return lhs.new_empty(*expert_dims, lhs.shape[-2], rhs.shape[-1])
@@ -164,7 +164,7 @@ OPERATOR_OVERRIDES = {
 
 
 def _run_fake_collective(func: Any, args: Any) -> Any:
-    """Send nothing: what would arrive is this rank's own, or what the output holds."""
+    """Return the result of a collective without communication: outputs get this rank's data or stay as is."""
     name, work = func.overloadpacket.__name__, FakeWork().boxed()
     if name == "barrier":
         return work
@@ -180,10 +180,10 @@ def _run_fake_collective(func: Any, args: Any) -> Any:
 
 
 def _estimate_workspace(func: Any, inputs: list[Tensor]) -> int:
-    """Return the bytes that a GPU's kernel holds while it runs, besides its inputs and outputs."""
+    """Return the bytes of workspace that a GPU kernel allocates, apart from inputs and outputs."""
     if func.overloadpacket.__name__ not in ATTENTION_BACKWARD:
         return 0
-    # FlashAttention sums d_query in float32, and expands the keys' gradients to the queries' heads.
+    # FlashAttention accumulates d_query in float32 and expands key gradients to the query heads.
     query, key = inputs[1], inputs[2]
     float32_query_bytes = query.numel() * 4
     return float32_query_bytes + (2 * query.numel() * query.itemsize if key.shape != query.shape else 0)
@@ -193,7 +193,7 @@ ATTENTION_BACKWARD = ("_scaled_dot_product_flash_attention_for_cpu_backward", "_
 
 
 class NoOpKernel:
-    """Stands for each of Triton's kernels: launched, it does nothing."""
+    """Replacement of every Triton kernel: a launch does nothing."""
 
     def __getattr__(self, name: str) -> "NoOpKernel":
         return self
@@ -204,9 +204,9 @@ class NoOpKernel:
 
 @contextlib.contextmanager
 def fake_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[AllocationTracker]:
-    """Make this process the first of `num_ranks`, each with a fake GPU, while entered.
+    """Make this process the first of `num_ranks` ranks with a fake GPU each, while entered.
 
-    `master_dtype`: of weights, gradients and AdamW's moments. abrun trains with float32 ones.
+    `master_dtype`: dtype of weights, gradients and AdamW moments. abrun itself uses float32.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     allocations = AllocationTracker({LIBRARIES: CUBLAS_WORKSPACE_BYTES})
@@ -219,14 +219,13 @@ def fake_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Itera
 
 
 def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> Iterator[Any]:
-    """Yield the patches by which a step runs on such a machine."""
+    """Yield the patches that let a training step run on the fake GPU."""
     for tensor_type in (FakeTensor, FunctionalTensor):
         yield patch.object(tensor_type, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
     yield patch("abrun.backends.open_network", functools.partial(make_fake_network, dtype=master_dtype))
-    yield patch(
-        "abrun.backends.attention.measure_stream_deviation", lambda *_, **__: None
-    )  # nothing to compare
+    # Compares values, which fake tensors do not have
+    yield patch("abrun.backends.attention.measure_stream_deviation", lambda *_, **__: None)
     yield patch(
         "abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _make_policy_with_reduce_dtype(master_dtype)
     )
@@ -246,7 +245,7 @@ def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> 
 
 
 def make_fake_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
-    """Make a recipe's network from its configuration alone: no weight is read."""
+    """Make a recipe's network from its configuration, without reading weights."""
     config = preset_config(model) if model.path is None else read_config(model.path)
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -260,20 +259,20 @@ def make_fake_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: 
 
 
 def _make_policy_with_reduce_dtype(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
-    """Return what makes FSDP's policy with gradients summed over ranks in `dtype`."""
+    """Return a factory of FSDP policies that reduce gradients in `dtype`."""
     make_policy: Any = MixedPrecisionPolicy
     return lambda **settings: make_policy(**settings | {"reduce_dtype": dtype})
 
 
 class EmptyCheckpoint:
-    """The checkpoint of a network without weights."""
+    """Checkpoint that returns uninitialized weights."""
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         return torch.empty([bounds.stop - bounds.start for bounds in slices])
 
 
 def _count_resizes(allocations: AllocationTracker, resize: Any) -> Any:
-    """Count the storages that FSDP empties and refills by hand."""
+    """Wrap UntypedStorage.resize_ so that storages which FSDP frees and refills are counted."""
 
     @functools.wraps(resize)
     def counted_resize(storage: Any, size: int) -> Any:
@@ -285,7 +284,7 @@ def _count_resizes(allocations: AllocationTracker, resize: Any) -> Any:
 
 
 def _count_as_logprobs(allocations: AllocationTracker, compute_logprobs: Any) -> Any:
-    """Attribute allocations during the head's forward and backward passes to the log-probs."""
+    """Wrap the LM head so that allocations in its forward and backward pass count as log-probs."""
 
     @functools.wraps(compute_logprobs)
     def counted_compute(head: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +305,7 @@ def _count_as_logprobs(allocations: AllocationTracker, compute_logprobs: Any) ->
 
 
 def group_by_kind(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors of a backend's `local_state` by kind."""
+    """Group the tensors of a backend's `local_state` into weights and optimizer state."""
     by_kind: dict[str, list[Tensor]] = {WEIGHTS: [], OPTIMIZER: []}
     for name, tensor in tensors.items():
         by_kind[WEIGHTS if "weights/" in name else OPTIMIZER].append(to_local_shard(tensor))

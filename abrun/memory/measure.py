@@ -1,8 +1,8 @@
-"""`python -m abrun.memory.measure JOB_DIR`: one rank that measures one cell, an arm at one size.
+"""`python -m abrun.memory.measure JOB_DIR`: measures one cell (an arm at one size) on one rank.
 
-Microbatches of random tokens take the place of the rollouts; everything after them is the trainer's own code.
-The first step, a short one unless layers are compiled, makes the optimizer's state and is not reported. A
-recipe that samples does so once, between the two. Each rank writes a row, also if it runs out of memory.
+Micro-batches of random tokens replace the rollouts; everything else is the trainer's own code. A first step
+creates the optimizer state and is not reported; it is short unless layers are compiled. Recipes with rollouts
+then sample once. The second step is measured. Each rank writes a row, even if it runs out of memory.
 """
 
 import contextlib
@@ -36,11 +36,12 @@ from abrun.train.rollouts import Rollouts
 from abrun.train.setup import RunSetup, make_setup
 
 OUT_OF_MEMORY = 4  # exit code
-PEER_GRACE_S = 3.0  # that ranks have to run out of memory likewise, before the first one ends them
+# Seconds for the other ranks to report their own OOM before the first rank to fail exits
+PEER_GRACE_S = 3.0
 WARM_UP_TOKENS = (
     1024  # tokens of a sequence of the first step, where they may be fewer than those that are measured
 )
-FORWARD_BACKWARD = "forward_backward"  # the trainer's phase, which is measured as two
+FORWARD_BACKWARD = "forward_backward"  # phase of the trainer, reported here as forward and backward
 
 
 def main() -> int:
@@ -58,13 +59,13 @@ def main() -> int:
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:
             time.sleep(PEER_GRACE_S)
-        os._exit(OUT_OF_MEMORY)  # the other ranks may wait for this one for ever
+        os._exit(OUT_OF_MEMORY)  # a normal exit could wait for the other ranks forever
     dist.destroy_process_group()
     return 0
 
 
 class Measurement:
-    """One arm at one size, on one rank. `budget_bytes` limits a device's memory."""
+    """Measurement of one arm at one size on one rank; `budget_bytes` limits the device memory."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Measurement:
         self._recorder: AllocationRecorder | None = None
 
     def measure(self) -> dict[str, Any]:
-        """Measure, and return this rank's row; `out_of_memory` is the phase that memory ended, or None."""
+        """Measure and return this rank's row; `out_of_memory` is the phase of an OOM, or None."""
         failed_phase = reason = None
         try:
             self._run()
@@ -124,7 +125,7 @@ class Measurement:
             batch = make_random_batch(config, length, self._num_sequences, vocab_size, self._device)
             algorithm.update(batch, step=1)
 
-        # Layers are compiled for a length
+        # Compiled layers need the full length: another one would recompile them
         update(self._length if config.policy.compile else min(self._length, WARM_UP_TOKENS))
         self._record_resident_bytes(setup, "optimizer_state")
         try:
@@ -139,27 +140,27 @@ class Measurement:
             setup.sampler.close()
 
     def _sample(self, setup: RunSetup) -> None:
-        """Sample a step's rollouts as the recipe says; the engine sleeps afterwards."""
-        settings: Any = self._run_algorithm  # with its groups
+        """Sample the rollouts of one step, then put the engine to sleep."""
+        settings: Any = self._run_algorithm  # not resized: keeps its groups
         with setup.sampler.awake() as engine:
             Rollouts(setup, settings).fetch(engine, 1, 0)
             self._record_device_use("sampling")
 
     def _record_resident_bytes(self, setup: RunSetup, name: str) -> None:
-        """Note the bytes that have come to live between steps since the last note."""
+        """Record the bytes of resident tensors that are new since the last call."""
         storages = (tensor.untyped_storage() for tensor in setup.phases.resident_tensors())
         num_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         if new_bytes := num_bytes - sum(self._resident_bytes.values()):
             self._resident_bytes[name] = new_bytes
 
     def _record_device_use(self, activity: str) -> None:
-        """Note the device's memory in use by everybody, also by engines and libraries of other allocators."""
+        """Record the device memory in use by all processes and allocators, such as vLLM and NCCL."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._device_used[activity] = total - free
 
     def _collect_peaks(self) -> dict[str, float]:
-        """Return metrics as runs record them, but forward and backward passes as two phases."""
+        """Return the memory metrics of a run, with forward and backward as separate phases."""
         if self._setup is None:
             if self._device.type != "cuda":
                 return {}
@@ -170,7 +171,7 @@ class Measurement:
         peaks = self._setup.phases.collect()[1]
         for key in [key for key in peaks if f"/{FORWARD_BACKWARD}/" in key]:
             forward = key.replace(f"/{FORWARD_BACKWARD}/", "/forward/")
-            if forward in peaks:  # the phase counts as a whole until its first forward pass
+            if forward in peaks:  # memory before the first forward label counts as forward
                 peaks[forward] = max(peaks[forward], peaks.pop(key))
         return peaks
 
@@ -178,7 +179,7 @@ class Measurement:
 def make_random_batch(
     config: OwnRunConfig, length: int, num_sequences: int, vocab_size: int, device: torch.device
 ) -> Any:
-    """Return a rank's step of `config`: random tokens and rewards, one prompt token, no padding."""
+    """Return a random batch for one step of a rank, with one prompt token per row and no padding."""
     shape = num_rows(config, num_sequences), length
     generator = torch.Generator().manual_seed(length)
     token_mask = torch.ones(shape, dtype=torch.bool)
@@ -194,7 +195,7 @@ def make_random_batch(
 
 
 def _limit_allocator(device: torch.device, budget_bytes: int | None) -> int | None:
-    """Limit a GPU's allocator; return the bytes of a rank's memory, None on CPU cores without a budget."""
+    """Limit the CUDA allocator and return the device memory; None on CPU without a budget."""
     if device.type != "cuda":
         return budget_bytes
     available = torch.cuda.get_device_properties(device).total_memory
@@ -205,7 +206,7 @@ def _limit_allocator(device: torch.device, budget_bytes: int | None) -> int | No
 
 
 def _limit_tracker(tracker: LiveTensors | None, total_bytes: int | None) -> None:
-    """Have the tracker of a CPU, which has no allocator to refuse anything, raise OutOfMemoryError."""
+    """Make the CPU tracker raise OutOfMemoryError above `total_bytes`; a CPU has no allocator limit."""
     if tracker is None or total_bytes is None:
         return
 
@@ -225,9 +226,10 @@ def _label_forward_and_backward(setup: RunSetup) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _make_weights_on(device: torch.device) -> Iterator[None]:
-    """Make a large preset's random matrices on the device while entered.
+    """Create random weight matrices on the device while entered.
 
-    A CPU takes minutes for 8B, so as to have the same ones for every layout; memory needs no values.
+    The usual ones are made on the CPU to be equal for every layout, which takes minutes for 8B weights. Memory
+    does not depend on the values.
     """
     read_cpu_weights = RandomWeights.read
 

@@ -1,7 +1,7 @@
-"""Whose memory a step's peak is: the lines of source that hold the most of it.
+"""Source lines that allocated the memory held at a step's peak.
 
-On CUDA the step's whole history is also written as torch's memory snapshot, for https://pytorch.org/memory_viz.
-Recording takes host memory and time, and none of the device's.
+On CUDA the allocation history of the step is also written as torch's memory snapshot, for
+https://pytorch.org/memory_viz. Recording takes host memory and time, but no device memory.
 """
 
 import contextlib
@@ -19,39 +19,39 @@ import torch
 from abrun.train.phases import Phases
 
 SNAPSHOT = "memory-snapshot.pickle"
-MAX_SITES = 8  # of the table
-MAX_EVENTS = 500_000  # of the allocator's history
+MAX_SITES = 8  # in the table
+MAX_EVENTS = 500_000  # in the allocator's history
 MAX_FRAMES = 60
-AUTOGRAD = "autograd"  # in the place of a node's file
+AUTOGRAD = "autograd"  # stands for the file name in frames of autograd nodes
 LIBRARIES = re.compile(r"(^|/)torch/|(^|/)triton/|<|importlib|abrun/(memory|train/phases)\b")
 PACKAGE = re.compile(r".*/(?:site-packages|dist-packages)/|.*/(?=abrun/)")
 
 
 class AllocationSite(NamedTuple):
-    """Where memory was taken: on which line, in which phase of the step."""
+    """Source line and phase of an allocation."""
 
-    line: str  # empty for C++ code without a Python frame
+    line: str  # empty: C++ code without a Python frame
     phase: str
 
 
 class AllocationEvent(NamedTuple):
-    """A block of memory grew by so many bytes, or shrank."""
+    """Growth (positive) or shrinkage (negative) of a block of memory, in bytes."""
 
     block: Hashable
     num_bytes: int
-    site: AllocationSite | None  # None if it shrank
+    site: AllocationSite | None  # None: the block shrank
 
 
 class AllocationRecorder:
-    """Record the allocations of a rank's device while entered; `peak` then names what the peak holds.
+    """Context manager that records the allocations of a rank's device.
 
-    `snapshot`: the file for torch's snapshot, written on CUDA alone.
+    `snapshot` is the file for torch's memory snapshot, written only on CUDA.
     """
 
     def __init__(self, phases: Phases, snapshot: Path) -> None:
         self._phases, self._snapshot = phases, snapshot
         self._events: list[AllocationEvent] = []
-        self._phase_starts: list[tuple[int, str]] = []  # of phases, in microseconds
+        self._phase_starts: list[tuple[int, str]] = []  # (microseconds, phase)
         self._base_bytes = 0
 
     def __enter__(self) -> "AllocationRecorder":
@@ -74,7 +74,7 @@ class AllocationRecorder:
         self._stack.close()
 
     def summarize(self) -> dict[str, Any] | None:
-        """Return `held_at_peak` of what was recorded; None if nothing was."""
+        """Return the result of `summarize_peak`, or None if nothing was recorded."""
         return summarize_peak(self._events, self._base_bytes) if self._events else None
 
     def _record_tracker(self, tracker: Any) -> None:
@@ -93,7 +93,7 @@ class AllocationRecorder:
         self._stack.callback(setattr, tracker, "on_change", on_change)
 
     def _stop_recording(self) -> None:
-        """Read the history before it ends, also after memory ran out."""
+        """Save the allocator's history and stop it, also after an OOM."""
         snapshot: Any = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
         with self._snapshot.open("wb") as file:  # as torch.cuda.memory._dump_snapshot does
@@ -105,9 +105,9 @@ class AllocationRecorder:
 def parse_trace(
     trace: Iterable[Mapping[str, Any]], phase_starts: Sequence[tuple[int, str]]
 ) -> Iterator[AllocationEvent]:
-    """Yield the changes of one device's events, `device_traces[i]` of torch's snapshot.
+    """Yield the allocations and frees in `device_traces[i]` of torch's snapshot.
 
-    `starts`: when (microseconds) which phase began, in order.
+    `phase_starts`: (microseconds, phase) of each start, in order.
     """
     phase, pending_starts = "", list(reversed(phase_starts))
     for record in trace:
@@ -124,9 +124,10 @@ def parse_trace(
 
 
 def summarize_peak(events: Sequence[AllocationEvent], base_bytes: int) -> dict[str, Any]:
-    """Return `peak_bytes`; `before_bytes` of it, there before the step; and `sites`, the largest first.
+    """Summarize the memory held at the peak.
 
-    A site has `line`, `phase`, `bytes` and `count`, its number of blocks.
+    Returns `peak_bytes`, `before_bytes` (the part allocated before recording began) and `sites`, largest
+    first. A site has `line`, `phase`, `bytes` and `count` (its number of blocks).
     """
     live_bytes = peak_bytes = base_bytes
     num_peak_events = 0
@@ -155,12 +156,12 @@ def summarize_peak(events: Sequence[AllocationEvent], base_bytes: int) -> dict[s
 
 
 def find_source_line(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Return the innermost frame outside of torch: `package/file.py:12 function`; empty if there is none.
+    """Return the innermost frame outside torch as `package/file.py:12 function`, or an empty string.
 
-    Of code that autograd runs itself it is the name of its node.
+    For code that autograd runs itself, return the name of the autograd node.
     """
     for frame in frames:
-        path = PACKAGE.sub("", str(frame["filename"]))  # a checkout may lie in a folder named torch
+        path = PACKAGE.sub("", str(frame["filename"]))  # the folder of a checkout may be named torch
         if path == AUTOGRAD:
             return str(frame["name"])
         if not LIBRARIES.search(path) and path.endswith(".py"):
@@ -169,7 +170,7 @@ def find_source_line(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _iterate_frames() -> Iterator[dict[str, Any]]:
-    """Yield the caller's frames; in a backward pass that autograd runs, at last its node, without a line."""
+    """Yield the frames of the caller, innermost first; in a backward pass the last is the autograd node."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:

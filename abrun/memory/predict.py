@@ -1,6 +1,6 @@
-"""memory-profile --predict: a step's peaks by phase and kind, from a recipe and a model's shapes alone.
+"""Predicted memory peaks of a training step, by phase and kind, from a recipe and the model's shapes.
 
-Each arm is traced by a process of its own (abrun.memory.trace), as the first rank of as many as it asks for.
+Each arm is traced in its own process (abrun.memory.trace), as the first of the ranks it asks for.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
 MODULE = "abrun.memory.trace"
-# Memory of cards in MiB, as nvidia-smi gives it.
+# As reported by nvidia-smi
 DEVICE_MEMORY_MIB = {
     "a100-40": 40_960,
     "a100-80": 81_920,
@@ -43,55 +43,56 @@ DEVICE_MEMORY_MIB = {
     "l40s": 46_068,
     "rtx4090": 24_564,
 }
-MAX_ERROR = 0.1  # of the predicted peak: what calibration allows (docs/memory-prediction.md)
-MAX_UNDERESTIMATE = 0.15  # of PPO's value update and of experts, whose peaks are predicted too low
+# Relative errors that calibration allows (docs/memory-prediction.md)
+MAX_ERROR = 0.1
+MAX_UNDERESTIMATE = 0.15  # for PPO's value update and mixture-of-experts models
 NOT_INCLUDED = (
     "the CUDA context and NCCL's buffers (outside of torch's allocator), fragmentation, rollouts, loading, "
     "ranks that have more to do than the first, and experts that are chosen more often than others"
 )
 CPU_RANKS_NOTE = "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores."
-TRAINING_STATE = "weights, gradients and AdamW's moments"  # what --master-dtype is the dtype of
+TRAINING_STATE = "weights, gradients and AdamW's moments"  # have the dtype of --master-dtype
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPrediction:
-    """One arm at one point: bytes at each phase's peak, by kind."""
+    """Predicted bytes of one arm at one point, at the peak of each phase, by kind."""
 
     arm: str
     point: Point
     by_phase: dict[str, dict[str, int]]
-    engine_bytes: int | None = None  # of a rollout engine on the same device, while it samples
-    max_underestimate: float = MAX_ERROR  # by how much it may be too low
+    engine_bytes: int | None = None  # rollout engine on the same device, while it samples
+    max_underestimate: float = MAX_ERROR  # relative error below the real peak
 
     @property
     def highest_peak(self) -> tuple[str, int]:
-        """The phase with the highest peak, and the peak."""
+        """Phase with the highest peak, and its bytes."""
         peaks = {phase: sum(kinds.values()) for phase, kinds in self.by_phase.items()}
         return max(peaks.items(), key=lambda phase_and_bytes: phase_and_bytes[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPrediction:
-    """The predicted sweep."""
+    """Predicted peaks of a sweep."""
 
     name: str
-    peaks: list[PeakPrediction]  # point by point, the baseline's first
-    device_bytes: int | None  # None: not known
-    not_predicted: Mapping[str, str] = field(default_factory=dict[str, str])  # the reason by arm
-    note: str = ""  # a limit of the figures
-    master_dtype: str = MASTER_DTYPE  # of weights, gradients and moments
+    peaks: list[PeakPrediction]  # ordered by point, the baseline first
+    device_bytes: int | None  # None: unknown
+    not_predicted: Mapping[str, str] = field(default_factory=dict[str, str])  # arm -> reason
+    note: str = ""  # limitation of the prediction
+    master_dtype: str = MASTER_DTYPE  # weights, gradients and AdamW moments
 
     def fits(self, prediction: PeakPrediction) -> str:
-        """Return if a device has room for it, given the error of a prediction; empty: not known."""
+        """Return `yes`, `barely` (within the prediction error) or `no`; empty if the device is unknown."""
         if self.device_bytes is None:
             return ""
         memory_share = prediction.highest_peak[1] / self.device_bytes
         return "no" if memory_share > 1 else "barely" if memory_share > 1 - MAX_ERROR else "yes"
 
     def notes(self) -> list[str]:
-        """Return the assumptions and limits of the figures."""
+        """Return the assumptions and limitations of the prediction."""
         assumption = f"Assumed: {TRAINING_STATE} in {self.master_dtype}."
         if self.master_dtype != MASTER_DTYPE:
             assumption += f" abrun itself trains with {TRAINING_STATE} in {MASTER_DTYPE}."
@@ -126,9 +127,9 @@ class SweepPrediction:
 
 
 def predict_recipe(plan: SweepPlan, output: Path, *, device_bytes: int | None = None) -> SweepPrediction:
-    """Predict the cells of `plan`, and write prediction.json into `output`.
+    """Predict the cells of `plan` and write prediction.json into `output`.
 
-    If an arm cannot be predicted, the others are. Raises LaunchError if no arm can be.
+    Arms that cannot be predicted are skipped. Raises LaunchError if no arm can be predicted.
     """
     batches = plan.batches(on_this_machine=False)
     cells = [(batch, arm, config) for batch in batches for arm, config in batch[2].items()]
@@ -172,21 +173,21 @@ def predict_recipe(plan: SweepPlan, output: Path, *, device_bytes: int | None = 
 
 
 def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
-    """Predict the step of each arm as its run has it, in up to a minute or two. Raises LaunchError.
+    """Predict a step of each arm's run, with the largest micro-batch to expect; takes up to two minutes.
 
-    Its microbatches are as large as tasks or budgets make them (abrun.memory.trace).
+    Raises LaunchError if an arm cannot be predicted.
     """
     rows = _trace_runs(configs, {})
     return [_make_prediction(arm, configs[arm], row, device_bytes) for arm, row in rows.items()]
 
 
 def find_longest_sequences(configs: Mapping[str, OwnRunConfig]) -> dict[str, int]:
-    """Return the tokens of each arm's longest sequence, as far as its task tells. Raises LaunchError."""
+    """Return the length in tokens of each arm's longest expected sequence. Raises LaunchError."""
     return {arm: row["longest"] for arm, row in _trace_runs(configs, {"longest": True}).items()}
 
 
 def _trace_runs(configs: Mapping[str, OwnRunConfig], job: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the row that abrun.memory.trace writes of each arm."""
+    """Return the row that abrun.memory.trace writes for each arm."""
     with scratch_folder() as folder:
         traces = _run_traces([(folder / arm, config, job) for arm, config in configs.items()])
         return {arm: row for arm, (row,) in zip(configs, traces, strict=True)}
@@ -196,9 +197,9 @@ def _run_traces(
     jobs: Sequence[tuple[Path, OwnRunConfig, Mapping[str, Any]]],
     errors: dict[int, LaunchError] | None = None,
 ) -> list[list[Row]]:
-    """Return the rows of each job, as many at once as this machine has room for: one or two cores each.
+    """Run the jobs in parallel, with about two cores each, and return the rows of each job.
 
-    `refused` takes the errors by job; without it, an error ends the other jobs, as an interrupt does.
+    `errors` collects errors by job index. Without it, an error ends the other jobs, as an interrupt does.
     """
 
     def run_job(job_index: int) -> list[Row]:
@@ -223,7 +224,7 @@ def _run_traces(
 
 
 def _check_predictable(config: OwnRunConfig, master_dtype: str) -> None:
-    """Raise LaunchError for an arm that cannot be predicted."""
+    """Raise LaunchError if an arm cannot be predicted."""
     if config.policy.backend.type != "dtensor":
         raise LaunchError(Code.BACKEND_NOT_PREDICTED(backend=config.policy.backend.type))
     if master_dtype not in (MASTER_DTYPE, config.policy.dtype):
@@ -232,7 +233,7 @@ def _check_predictable(config: OwnRunConfig, master_dtype: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder that is removed, unless a probe fails in it: its error names the log."""
+    """Make a temporary folder. It is kept if a probe fails, because the error names the log in it."""
     directory, keeps_log = Path(tempfile.mkdtemp(prefix="abrun-memory-")), False
     try:
         yield directory
@@ -247,9 +248,9 @@ def scratch_folder() -> Iterator[Path]:
 def describe_predicted_memory(
     recipe: Declared, device_bytes: int, *, excluded_arms: Collection[str] = ()
 ) -> list[str]:
-    """Return a line for each arm, except `besides`: the predicted peak of its step beside a device's memory.
+    """Return a line for each arm but `excluded_arms`, with the predicted peak and the device memory.
 
-    An arm that is not predicted has a line, too: silence would read as if it fitted.
+    Arms without a prediction have a line too, since a missing line would look as if they fitted.
     """
     configs: dict[str, OwnRunConfig] = {}
     lines = []
@@ -262,7 +263,8 @@ def describe_predicted_memory(
             lines.append(f"arms.{arm}: its peak is not predicted: {reason}")
     try:
         predictions = predict_steps(configs, device_bytes) if configs else []
-    except ProbeRefused as error:  # such as a hub's model without a network: a plan is a plan without it
+    except ProbeRefused as error:
+        # Such as a hub model without a network; a dry run still shows its plan
         return [*lines, f"no peak is predicted, as what decides it is not known on this machine: {error}"]
     for prediction in predictions:
         phase, peak = prediction.highest_peak
@@ -276,7 +278,7 @@ def describe_predicted_memory(
 
 
 def _explain_no_prediction(config: OwnRunConfig | CommandRunConfig) -> str | None:
-    """Return the reason why an arm's peak is not predicted; None: it is."""
+    """Return the reason why an arm's peak cannot be predicted, or None."""
     if not isinstance(config, OwnRunConfig):
         return "another trainer's"
     if config.policy.backend.type != "dtensor":
@@ -287,7 +289,11 @@ def _explain_no_prediction(config: OwnRunConfig | CommandRunConfig) -> str | Non
 
 
 def resolve_device_memory(size: str | None) -> int | None:
-    """Return a device's bytes from `141GiB` or a card's name; of None, this machine's smallest, if known."""
+    """Return the bytes of device memory for a size such as `141GiB` or a GPU name.
+
+    None stands for this machine's smallest GPU, and is returned if there is none. Raises RecipeError for an
+    invalid size.
+    """
     if size is None:
         return _query_smallest_gpu()
     card_mib = DEVICE_MEMORY_MIB.get(size.lower())

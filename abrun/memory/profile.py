@@ -1,7 +1,7 @@
-"""memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
+"""Measured memory peaks by phase and arm over a sweep of sizes, on this machine's devices.
 
-Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
-that no other cell's memory is in its peaks. Results are written at once.
+Each cell (an arm at one size) is measured in separate processes, one cell at a time, so that its peaks contain
+no memory of other cells. Results are written after each cell.
 """
 
 import itertools
@@ -28,14 +28,14 @@ ReportLine = Callable[[str], None]
 
 
 class SweepRunner:
-    """Measures the cells of a plan, reports each, and rewrites peaks.json after each."""
+    """Runner that measures cells one by one, reports each, and updates peaks.json."""
 
     def __init__(self, plan: SweepPlan, output: Path, report_line: ReportLine) -> None:
         self._plan, self._output, self._report_line = plan, output, report_line
         self.profile = MemoryProfile(name=plan.name, counter="", cells=[], size_limits=[], note=plan.note())
 
     def measure(self, arm: str, point: Point, config: OwnRunConfig, position: str = "") -> Cell:
-        """Measure one cell in processes of its own. Raises LaunchError where it cannot be measured."""
+        """Measure one cell in separate processes. Raises LaunchError if it cannot be measured."""
         job = {
             "length": point.length,
             "num_sequences": point.num_sequences,
@@ -51,7 +51,7 @@ class SweepRunner:
         return cell
 
     def search_arm(self, variant: Variant, arm: str, config: OwnRunConfig) -> None:
-        """Search the largest size of an arm that trains, from the cells at the smallest of the other size."""
+        """Search for an arm's size limit, from its cells with the smallest value of the other size."""
         searched_size = self._plan.searched_size
         assert searched_size
         fixed_size = "num_sequences" if searched_size == "length" else "length"
@@ -90,9 +90,9 @@ class SweepRunner:
 def measure_cell(
     directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> tuple[Cell, str]:
-    """Return a cell and the counter of its peaks; running out of memory is a result, too.
+    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
 
-    Raises LaunchError where it cannot be measured.
+    Raises LaunchError if the cell cannot be measured.
     """
     try:
         rows = probe(MODULE, directory, config, job)
@@ -106,9 +106,9 @@ def measure_cell(
 def measure_recipe(
     plan: SweepPlan, output: Path, report_line: ReportLine = lambda line: None
 ) -> MemoryProfile:
-    """Measure the cells of `plan`, then search; write peaks.json into `output`.
+    """Measure the cells of `plan`, search for size limits if requested, and write peaks.json into `output`.
 
-    Raises LaunchError where an arm cannot be measured here; cells measured before that are kept.
+    Raises LaunchError if an arm cannot be measured on this machine; earlier cells stay in peaks.json.
     """
     batches = plan.batches()
     runner = SweepRunner(plan, output, report_line)

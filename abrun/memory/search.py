@@ -1,13 +1,13 @@
-"""The longest sequence, or the largest microbatch, that trains: few tries, each in processes of its own."""
+"""Search for the longest sequence or the largest micro-batch that fits, in few measurements."""
 
 import math
 from collections.abc import Callable, Sequence
 
 from abrun.memory.cells import Cell, SizeLimit
 
-RESOLUTION = 32  # the answer is known to one part in so many
-MIN_TOKENS = 16  # tokens: where as few do not fit, nothing does
-FIRST_FILL_SHARE = 0.97  # of the memory: what a straight line through a phase's peaks may fill, at first
+RESOLUTION = 32  # the search stops within 1/32 of the limit
+MIN_TOKENS = 16  # if a sequence this short does not fit, none does
+FIRST_FILL_SHARE = 0.97  # share of the memory that the first extrapolated size should fill
 
 
 def search_size_limit(
@@ -18,11 +18,11 @@ def search_size_limit(
     unit: int = 1,
     max_size: int | None = None,
 ) -> SizeLimit:
-    """Return the largest size of `what` that fits, a multiple of `unit`, and `most` at most.
+    """Return the largest size that fits: a multiple of `unit` up to `max_size`.
 
-    `tried` measures one more cell; `measured` are of the same line. A phase's peak is nearly a straight line
-    over either size, so that two cells tell the next size to try. After two misses in the same direction the
-    search doubles, or bisects.
+    `size_name` is length or num_sequences. `measured` are cells that differ only in this size; `measure_size`
+    measures another one. The peak of each phase is nearly linear in the size, so the next size is extrapolated
+    from two cells. After two misses in the same direction the search doubles or bisects.
     """
     cells = {getattr(cell.point, size_name): cell for cell in measured}
     misses = 0
@@ -57,7 +57,7 @@ def search_size_limit(
             size = (largest_fitting + smallest_failing) // 2
         else:
             size = min(max(size, largest_fitting + gap), smallest_failing - smallest_failing // RESOLUTION)
-        step = unit * 2 ** int(math.log2(gap // unit))  # round numbers, as fine as the answer
+        step = unit * 2 ** int(math.log2(gap // unit))  # tries round numbers, no finer than the resolution
         size = size // step * step if size // step * step > largest_fitting else size // unit * unit
         size = min(size, max_size or size)
         cell = cells[size] = measure_size(size)
@@ -65,9 +65,9 @@ def search_size_limit(
 
 
 def _extrapolate_size(fitting_cells: Sequence[tuple[int, Cell]], memory_share: float) -> int | None:
-    """Return the size at which the first phase fills that share of a device; None: no phase grows.
+    """Return the smallest size at which a phase fills this share of the device; None if no phase grows.
 
-    Each phase has a line of its own: short sequences peak in the optimizer, which does not grow.
+    Phases are extrapolated separately: short sequences peak in the optimizer, whose memory does not grow.
     """
     if len(fitting_cells) < 2 or fitting_cells[1][1].total_bytes is None:
         return None

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 VIEWER = "https://pytorch.org/memory_viz"
 TEXT_COLUMNS = ("arm", "highest in", "ends in", "taken in", "line")
-MIN_SHARE = 0.01  # of the highest predicted peak: a kind of memory below it everywhere is left out
+MIN_SHARE = 0.01  # kinds of memory below this share of the highest peak are not shown
 
 
 def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
-    """Return the line that reports a cell as it is done."""
+    """Return the progress line of a measured cell."""
     phase, num_bytes = cell.highest_peak
     peak_text = f"{_format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
     cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
@@ -29,7 +29,7 @@ def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
 
 
 def make_tables(profile: MemoryProfile) -> list[Table]:
-    """Return peaks by phase, the allocator's counters, the longest that trains, and what the peaks hold."""
+    """Return the tables of peaks, allocator counters, size limits and allocation sites."""
     has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
     return [
         _make_peak_table(profile),
@@ -117,7 +117,7 @@ def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | 
 
 
 def _size_headings(profile: MemoryProfile) -> list[str]:
-    """Return the headings of what cells differ in besides their arms."""
+    """Return the headings of the sizes and swept keys in which cells differ."""
     keys = list(dict.fromkeys(key for cell in profile.cells for key, _ in cell.point.swept))
     sequences = {cell.point.num_sequences for cell in profile.cells}
     return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_shorten_key, keys)]
@@ -149,11 +149,11 @@ def _format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
     return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
 
 
-# --- what a peak holds ---
+# --- allocation sites ---
 
 
 def describe_files(profile: MemoryProfile, output: Path) -> list[str]:
-    """Return the lines that name the files, torch's snapshots among them."""
+    """Return lines that say where peaks.json and torch's memory snapshots are."""
     lines = [f"peaks.json is in {output}"]
     if any(cell.peak and cell.reserved_bytes is not None for cell in profile.cells):
         lines.append(f"Each step's allocations: open cells/*/memory-snapshot.pickle there in {VIEWER}")
@@ -161,7 +161,7 @@ def describe_files(profile: MemoryProfile, output: Path) -> list[str]:
 
 
 def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
-    """Return a cell of each arm, all at one point: the largest that most arms have."""
+    """Return the cells of the largest point at which most arms were measured."""
     by_point: dict[Point, list[Cell]] = {}
     for cell in profile.cells:
         if cell.peak:
@@ -174,7 +174,7 @@ def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
 
 
 def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
-    """Return the sites that hold most at a cell's peak."""
+    """Return the table of the sites that hold the most memory at a cell's peak."""
     assert cell.peak
     rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "there before the step"]]
     for site in cell.peak["sites"]:
@@ -190,7 +190,7 @@ def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
 
 
 def make_prediction_table(prediction: "SweepPrediction") -> Table:
-    """Return the peak of each point and arm, and below it those of its phases, by kind."""
+    """Return the table of predicted peaks: a row per point and arm, then a row per phase with its kinds."""
     highest_bytes = max(arm_prediction.highest_peak[1] for arm_prediction in prediction.peaks)
     phase_peaks = [kinds for arm_prediction in prediction.peaks for kinds in arm_prediction.by_phase.values()]
     kinds = [

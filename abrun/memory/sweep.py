@@ -1,4 +1,4 @@
-"""The plan of a memory profile: the arms of a recipe at every combination of sizes, and their steps."""
+"""Plan of a memory profile: the arms of a recipe at every combination of sizes."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from abrun.recipe.reading import parse_yaml
 from abrun.recipe.run import OwnRunConfig, not_built
 
 COMMAND = "abrun memory-profile"
-MASTER_DTYPE = "float32"  # of weights, gradients and AdamW's moments, as abrun trains
+MASTER_DTYPE = "float32"  # weights, gradients and AdamW moments in abrun's trainer
 SHARED_PROMPTS_NOTE = (
     "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget of tokens "
     "is filled with it as without, in fewer microbatches"
@@ -26,15 +26,16 @@ DEFAULT_LENGTHS = (128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A recipe with a value for each key of the sweep."""
+    """A recipe with one value for each swept key."""
 
     recipe: Declared
     swept: tuple[tuple[str, Any], ...] = ()
 
     def configs(self, *, on_this_machine: bool = True) -> dict[str, OwnRunConfig]:
-        """Return the arms' configurations, the baseline's first.
+        """Return the run configuration of each arm, the baseline first.
 
-        Raises LaunchError for arms that cannot be measured, or (`here`) not on this machine.
+        Raises LaunchError if an arm cannot be measured; with `on_this_machine`, also if this machine cannot
+        run it.
         """
         configs: dict[str, OwnRunConfig] = {}
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
@@ -51,22 +52,22 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepPlan:
-    """The cells to measure or predict, and how."""
+    """Cells to measure or predict, and options."""
 
     name: str
     variants: Sequence[Variant]
-    lengths: Sequence[int] = DEFAULT_LENGTHS  # ascending, tokens of a sequence, prompt and completion
-    sequences: Sequence[int] = ()  # ascending, of a rank's microbatch; none: the baseline's, or 1 (dpo: 2)
-    rollouts: bool = True  # sample once, where the recipe samples
-    budget_bytes: int | None = None  # as if a device had no more
-    searched_size: Literal["length", "num_sequences"] | None = None  # the size to search the maximum of
-    master_dtype: str = MASTER_DTYPE  # of a prediction
+    lengths: Sequence[int] = DEFAULT_LENGTHS  # ascending; tokens of prompt and completion
+    sequences: Sequence[int] = ()  # ascending, per micro-batch; default: the baseline's, or 1 (dpo: 2)
+    rollouts: bool = True  # sample once if the recipe has rollouts
+    budget_bytes: int | None = None  # limit of device memory
+    searched_size: Literal["length", "num_sequences"] | None = None  # search its maximum
+    master_dtype: str = MASTER_DTYPE  # only for predictions
 
     def batches(self, *, on_this_machine: bool = True) -> list[tuple[Variant, int, dict[str, OwnRunConfig]]]:
-        """Return each variant at each microbatch size, with its arms' configurations.
+        """Return (variant, sequences per micro-batch, configuration by arm) for each combination.
 
-        Raises LaunchError for arms that cannot be measured, pairs that a microbatch would separate, and
-        (`here`) a search that only the machine's end would stop.
+        Raises LaunchError if an arm cannot be measured or a micro-batch would split a preference pair; with
+        `on_this_machine`, also for a search on CPU cores without a memory budget.
         """
         batches = []
         for variant in self.variants:
@@ -82,7 +83,7 @@ class SweepPlan:
         return batches
 
     def note(self) -> str:
-        """Name the settings that sequences without a common prompt do not show; empty: none."""
+        """Return a note if the recipe shares prompts, which random sequences do not show; else empty."""
         configs = (
             config for variant in self.variants for config in variant.configs(on_this_machine=False).values()
         )
@@ -90,7 +91,7 @@ class SweepPlan:
 
 
 def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
-    """Return the recipe at every combination of the values of `KEY=V1,V2,...`. Raises RecipeError."""
+    """Return a variant for every combination of the `KEY=V1,V2,...` sweeps. Raises RecipeError."""
     base = load_recipe(path, overrides)
     values_by_key: dict[str, list[Any]] = {}
     for key, values in map(_parse_sweep, sweeps):
@@ -121,9 +122,9 @@ def _parse_sweep(option: str) -> tuple[str, list[Any]]:
 
 
 def set_microbatch_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
-    """Return `config` with microbatches of `num_sequences`, and without groups: random batches have none.
+    """Return `config` with micro-batches of `num_sequences` and without groups, as random batches have none.
 
-    Rewards are then advantages.
+    Rewards are then used as advantages.
     """
     micro_batch_settings = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
     policy = config.policy.model_copy(update=micro_batch_settings if has_microbatches(config) else {})
@@ -140,15 +141,15 @@ def set_microbatch_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfi
 
 
 def has_microbatches(config: OwnRunConfig) -> bool:
-    """Return True if an update accumulates gradients: a cell then has two microbatches.
+    """Return True if an update accumulates gradients over micro-batches.
 
-    The second one's activations meet the first one's gradients.
+    A cell then has two, because the peak is in the second: gradients exist while activations are held.
     """
     return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
 
 
 def microbatch_size(config: OwnRunConfig) -> int:
-    """Return the sequences of a rank's microbatch in the run itself; a token budget holds one long one."""
+    """Return the sequences per micro-batch and rank in the run; 1 (a pair for DPO) with a token budget."""
     policy, algorithm = config.policy, config.algorithm
     sequences_per_pair = 2 if isinstance(algorithm, Dpo) else 1
     if has_microbatches(config):
@@ -160,6 +161,6 @@ def microbatch_size(config: OwnRunConfig) -> int:
 
 
 def num_rows(config: OwnRunConfig, num_sequences: int) -> int:
-    """Return the sequences of a rank's step with microbatches of `num_sequences`."""
+    """Return the sequences per step and rank with micro-batches of `num_sequences`."""
     minibatches = getattr(config.algorithm, "minibatches_per_step", 1)
     return num_sequences * (1 + has_microbatches(config)) * minibatches

@@ -1,7 +1,7 @@
-"""`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a fake GPU.
+"""`python -m abrun.memory.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
 
-Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
-trainer's own code. A job with `longest` only asks for the tokens of the arm's longest sequence.
+Random tokens replace the rollouts, as in abrun.memory.measure; everything else is the trainer's own code. A
+job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from abrun.train.lengths import max_sampled_tokens, sequence_lengths_of
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import RunSetup
 
-MAX_EXAMPLES = 4096  # of a task, among which the longest is looked for
-NUM_TOKENS = 100  # of which random batches are made
+MAX_EXAMPLES = 4096  # of a task, searched for the longest
+NUM_TOKENS = 100  # vocabulary of the random batches
 
 
 class FakePhases:
-    """Stands in for `abrun.train.phases.Phases`: records the peak of each phase by kind."""
+    """Replacement of `abrun.train.phases.Phases` that records the peak of each phase by kind."""
 
     def __init__(self, allocations: AllocationTracker) -> None:
         self._allocations = allocations
@@ -57,17 +57,18 @@ class FakePhases:
             self.peaks[phase] = dict(self._allocations.peak_by_kind)
 
     def add_resident(self, resident: Any) -> None:
-        """Do nothing: `trace` files tensors that live between steps by their kind."""
+        """Do nothing: `trace` assigns resident tensors to their kind itself."""
 
 
 def trace(
     config: OwnRunConfig, lengths: list[int], num_sequences: int, master_dtype: str = "float32"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each length, of the first rank.
+    """Yield a row of the first rank for each length.
 
-    It has `by_phase`, the bytes at each phase's peak by kind; `experts`, whether layers have them; and
-    `vllm`, the bytes of weights and cache of an engine on the same devices. `num_sequences`: of a rank's
-    microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
+    A row has `by_phase` (bytes at the peak of each phase, by kind), `experts` (True for mixture-of-experts
+    models) and `vllm` (bytes of weights and cache of an engine on the same devices, or None). `num_sequences`
+    is per micro-batch; `master_dtype` is the dtype of weights, gradients and AdamW moments.
+    Raises RecipeError if a length exceeds the model's context length.
     """
     max_positions = max_positions_of(config_of(config.model))
     if max_positions and max(lengths) > max_positions:
@@ -76,7 +77,7 @@ def trace(
     with fake_gpu(config.cluster.ranks, DTYPES[master_dtype]) as allocations:
         setup, phases = _make_setup(config, allocations)
         algorithm: Any = make_algorithm(setup)
-        # A resumed run has the optimizer's state before its first step
+        # Creates the optimizer state before the first step, as in a resumed run
         setup.learner.load_local_state(dict.fromkeys(setup.learner.shard_specs(), torch.zeros(())))
         for kind, tensors in group_by_kind(setup.learner.local_state()).items():
             allocations.assign_kind(tensors, kind)
@@ -98,7 +99,10 @@ def trace(
 
 
 def _estimate_vllm_bytes(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
-    """Return None without an engine on the devices that train. A cache of None takes a share of them."""
+    """Return the engine's bytes, or None without vLLM on the training devices.
+
+    A cache of None means that vLLM takes a share of the device memory.
+    """
     if config.rollout.engine != "vllm" or config.rollout.devices:
         return None
     itemsize = getattr(torch, config.policy.dtype).itemsize
@@ -108,7 +112,7 @@ def _estimate_vllm_bytes(config: OwnRunConfig, policy: Any) -> dict[str, int | N
 
 
 def _make_setup(config: OwnRunConfig, allocations: AllocationTracker) -> tuple[RunSetup, FakePhases]:
-    """Return what abrun.train.setup.make_setup does, without task and tokenizer, and its phases."""
+    """Return a setup like abrun.train.setup.make_setup, but without task and tokenizer, and its phases."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
     policy = make_backend(config, ranks, weights=None, seed=0)
@@ -134,7 +138,7 @@ def _make_setup(config: OwnRunConfig, allocations: AllocationTracker) -> tuple[R
 
 
 def find_longest_sequence(config: OwnRunConfig) -> int:
-    """Return the tokens of the longest sequence to expect of a run, as far as its task tells."""
+    """Return the length in tokens of a run's longest expected sequence, from the examples of its task."""
     text, task = load_text(config.model, weights=None), make_task(config.task)
     examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MAX_EXAMPLES))
     max_tokens = max(sequence_lengths_of(text, examples, max_sampled_tokens(config)))
@@ -142,14 +146,14 @@ def find_longest_sequence(config: OwnRunConfig) -> int:
 
 
 def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
-    """Return the sequences, and tokens of each, of a rank's largest microbatch to expect.
+    """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch.
 
-    A budget of tokens is filled by few sequences, as long as the model takes.
+    A token budget is assumed to be filled by few sequences, up to the model's context length.
     """
     num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
     if not budget:
         return num_sequences, find_longest_sequence(config)
-    # A sequence that is longer than the budget has a microbatch of its own
+    # A sequence longer than the budget gets its own micro-batch
     length = max(budget // num_sequences, find_longest_sequence(config))
     num_splits = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
     return num_sequences * num_splits, math.ceil(length / num_splits)
@@ -164,7 +168,7 @@ def main() -> int:
         if job.get("longest"):
             writer.write({"longest": find_longest_sequence(config)})
             return 0
-        if "lengths" not in job:  # the run's own microbatch
+        if "lengths" not in job:  # use the run's own micro-batch
             num_sequences, length = find_largest_microbatch(config)
             job |= {"lengths": [length], "num_sequences": num_sequences}
         master_dtype = job.get("master_dtype", "float32")
