@@ -38,9 +38,7 @@ from abrun.train.setup import RunSetup, make_setup
 OUT_OF_MEMORY = 4  # exit code
 # Seconds for the other ranks to report their own OOM before the first rank to fail exits
 PEER_GRACE_S = 3.0
-WARM_UP_TOKENS = (
-    1024  # tokens of a sequence of the first step, where they may be fewer than those that are measured
-)
+WARM_UP_TOKENS = 1024  # maximum sequence length of the first step, unless layers are compiled
 FORWARD_BACKWARD = "forward_backward"  # phase of the trainer, reported here as forward and backward
 
 
@@ -228,8 +226,8 @@ def _label_forward_and_backward(setup: RunSetup) -> Iterator[None]:
 def _make_weights_on(device: torch.device) -> Iterator[None]:
     """Create random weight matrices on the device while entered.
 
-    The usual ones are made on the CPU to be equal for every layout, which takes minutes for 8B weights. Memory
-    does not depend on the values.
+    The usual ones are made on the CPU to be equal for every layout, which takes minutes for 8B weights.
+    Memory does not depend on the values.
     """
     read_cpu_weights = RandomWeights.read
 

@@ -1,7 +1,7 @@
 """Measured memory peaks by phase and arm over a sweep of sizes, on this machine's devices.
 
-Each cell (an arm at one size) is measured in separate processes, one cell at a time, so that its peaks contain
-no memory of other cells. Results are written after each cell.
+Each cell (an arm at one size) is measured in separate processes, one cell at a time, so that its peaks
+contain no memory of other cells. Results are written after each cell.
 """
 
 import itertools
