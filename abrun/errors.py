@@ -1,4 +1,4 @@
-"""The errors a user can mend. Each message is one line: field, value received, what is allowed, next step."""
+"""Errors that a user can fix. Each message is one line: field, value received, what is allowed, next step."""
 
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
@@ -20,16 +20,16 @@ class AbrunError(Exception):
 
 
 class RecipeError(AbrunError):
-    """A recipe, an override or a plan that cannot be run as written."""
+    """Error in a recipe, an override or a plan."""
 
 
 class LaunchError(AbrunError):
-    """A plan that this machine, directory or launcher cannot run."""
+    """Error of a plan that this machine, directory or launcher cannot run."""
 
 
 class StoreError(AbrunError):
-    """A run directory that is missing, unreadable, unwritable or somebody else's."""
+    """Error of a run directory that is missing, unreadable, unwritable or owned by someone else."""
 
 
 class ComparisonError(AbrunError):
-    """Runs that cannot be compared as asked."""
+    """Error of runs that cannot be compared as requested."""

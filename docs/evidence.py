@@ -19,9 +19,9 @@ from PIL import Image
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence, sentences
 from abrun.present.markdown import code_span, escape_markdown
-from abrun.recipe.experiment import BASELINE, load_recipe, stored_recipe
+from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import REPORT, freeze_arm
 from abrun.report.context import make_context
@@ -96,7 +96,9 @@ def _verdict(path: Path) -> VerdictFile:
     return parse_verdict_file(json.loads(text), path)
 
 
-def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command: str) -> list[dict[str, str]]:
+def _next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, arm: str, command: str
+) -> list[dict[str, str]]:
     """As if there were no other treatment."""
     nobodys = RUNS_DIR / experiment.name  # no one's own folder
     alone = replace(experiment, arms=(BASELINE, arm), directory=nobodys)
@@ -106,7 +108,7 @@ def _next_steps(experiment: Experiment, content: VerdictFile, arm: str, command:
 
 def _command(directory: Path, recipe: Path) -> str:
     """What launches it: the recipe, and what it was told to do otherwise. A folder is whoever's it is."""
-    ran = dotted(stored_recipe(open_experiment(directory)["recipe"]).model_dump(mode="json"))
+    ran = dotted(parse_stored_recipe(open_experiment(directory)["recipe"]).model_dump(mode="json"))
     written = dotted(load_recipe(recipe).model_dump(mode="json"))
     words = ["abrun", "launch", f"{RECIPES}/{recipe.name}"]
     for key, value in ran.items():

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from abrun.experiment.starter.schema import comment
+from abrun.experiment.starter.schema import field_comment
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.section import Section
 
@@ -84,7 +84,7 @@ def _section(title: str, model: type[Section]) -> Iterator[str]:
         value = _value(schema["properties"][name]) or _value(
             TypeAdapter(get_type_hints(model)[name]).json_schema()
         )
-        yield f"| `{name}` | {value} | {_default(field)} | {_prose(comment(model, name))} |"
+        yield f"| `{name}` | {value} | {_default(field)} | {_prose(field_comment(model, name))} |"
     yield ""
 
 

@@ -38,7 +38,7 @@ def no_reason_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_hidden_values():
     """A launch within a test hides values for as long as its process lives."""
     yield
-    redaction.show_values()
+    redaction.forget_hidden_values()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

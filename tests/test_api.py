@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import abrun
 from abrun.cli import app
 from abrun.errors import AbrunError, RecipeError
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recorded import foreign, sources
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
@@ -69,7 +69,7 @@ def test_the_metrics_are_every_value_of_every_run(tmp_path: Path) -> None:
 
 
 def test_a_launch_is_an_experiment_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     experiment = abrun.launch(
         SMALL,
         seeds=[4, 7],
@@ -136,8 +136,8 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
 def test_without_matplotlib_the_report_has_no_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("abrun.report.comparing.lacking", lambda extra: "needs matplotlib")
-    monkeypatch.setattr("abrun.report.write.lacking", lambda extra: "needs matplotlib")
+    monkeypatch.setattr("abrun.report.comparing.missing_package", lambda extra: "needs matplotlib")
+    monkeypatch.setattr("abrun.report.write.missing_package", lambda extra: "needs matplotlib")
     write_experiment(tmp_path / "equal", seeds=[0, 1], steps=2)
     report = abrun.compare(tmp_path / "equal", output=tmp_path / "report").report
     assert report and {file.suffix for file in report.parent.iterdir()} == {".html", ".md", ".json"}

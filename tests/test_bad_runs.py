@@ -13,8 +13,8 @@ from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
-from abrun.recorded.sources import Reading
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
+from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import planned_runs
 from abrun.watch import ExperimentReader
@@ -90,7 +90,7 @@ def test_the_other_runs_are_shown_and_compared(
     assert all(run.state.status == "finished" for label, run in runs.items() if label != "treatment/seed-1")
     message = runs["treatment/seed-1"].state.message
     assert message is None or message.count("\n") == 0
-    comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=["markdown"])
     if comparison.verdict != "MATCH":  # some of the files a verdict can do without
         assert comparison.verdict == "INVALID"
         assert "treatment/seed-1" in [reason.values.get("run") for reason in comparison.content.reasons]
@@ -122,7 +122,7 @@ def test_files_of_an_experiment_that_never_end(experiment_dir: Path, name: str, 
 def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     """Every text in it would be searched for secrets."""
     (experiment_dir / "baseline" / "seed-0" / "environment.json").write_text('{"a": "' + "x" * 10**7 + '"}')
-    comparison = compare_sources([str(experiment_dir)], Reading(), formats=["markdown"])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=["markdown"])
     assert "larger than" in only(comparison.content.reasons, Code.RUN_UNREADABLE)["problem"]
 
 
@@ -131,8 +131,8 @@ def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     [
         (None, "runs: got null"),
         ({"a": 1}, "runs: got"),
-        ([1], "runs.0: got 1; a mapping"),
-        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs.0.seed: got '0'; a whole"),
+        ([1], "runs.0: got 1; expected a mapping"),
+        ([{"arm": "baseline", "seed": "0", "rerun": 0}], "runs.0.seed: got '0'; expected a whole"),
         ([{"arm": "../../elsewhere", "seed": 0, "rerun": 0}], "runs.0.arm: got"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_list_of_runs_that_is_none_is_one_line(experiment_dir: Path, runs, wor
     ],
 )
 def test_resume_refuses_the_bad_run_alone(tmp_path, monkeypatch, name: str, damage) -> None:
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     plan = make_plan(load_recipe(SMALL))
     run_to_end(plan, tmp_path, launcher="fake")

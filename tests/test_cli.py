@@ -17,7 +17,7 @@ from abrun.errors import ComparisonError
 from abrun.experiment.preflight import machine
 from abrun.memory import profile
 from abrun.memory.cells import MemoryProfile
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report import comparing
 from abrun.runs.experiment import planned_runs
 from tests.launch.fakes import FAKE
@@ -34,7 +34,7 @@ SLOW = ("torch", "transformers", "pandas", "scipy", "numpy", "wandb", "matplotli
 def run(abrun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`abrun ARGUMENTS` in an empty folder, with the fake trainer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     return abrun
 
 
@@ -133,7 +133,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
         (["plan"], "plan: recipe missing; pass one, or --from EXPERIMENT"),
         (["plan", "--from", "gone"], "gone: no experiment here"),
-        (["logs", "gone"], "gone: no run"),
+        (["logs", "gone"], "gone: no such run"),
         (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
         (["launch", "."], "cannot be read"),
         (["launch", SMALL, "--set", "steps"], "--set: got 'steps'; allowed: key=value"),
@@ -142,7 +142,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--seeds", "9" * 5000], "--seeds: got"),
         (["launch", SMALL, "--seeds", "5-2"], "--seeds: got '5-2'"),
         (["launch", SMALL, "--seeds", "0-999999999"], "at most 1000"),
-        (["launch", SMALL, "--seeds", "1,1"], "every seed once"),
+        (["launch", SMALL, "--seeds", "1,1"], "list each seed once"),
         (["launch", SMALL, "--seeds", "3"], "3 is one seed, number 3; for 3 seeds write 0-2, for that"),
         (["launch", SMALL, "--seeds", "3-3"], "an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
@@ -154,9 +154,9 @@ def test_every_command_has_help(run: Run) -> None:
         (["memory-profile", SMALL, "--sweep", "steps=1", "--sweep", "steps=2"], "--sweep: got steps twice"),
         (["memory-profile", SMALL, "--sweep", "stepz=1,2"], "mean 'steps'"),
         (["memory-profile", SMALL, "--max-seq-len"], "--budget-gib: missing"),
-        (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len cannot be combined with --predict"),
-        (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib cannot be combined with --predict"),
-        (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts cannot be combined with --predict"),
+        (["memory-profile", SMALL, "--predict", "--max-seq-len"], "--max-seq-len cannot be combined with"),
+        (["memory-profile", SMALL, "--predict", "--budget-gib", "1"], "--budget-gib cannot be combined with"),
+        (["memory-profile", SMALL, "--predict", "--no-rollouts"], "--no-rollouts cannot be combined with"),
         (["memory-profile", SMALL, "--budget-gib", "inf"], "'--budget-gib': got 'inf'; allowed: less"),
         (["memory-profile", SMALL, "--device-memory", "h100"], "--device-memory requires --predict; add it"),
         (["memory-profile", SMALL, "--master-dtype", "bfloat16"], "--master-dtype requires --predict"),
@@ -173,7 +173,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, *TO_COME], "not supported yet; "),
         (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, which is"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
-        (["launch", SMALL, "--runs-dir", str(SMALL)], "has to be"),
+        (["launch", SMALL, "--runs-dir", str(SMALL)], "in the place of a folder"),
         (["launch", SMALL, "--resume"], "no experiment here"),
         (["launch", SMALL, *CLAIM], "got 'train/rewrad'"),
         (["launch", SMALL, "--dry-run", *CLAIM], "mean 'train/reward'?"),
@@ -181,8 +181,8 @@ def test_every_command_has_help(run: Run) -> None:
         (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
-        (["compare", "gone", "--primary", "reward"], "--primary: has a new name; write --claim"),
-        (["compare", "gone", "--looks", "4,8"], "--looks: has a new name; write --interim"),
+        (["compare", "gone", "--primary", "reward"], "--primary was renamed; use --claim"),
+        (["compare", "gone", "--looks", "4,8"], "--looks was renamed; use --interim"),
         (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
         (["watch", "gone"], "gone: no experiment here"),
         (["status", "gone"], "gone: no experiment here"),
@@ -260,7 +260,9 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     asked: list[str] = []
     monkeypatch.setattr(machine, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
     change = ("--set", "model={path: some/hub-name}")
-    line = "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
+    line = (
+        "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
+    )
     code, output, _ = run("launch", SMALL, "--dry-run", *change)
     assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]
     code, output, errors = run("launch", SMALL, *change)
@@ -296,7 +298,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
     code, output, errors = run("launch", SMALL)
     assert code == 1 and errors.startswith("abrun: ") and errors.endswith(": no pair\n")
     assert "treatment/seed-0: failed at step 0/3: the planned failure" in output
-    assert f"Continue with: abrun launch {SMALL} --resume" in output
+    assert f"Resume with: abrun launch {SMALL} --resume" in output
     monkeypatch.delenv("FAKE_TRAINER")
     calls = verdict("MATCH")
     code, output, _ = run("launch", SMALL, "--resume", "--no-compare")
@@ -307,8 +309,8 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "import abrun.cli; from abrun.recipe.implementations import LAUNCHERS\n"
-        f"LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
+        "import abrun.cli; from abrun.recipe.implementations import LOCAL_LAUNCHERS\n"
+        f"LOCAL_LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", script, "launch", str(SMALL), "--set", "steps=500", "--jobs", "2"],
@@ -327,7 +329,7 @@ def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     output, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, errors) == (130, "")
     assert "stopping 2 runs" in output and "baseline/seed-0: interrupted at step" in output
-    again = f"Stopped. Continue with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
+    again = f"Stopped. Resume with: abrun launch {SMALL} --set steps=500 --jobs 2 --resume"
     assert output.splitlines()[-1] == again
 
 

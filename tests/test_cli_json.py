@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from abrun import __version__
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.verdict.verdict_file import SCHEMA_VERSION
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
@@ -26,7 +26,7 @@ def answer(
 ) -> Answer:
     """`abrun ARGUMENTS` in an empty folder, with the fake trainer: exit code, and the JSON it printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
 
     def run(*arguments: str | Path) -> tuple[int, Any]:
         code, output, _ = abrun(*arguments)

@@ -10,12 +10,12 @@ import pytest
 
 import abrun
 from abrun.api import launching
-from abrun.api.launching import Launched
+from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
 from abrun.launch import auto
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.reasons import Code
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
 from tests.launch.fakes import FAKE
@@ -100,7 +100,7 @@ def test_a_launch_whose_comparison_cannot_be_made_exits_with_1_and_says_so(comma
     for more in ((), ("--exit-zero",)):
         code, output, errors = command(*launch, "--resume", *more)
         assert code == 1 and errors.startswith("abrun: the comparison ")
-        assert errors.count("\n") == 1 and "Continue with" not in output
+        assert errors.count("\n") == 1 and "Resume with" not in output
 
 
 def test_ctrl_c_during_the_comparison_tells_how_to_continue(
@@ -111,7 +111,7 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
 
     monkeypatch.setattr("abrun.report.comparing.compare_sources", interrupted)
     code, output, _ = command("launch", "curves.yaml", "--jobs", "4", "--exit-zero")
-    assert code == 130 and "Continue with: abrun launch curves.yaml" in output
+    assert code == 130 and "Resume with: abrun launch curves.yaml" in output
 
 
 def begun(name: str) -> set[int]:
@@ -159,7 +159,7 @@ CHECKPOINTING = "policy.activation_checkpointing"
 def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_from(
     command: Command, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     calls: list[str] = []
 
     def count(module: Any, name: str) -> None:
@@ -192,5 +192,5 @@ def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
         (tmp_path / "report").mkdir()
         (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict}))
     outcome = LaunchOutcome(statuses={RunName(arm="baseline", seed=0): "finished"}, stopped_by=None)
-    launched = launching._with_verdict_of_job(Launched(experiment_dir=tmp_path, outcome=outcome), "printed")
+    launched = launching._add_job_verdict(LaunchResult(experiment_dir=tmp_path, outcome=outcome), "printed")
     assert (launched.exit_code or launched.verdict_exit_code, launched.compared) == (code, "printed")

@@ -95,7 +95,7 @@ def test_every_command_is_walked() -> None:
 def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch, capsys, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    part = doctor.Part(kind="engine", name=name, refusal=Code.FOREIGN_TEXT(text=f"lacks {name}"))
+    part = doctor.DoctorItem(kind="engine", name=name, refusal=Code.FOREIGN_TEXT(text=f"lacks {name}"))
     diagnosis = doctor.Diagnosis(
         python="3",
         processor=name,

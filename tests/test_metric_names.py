@@ -11,7 +11,7 @@ from abrun.logs.aliases import FRAMEWORKS
 from abrun.metric_names import (
     METRICS,
     direction,
-    find,
+    find_metric,
     is_clock,
     phase_of,
     unknown_metric,
@@ -34,7 +34,7 @@ def test_every_name_of_the_table_is_written_somewhere(key):
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_other_trainers_names_are_translated_to_ours(framework):
-    assert [ours for ours in FRAMEWORKS[framework] if find(ours) is None] == []
+    assert [ours for ours in FRAMEWORKS[framework] if find_metric(ours) is None] == []
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,13 @@ def test_other_trainers_names_are_translated_to_ours(framework):
     ],
 )
 def test_a_phase_s_name_is_any(name, key):
-    found = find(name)
+    found = find_metric(name)
     assert found is not None and found.key == key
 
 
 @pytest.mark.parametrize("name", ["train/rewards", "memory/a/b/peak_allocated_bytes", "timing/train/x"])
 def test_other_names_are_unknown(name):
-    assert find(name) is None
+    assert find_metric(name) is None
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ AS_THEIR_SOURCES = {
 def test_all_arms_of_a_recipe_are_as_its_source(name: str) -> None:
     recipe = load_recipe(BY_NAME[name])
     for arm in recipe.arms:
-        values = dotted(recipe.closed().run_config(arm).model_dump(mode="json"))
+        values = dotted(recipe.with_auto_values().run_config(arm).model_dump(mode="json"))
         expected = AS_THEIR_SOURCES[name]
         assert {key: values.get(key) for key in expected} == expected, arm
 

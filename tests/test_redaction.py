@@ -6,8 +6,17 @@ from urllib.parse import quote
 
 import pytest
 
-from abrun.recipe.secrets import secret_in_text
-from abrun.redaction import Mask, hide_values, holds_token, is_secret, redacted, shown, told, without_secrets
+from abrun.recipe.secrets import has_secret_in_text
+from abrun.redaction import (
+    Mask,
+    display_safe,
+    hide_values,
+    holds_token,
+    is_secret,
+    one_line,
+    redacted,
+    without_secrets,
+)
 
 LETTERS = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
 TOKENS = [
@@ -170,12 +179,12 @@ PLAIN_PROGRAMS = [
 @pytest.mark.parametrize("text", PROGRAMS)
 def test_a_secret_within_a_line_of_shell(text: str) -> None:
     text = text.replace("X-Api", "x-api").replace("X", "CANARYaB3").replace("x-api", "X-Api")
-    assert secret_in_text(text) or holds_token(text)
+    assert has_secret_in_text(text) or holds_token(text)
 
 
 @pytest.mark.parametrize("text", PLAIN_PROGRAMS)
 def test_a_line_of_shell_without_secrets(text: str) -> None:
-    assert not secret_in_text(text) and not holds_token(text)
+    assert not has_secret_in_text(text) and not holds_token(text)
 
 
 def test_hidden_values_are_masked_in_every_usual_form() -> None:
@@ -189,8 +198,8 @@ def test_hidden_values_are_masked_in_every_usual_form() -> None:
         assert "${DB_PASS}" in redacted(f"Basic {encoded}")
     assert redacted("step 1000 abc true") == "step 1000 abc true"
     for before in range(1980, 2010):
-        assert "correct" not in told("x" * before + f" {secret}").replace("${DB_PASS}", "")
-        assert "corr" not in told(" " * before * 5 + secret)
+        assert "correct" not in one_line("x" * before + f" {secret}").replace("${DB_PASS}", "")
+        assert "corr" not in one_line(" " * before * 5 + secret)
 
 
 def test_a_short_word_masks_no_names_of_metrics() -> None:
@@ -220,11 +229,11 @@ def test_one_long_line_takes_no_longer_than_many(piece: str) -> None:
     text = piece * (250_000 // len(piece))
     begin = time.process_time()
     redacted(text)
-    secret_in_text(text)
+    has_secret_in_text(text)
     assert time.process_time() - begin < 8
 
 
 def test_nothing_shown_moves_a_cursor() -> None:
     text = "a\x1b]0;title\x07\x9b31m\u202eb\r\nc\x7f\u2028" + TOKENS[0]
-    assert shown(text).isprintable() and "hf_" not in shown(text)
-    assert shown("plain \u00e4 \u4e2d") == "plain \u00e4 \u4e2d"
+    assert display_safe(text).isprintable() and "hf_" not in display_safe(text)
+    assert display_safe("plain \u00e4 \u4e2d") == "plain \u00e4 \u4e2d"

@@ -14,7 +14,7 @@ import pytest
 
 from abrun import watch
 from abrun.errors import AbrunError, StoreError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch import supervisor
 from abrun.launch.prepare import own_experiment
 from abrun.launch.ray import record as ray_record
@@ -23,7 +23,7 @@ from abrun.logs.stored import read_run_dir
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recorded.reference import freeze, load_reference
-from abrun.recorded.samples import samples_in, side_by_side
+from abrun.recorded.samples import pair_samples, read_run_samples
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
 from abrun.report.comparing import compare, read_last_verdict
@@ -61,13 +61,13 @@ CONTENTS: tuple[bytes, ...] = (
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> ExperimentPlan:
     changes = ["seeds=[0, 1]", "trainer.parameters.script=" + str(FOREIGN.with_name("foreign_trainer.py"))]
     return make_plan(load_recipe(FOREIGN, changes))
 
 
 @pytest.fixture(scope="module")
-def recorded(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(plan: ExperimentPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real experiment of a command, and every file that other ways to launch it leave."""
     runs_dir = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def _add_what_other_launchers_write(directory: Path) -> None:
     write(directory / "_ray" / "driver.json", {"job": "x-a1", "waiting": {"a": "b"}, "ended": None})
 
 
-def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
+def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], object]]:
     run, other = directory / "baseline" / "seed-0", directory / "treatment" / "seed-0"
 
     def resumed() -> None:
@@ -146,7 +146,7 @@ def readers(directory: Path, plan: Plan) -> dict[str, Callable[[], object]]:
         "status": lambda: watch.status_json(directory.parent, directory),
         "watch": shown,
         "compare": lambda: compare(load_experiment(directory), output=directory / "new", formats=("json",)),
-        "samples": lambda: side_by_side(samples_in(run), samples_in(other)),
+        "samples": lambda: pair_samples(read_run_samples(run), read_run_samples(other)),
         "resume": resumed,
         "logs": lambda: list(watch.read_log(run, lambda directory: None, follow=False)),
         "foreign": lambda: read_run_dir(run, "run"),
@@ -219,7 +219,7 @@ def put(path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
 
 
-def check(directory: Path, plan: Plan, path: Path, what: str, seen: set[str]) -> None:
+def check(directory: Path, plan: ExperimentPlan, path: Path, what: str, seen: set[str]) -> None:
     """Run every reader of a file that was changed; `seen` gets which of them refused it."""
     for name, read in readers(directory, plan).items():
         if name not in READ_BY.get(path.name, (name,)):
@@ -235,7 +235,7 @@ def check(directory: Path, plan: Plan, path: Path, what: str, seen: set[str]) ->
             raise AssertionError(f"{where}: {type(error).__name__}: {error}"[:400]) from error
 
 
-def fuzz(recorded: Path, plan: Plan, folder: Path, count: int) -> None:
+def fuzz(recorded: Path, plan: ExperimentPlan, folder: Path, count: int) -> None:
     directory = folder / "runs" / "foreign"
     shutil.copytree(recorded, directory)
     paths = [path for path in sorted(directory.rglob("*.json*")) if "seed-1" not in path.parts]
@@ -262,13 +262,13 @@ def fuzz(recorded: Path, plan: Plan, folder: Path, count: int) -> None:
     assert {"status", "compare", "resume", "ray", "slurm", "reference"} <= seen
 
 
-def test_fuzz_a_sample_of_shapes(recorded: Path, plan: Plan, tmp_path: Path) -> None:
+def test_fuzz_a_sample_of_shapes(recorded: Path, plan: ExperimentPlan, tmp_path: Path) -> None:
     fuzz(recorded, plan, tmp_path, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_fuzz_shapes(recorded: Path, plan: Plan, tmp_path: Path) -> None:
+def test_fuzz_shapes(recorded: Path, plan: ExperimentPlan, tmp_path: Path) -> None:
     fuzz(recorded, plan, tmp_path, rounds(1000))
 
 
@@ -280,11 +280,11 @@ def experiment_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("versions", "torch 2", "versions: got 'torch 2'; a mapping"),
-        ("versions", ["a"], "versions: got ['a']; a mapping"),
-        ("versions", {"torch": {"a": 1}}, "versions.torch: got {'a': 1}; text is expected"),
-        ("devices", {"a": 1}, "devices: got {'a': 1}; a list"),
-        ("started_from", {"step": "x"}, "started_from.step: got 'x'; a whole number"),
+        ("versions", "torch 2", "versions: got 'torch 2'; expected a mapping"),
+        ("versions", ["a"], "versions: got ['a']; expected a mapping"),
+        ("versions", {"torch": {"a": 1}}, "versions.torch: got {'a': 1}; expected text"),
+        ("devices", {"a": 1}, "devices: got {'a': 1}; expected a list"),
+        ("started_from", {"step": "x"}, "started_from.step: got 'x'; expected a whole number"),
     ],
 )
 def test_an_environment_of_another_shape_is_a_line_of_the_report(

@@ -1,8 +1,8 @@
-"""abrun from Python and in notebooks: `launch` and `load` an experiment, `compare` runs.
+"""Python API for scripts and notebooks: `launch` and `load` an experiment, `compare` runs.
 
-Thin objects around what the command line uses: tables are pandas data frames, made when they are asked for,
-and a notebook shows an experiment as the table of its runs and a result as its verdict. Every error that a
-user can mend is an `abrun.errors.AbrunError`, one line.
+Thin objects around the functions of the command line. Tables are pandas data frames, created on demand; a
+notebook shows an experiment as the table of its runs and a result as its verdict. Every error that a user can
+fix is a one-line `abrun.errors.AbrunError`.
 """
 
 import base64
@@ -16,31 +16,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import records, sentences
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
     import pandas
 
-    from abrun.recorded.experiment import Experiment as RecordedExperiment
+    from abrun.recorded.experiment import RecordedExperiment as RecordedExperiment
     from abrun.recorded.sources import SourceContents
     from abrun.report.comparing import Comparison
     from abrun.verdict.verdict_file import VerdictFile
 
 COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
-SHORT = ["arm", "metric", "window", "num_pairs", "mean_difference", "interval", "margin_text", "result"]
-NO_SOURCE = "got no source; give an experiment's name, or paths of runs"
-CLAIMS = [*SHORT, "certified_bound", "baseline_mean", "treatment_mean", "baseline_sd", "pairs_needed"]
+SHORT_COLUMNS = [
+    "arm",
+    "metric",
+    "window",
+    "num_pairs",
+    "mean_difference",
+    "interval",
+    "margin_text",
+    "result",
+]
+NO_SOURCE_PROBLEM = "got no source; give an experiment's name, or paths of runs"
+CLAIM_COLUMNS = [
+    *SHORT_COLUMNS,
+    "certified_bound",
+    "baseline_mean",
+    "treatment_mean",
+    "baseline_sd",
+    "pairs_needed",
+]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of two or more arms: an experiment of abrun's, or runs that any framework logged."""
+    """Runs of two or more arms: an experiment of abrun, or runs logged by any framework."""
 
     contents: "SourceContents" = field(repr=False)
     recorded: "RecordedExperiment" = field(repr=False)
-    exit_code: int = 0  # of its launch: 0 every run finished, 1 one did not, 128 + signal
+    exit_code: int = 0  # of its launch: 0 every run finished, 1 some did not, 128 + signal
 
     @property
     def name(self) -> str:
@@ -48,12 +64,12 @@ class Experiment:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The baseline first."""
+        """Return the arms, the baseline first."""
         return self.recorded.arms
 
     @cached_property
     def runs(self) -> "pandas.DataFrame":
-        """A row a run: arm, seed, rerun, status, last_step, place."""
+        """Return one row per run: arm, seed, rerun, status, last_step, place."""
         rows = [
             {
                 **asdict(run.name),
@@ -63,24 +79,26 @@ class Experiment:
             }
             for run in self.recorded.runs.values()
         ]
-        return _frame(rows)
+        return _make_frame(rows)
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
-        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
-        pandas = _pandas()
+        """Return one row per recorded value: arm, seed, rerun, step, metric, value."""
+        pandas = _import_pandas()
         columns = ["arm", "seed", "rerun", "step", "metric", "value"]
-        parts = [
-            pandas.DataFrame({**asdict(run.name), "step": one.steps, "metric": metric, "value": one.values})
+        frames = [
+            pandas.DataFrame(
+                {**asdict(run.name), "step": series.steps, "metric": metric, "value": series.values}
+            )
             for run in self.recorded.runs.values()
-            for metric, one in run.metrics.items()
+            for metric, series in run.metrics.items()
         ]
-        if not parts:
+        if not frames:
             return pandas.DataFrame(columns=columns)
-        return pandas.concat(parts, ignore_index=True).reindex(columns=columns)
+        return pandas.concat(frames, ignore_index=True).reindex(columns=columns)
 
     def compare(self, **options: Any) -> "Result":
-        """`abrun.compare` of these runs."""
+        """Compare these runs with `abrun.compare`."""
         return compare(self, **options)
 
     def _repr_html_(self) -> str:
@@ -90,7 +108,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Result:
-    """A verdict and what it rests on."""
+    """Verdict of a comparison with its evidence."""
 
     comparison: "Comparison" = field(repr=False)
     experiment: Experiment = field(repr=False)
@@ -98,7 +116,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
+        """Return the verdict's exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
         return self.comparison.exit_code
 
     @property
@@ -107,38 +125,38 @@ class Result:
 
     @property
     def verdict_file(self) -> "VerdictFile":
-        """All that verdict.json holds, as typed records."""
+        """Return the content of verdict.json as typed records."""
         return self.comparison.content
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """The same as verdict.json has it."""
+        """Return the content of verdict.json as plain dicts and lists."""
         return self.comparison.as_json()
 
     @cached_property
     def claims(self) -> "pandas.DataFrame":
-        """A row a claim and arm: levels, paired difference, its interval, margin, certified bound, result."""
+        """Return one row per claim and arm: levels, paired difference and interval, margin, bound, result."""
         from abrun.verdict.verdict_file import claim_rows
 
-        return _frame(claim_rows(self.verdict_file), CLAIMS)
+        return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
 
     @cached_property
     def guards(self) -> "pandas.DataFrame":
-        """A row a guard and arm: what it looked at, its result, and why."""
-        return _frame(records.as_json(self.verdict_file.guards))
+        """Return one row per guard and arm: metric, result and reason."""
+        return _make_frame(records.as_json(self.verdict_file.guards))
 
     @property
     def metrics(self) -> "pandas.DataFrame":
-        """Every value that was recorded, a row each: arm, seed, rerun, step, metric, value."""
+        """Return one row per recorded value: arm, seed, rerun, step, metric, value."""
         return self.experiment.metrics
 
     @property
     def report(self) -> Path | None:
-        """report.html, where it was written."""
+        """Return the path of report.html, or None if it was not written."""
         return next((path for path in self.comparison.files if path.suffix == ".html"), None)
 
     def __str__(self) -> str:
-        """What `abrun compare` prints."""
+        """Return the output of `abrun compare`."""
         from abrun.present.terminal import terminal
 
         console = terminal()
@@ -149,15 +167,15 @@ class Result:
     def _repr_html_(self) -> str:
         color = COLORS[self.verdict]
         name = html.escape(self.verdict_file.experiment)
-        parts = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
-        parts.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
+        fragments = [f'<h4 style="color:{color};margin:0">{self.verdict}: {name}</h4>']
+        fragments.append("".join(f"<p>{html.escape(reason)}</p>" for reason in self.reasons))
         if self.verdict_file.claims:
-            parts.append(_as_html(self._claims_for_people))
-        parts += [_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
+            fragments.append(_as_html(self._claims_for_people))
+        fragments += [_embed_picture(path) for path in self.comparison.files if path.suffix == ".png"][:1]
         if self.report:
-            where = html.escape(str(self.report))
-            parts.append(f'<p>report: <a href="{where}">{where}</a></p>')
-        return "\n".join(parts)
+            report_path = html.escape(str(self.report))
+            fragments.append(f'<p>report: <a href="{report_path}">{report_path}</a></p>')
+        return "\n".join(fragments)
 
     def _claims_for_people(self) -> Any:
         def rounded(value: Any) -> str:
@@ -165,7 +183,7 @@ class Result:
                 return f"[{', '.join(map(rounded, value))}]"
             return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-        return self.claims[SHORT].map(rounded)
+        return self.claims[SHORT_COLUMNS].map(rounded)
 
 
 def launch(
@@ -183,13 +201,12 @@ def launch(
     device_memory: str | None = None,
     quiet: bool = False,
 ) -> Experiment:
-    """Run every arm and seed of a recipe, and wait for the end; `abrun launch` without its comparison.
+    """Run every arm and seed of a recipe and wait for the end, like `abrun launch --no-compare`.
 
-    `recipe` is a file, the name of one that ships, or an experiment's folder. `overrides` sets values by
-    their dotted keys, such as `{"steps": 20}`. `until_decided` runs pairs in stages, `max_seeds` at most,
-    and stops once `compare` decides. `device_memory`: of a GPU, such as "80GiB", for what the policy leaves
-    open by `auto`, where it is not this machine's. Raises RecipeError, LaunchError or StoreError before
-    anything has started.
+    `recipe` is a file, a built-in recipe's name, or an experiment's folder. `overrides` sets values by dotted
+    keys, such as `{"steps": 20}`. `until_decided` runs at most `max_seeds` pairs in stages and stops once the
+    verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's `auto` values, by
+    default this machine's. Raises RecipeError, LaunchError or StoreError before anything has started.
     """
     from abrun.api.launching import launch_recipe
     from abrun.experiment.options import LaunchOptions
@@ -216,16 +233,16 @@ def launch(
     console = terminal(cast(TextIO, UnfailingOutput(sys.stdout)))
     console.quiet = quiet
     launched = launch_recipe(loaded, options, console)
-    return _opened(_read([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code)
+    return _make_experiment(_read_contents([str(launched.experiment_dir)], runs_dir, {}), launched.exit_code)
 
 
 def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) -> Experiment:
-    """An experiment by name or path, or runs of any framework: the sources of `abrun compare`.
+    """Load an experiment by name or path, or runs of any framework, like the sources of `abrun compare`.
 
-    `reading`: baseline, pattern, group, aliases, step_column, unpaired, as the options of `abrun compare`.
-    One arm is enough. Raises StoreError or ComparisonError for what cannot be read.
+    `reading`: baseline, pattern, group, aliases, step_column, unpaired, as in the options of `abrun compare`.
+    One arm is enough. Raises StoreError or ComparisonError if a source cannot be read.
     """
-    return _opened(_read([str(source) for source in sources], runs_dir, reading))
+    return _make_experiment(_read_contents([str(source) for source in sources], runs_dir, reading))
 
 
 def compare(
@@ -239,22 +256,26 @@ def compare(
     runs_dir: str | Path = "runs",
     **reading: Any,
 ) -> Result:
-    """Judge whether arms converge the same way; `abrun compare`, whose options these are.
+    """Judge whether arms converge the same way; the options are those of `abrun compare`.
 
     `sources` are those of `load`, or an `Experiment`. `claim`: claims such as
-    'train/reward:last 20%:0.05'. The report goes into the experiment's folder, or `output`, in every format
-    that can be written here (PNG and SVG take matplotlib); `formats=[]` writes none. Raises StoreError or
-    ComparisonError for what cannot be compared as asked.
+    'train/reward:last 20%:0.05'. The report is written to the experiment's folder or to `output`, in every
+    available format (PNG and SVG need matplotlib); `formats=[]` writes none. Raises StoreError or
+    ComparisonError if the sources cannot be compared as requested.
     """
     from abrun.recipe.claims import parse_claim
     from abrun.report.comparing import compare_contents
 
-    given = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
-    if given is None and any(isinstance(one, Experiment) for one in sources):
+    experiment = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
+    if experiment is None and any(isinstance(source, Experiment) for source in sources):
         raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())
-    if given and reading:
+    if experiment and reading:
         raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
-    contents = given.contents if given else _read([str(each) for each in sources], runs_dir, reading)
+    contents = (
+        experiment.contents
+        if experiment
+        else _read_contents([str(each) for each in sources], runs_dir, reading)
+    )
     claim_texts = [claim] if isinstance(claim, str) else claim
     comparison = compare_contents(
         contents,
@@ -265,34 +286,40 @@ def compare(
         output=Path(output) if output else None,
         formats=formats,
     )
-    return Result(comparison, given or _opened(contents), comparison.verdict)
+    return Result(comparison, experiment or _make_experiment(contents), comparison.verdict)
 
 
-def _read(sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]) -> "SourceContents":
-    from abrun.recorded.sources import Reading, read_sources
+def _read_contents(
+    sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]
+) -> "SourceContents":
+    from abrun.recorded.sources import ReadingOptions, read_sources
 
-    known = Reading.__dataclass_fields__
-    unknown = [name for name in options if name not in known]
+    fields = ReadingOptions.__dataclass_fields__
+    unknown = [name for name in options if name not in fields]
     if unknown:
-        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(known)}")
+        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(fields)}")
     if not sources:
-        raise RecipeError(NO_SOURCE)
+        raise RecipeError(NO_SOURCE_PROBLEM)
     aliases = options.get("aliases", ())
     if isinstance(aliases, Mapping):
         aliases = (f"{ours}={theirs}" for ours, theirs in aliases.items())
-    return read_sources(sources, Reading(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)}))
+    return read_sources(
+        sources, ReadingOptions(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)})
+    )
 
 
-def _opened(contents: "SourceContents", exit_code: int = 0) -> Experiment:
-    return Experiment(contents, contents.experiment(alone=True, interim=()), exit_code)
+def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experiment:
+    return Experiment(contents, contents.experiment(allows_one_arm=True, interim=()), exit_code)
 
 
-def _frame(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> "pandas.DataFrame":
-    return _pandas().DataFrame(list(rows), columns=columns)
+def _make_frame(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+) -> "pandas.DataFrame":
+    return _import_pandas().DataFrame(list(rows), columns=columns)
 
 
-def _pandas() -> Any:
-    if missing := lacking("frames"):
+def _import_pandas() -> Any:
+    if missing := missing_package("frames"):
         raise ComparisonError(Code.OF_SUBJECT(subject="data frames", problem=missing))
     import pandas
 
@@ -300,14 +327,14 @@ def _pandas() -> Any:
 
 
 def _as_html(make_frame: Callable[[], "pandas.DataFrame"]) -> str:
-    """Return a table for a notebook, or the line that says what data frames need."""
+    """Return a table for a notebook, or a message about the package that data frames need."""
     try:
         return make_frame().to_html(index=False)
     except ComparisonError as error:
         return f"<p>{html.escape(str(error))}</p>"
 
 
-def _picture(path: Path) -> str:
-    """Inside of the page: a notebook is moved without what lies beside it."""
+def _embed_picture(path: Path) -> str:
+    """Return an image tag with embedded data, since a notebook may be moved without its files."""
     content = base64.b64encode(path.read_bytes()).decode()
     return f'<img style="max-width:100%" src="data:image/png;base64,{content}">'

@@ -1,7 +1,7 @@
-"""A launch from its recipe to its verdict: the command line and `abrun.launch` are two ways to call it.
+"""Launch of a recipe through to its verdict, for both the command line and `abrun.launch`.
 
-It stands above `launch` and `report`, which do not know each other: the values of `auto` are decided first,
-then the runs are made, in stages with `--until-decided`, and then they are compared.
+It combines `launch` and `report`, which do not import each other: it resolves `auto` values, runs the plan
+(in stages with `--until-decided`), and compares the arms.
 """
 
 import signal
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName, make_draft
+from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
 from abrun.launch.auto import resolve_auto
 from abrun.launch.cluster import BatchCluster, find_cluster_jobs, make_cluster
@@ -23,35 +23,35 @@ from abrun.launch.supervisor import LaunchOutcome, run_plan
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.watch import View
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
     from abrun.report.comparing import Comparison
 
-NO_VERDICT = "the job that compares has left no verdict; compare it here: abrun compare {}"
+NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {}"
 
 InterimState = Literal["open", "step one", "decided", "not taken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLaunch:
-    """A plan that leaves nothing open, and what would start its runs: an engine, or else a cluster."""
+    """Plan without `auto` values, and the engine or cluster that would start its runs."""
 
-    plan: Plan
+    plan: ExperimentPlan
     experiment_dir: Path
     engine: Engine | None
     cluster: BatchCluster | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """How a launch ended: its runs, and their comparison where one was asked for."""
+class LaunchResult:
+    """Result of a launch: the outcome of its runs, and their comparison if requested."""
 
     experiment_dir: Path
-    outcome: LaunchOutcome | None  # None: its jobs are in the queue of a cluster, which needs no launcher
-    exit_code: int = 0  # 1 where a run did not finish or nothing could be compared, 128 + signal
+    outcome: LaunchOutcome | None  # None: detached, with its jobs queued on a cluster
+    exit_code: int = 0  # 1 if a run did not finish or the comparison failed, 128 + signal
     comparison: "Comparison | None" = None  # made here
     compared: str | None = None  # printed by the job that compares, on a cluster
     verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
@@ -65,15 +65,15 @@ def plan_launch(
     dry_run: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> PlannedLaunch:
-    """Decide what a recipe leaves open, and make its plan.
+    """Resolve a recipe's `auto` values and make its plan.
 
-    Raises RecipeError or LaunchError where the options do not fit the recipe, or nothing can be decided.
+    Raises RecipeError or LaunchError if the options do not fit the recipe or `auto` cannot be resolved.
     """
     if options.until_decided or options.max_seeds is not None:
-        recipe = _in_stages(recipe, options)
+        recipe = _declare_stages(recipe, options)
     draft = make_draft(recipe)
     experiment_dir = resolve_experiment_dir(recipe.name, options)
-    settings = launcher_settings(recipe.launcher, options.launcher)
+    settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     engine, cluster = None, make_cluster(settings, experiment_dir, options.jobs)
     if cluster:
         find_problems = cluster.find_problems
@@ -91,8 +91,8 @@ def launch_recipe(
     options: LaunchOptions,
     console: "Terminal",
     command: str | None = None,
-) -> Launched:
-    """Run a recipe, watched on `console`, and compare its arms; the report names the `command`.
+) -> LaunchResult:
+    """Run a recipe with progress on `console` and compare its arms; the report names the `command`.
 
     Raises RecipeError, LaunchError or StoreError before anything has started.
     """
@@ -100,18 +100,18 @@ def launch_recipe(
     run = _run_in_stages if options.until_decided else _run
     outcome = run(planned, options, console)
     exit_code = outcome.exit_code if outcome else 0
-    launched = Launched(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
+    launched = LaunchResult(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
     if compared := planned.cluster.read_compare_log() if planned.cluster else None:
-        return _with_verdict_of_job(launched, compared)
-    return _with_comparison(launched, command)
+        return _add_job_verdict(launched, compared)
+    return _add_comparison(launched, command)
 
 
 def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
-    """Judge an experiment after a stage; an interim analysis is not taken where some run has not ended.
+    """Judge an experiment after a stage; the interim analysis is not taken while a run has not ended.
 
-    "step one": it is open in every treatment that is undecided.
+    "step one": the step-one check is inconclusive in every undecided treatment.
     """
     from abrun.recorded.stored import load_experiment
     from abrun.verdict.decide import judge
@@ -127,15 +127,15 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
         for analysis in arm.interim_analyses
     ):
         return "not taken"
-    by_step_one = all(any(one.result == "open" for one in arm.step_one) for arm in undecided)
+    by_step_one = all(any(metric.result == "open" for metric in arm.step_one) for arm in undecided)
     return "step one" if by_step_one else "open"
 
 
-def _in_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
+def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
     """Declare the interim analyses of a launch in stages."""
     if not options.until_decided:
         raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
-    settings = launcher_settings(recipe.launcher, options.launcher)
+    settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     if settings is not None and settings.type in SCHEDULERS:
         raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
     return stages.add_interim_analyses(recipe, options.max_seeds)
@@ -147,7 +147,7 @@ def _run(
     console: "Terminal",
     only: Collection[RunName] | None = None,
 ) -> LaunchOutcome | None:
-    """Have runs made, in view; None where they are left in a queue. `only`: of a stage."""
+    """Run the plan with live progress; return None if detached. `only`: the runs of a stage."""
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
         raise LaunchError(Code.DETACH_NEEDS_QUEUE())
@@ -157,9 +157,7 @@ def _run(
         else:
             assert planned.cluster
             submitted = submit_plan(plan, options, cluster=planned.cluster, observer=view)
-            view.say(
-                f"in the queue: {', '.join(submitted)}; they need no launcher: abrun watch {experiment_dir}"
-            )
+            view.say(f"queued: {', '.join(submitted)}; follow them with: abrun watch {experiment_dir}")
             if options.detach:
                 return None
             outcome = wait_for_jobs(plan, experiment_dir, planned.cluster, view)
@@ -169,60 +167,60 @@ def _run(
 def _run_in_stages(
     planned: PlannedLaunch, options: LaunchOptions, console: "Terminal"
 ) -> LaunchOutcome | None:
-    """Run the pairs up to each interim analysis, and judge, while more can decide."""
+    """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:
         stages.refuse_other_interim(recipe, planned.experiment_dir)
     for num_pairs in recipe.compare.interim:
-        outcome = _run(planned, options, console, planned.plan.of_first_seeds(num_pairs))
+        outcome = _run(planned, options, console, planned.plan.runs_of_first_seeds(num_pairs))
         options = replace(options, resume=True)
         if outcome is None or outcome.stopped_by:
             break
         try:
             state = interim_state(planned.experiment_dir, num_pairs)
-        except AbrunError:  # told by the comparison that follows
+        except AbrunError:  # the comparison that follows reports it
             break
         except KeyboardInterrupt:
             return replace(outcome, stopped_by=signal.SIGINT)
         if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
             break
         if state == "step one":
-            cause = "step one is open, which more seeds do not settle: see what would, below"
+            cause = "the step-one check is inconclusive, and more seeds do not help: see below for the fix"
             console.say(f"After {num_pairs} pairs: {cause}.")
             break
         console.say(f"After {num_pairs} pairs: not decided yet.")
     return outcome
 
 
-def _with_comparison(launched: Launched, command: str | None) -> Launched:
-    """Compare the arms; Ctrl-C meanwhile stops the launch, as it does between stages."""
+def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:
+    """Compare the arms; Ctrl-C during this stops the launch, as between stages."""
     try:
-        from abrun.recorded.sources import Reading
+        from abrun.recorded.sources import ReadingOptions
         from abrun.report.comparing import compare_sources
 
-        comparison = compare_sources([str(launched.experiment_dir)], Reading(), command=command)
+        comparison = compare_sources([str(launched.experiment_dir)], ReadingOptions(), command=command)
     except AbrunError as error:
-        return _not_compared(launched, str(error))
+        return _add_problem(launched, str(error))
     except KeyboardInterrupt:
         outcome = launched.outcome and replace(launched.outcome, stopped_by=signal.SIGINT)
         return replace(launched, outcome=outcome, exit_code=128 + signal.SIGINT)
     return replace(launched, comparison=comparison, verdict_exit_code=comparison.exit_code)
 
 
-def _with_verdict_of_job(launched: Launched, compared: str) -> Launched:
-    """What the job of a cluster that compares has printed, and its verdict."""
+def _add_job_verdict(launched: LaunchResult, compared: str) -> LaunchResult:
+    """Add the output and the verdict of the cluster's comparison job."""
     from abrun.report.comparing import read_last_verdict
     from abrun.verdict.decide import EXIT_CODES
 
     try:
         verdict = read_last_verdict(launched.experiment_dir)
     except AbrunError as error:
-        return _not_compared(replace(launched, compared=compared), str(error))
+        return _add_problem(replace(launched, compared=compared), str(error))
     if verdict is None:
         problem = NO_VERDICT.format(launched.experiment_dir)
-        return _not_compared(replace(launched, compared=compared), problem)
+        return _add_problem(replace(launched, compared=compared), problem)
     return replace(launched, compared=compared, verdict_exit_code=EXIT_CODES[verdict])
 
 
-def _not_compared(launched: Launched, problem: str) -> Launched:
+def _add_problem(launched: LaunchResult, problem: str) -> LaunchResult:
     return replace(launched, problem=problem, exit_code=launched.exit_code or 1)

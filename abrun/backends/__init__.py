@@ -16,7 +16,7 @@ from abrun.backends.ranks import Ranks
 from abrun.backends.shards import ShardSpec
 from abrun.models import open_network
 from abrun.recipe.algorithms import Ppo
-from abrun.recipe.implementations import BACKENDS, load
+from abrun.recipe.implementations import BACKENDS, load_implementation
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences
 from abrun.rl.losses import TokenLosses
@@ -177,9 +177,11 @@ def make_backend(
     temperature, filters = config.trained_distribution
 
     def load_initial() -> Any:
-        return open_network(config.model, weights=weights, seed=seed, decodes=trainable and config.decodes)
+        return open_network(
+            config.model, weights=weights, seed=seed, decodes=trainable and config.decodes_with_policy
+        )
 
-    return load(BACKENDS[config.policy.backend.type])(
+    return load_implementation(BACKENDS[config.policy.backend.type])(
         load_initial,
         config.policy,
         ranks,

@@ -78,8 +78,8 @@ class ContextSplit:
 
     def to_local(self, values: Tensor, fill: float = 0) -> Tensor:  # [..., T or less] -> [..., T/P]
         """Return this rank's shard of a tensor that all ranks hold; `fill` pads it to a multiple of 2P."""
-        missing = len(self.rank_order) - values.shape[-1]
-        return torch.nn.functional.pad(values, (0, missing), value=fill)[..., self.local_positions]
+        num_padding = len(self.rank_order) - values.shape[-1]
+        return torch.nn.functional.pad(values, (0, num_padding), value=fill)[..., self.local_positions]
 
     def to_full(self, local: Tensor) -> Tensor:  # [..., T/P] -> [..., T]
         """Gather all ranks' tokens, of which every rank then computes the same loss."""

@@ -103,7 +103,10 @@ class LmHead:
             )
             return HeadOutput(logprobs, entropy, loss)
         if self._filters.drop_tokens:
-            logits = self._logits(hidden, weight, self._parse_dtype, self._logits_dtype) / self._temperature
+            logits = (
+                self._compute_logits(hidden, weight, self._parse_dtype, self._logits_dtype)
+                / self._temperature
+            )
             logprobs, entropy = filtered_logprobs(
                 logits, target, filters=self._filters, ignore_index=IGNORE_INDEX, support=support
             )
@@ -120,9 +123,11 @@ class LmHead:
         """Compute log-probs at another temperature from now on."""
         self._temperature = self._settings["temperature"] = temperature
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
+    def compute_logits(
+        self, hidden: Tensor, weight: Tensor
+    ) -> Tensor:  # [..., H], [V, H] -> [..., V] float32
         """Return the rollout engine's logits before temperature, over the full vocabulary on every rank."""
-        return self._logits(hidden, self._pad_shard(weight), self._engine_dtype, None)
+        return self._compute_logits(hidden, self._pad_shard(weight), self._engine_dtype, None)
 
     def decode(
         self,
@@ -142,9 +147,9 @@ class LmHead:
             **{name: cache},
             use_cache=True,
         )
-        return self.logits(output.last_hidden_state[:, -1], weight), getattr(output, name)
+        return self.compute_logits(output.last_hidden_state[:, -1], weight), getattr(output, name)
 
-    def _logits(
+    def _compute_logits(
         self, hidden: Tensor, weight: Tensor, dtype: torch.dtype | None, logits_dtype: torch.dtype | None
     ) -> Tensor:
         hidden, weight = hidden.to(dtype or weight.dtype), weight.to(dtype)
@@ -219,8 +224,8 @@ def init_value_weight(hidden_size: int, seed: int) -> Tensor:  # [1, H]
 
 def pad_vocab_shard(weight: Tensor, vocab_size: int, num_shards: int) -> Tensor:
     """Pad a vocabulary shard with rows of 0 to the size of the other ranks' shards."""
-    missing = -(-vocab_size // num_shards) - weight.shape[0]
-    return nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+    num_missing_rows = -(-vocab_size // num_shards) - weight.shape[0]
+    return nn.functional.pad(weight, (0, 0, 0, num_missing_rows)) if num_missing_rows else weight
 
 
 def check_logprob_kernel(logprobs: Logprobs, device: torch.device) -> None:

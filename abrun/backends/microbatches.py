@@ -112,7 +112,10 @@ class _RowLengths:
         return sum(self.lengths) - sum(self.shared_lengths)
 
     def select(self, rows: Sequence[int]) -> "_RowLengths":
-        """Return the lengths of some rows, given in ascending order."""
+        """Return the lengths of some rows, given in ascending order.
+
+        A row shares its prompt only if a row selected before it has the same one.
+        """
         prompts = [self._prompts[row] for row in rows]
         previous_prompts = accumulate([0, *prompts[:-1]], max)
         shared_lengths = [
@@ -245,8 +248,8 @@ def _assign_rows(
 def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
     """Group rows into samples, which are never split over microbatches.
 
-    A sample is `rows_together` consecutive rows and, up to `max_tokens` tokens, the following rows that share
-    their prompt. Rows without a completion form samples of their own.
+    A sample is `rows_per_sample` consecutive rows and, up to `max_tokens` tokens, the following rows that
+    share their prompt. Rows without a completion form samples of their own.
     """
     samples: list[list[int]] = []
     last_with_prompt, num_tokens = 0, 0  # of the last sample with a prompt
@@ -309,8 +312,8 @@ def _receive_microbatches(batch: B, exchange: _Exchange) -> Iterator[B]:
         start += len(lengths.lengths)
 
 
-def _set_width(rows: Tensor, max_length: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
+def _set_width(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
     """Truncate rows to `width` positions, or pad them with zeros."""
-    if rows.ndim == 1 or rows.shape[1] == max_length:
+    if rows.ndim == 1 or rows.shape[1] == width:
         return rows
-    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, max_length - rows.shape[1]))
+    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, width - rows.shape[1]))

@@ -156,7 +156,7 @@ def make_ranks(device: torch.device, shape: Mapping[str, int], *, expert_paralle
     names = [name for name in DIMENSIONS if sizes[name] > 1 or name == "data_parallel"]
     mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
     context = "context_parallel" in names
-    experts = _make_expert_mesh(device, sizes, expert_parallel) if expert_parallel > 1 else None
+    expert_mesh = _make_expert_mesh(device, sizes, expert_parallel) if expert_parallel > 1 else None
     return Ranks(
         device=device,
         rank=dist.get_rank(),
@@ -166,8 +166,8 @@ def make_ranks(device: torch.device, shape: Mapping[str, int], *, expert_paralle
         weight_mesh=mesh["data_parallel", "context_parallel"]._flatten()
         if context
         else mesh["data_parallel"],
-        expert=experts.get_group("expert") if experts else None,
-        expert_mesh=experts,
+        expert=expert_mesh.get_group("expert") if expert_mesh else None,
+        expert_mesh=expert_mesh,
         **{name.removesuffix("_parallel"): mesh.get_group(name) for name in names if name != "data_parallel"},
     )
 

@@ -94,11 +94,11 @@ class RouterLoad:
     def metrics(self) -> MetricParts:
         """Return the metrics of a global batch's load, which every rank has."""
         unit = torch.ones_like(self.num_tokens)
-        busiest = self.counts.amax(dim=1) / self.counts.mean(dim=1)
+        max_load = self.counts.amax(dim=1) / self.counts.mean(dim=1)
         rows = len(self.counts) * self.num_tokens
         return MetricParts(
             sums={},
-            maxima={"train/moe/max_load": busiest.amax()},
+            maxima={"train/moe/max_load": max_load.amax()},
             minima={},
             ratios={
                 "train/moe/routing_entropy": torch.stack([self.entropy, rows]),

@@ -1,4 +1,4 @@
-"""The command line: parse, call one function, print."""
+"""Command line: each command parses its options, calls one function and prints the result."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
-from abrun.cli.app import app, complain, finish_help
+from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
 from abrun.redaction import hide_secrets_of
@@ -22,7 +22,7 @@ __all__ = [
     "main",
     "measuring",
     "starting",
-]  # the modules of commands, which register themselves
+]
 
 RENAMED_OPTIONS = {"--primary": "--claim", "--looks": "--interim"}
 
@@ -30,7 +30,7 @@ finish_help()
 
 
 def main() -> None:
-    """The entry point: every error that a user can mend is one line on stderr and exit code 2."""
+    """Run the command line: every error that a user can fix is one line on stderr and exit code 2."""
     with standard_streams():
         code = _run()
     sys.exit(code)
@@ -43,31 +43,31 @@ def _run() -> int:
         sys.stdout.flush()
         return code
     except TyperException as error:
-        return complain(_usage(error))
+        return print_error(_usage_error_text(error))
     except AbrunError as error:
-        return complain(str(error))
+        return print_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as in `abrun status | head`
+    except BrokenPipeError:  # the reader of the output exited, as in `abrun status | head`
         return 1
-    except OSError as error:  # such as a path that is too long, or a folder that may not be read
+    except OSError as error:  # such as a path that is too long, or an unreadable folder
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
             from abrun.runs.access import has_permission, unreadable_error
 
             if not has_permission(error.filename, os.R_OK):
-                return complain(str(unreadable_error(Path(error.filename))))
+                return print_error(str(unreadable_error(Path(error.filename))))
         where = error.filename or "a file, perhaps standard output"
-        return complain(f"{where}: {error.strerror or error}")
+        return print_error(f"{where}: {error.strerror or error}")
 
 
-def _usage(error: Any) -> str:
+def _usage_error_text(error: Any) -> str:
     """Return typer's usage error as one line."""
     renamed = RENAMED_OPTIONS.get(getattr(error, "option_name", ""))
     if renamed:
-        return f"{error.option_name}: has a new name; write {renamed}"
+        return f"{error.option_name} was renamed; use {renamed}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "abrun"
-    invalid = getattr(error.__cause__, "errors", list)()  # pydantic's, which knows the value
+    invalid = getattr(error.__cause__, "errors", list)()  # pydantic's errors include the value
     got = f"got {invalid[0]['input']!r}; " if invalid else ""
     message = error.format_message().rstrip(".").replace("Input should be ", f"{got}allowed: ")
     return f"{message}; see: {command} --help"

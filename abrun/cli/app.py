@@ -1,4 +1,4 @@
-"""The application that commands register with, and how they print."""
+"""Application with which commands register, and their output helpers."""
 
 import functools
 import inspect
@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from abrun.processes.output import ignore_output_errors
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
 
 # Headings of `abrun --help`
-BEGIN, RUN, JUDGE, LOOK_CLOSER = "To begin", "Runs", "Verdicts", "To look closer"
+GETTING_STARTED, RUNS, VERDICTS, DIAGNOSTICS = "Getting started", "Runs", "Verdicts", "Diagnostics"
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 app = typer.Typer(
-    help="Run paired A/B experiments in RL post-training, and say whether the arms converge the same way.",
+    help="Run paired A/B experiments in RL post-training and judge whether the arms converge the same way.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         print(f"abrun {version('abrun')}")
@@ -46,33 +46,33 @@ def _options(
 
 
 def finish_help() -> None:
-    """Give every command its docstring as help, in the terminal's width, with its examples at the end."""
+    """Set every command's help to its docstring, wrapped to the terminal, with the examples at the end."""
     for command in app.registered_commands:
-        said = inspect.cleandoc((command.callback and command.callback.__doc__) or "")
-        text, _, examples = said.partition("\n\nExamples:\n")
-        command.help = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+        docstring = inspect.cleandoc((command.callback and command.callback.__doc__) or "")
+        text, _, examples = docstring.partition("\n\nExamples:\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
         lines = ["Examples:", *(f"  {line.strip()}" for line in examples.splitlines())]
         command.epilog = "\n\n".join(lines)
 
 
 def print_json(content: Any) -> None:
-    """For machines, on the standard output: NaN and Inf as text, as all files of abrun have them."""
+    """Print JSON to stdout; NaN and Inf become text, as in all of abrun's files."""
     from abrun.runs.files import encode_non_finite
 
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(encode_non_finite(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
 
 
-def complain(message: str) -> int:
-    """One line on stderr, and the exit code of bad input."""
-    print(f"abrun: {shown(' '.join(message.split()))}", file=sys.stderr)
+def print_error(message: str) -> int:
+    """Print one line to stderr and return the exit code for bad input."""
+    print(f"abrun: {display_safe(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
 
-def outlives_output(command: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a command that does more than print: no failure to print ends it or changes its exit code.
+def survive_output_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a command that does more than print, so that output errors do not stop it or change its code.
 
-    A dry run, and JSON, are but what they print.
+    A dry run or JSON output only prints, so there output errors still count.
     """
 
     @functools.wraps(command)

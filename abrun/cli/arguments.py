@@ -1,4 +1,4 @@
-"""The arguments that commands share, and lists in them. What does not read is a RecipeError, one line."""
+"""Shared arguments of commands and their parsers, which raise a one-line RecipeError for bad values."""
 
 import re
 import shlex
@@ -13,66 +13,69 @@ from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import is_directory
 
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 
 
-def recipe_file(given: Path | None) -> Path | None:
-    """The file that was named, or else the recipe of that name that ships, which is said; None: as it is."""
-    if given is None:
+def resolve_recipe_file(path: Path | None) -> Path | None:
+    """Return the given file, or print and return the built-in recipe of that name; None stays None."""
+    if path is None:
         return None
     from abrun.experiment.starter.shipped import find_recipe
 
-    found = find_recipe(given)
-    if found != given:
-        print(f"abrun: {given} is the recipe that ships: {found}", file=sys.stderr)
-    return found
+    recipe_path = find_recipe(path)
+    if recipe_path != path:
+        print(f"abrun: using built-in recipe {path}: {recipe_path}", file=sys.stderr)
+    return recipe_path
 
 
-def names_of_recipes(incomplete: str) -> list[str]:
-    """For a shell that completes: those that ship. (What is a file, the shell completes itself.)"""
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return built-in recipes for shell completion; the shell completes files itself."""
     from abrun.experiment.starter.shipped import recipe_files
 
     return [name for name in recipe_files() if name.startswith(incomplete)]
 
 
-def names_of_experiments(incomplete: str) -> list[str]:
-    """For a shell that completes: those under `runs/`."""
+def complete_experiment(incomplete: str) -> list[str]:
+    """Return the experiments under `runs/` for shell completion."""
     from abrun.runs.experiment import list_experiments
 
     runs = Path("runs")
-    found = list_experiments(runs) if is_directory(runs) else []
-    return [path.name for path in found if path.name.startswith(incomplete)]
+    experiments = list_experiments(runs) if is_directory(runs) else []
+    return [path.name for path in experiments if path.name.startswith(incomplete)]
 
 
 RecipeFile = Annotated[
     Path,
     typer.Argument(
-        help="A recipe: a YAML file; the name of one that ships, such as quickstart (abrun recipes); or an "
-        "experiment's folder, such as runs/quickstart: what that was launched with.",
-        callback=recipe_file,
-        autocompletion=names_of_recipes,
+        help="Recipe: a YAML file, a built-in recipe such as quickstart (see abrun recipes), or an "
+        "experiment's folder such as runs/quickstart, to reuse its recipe.",
+        callback=resolve_recipe_file,
+        autocompletion=complete_recipe,
     ),
 ]
-RunsDir = Annotated[Path, typer.Option(help="Folder that holds all experiments.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines: as JSON.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set a value by its dotted key, such as compare.claims.0.sigma=0.1; repeatable. A mapping or a "
-        "list replaces what was there, 'arms={...}' too.",
+        help="Override a recipe value by its dotted key, such as steps=100 or compare.claims.0.sigma=0.1; "
+        "repeatable. Mappings and lists replace the old value.",
     ),
 ]
 Experiment = Annotated[
-    str, typer.Argument(help="A path, or a name under --runs-dir.", autocompletion=names_of_experiments)
+    str,
+    typer.Argument(
+        help="Experiment: a path, or a name under --runs-dir.", autocompletion=complete_experiment
+    ),
 ]
 Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
-        help="An experiment (a path, or a name under --runs-dir); or folders and files of runs, one an arm "
-        "(NAME=PATH names it); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
+        help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
+        "(NAME=PATH names the arm); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
     ),
 ]
 Claims = Annotated[
@@ -80,172 +83,171 @@ Claims = Annotated[
     typer.Option(
         "--claim",
         metavar="METRIC:WINDOW:MARGIN",
-        help="A claim instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
+        help="Claim to test instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
     ),
 ]
-Baseline = Annotated[str | None, typer.Option(help="Which arm is the baseline.")]
-Pattern = Annotated[
-    str | None, typer.Option(help="How names of runs hold arm and seed, such as '{arm}-s{seed}'.")
-]
-Group = Annotated[str | None, typer.Option(help="Only the wandb runs of this group.")]
+Baseline = Annotated[str | None, typer.Option(help="Name of the baseline arm.")]
+Pattern = Annotated[str | None, typer.Option(help="Pattern of run names, such as '{arm}-s{seed}'.")]
+Group = Annotated[str | None, typer.Option(help="Only read wandb runs of this group.")]
 Aliases = Annotated[
     list[str] | None,
     typer.Option(
         metavar="OURS=THEIRS",
-        help="What a metric is called there, such as train/reward=critic/score/mean, or a framework, such as "
-        "verl; repeatable. Without: recognised where it can be.",
+        help="Metric name in the log, such as train/reward=critic/score/mean, or a framework such as verl; "
+        "repeatable. Default: recognised automatically if possible.",
     ),
 ]
-StepColumn = Annotated[str | None, typer.Option(help="The column or key that counts steps.")]
-Seeds = Annotated[
-    str | None, typer.Option(help="Only the runs of these seeds, such as 0-3 or 1,5: what both arms have.")
-]
+StepColumn = Annotated[str | None, typer.Option(help="Column or key of the step number.")]
+Seeds = Annotated[str | None, typer.Option(help="Compare only these seeds, such as 0-3 or 1,5.")]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(
         metavar="RUN",
-        help="Leave out a run, such as new/seed-2, or all that a pattern matches: by arm and seed, by "
-        "name in the log, or by wandb id; repeatable. The report says so.",
+        help="Exclude a run, such as new/seed-2, or all runs that match a pattern: by arm and seed, name in "
+        "the log, or wandb id; repeatable. The report lists excluded runs.",
     ),
 ]
 VersionsDiffer = Annotated[
     bool,
     typer.Option(
-        "--versions-differ", help="Package versions are the treatment: they differ by arm, not within one."
+        "--versions-differ", help="Package versions are the treatment: they may differ between arms."
     ),
 ]
 Reference = Annotated[
-    Path | None, typer.Option(help="Compare one arm with a frozen reference ensemble; see abrun freeze.")
+    Path | None, typer.Option(help="Compare one arm with a frozen reference (see abrun freeze).")
 ]
 Unpaired = Annotated[
     bool,
-    typer.Option("--unpaired", help="Runs are independent, with other seeds or none: Welch's test."),
+    typer.Option("--unpaired", help="Runs are independent, not paired by seed: use Welch's test."),
 ]
 Interim = Annotated[
     str | None,
     typer.Option(
         metavar="3,5,8",
-        help="Interim analyses of runs that abrun did not launch, at these numbers of pairs (in the order of "
-        "their seeds): give the same at each. An experiment declares compare.interim.",
+        help="Numbers of pairs (in order of their seeds) at which runs not launched by abrun are analysed; "
+        "pass the same list each time. Experiments declare compare.interim instead.",
     ),
 ]
 NoStepOne = Annotated[
     bool,
-    typer.Option("--no-step-one", help="The first recorded step follows an update: skip it."),
+    typer.Option("--no-step-one", help="Skip the step-one check: the first recorded step follows an update."),
 ]
 ReportFolder = Annotated[
     Path | None,
     typer.Option(
         "--output",
         "-o",
-        help="Where the report goes; default: <experiment>/report (report-post-hoc-HASH of a comparison that "
-        "was not declared), or <name>-report (<name>-report-HASH where that is of another comparison).",
+        help="Folder of the report. Default for an experiment: <experiment>/report, or report-post-hoc-HASH "
+        "if the comparison was not declared; for other runs: <name>-report, or <name>-report-HASH if that "
+        "is taken by another comparison.",
     ),
 ]
 Formats = Annotated[
     str | None,
-    typer.Option("--format", help="What to write: terminal, html, markdown, json, png, svg; default: all."),
+    typer.Option("--format", help="Output formats: terminal, html, markdown, json, png, svg; default: all."),
 ]
 AllowInconclusive = Annotated[
-    bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 on INCONCLUSIVE.")
+    bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 if INCONCLUSIVE.")
 ]
-ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload the report to wandb, with its verdict.")]
+ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload report and verdict to wandb.")]
 TakeOver = Annotated[
     bool,
-    typer.Option("--take-over", help="Claim what a launcher on another machine holds; it stops."),
+    typer.Option(
+        "--take-over", help="Take over the experiment from a launcher on another machine, which then stops."
+    ),
 ]
 Launcher = Annotated[
-    str | None, typer.Option(help="What starts the runs: local, slurm, ray; default: the recipe's, or local.")
+    str | None, typer.Option(help="Launcher: local, slurm or ray; default: the recipe's, or local.")
 ]
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and what it lacks; write nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any problems; write nothing.")]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        help="What a GPU has, 80GiB or h200 (default: this machine's): what the policy's values of auto have "
-        "to fit, and what --dry-run predicts arms to exceed."
+        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's). Used to resolve "
+        "`auto` in the policy and to predict OOM in --dry-run."
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the experiment's unfinished runs.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the experiment's unfinished runs.")]
 UntilDecided = Annotated[
     bool,
     typer.Option(
-        "--until-decided", help="Run pairs in stages, judge after each, and stop once it is decided."
+        "--until-decided", help="Run pairs in stages with an interim analysis after each; stop once decided."
     ),
 ]
 MaxSeeds = Annotated[
     int | None,
     typer.Option(
         min=3,
-        max=MOST_SEEDS,
-        help="With --until-decided: seeds of the last stage (12, or the last interim analysis').",
+        max=MAX_SEEDS,
+        help="Maximum number of seeds with --until-decided; default: 12, or the last of compare.interim.",
     ),
 ]
-Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are in the queue of a cluster.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return once the jobs are queued on the cluster.")]
 ExitZero = Annotated[
-    bool, typer.Option("--exit-zero", help="Exit with 0 when every run finished, whatever the verdict.")
+    bool, typer.Option("--exit-zero", help="Exit with 0 if every run finished, whatever the verdict.")
 ]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
 def parse_formats(text: str | None) -> list[str]:
     text = "terminal,html,markdown,json,png,svg" if text is None else text
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    formats = [name.strip() for name in text.split(",") if name.strip()]
     allowed = ("terminal", "html", "markdown", "json", "png", "svg")
-    for form in wanted:
-        if form not in allowed:
-            raise RecipeError(Code.NOT_ALLOWED(field="--format", got=repr(form), allowed=allowed))
-    if not wanted:
+    for format_name in formats:
+        if format_name not in allowed:
+            raise RecipeError(Code.NOT_ALLOWED(field="--format", got=repr(format_name), allowed=allowed))
+    if not formats:
         raise RecipeError(
             Code.NOT_ALLOWED(field="--format", got=f"{text!r}, nothing to write", allowed=allowed)
         )
-    return wanted
+    return formats
 
 
-def parse_lengths(text: str, option: str = "--lengths", least: int = 2) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,10}", part) and int(part) >= least for part in parts):
+def parse_lengths(text: str, option: str = "--lengths", minimum: int = 2) -> list[int]:
+    lengths = [length.strip() for length in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,10}", length) and int(length) >= minimum for length in lengths):
         raise RecipeError(
             Code.NOT_ALLOWED(
                 field=option,
                 got=repr(text),
-                allowed=f"numbers of at least {least}, such as "
-                f"{','.join(str(least * factor) for factor in (1, 2, 4))}",
+                allowed=f"numbers of at least {minimum}, such as "
+                f"{','.join(str(minimum * factor) for factor in (1, 2, 4))}",
             )
         )
-    return sorted({int(part) for part in parts})
+    return sorted({int(length) for length in lengths})
 
 
 def typed_command() -> str:
-    """The command line, as a report names what made it."""
+    """Return the command line for the report."""
     return shlex.join(["abrun", *sys.argv[1:]])
 
 
 def parse_seeds(text: str) -> list[int]:
-    """`0,1,2`, `0-4`, or both mixed."""
+    """Parse seeds such as `0,1,2`, `0-4` or a mix."""
     seeds: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", part.strip()):
+    for seed_range in text.split(","):
+        start_text, _, stop_text = seed_range.strip().partition("-")
+        if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", seed_range.strip()):
             raise RecipeError(Code.SETTING_REFUSED(field="--seeds", got=repr(text)))
-        start, stop = int(first), int(last or first)
+        start, stop = int(start_text), int(stop_text or start_text)
         if stop < start:
-            raise RecipeError(Code.SEEDS_BACKWARDS(got=part.strip(), last=last, first=first))
-        if stop - start >= MOST_SEEDS:
-            raise RecipeError(Code.SEEDS_TOO_MANY(got=part.strip(), max_seeds=MOST_SEEDS))
+            raise RecipeError(Code.SEEDS_BACKWARDS(got=seed_range.strip(), last=stop_text, first=start_text))
+        if stop - start >= MAX_SEEDS:
+            raise RecipeError(Code.SEEDS_TOO_MANY(got=seed_range.strip(), max_seeds=MAX_SEEDS))
         seeds += range(start, stop + 1)
     return seeds
 
 
 def parse_interim(text: str) -> tuple[int, ...]:
-    """`3,5,8`: numbers of pairs."""
+    """Parse numbers of pairs such as `3,5,8`."""
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
         raise RecipeError(Code.SETTING_REFUSED(field="--interim", got=shortened(text)))
     return tuple(map(int, text.split(",")))
 
 
-def with_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
-    """The overrides of a recipe, its seeds among them. Raises RecipeError for what reads as a count."""
+def add_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
+    """Return overrides including the seeds. Raises RecipeError if `seeds` looks like a count."""
     if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
         number = int(seeds)
         raise RecipeError(Code.SEEDS_READ_AS_COUNT(got=number, last=number - 1))

@@ -1,4 +1,4 @@
-"""The command that bisects. Everything slow to import waits inside it."""
+"""The bisect command. Slow imports happen inside it."""
 
 import json
 import os
@@ -8,53 +8,55 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
-from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, with_seeds
+from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
+from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.diagnose.bisect.candidates import Candidate
     from abrun.diagnose.bisect.command import Bisection
-    from abrun.experiment.plan import Plan
+    from abrun.experiment.plan import ExperimentPlan
     from abrun.present.terminal import Terminal
     from abrun.runs.layout import RunName
 
-Refs = Annotated[
-    str | None, typer.Option(help="Any git refs instead, by commas: the good one first, the bad one last.")
-]
+Refs = Annotated[str | None, typer.Option(help="Comma-separated git refs to test instead, from good to bad.")]
 Setup = Annotated[
     str | None,
     typer.Option(
-        help="A shell command that installs a candidate into its own virtual environment, run in its "
-        "checkout: 'pip install -e .'. Without one, checkouts share the recipe's interpreter."
+        help="Shell command that installs a candidate into its own virtual environment, run in its checkout: "
+        "'pip install -e .'. Default: checkouts share the recipe's interpreter."
     ),
 ]
 Versions = Annotated[
-    str | None, typer.Option(help="Its versions, by commas: the good one first, the bad one last.")
+    str | None, typer.Option(help="Comma-separated versions of --package, from good to bad.")
 ]
 MaxSeeds = Annotated[
-    int | None, typer.Option(min=2, help="Pairs of a candidate before it stays undecided; default: twice.")
+    int | None, typer.Option(min=2, help="Maximum pairs per candidate; default: twice the recipe's seeds.")
 ]
-Alpha = Annotated[float, typer.Option(min=0.0001, max=0.2, help="How often a wrong candidate may be named.")]
-Spare = Annotated[
-    int, typer.Option(min=0, max=20, help="Tests beyond those that a search without undecided ones needs.")
+Alpha = Annotated[
+    float, typer.Option(min=0.0001, max=0.2, help="Maximum probability of naming a wrong candidate.")
 ]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")]
+Spare = Annotated[int, typer.Option(min=0, max=20, help="Extra tests allowed for inconclusive candidates.")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow.")
+]
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
-@outlives_output
+@app.command(rich_help_panel=DIAGNOSTICS)
+@survive_output_errors
 def bisect(
     recipe: RecipeFile,
-    good: Annotated[str | None, typer.Option(help="A git ref that keeps the claims.")] = None,
-    bad: Annotated[str | None, typer.Option(help="A later one that does not.")] = None,
+    good: Annotated[str | None, typer.Option(help="Git ref at which the claims hold.")] = None,
+    bad: Annotated[str | None, typer.Option(help="Later git ref at which they do not hold.")] = None,
     refs: Refs = None,
-    repo: Annotated[Path, typer.Option(help="The repository that the refs are of.")] = Path("."),
-    package: Annotated[str | None, typer.Option(help="A package instead of git refs, such as torch.")] = None,
+    repo: Annotated[Path, typer.Option(help="Git repository of the refs.")] = Path("."),
+    package: Annotated[
+        str | None, typer.Option(help="Package to bisect instead of git refs, such as torch.")
+    ] = None,
     versions: Versions = None,
     setup: Setup = None,
-    seeds: Annotated[str | None, typer.Option(help="Instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
     max_seeds: MaxSeeds = None,
     alpha: Alpha = 0.05,
     spare: Spare = 1,
@@ -62,13 +64,13 @@ def bisect(
     jobs: Jobs = None,
     runs_dir: RunsDir = Path("runs"),
     name: Name = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep checkouts and environments at the end.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep checkouts and environments.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Find the commit, or the version of a package, that broke the claims of a recipe.
+    """Find the commit or package version that broke the claims of a recipe.
 
-    The same command goes on after a stop. Exit code: 0 one candidate is named, 4 several are left or it is
-    open, 5 nothing to bisect, 2 bad input, or good or bad cannot run; 130 after Ctrl-C.
+    Re-run the same command to resume. Exit code: 0 one candidate is found, 4 several remain or the result is
+    inconclusive, 5 nothing to bisect, 2 bad input, or good or bad cannot run, 130 after Ctrl-C.
 
     Examples:
         abrun bisect recipe.yaml --good v1.2 --bad main --setup 'pip install -e .'
@@ -79,53 +81,53 @@ def bisect(
     from abrun.diagnose.bisect.environments import environments_for
     from abrun.diagnose.bisect.search import Design, pair_counts
 
-    named = [] if name is None else [f"name={json.dumps(name)}"]
-    loaded = bisect_recipe(recipe, [*with_seeds(overrides, seeds), *named])
-    candidates = _candidates(repo, good, bad, refs, package, versions)
-    first = len(loaded.seeds)
-    if max_seeds is not None and max_seeds < first:
-        raise RecipeError(Code.MAX_SEEDS_BELOW_FIRST(got=max_seeds, first=first))
+    name_overrides = [] if name is None else [f"name={json.dumps(name)}"]
+    loaded = bisect_recipe(recipe, [*add_seeds(overrides, seeds), *name_overrides])
+    candidates = _find_candidates(repo, good, bad, refs, package, versions)
+    num_seeds = len(loaded.seeds)
+    if max_seeds is not None and max_seeds < num_seeds:
+        raise RecipeError(Code.MAX_SEEDS_BELOW_FIRST(got=max_seeds, first=num_seeds))
     design = Design(
         num_candidates=len(candidates) - 1,
         alpha=alpha,
         spare=spare,
-        counts=pair_counts(first, max_seeds or 2 * first),
+        counts=pair_counts(num_seeds, max_seeds or 2 * num_seeds),
     )
     environments = environments_for(loaded, runs_dir, None if package else repo.resolve(), setup)
     directory = Path(os.path.realpath(runs_dir)) / (name or f"{loaded.name[:90]}-bisect")
     bisection = Bisection(loaded, candidates, environments, design, directory)
     if dry_run:
-        console().print(report.planned(bisection))
+        console().print(report.render_plan(bisection))
         return
-    raise typer.Exit(_searched(bisection, directory, jobs, keep))
+    raise typer.Exit(_search(bisection, directory, jobs, keep))
 
 
-def _searched(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
-    """Search in view, show what was found, and take away what is not kept; returns the exit code."""
+def _search(bisection: "Bisection", directory: Path, jobs: int | None, keep: bool) -> int:
+    """Search with live progress, print the result, clean up unless `keep`, and return the exit code."""
     from abrun.diagnose.bisect import report
     from abrun.diagnose.bisect.command import FILE, EndpointError, StoppedError
 
     screen = console()
     try:
-        outcome = bisection.run(_launcher(screen, directory, jobs), screen.say)
+        outcome = bisection.run(_make_launch_function(screen, directory, jobs), screen.say)
     except StoppedError as stopped:
-        screen.say("Stopped. The same command goes on.")
+        screen.say("Stopped. Re-run the same command to resume.")
         return stopped.exit_code
     except EndpointError:
         if not keep:
             bisection.clean_up()
         raise
-    screen.print(report.shown(bisection, outcome))
+    screen.print(report.render_outcome(bisection, outcome))
     if not keep:
         bisection.clean_up()
-    screen.say(f"All of it is in {directory / FILE}")
+    screen.say(f"Details: {directory / FILE}")
     return outcome.exit_code
 
 
-def _launcher(
+def _make_launch_function(
     screen: "Terminal", directory: Path, jobs: int | None
-) -> "Callable[[Plan, Collection[RunName]], int]":
-    """Makes runs of a plan on this machine, in view; its exit code is that of a signal, or 0."""
+) -> "Callable[[ExperimentPlan, Collection[RunName]], int]":
+    """Return a function that runs a plan on this machine; it returns 0, or a signal's exit code."""
     from abrun.experiment.options import LaunchOptions
     from abrun.launch.cluster import find_cluster_jobs
     from abrun.launch.engine import make_engine
@@ -133,7 +135,7 @@ def _launcher(
     from abrun.runs.experiment import is_experiment
     from abrun.watch import View
 
-    def make(plan: "Plan", only: "Collection[RunName]") -> int:
+    def make(plan: "ExperimentPlan", only: "Collection[RunName]") -> int:
         options = LaunchOptions(
             runs_dir=directory.parent, name=directory.name, jobs=jobs, resume=is_experiment(directory)
         )
@@ -144,20 +146,20 @@ def _launcher(
     return make
 
 
-def _candidates(
+def _find_candidates(
     repo: Path, good: str | None, bad: str | None, refs: str | None, package: str | None, versions: str | None
 ) -> "list[Candidate]":
     from abrun.diagnose.bisect import candidates
 
-    given = {"--good": good, "--bad": bad, "--refs": refs, "--package": package, "--versions": versions}
-    said = [option for option, value in given.items() if value is not None]
-    if said == ["--good", "--bad"] and good is not None and bad is not None:
+    values = {"--good": good, "--bad": bad, "--refs": refs, "--package": package, "--versions": versions}
+    options = [option for option, value in values.items() if value is not None]
+    if options == ["--good", "--bad"] and good is not None and bad is not None:
         return candidates.commits(repo, good, bad)
-    if said == ["--refs"] and refs is not None:
+    if options == ["--refs"] and refs is not None:
         return candidates.refs(repo, [ref.strip() for ref in refs.split(",")])
-    if said == ["--package", "--versions"] and package is not None and versions is not None:
-        return candidates.versions(package, [each.strip() for each in versions.split(",")])
+    if options == ["--package", "--versions"] and package is not None and versions is not None:
+        return candidates.versions(package, [version.strip() for version in versions.split(",")])
     raise RecipeError(
-        f"abrun bisect: got {', '.join(said) or 'no candidates'}; allowed: --good REF --bad REF, "
+        f"abrun bisect: got {', '.join(options) or 'no candidates'}; allowed: --good REF --bad REF, "
         "--refs REF,REF,..., or --package NAME --versions A,B,..."
     )

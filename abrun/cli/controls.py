@@ -1,4 +1,4 @@
-"""Commands about what a comparison can see. Everything slow to import waits inside its command."""
+"""Commands about a comparison's sensitivity. Slow imports happen inside the commands."""
 
 import json
 from collections.abc import Mapping
@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
-from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, with_seeds
-from abrun.cli.experiments import say_how_to_continue
+from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
+from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, add_seeds
+from abrun.cli.experiments import print_resume_command
 from abrun.errors import RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
-    from abrun.recipe.experiment import Declared
+    from abrun.recipe.experiment import ExperimentDeclaration
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
+@app.command(rich_help_panel=DIAGNOSTICS)
 def faults(
-    name: Annotated[str | None, typer.Argument(help="One of them, with all that is known of it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON: sizes and sources too.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Show one fault in detail.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, including sizes and sources.")] = False,
 ) -> None:
-    """List the faults that a recipe can inject: what each does, what it needs, and what should show it.
+    """List the injectable faults: what each does, what it needs, and where it should be detected.
 
     Examples:
         abrun faults
@@ -49,71 +49,72 @@ def faults(
             console().say(line)
     else:
         console().print(fault_library_table())
-        said = f"{fault_algorithms_text()} With settings, sizes and sources: abrun faults NAME"
-        console().say(said)
+        footer = f"{fault_algorithms_text()} For settings, sizes and sources: abrun faults NAME"
+        console().say(footer)
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
+@app.command(rich_help_panel=DIAGNOSTICS)
 def samples(
     run: Annotated[
         str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
     ],
-    step: Annotated[int | None, typer.Option(min=1, help="Of this step alone.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Only this step.")] = None,
     against: Annotated[
-        str | None, typer.Option(help="Another run, whose completions of the same prompts stand beside.")
+        str | None, typer.Option(help="Another run to show side by side for the same prompts.")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the completions that a run has kept, with their rewards: alone, or beside another run's.
+    """Show a run's saved completions with their rewards, optionally side by side with another run's.
 
     Examples:
         abrun samples quickstart/baseline/seed-0 --step 60
         abrun samples quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
-    from abrun.recorded.samples import samples_in, side_by_side
+    from abrun.recorded.samples import pair_samples, read_run_samples
     from abrun.report.samples import render_samples
 
     names = [run] if against is None else [run, against]
-    left, right = (samples_in(_folder_of(each, runs_dir)) for each in (run, against or run))
-    pairs = side_by_side(left, right, step)
+    samples, right = (read_run_samples(_find_run_folder(name, runs_dir)) for name in (run, against or run))
+    pairs = pair_samples(samples, right, step)
     if not pairs:
-        kept = ", ".join(map(str, left)) or "none (keep_samples: null keeps none)"
-        raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {kept}")
+        steps = ", ".join(map(str, samples)) or "none (keep_samples: null keeps none)"
+        raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {steps}")
     console().print(render_samples(names, pairs))
     if against is not None and not any(pair.left and pair.right for pair in pairs):
         console().print(
-            "No prompt was kept by both: runs of one seed draw the same prompts, and others do not.",
+            "The runs have no saved prompt in common: only runs with the same seed draw the same prompts.",
             style="dim",
         )
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
-@outlives_output
+@app.command(rich_help_panel=DIAGNOSTICS)
+@survive_output_errors
 def sensitivity(
     recipe: RecipeFile,
     overrides: Overrides = None,
     names: Annotated[
         str | None,
         typer.Option(
-            "--faults", help="NAME or NAME:SIZE, by commas; default: all that the recipe can inject."
+            "--faults", help="Comma-separated NAME or NAME:SIZE; default: all that the recipe can inject."
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
     launcher: Launcher = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once; default: what the devices allow.")
+        int | None,
+        typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow."),
     ] = None,
     runs_dir: RunsDir = Path("runs"),
     name: Annotated[
         str | None,
-        typer.Option(help="Folder of the experiment; default: the recipe's name, with -sensitivity."),
+        typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity."),
     ] = None,
     resume: Resume = False,
     device_memory: DeviceMemory = None,
 ) -> None:
-    """Inject faults in the baseline and say which of them the recipe's comparison would have caught.
+    """Inject faults into the baseline and report which of them the recipe's comparison would catch.
 
-    Exit code: 0 when every run finished, 1 when one failed, 2 for bad input.
+    Exit code: 0 if every run finished, 1 if one failed, 2 for bad input.
 
     Examples:
         abrun sensitivity quickstart-faults
@@ -124,7 +125,7 @@ def sensitivity(
     from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
     from abrun.recipe.experiment import load_recipe
 
-    faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, with_seeds(overrides, seeds)), names)
+    faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, add_seeds(overrides, seeds)), names)
     options = LaunchOptions(
         runs_dir=runs_dir,
         name=name,
@@ -136,35 +137,35 @@ def sensitivity(
     )
     screen = console()
     launched = launch_recipe(faulty, options, screen)
-    say_how_to_continue(screen, launched)
+    print_resume_command(screen, launched)
     if not (launched.outcome and launched.outcome.stopped_by):
-        _say_what_was_caught(screen, faulty, launched.experiment_dir, not_injected)
+        _report_detected_faults(screen, faulty, launched.experiment_dir, not_injected)
     raise typer.Exit(launched.exit_code)
 
 
-def _say_what_was_caught(
-    screen: "Terminal", recipe: "Declared", experiment_dir: Path, not_injected: Mapping[str, str]
+def _report_detected_faults(
+    screen: "Terminal", recipe: "ExperimentDeclaration", experiment_dir: Path, not_injected: Mapping[str, str]
 ) -> None:
     """Judge the injected faults, print the table and write it into the experiment's report."""
     from abrun.recorded.stored import load_experiment
     from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
     from abrun.verdict.injected import measure_sensitivity as judge_faults
 
-    found = judge_faults(load_experiment(experiment_dir))
-    if found is None:
+    result = judge_faults(load_experiment(experiment_dir))
+    if result is None:
         raise RecipeError(Code.NO_FAULT_CAN_BE_INJECTED(recipe=recipe.name))
-    screen.print(sensitivity_table(found, paired=recipe.compare.paired))
-    for fault, lacks in not_injected.items():
-        screen.say(f"not injected: {fault}, which {lacks}")
-    for line in (*advice_lines(found), caught_sentence(found, paired=recipe.compare.paired)):
+    screen.print(sensitivity_table(result, paired=recipe.compare.paired))
+    for fault, need in not_injected.items():
+        screen.say(f"not injected: {fault}, which {need}")
+    for line in (*advice_lines(result), caught_sentence(result, paired=recipe.compare.paired)):
         screen.say(line)
     report = experiment_dir / "report"
-    path = write_sensitivity(found, not_injected, report, experiment_dir.name, recipe.compare)
-    screen.say(f"All of it is in {path}, and as JSON beside it")
+    path = write_sensitivity(result, not_injected, report, experiment_dir.name, recipe.compare)
+    screen.say(f"Details: {path}, and as JSON next to it")
 
 
-def _folder_of(run: str, runs_dir: Path) -> Path:
-    """Of abrun's run, or where another trainer has kept completions. Raises StoreError where neither is."""
+def _find_run_folder(run: str, runs_dir: Path) -> Path:
+    """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment

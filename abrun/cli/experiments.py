@@ -1,4 +1,4 @@
-"""Commands that start runs, follow them and stop them. Everything slow to import waits inside its command."""
+"""Commands that start, follow and stop runs. Slow imports happen inside the commands."""
 
 import shlex
 import sys
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import RUN, app, complain, console, outlives_output, print_json
+from abrun.cli.app import RUNS, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
@@ -25,31 +25,32 @@ from abrun.cli.arguments import (
     RunsDir,
     TakeOver,
     UntilDecided,
-    names_of_experiments,
+    add_seeds,
+    complete_experiment,
     typed_command,
-    with_seeds,
 )
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
-    from abrun.api.launching import Launched
+    from abrun.api.launching import LaunchResult
     from abrun.experiment.options import LaunchOptions
-    from abrun.experiment.plan import Plan
+    from abrun.experiment.plan import ExperimentPlan
     from abrun.present.terminal import Terminal
     from abrun.recipe.experiment import CommandRecipe, Recipe
 
 
-@app.command(rich_help_panel=RUN)
-@outlives_output
+@app.command(rich_help_panel=RUNS)
+@survive_output_errors
 def launch(
     recipe: RecipeFile,
     overrides: Overrides = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once; by default as many as the devices allow.")
+        int | None,
+        typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow."),
     ] = None,
     launcher: Launcher = None,
     runs_dir: RunsDir = Path("runs"),
@@ -65,11 +66,11 @@ def launch(
     exit_zero: ExitZero = False,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment: all arms and seeds, watched live, then compared.
+    """Run an experiment: train all arms and seeds with live progress, then compare the arms.
 
-    Exit code of the verdict, once every run has finished: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without
-    a claim), 5 INVALID; 0 with --exit-zero or --no-compare. 1 if a run did not finish or nothing could be
-    compared, 2 for bad input (in a dry run also for what no machine could run), 130 after Ctrl-C.
+    Exit code if every run finished: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without a claim), 5 INVALID; 0
+    with --exit-zero or --no-compare. Otherwise: 1 if a run did not finish or the comparison failed, 2 for bad
+    input (in a dry run also for a plan that no machine could run), 130 after Ctrl-C.
 
     Examples:
         abrun launch quickstart
@@ -85,7 +86,7 @@ def launch(
         raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
     if until_decided and no_compare:
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
-    loaded, screen = load_recipe(recipe, with_seeds(overrides, seeds)), console()
+    loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
     options = LaunchOptions(
         runs_dir=runs_dir,
         name=name,
@@ -106,19 +107,20 @@ def launch(
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
-@app.command(rich_help_panel=RUN)
-@outlives_output
+@app.command(rich_help_panel=RUNS)
+@survive_output_errors
 def export(
     recipe: RecipeFile,
-    to: Annotated[str, typer.Option(help="The engine: jobset (Kubernetes), skypilot.")],
+    to: Annotated[str, typer.Option(help="Target: jobset (Kubernetes) or skypilot.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A new folder; default: <name>-<engine>.")
+        Path | None,
+        typer.Option("--output", "-o", help="New folder for the manifests; default: <name>-<target>."),
     ] = None,
     overrides: Overrides = None,
     name: Name = None,
     no_compare: NoCompare = False,
 ) -> None:
-    """Write an experiment's manifests for an engine that abrun itself starts nothing on.
+    """Write an experiment's manifests for Kubernetes or SkyPilot; abrun itself does not start them.
 
     Examples:
         abrun export recipe.yaml --to jobset --output manifests
@@ -132,12 +134,14 @@ def export(
 
     plan = make_plan(load_recipe(recipe, overrides or []))
     name = resolve_experiment_dir(plan.recipe.name, LaunchOptions(name=name)).name
-    print(shown(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare)))
+    print(
+        display_safe(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare))
+    )
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUNS)
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Follow an experiment that another shell or another host launches, or the jobs of a cluster.
+    """Follow an experiment launched from another shell or host, or on a cluster.
 
     Examples:
         abrun watch quickstart
@@ -149,16 +153,18 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     live.watch(find_experiment(experiment, runs_dir), console(), find_cluster_jobs)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUNS)
 def status(
     experiment: Annotated[
         str | None,
-        typer.Argument(help="A path, or a name; without one: all.", autocompletion=names_of_experiments),
+        typer.Argument(
+            help="Experiment: a path or a name; default: all.", autocompletion=complete_experiment
+        ),
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show what the runs of an experiment are doing, or all experiments in a line each.
+    """Show the state of an experiment's runs, or a one-line summary of every experiment.
 
     Examples:
         abrun status
@@ -181,10 +187,10 @@ def status(
     screen.print(live.render(experiment_dir.name, views, screen.width))
 
 
-@app.command(rich_help_panel=RUN)
-@outlives_output
+@app.command(rich_help_panel=RUNS)
+@survive_output_errors
 def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Stop an experiment: its runs save a checkpoint and end, its waiting jobs leave the queue.
+    """Stop an experiment: running runs save a checkpoint and exit, queued jobs are cancelled.
 
     Examples:
         abrun cancel quickstart
@@ -192,18 +198,18 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     from abrun.launch.cluster import cancel_experiment as cancel_experiment
     from abrun.runs.experiment import find_experiment
 
-    print(shown(cancel_experiment(find_experiment(experiment, runs_dir))))
+    print(display_safe(cancel_experiment(find_experiment(experiment, runs_dir))))
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUNS)
 def logs(
     run: Annotated[
         str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
     ],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print what a run has printed, or what is recorded of it where that is nothing.
+    """Print a run's log, or its recorded error if the log is empty.
 
     Examples:
         abrun logs quickstart/baseline/seed-0 --follow
@@ -212,15 +218,15 @@ def logs(
     from abrun.launch.cluster import find_cluster_jobs
 
     path = runs_dir / run
-    for part in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
-        sys.stdout.write(part)
+    for text in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 
-@app.command(rich_help_panel=RUN)
-@outlives_output
+@app.command(rich_help_panel=RUNS)
+@survive_output_errors
 def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Send wandb what it lacks of an experiment's runs, such as those recorded offline.
+    """Upload data missing on wandb, such as runs recorded offline.
 
     Examples:
         abrun sync quickstart
@@ -231,20 +237,25 @@ def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     sync_experiment(find_experiment(experiment, runs_dir), print)
 
 
-def _show_memory(screen: "Terminal", plan: "Plan", asked: str | None) -> None:
-    """Print the predicted peak of each arm beside the memory of a device `asked`.
+def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None) -> None:
+    """Print each arm's predicted memory peak against the device memory `asked`.
 
-    Arms that were predicted to decide the recipe's values of `auto` are in the decision.
+    Arms whose prediction decided a value of `auto` are skipped: the decision already shows them.
     """
     from rich.text import Text
 
     from abrun.memory.predict import describe_predicted_memory, resolve_device_memory
 
-    device_bytes = resolve_device_memory(asked) if asked is not None else None
+    device_bytes = resolve_device_memory(device) if device is not None else None
     if device_bytes is not None:
-        told = {arm for one in plan.decided.values() for of in one["candidates"] for arm in of["peaks"]}
-        for line in describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=told):
-            screen.print(Text.assemble(("Memory: ", "bold"), shown(line)), soft_wrap=True)
+        predicted_arms = {
+            arm
+            for decision in plan.decided.values()
+            for candidate in decision["candidates"]
+            for arm in candidate["peaks"]
+        }
+        for line in describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=predicted_arms):
+            screen.print(Text.assemble(("Memory: ", "bold"), display_safe(line)), soft_wrap=True)
 
 
 def _dry_run(
@@ -252,8 +263,8 @@ def _dry_run(
 ) -> int:
     """Show what a launch would do, and return the exit code.
 
-    2 if no other machine would run the plan either, or the scheduler would refuse it.
-    Raises StoreError where there is nothing to resume.
+    The code is 2 if no machine could run the plan or the scheduler would refuse it. Raises StoreError if
+    there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
     from abrun.launch.preview import check_feasibility, preview_as_json, render_jobs_preview, render_preview
@@ -276,20 +287,20 @@ def _dry_run(
     return 2 if feasible.is_refused else 0
 
 
-def _show_end(screen: "Terminal", launched: "Launched") -> None:
-    say_how_to_continue(screen, launched)
+def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:
+    print_resume_command(screen, launched)
     if launched.compared:
         screen.say(launched.compared)
     if launched.comparison:
         screen.print(launched.comparison.summary())
     if launched.problem:
-        complain(f"the comparison could not be made: {launched.problem}")
+        print_error(f"the comparison could not be made: {launched.problem}")
 
 
-def say_how_to_continue(screen: "Terminal", launched: "Launched") -> None:
-    """Print the command that goes on with runs that have not finished, if any."""
+def print_resume_command(screen: "Terminal", launched: "LaunchResult") -> None:
+    """Print the command that resumes unfinished runs, if there are any."""
     if launched.outcome is None or not launched.outcome.exit_code:
         return
-    again = shlex.join(["abrun", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])])
+    command = shlex.join(["abrun", *sys.argv[1:], *([] if "--resume" in sys.argv else ["--resume"])])
     state = "Not every run finished" if launched.outcome.stopped_by is None else "Stopped"
-    screen.say(f"{state}. Continue with: {again}")
+    screen.say(f"{state}. Resume with: {command}")

@@ -1,4 +1,4 @@
-"""Commands that judge runs, and plan what that takes. Everything slow to import waits inside its command."""
+"""Commands that judge runs and plan sample sizes. Slow imports happen inside the commands."""
 
 import math
 import shlex
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import JUDGE, app, complain, console, outlives_output, print_json
+from abrun.cli.app import VERDICTS, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
-    MOST_SEEDS,
+    MAX_SEEDS,
     Aliases,
     AllowInconclusive,
     Baseline,
@@ -34,32 +34,34 @@ from abrun.cli.arguments import (
     ToWandb,
     Unpaired,
     VersionsDiffer,
-    names_of_recipes,
+    complete_recipe,
     parse_formats,
     parse_interim,
     parse_seeds,
-    recipe_file,
+    resolve_recipe_file,
     typed_command,
 )
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 
 if TYPE_CHECKING:
     from abrun.recipe.claims import Claim
-    from abrun.recorded.experiment import Experiment
-    from abrun.recorded.sources import Reading
+    from abrun.recorded.experiment import RecordedExperiment
+    from abrun.recorded.sources import ReadingOptions
     from abrun.report.comparing import Comparison
 
 
-@app.command(rich_help_panel=JUDGE)
-@outlives_output
+@app.command(rich_help_panel=VERDICTS)
+@survive_output_errors
 def compare(
     sources: Sources,
     claim: Claims = None,
     reference: Reference = None,
-    arm: Annotated[str | None, typer.Option(help="With --reference: which arm (the baseline).")] = None,
+    arm: Annotated[
+        str | None, typer.Option(help="With --reference: the arm to compare; default: the baseline.")
+    ] = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
@@ -78,7 +80,7 @@ def compare(
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Judge whether arms converge the same way: an experiment, or runs that any framework logged.
+    """Judge whether arms converge the same way, in an experiment or in runs logged by any framework.
 
     Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
 
@@ -90,62 +92,68 @@ def compare(
     """
     from abrun.report.comparing import compare_sources
 
-    wanted = parse_formats(formats)
-    if wandb and wanted == ["terminal"]:
+    format_names = parse_formats(formats)
+    if wandb and format_names == ["terminal"]:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
-    reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    reading = _make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
         sources,
         replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
-        claims=_claims(claim),
+        claims=_parse_claims(claim),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
         output=output,
-        formats=None if formats is None else [form for form in wanted if form != "terminal"],
+        formats=None
+        if formats is None
+        else [format_name for format_name in format_names if format_name != "terminal"],
         command=typed_command(),
     )
     if as_json:
         print_json(comparison.as_json())
-    elif "terminal" in wanted:
+    elif "terminal" in format_names:
         console().print(comparison.summary())
     if wandb:
         _upload(comparison, sources, runs_dir)
-    tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
-    raise typer.Exit(0 if tolerated else comparison.exit_code)
+    is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
+    raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.recorded.sources import stored_in
+    from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(shown(upload_report(comparison.content, comparison.files, stored_in(sources, runs_dir))))
+    print(
+        display_safe(
+            upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))
+        )
+    )
 
 
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="Begin a ledger: how far accepted changes may drift from these runs in all, as 0.05 or "
+        help="Start a ledger with this budget for the total drift of accepted changes, such as 0.05 or "
         "METRIC=0.05."
     ),
 ]
-ChainAlone = Annotated[
+ChainOnly = Annotated[
     bool,
     typer.Option(
         "--chain-alone",
-        help="With --budget: the sum of the changes' bounds counts; else the smaller of it and of a "
-        "direct comparison with these runs, at half the level each.",
+        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of "
+        "that sum and a direct comparison with these runs, at half the level each.",
     ),
 ]
 
 
-@app.command(rich_help_panel=JUDGE)
-@outlives_output
+@app.command(rich_help_panel=VERDICTS)
+@survive_output_errors
 def freeze(
     sources: Sources,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The reference file to write.")],
-    arm: Annotated[str | None, typer.Option(help="Which arm; default: the baseline.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
+    arm: Annotated[str | None, typer.Option(help="Arm to freeze; default: the baseline.")] = None,
     claim: Claims = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
@@ -156,36 +164,39 @@ def freeze(
     exclude: Exclude = None,
     runs_dir: RunsDir = Path("runs"),
     budget: Budget = None,
-    chain_alone: ChainAlone = False,
+    chain_alone: ChainOnly = False,
 ) -> None:
-    """Freeze the runs of an arm as a reference ensemble: a small file, to compare later runs with.
+    """Freeze an arm's runs as a reference: a small file with which later runs are compared.
 
-    It keeps the claims that the experiment declares, or those of --claim, which other runs need: by them
-    later runs are judged.
+    It stores the experiment's declared claims, by which later runs are judged; for runs without declared
+    claims, pass --claim.
 
     Examples:
         abrun freeze quickstart --output quickstart.json
         abrun freeze runs/old --claim 'train/reward:last 20%:0.02' -o old.json
         abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
     """
-    from abrun.diagnose.ledger.command import ledger_begun_by
-    from abrun.recorded.sources import open_sources, stored_in
+    from abrun.diagnose.ledger.command import ledger_maker
+    from abrun.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
 
-    reading = _reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    experiment = open_sources(sources, replace(reading, alone=True), _claims(claim))
-    directory = stored_in(sources, runs_dir)
+    reading = _make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    experiment = open_sources(sources, replace(reading, allows_one_arm=True), _parse_claims(claim))
+    directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline
-    begin = ledger_begun_by(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
-    replaced = freeze_arm(experiment, frozen, output, begin_ledger=begin)
-    text = _frozen(experiment, frozen, output, budget, replaced.name if replaced else None)
-    typed = _as_options({"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]})
+    new_ledger = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
+    replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
+    text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
+    reading_options = _option_text(
+        {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
+    )
     console().say(
-        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}{typed}"
+        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
+        f"{reading_options}"
     )
 
 
-def _reading(
+def _make_reading(
     runs_dir: Path,
     baseline: str | None,
     pattern: str | None,
@@ -194,11 +205,11 @@ def _reading(
     step_column: str | None,
     seeds: str | None,
     exclude: list[str] | None,
-) -> "Reading":
-    """Return how sources are read, by the options that `compare` and `freeze` share."""
-    from abrun.recorded.sources import Reading
+) -> "ReadingOptions":
+    """Return the reading settings from the options shared by `compare` and `freeze`."""
+    from abrun.recorded.sources import ReadingOptions
 
-    return Reading(
+    return ReadingOptions(
         runs_dir=runs_dir,
         baseline=baseline,
         pattern=pattern,
@@ -210,16 +221,16 @@ def _reading(
     )
 
 
-def _claims(claim: list[str] | None) -> "list[Claim] | None":
+def _parse_claims(claim: list[str] | None) -> "list[Claim] | None":
     from abrun.recipe.claims import parse_claim
 
     return [parse_claim(text) for text in claim] if claim else None
 
 
-def _frozen(
-    experiment: "Experiment", arm: str, output: Path, budget: str | None, replaced: str | None
+def _reference_text(
+    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
 ) -> str:
-    """Say what a reference file now holds."""
+    """Return a description of the reference file."""
     text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
     if not experiment.compare.claims:
         text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
@@ -230,87 +241,89 @@ def _frozen(
     return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
 
 
-def _as_options(given: Mapping[str, Sequence[str | None]]) -> str:
-    """What was typed, to be pasted."""
-    typed = ((option, value) for option, values in given.items() for value in values if value)
-    return "".join(f" {option} {shlex.quote(value)}" for option, value in typed)
+def _option_text(values_by_option: Mapping[str, Sequence[str | None]]) -> str:
+    """Return options as shell text for a suggested command."""
+    pairs = ((option, value) for option, values in values_by_option.items() for value in values if value)
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in pairs)
 
 
-@app.command(rich_help_panel=JUDGE)
-@outlives_output
+@app.command(rich_help_panel=VERDICTS)
+@survive_output_errors
 def ledger(
-    reference: Annotated[Path, typer.Argument(help="A reference that abrun freeze --budget wrote.")],
+    reference: Annotated[Path, typer.Argument(help="Reference written by abrun freeze --budget.")],
     add: Annotated[
-        str | None, typer.Option(help="Add this experiment's treatment, which has to be a match.")
+        str | None, typer.Option(help="Add the treatment of this experiment, whose verdict must be MATCH.")
     ] = None,
-    arm: Annotated[str | None, typer.Option(help="With --add: which treatment, of several.")] = None,
+    arm: Annotated[
+        str | None, typer.Option(help="With --add: the treatment to add, if there are several.")
+    ] = None,
     tried: Annotated[
         int,
         typer.Option(
             min=1,
             max=1_000_000,
-            help="With --add: changes judged since the last entry, this one among them.",
+            help="With --add: number of changes evaluated since the last entry, including this one (for "
+            "multiplicity correction).",
         ),
     ] = 1,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show what accepted changes may have drifted from a reference in all, or add one.
+    """Track the cumulative drift of accepted changes against a budget; with --add, record a change.
 
-    Exit code: 0 within the budget, 3 beyond it, 2 for bad input, or a change that cannot be added.
+    Exit code: 0 within the budget, 3 above it, 2 for bad input or a change that cannot be added.
 
     Examples:
         abrun ledger reference.json
         abrun ledger reference.json --add nightly
     """
     from abrun.diagnose.ledger.command import add_to_ledger
-    from abrun.diagnose.ledger.drift import EXCEEDED, exceeded
-    from abrun.diagnose.ledger.table import ledger_shown
+    from abrun.diagnose.ledger.drift import EXCEEDED, is_over_budget
+    from abrun.diagnose.ledger.table import render_ledger
     from abrun.recorded.reference import load_reference
     from abrun.runs.experiment import find_experiment
 
     if add is None and (arm is not None or tried != 1):
-        raise RecipeError(
-            f"{'--arm' if arm is not None else '--tried'}: got it without --add, which it is of"
-        )
-    found = add_to_ledger(reference, find_experiment(add, runs_dir), arm, tried) if add else None
-    found = found or load_reference(reference)
-    if found.ledger is None:
+        raise RecipeError(f"{'--arm' if arm is not None else '--tried'} requires --add")
+    frozen = add_to_ledger(reference, find_experiment(add, runs_dir), arm, tried) if add else None
+    frozen = frozen or load_reference(reference)
+    if frozen.ledger is None:
         raise RecipeError(Code.REFERENCE_WITHOUT_LEDGER(reference=reference))
-    console().print(ledger_shown(found))
-    raise typer.Exit(EXCEEDED if exceeded(found) else 0)
+    console().print(render_ledger(frozen))
+    raise typer.Exit(EXCEEDED if is_over_budget(frozen) else 0)
 
 
 PlannedRecipe = Annotated[
     Path | None,
     typer.Argument(
-        help="A recipe: a YAML file, the name of one that ships, or an experiment's folder; default: what "
-        "the experiment of --from was launched with.",
-        callback=recipe_file,
-        autocompletion=names_of_recipes,
+        help="Recipe: a YAML file, a built-in recipe, or an experiment's folder; default: the recipe of the "
+        "--from experiment.",
+        callback=resolve_recipe_file,
+        autocompletion=complete_recipe,
     ),
 ]
 
 
-@app.command(rich_help_panel=JUDGE)
+@app.command(rich_help_panel=VERDICTS)
 def plan(
     recipe: PlannedRecipe = None,
     overrides: Overrides = None,
     earlier: Annotated[
-        str | None, typer.Option("--from", help="Measure spread and correlation in this earlier experiment.")
+        str | None,
+        typer.Option("--from", help="Earlier experiment in which to measure spread and correlation."),
     ] = None,
     sigma: Annotated[
-        float | None, typer.Option(min=0, help="Spread over seeds of one arm, for every claim.")
+        float | None, typer.Option(min=0, help="Standard deviation of one arm over seeds, for every claim.")
     ] = None,
     correlation: Annotated[
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
     max_seeds: Annotated[
-        int | None, typer.Option(min=3, max=MOST_SEEDS, help="As of launch --until-decided --max-seeds.")
+        int | None, typer.Option(min=3, max=MAX_SEEDS, help="Plan for launch --until-decided --max-seeds.")
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say how many seeds the declared margins take, before any GPU is spent.
+    """Estimate power and the number of seeds that the declared margins need, before using any GPU.
 
     Examples:
         abrun plan quickstart
@@ -334,35 +347,39 @@ def plan(
     planned = recipe or experiment_dir
     if planned is None:
         raise RecipeError(Code.PLAN_NEEDS_RECIPE())
-    assuming = f"abrun plan {shlex.quote(str(planned))}{_as_options({'--set': overrides or []})} --sigma X"
+    assumed_command = (
+        f"abrun plan {shlex.quote(str(planned))}{_option_text({'--set': overrides or []})} --sigma X"
+    )
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
-    make_draft(loaded)  # refuses what a launch would refuse
-    asked = loaded.name, loaded.compare, len(loaded.seeds)
+    make_draft(loaded)  # raises the errors that a launch would raise
+    declaration = loaded.name, loaded.compare, len(loaded.seeds)
     if measured:
-        _refuse_without_pairs(measured, assuming)
-    if otherwise := measured and pilot_differences_text(loaded, measured):
-        complain(otherwise)
+        _refuse_without_pairs(measured, assumed_command)
+    if differences := measured and pilot_differences_text(loaded, measured):
+        print_error(differences)
     if as_json:
-        print_json(plan_json(*asked, earlier=measured, sigma=sigma, correlation=correlation))
+        print_json(plan_json(*declaration, earlier=measured, sigma=sigma, correlation=correlation))
         return
-    report = render_plan(*asked, earlier=measured, assuming=assuming, sigma=sigma, correlation=correlation)
+    report = render_plan(
+        *declaration, earlier=measured, assuming=assumed_command, sigma=sigma, correlation=correlation
+    )
     console().print(report)
 
 
-def _refuse_without_pairs(earlier: "Experiment", assuming: str) -> None:
-    """Raises ComparisonError where no pair of runs has finished, in which a spread could be measured.
+def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:
+    """Raise ComparisonError if no pair of runs has finished to measure a spread.
 
-    `assuming`: the command that plans without.
+    `assuming`: the command that plans with an assumed spread instead.
     """
     if any(all(earlier.sides(arm).finished.sizes) for arm in earlier.treatments):
         return
     runs = earlier.runs.values()
     counts = Counter("finished" if run.finished else run.status for run in runs)
-    first = next((f"; {run}: {run.failure}" for run in runs if run.failure), "")
+    first_failure = next((f"; {run}: {run.failure}" for run in runs if run.failure), "")
     raise ComparisonError(
         f"--from: {earlier.name}: no pair of its runs has finished, so there is no spread to measure "
-        f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first}); finish it with "
-        f"--resume, or assume a spread: {assuming}"
+        f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first_failure}); "
+        f"finish it with --resume, or assume a spread: {assumed_command}"
     )

@@ -1,26 +1,31 @@
-"""Commands that measure a machine, a step or a run. Everything slow to import waits inside its command."""
+"""Commands that measure a machine, a step or a run. Slow imports happen inside the commands."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from abrun.cli.app import LOOK_CLOSER, app, console, outlives_output
-from abrun.cli.arguments import Overrides, RunsDir, names_of_recipes, parse_lengths, recipe_file
+from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
+from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, parse_lengths, resolve_recipe_file
 from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.memory.sweep import SweepPlan
 
-Measured = Annotated[
-    Path, typer.Argument(help="A recipe.", callback=recipe_file, autocompletion=names_of_recipes)
+MeasuredRecipe = Annotated[
+    Path,
+    typer.Argument(
+        help="Recipe: a YAML file or a built-in recipe.",
+        callback=resolve_recipe_file,
+        autocompletion=complete_recipe,
+    ),
 ]
-Lengths = Annotated[str, typer.Option(help="Tokens of a sequence.")]
+Lengths = Annotated[str, typer.Option(help="Comma-separated sequence lengths in tokens.")]
 Microbatches = Annotated[
     str | None,
     typer.Option(
-        help="Sequences of a rank's microbatch, such as 1,2,4; default: the recipe's, or 1 (dpo: 2)."
+        help="Micro-batch sizes per rank in sequences, such as 1,2,4; default: the recipe's, or 1 (dpo: 2)."
     ),
 ]
 Sweeps = Annotated[
@@ -28,48 +33,48 @@ Sweeps = Annotated[
     typer.Option(
         "--sweep",
         metavar="KEY=V1,V2",
-        help="And each of these values of a dotted key, such as policy.dtype=float32,bfloat16; repeatable.",
+        help="Sweep a recipe key over values, such as policy.dtype=float32,bfloat16; repeatable.",
     ),
 ]
 MaxSeqLen = Annotated[
-    bool, typer.Option("--max-seq-len", help="Then search for the longest sequence that trains, arm by arm.")
+    bool, typer.Option("--max-seq-len", help="Also search for the longest sequence that fits, per arm.")
 ]
 MaxSequences = Annotated[
-    bool, typer.Option("--max-sequences", help="Then search for the largest microbatch that trains.")
+    bool, typer.Option("--max-sequences", help="Also search for the largest micro-batch that fits, per arm.")
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(min=0.001, max=100_000, help="As if a device had but so many GiB of memory."),
+    typer.Option(min=0.001, max=100_000, help="Limit device memory to N GiB."),
 ]
 Sampling = Annotated[
-    bool, typer.Option("--rollouts/--no-rollouts", help="Whether to sample once, as the recipe says.")
+    bool, typer.Option("--rollouts/--no-rollouts", help="Include one rollout phase as in the recipe.")
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Where peaks.json goes; default: <runs-dir>/<recipe>-memory."),
+    typer.Option("--output", "-o", help="Folder of peaks.json; default: <runs-dir>/<recipe>-memory."),
 ]
 
 Predict = Annotated[
-    bool, typer.Option("--predict", help="Predict the peaks on any machine, instead of measuring them.")
+    bool, typer.Option("--predict", help="Predict the peaks instead of measuring them; works on any machine.")
 ]
-OfDevice = Annotated[
+PredictedDevice = Annotated[
     str | None,
-    typer.Option(help="With --predict: a device's memory, 80GiB or h200; default: this machine's GPUs'."),
+    typer.Option(help="With --predict: device memory, such as 80GiB or h200; default: this machine's GPUs."),
 ]
 MASTER_DTYPES = ("float32", "bfloat16")
 MasterDtype = Annotated[
     str | None,
     typer.Option(
-        help="With --predict: dtype of weights, gradients and AdamW's moments, float32 (as abrun trains) or "
-        "bfloat16 (as trainers that load their model in it)."
+        help="With --predict: dtype of weights, gradients and AdamW moments: float32 (abrun's trainer) or "
+        "bfloat16 (trainers that load the model in bfloat16)."
     ),
 ]
 
 
-@app.command("memory-profile", rich_help_panel=LOOK_CLOSER)
-@outlives_output
+@app.command("memory-profile", rich_help_panel=DIAGNOSTICS)
+@survive_output_errors
 def memory_profile(
-    recipe: Measured,
+    recipe: MeasuredRecipe,
     overrides: Overrides = None,
     lengths: Lengths = "128,256,512,1024",
     sequences: Microbatches = None,
@@ -81,10 +86,10 @@ def memory_profile(
     runs_dir: RunsDir = Path("runs"),
     output: Folder = None,
     predict: Predict = False,
-    device_memory: OfDevice = None,
+    device_memory: PredictedDevice = None,
     master_dtype: MasterDtype = None,
 ) -> None:
-    """Measure, or predict, where the memory peak of a training step is, by phase and arm.
+    """Measure or predict the peak memory of a training step by phase and arm.
 
     Examples:
         abrun memory-profile fused-logprobs-memory --lengths 128,256
@@ -152,34 +157,34 @@ def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
-@outlives_output
+@app.command(rich_help_panel=DIAGNOSTICS)
+@survive_output_errors
 def mismatch(
     run: Annotated[
         str,
-        typer.Argument(help="A run's folder, or an experiment, of which a run is chosen and named."),
+        typer.Argument(help="A run's folder, or an experiment, from which a run is chosen."),
     ],
     step: Annotated[
         int | None,
-        typer.Option(min=0, help="Which weights: those after this step (default: the newest checkpoint)."),
+        typer.Option(min=0, help="Use the weights after this step; default: the newest checkpoint."),
     ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="One more change to score by; repeatable.",
+            help="Also score with this recipe value changed; repeatable.",
         ),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Score only so many of the step's sequences.")
+        int | None, typer.Option(min=1, help="Maximum number of the step's sequences to score.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the report goes; default: RUN/mismatch.")
+        Path | None, typer.Option("--output", "-o", help="Folder of the report; default: RUN/mismatch.")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say what makes the log-probs of a run's trainer and rollout engine differ, and by how much.
+    """Break down the train-inference mismatch of a run's log-probs by cause.
 
     Examples:
         abrun mismatch quickstart/baseline/seed-0
@@ -202,11 +207,11 @@ def mismatch(
     screen.say(f"The report is in {folder}")
 
 
-@app.command(rich_help_panel=LOOK_CLOSER)
+@app.command(rich_help_panel=DIAGNOSTICS)
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: all of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what this machine can run, and what each thing that it cannot run lacks. Exit code 0.
+    """Check this machine: devices, packages, backends, and how to fix what is missing. Exit code 0.
 
     Examples:
         abrun doctor

@@ -1,4 +1,4 @@
-"""Commands that one begins with. Everything slow to import waits inside its command."""
+"""Commands for getting started. Slow imports happen inside the commands."""
 
 import json
 import sys
@@ -9,23 +9,23 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from abrun.cli.app import BEGIN, app, complain, console, outlives_output, print_json
+from abrun.cli.app import GETTING_STARTED, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 
 Answer = TypeVar("Answer")
 
 
-@app.command(rich_help_panel=BEGIN)
-@outlives_output
+@app.command(rich_help_panel=GETTING_STARTED)
+@survive_output_errors
 def init(
     kind: Annotated[
         str | None,
-        typer.Option(help="What is compared: recipe, external (another trainer), regression (CI)."),
+        typer.Option(help="Kind of comparison: recipe, external (another trainer) or regression (CI)."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the recipe and its file.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the recipe and its file.")] = None,
     model: Annotated[
         str | None, typer.Option(help="With --kind recipe: a preset, a folder or a hub name.")
     ] = None,
@@ -33,13 +33,13 @@ def init(
         str | None, typer.Option(help="With --kind external: trl, verl, nemo-rl, skyrl, other.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="With --kind regression: what to train on every pull request.")
+        str | None, typer.Option(help="With --kind regression: recipe to train on every pull request.")
     ] = None,
-    to: Annotated[Path, typer.Option(help="The folder that the files go into.")] = Path(),
+    to: Annotated[Path, typer.Option(help="Folder for the files.")] = Path(),
 ) -> None:
-    """Write a recipe to begin with: its file, the schema that editors check it by, and what it needs.
+    """Create a starter recipe with its editor schema and any other files it needs.
 
-    Asks for what no option says, until the answer is a good one: what is compared, its name, and the model,
+    Asks interactively for values not given by options: the kind of comparison, a name, and the model,
     trainer or recipe.
 
     Examples:
@@ -52,97 +52,103 @@ def init(
         KINDS,
         check_name,
         initial_files,
+        kind_question,
         next_commands,
-        third_question,
         write_files,
     )
 
     choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
-    what = f"What do you compare?\n{choices}\nKind"
-    kind, third = _answer("--kind", kind, what, "recipe", lambda kind: (kind, third_question(kind)))
-    usual = "convergence" if kind == "regression" else "mine"
-    name = _answer("--name", name, "Name of the recipe", usual, check_name)
-    given = {"--model": model, "--trainer": trainer, "--recipe": recipe}
-    for option, value in given.items():
-        if value is not None and option != third.option:
+    kind_prompt = f"What do you compare?\n{choices}\nKind"
+    kind, last_question = _answer(
+        "--kind", kind, kind_prompt, "recipe", lambda kind: (kind, kind_question(kind))
+    )
+    default_name = "convergence" if kind == "regression" else "mine"
+    name = _answer("--name", name, "Name of the recipe", default_name, check_name)
+    answers = {"--model": model, "--trainer": trainer, "--recipe": recipe}
+    for option, value in answers.items():
+        if value is not None and option != last_question.option:
             raise RecipeError(
-                Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=third.option)
+                Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=last_question.option)
             )
     files = _answer(
-        third.option,
-        given[third.option],
-        third.text,
-        third.default,
+        last_question.option,
+        answers[last_question.option],
+        last_question.text,
+        last_question.default,
         lambda answer: initial_files(kind, name, answer),
     )
     for path in write_files(files, to):
-        print(shown(f"wrote {path}"))
-    where = "" if to == Path() else f"cd {to} && "
+        print(display_safe(f"wrote {path}"))
+    cd_prefix = "" if to == Path() else f"cd {to} && "
     for line in next_commands(kind, name):
-        print(shown(f"next:  {where}{line}"))
+        print(display_safe(f"next:  {cd_prefix}{line}"))
 
 
 def _answer(
-    option: str, given: str | None, question: str, default: str, check: Callable[[str], Answer]
+    option: str, value: str | None, question: str, default: str, check: Callable[[str], Answer]
 ) -> Answer:
-    """What `check` makes of an option's value, or else of the first good answer of somebody at a terminal.
+    """Return the checked value of an option, or prompt at a terminal until the answer is valid.
 
-    Raises RecipeError for an option that is not, or missing where nobody can be asked.
+    Raises RecipeError if the option is invalid, or missing without a terminal.
     """
-    if given is not None:
-        return check(given)
+    if value is not None:
+        return check(value)
     if not sys.stdin.isatty():
         raise RecipeError(Code.OPTION_NOT_ASKED(option=option, example=default))
     while True:
         try:
             return check(str(typer.prompt(question, default=default)))
         except RecipeError as error:
-            complain(str(error))
+            print_error(str(error))
 
 
-@app.command(rich_help_panel=BEGIN)
+@app.command(rich_help_panel=GETTING_STARTED)
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="One of them, whole, as a file of one's own.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Print this recipe (redirect it to a file to edit it).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the recipes that ship, with what each takes to run: `abrun launch` knows them by name, anywhere.
+    """List the built-in recipes with their cost; `abrun launch NAME` works in any folder.
 
     Examples:
         abrun recipes
         abrun recipes quickstart > mine.yaml
         abrun launch quickstart
     """
-    from abrun.experiment.starter.shipped import WHERE, find_recipe, shipped_recipes
+    from abrun.experiment.starter.shipped import RECIPE_GROUPS, find_recipe, list_shipped_recipes
 
     if name is not None:
         sys.stdout.write(find_recipe(Path(name)).read_text())
         return
-    found = shipped_recipes()
+    shipped = list_shipped_recipes()
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([asdict(recipe) for recipe in shipped])
         return
     from rich.text import Text
 
     from abrun.present.tables import Table, columns
 
-    titles = dict(zip(WHERE, ("On a laptop, without a GPU", "On GPUs", "Of other trainers"), strict=True))
+    titles = dict(
+        zip(RECIPE_GROUPS, ("On a laptop, without a GPU", "On GPUs", "For other trainers"), strict=True)
+    )
     screen = console()
-    for where in WHERE:
-        rows = [(one.name, one.cost, one.about) for one in found if one.where == where]
+    for group in RECIPE_GROUPS:
+        rows = [(recipe.name, recipe.cost, recipe.about) for recipe in shipped if recipe.where == group]
         table = Table(columns("name", "cost", "about", no_wrap=("name",), fold=True), rows)
-        screen.print(Text(f"{titles[where]}", style="bold"), table, Text(), sep="\n")
+        screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
     screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
 
 
-@app.command(rich_help_panel=BEGIN)
+@app.command(rich_help_panel=GETTING_STARTED)
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file; default: the standard output.")
+        Path | None, typer.Option("--output", "-o", help="Output file; default: stdout.")
     ] = None,
 ) -> None:
-    """Print the JSON schema of recipes, by which an editor completes and checks them.
+    """Print the JSON schema of recipes, which editors use for completion and validation.
 
-    The first line of a recipe names it: # yaml-language-server: $schema=recipe.schema.json
+    Reference it in the first line of a recipe: # yaml-language-server: $schema=recipe.schema.json
 
     Examples:
         abrun schema --output recipe.schema.json

@@ -1,4 +1,4 @@
-"""How a run is started anywhere: its command line, its environment variables, and what its end means."""
+"""Command line and environment variables of a run, on any launcher."""
 
 import os
 import sys
@@ -15,30 +15,30 @@ AGENT = "abrun.train.agent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where the agents of a run's nodes find each other, and which of them this one is."""
+class Rendezvous:
+    """Rendezvous of the agents of a run's nodes, and the number of this node."""
 
     address: str  # HOST:PORT of the first node
     node: int
-    grace_s: float  # from being asked to stop: time for a checkpoint
+    grace_s: float  # seconds for a checkpoint after a stop request
 
 
-def command_of(directory: Path, config: RunConfig, meeting: Meeting | None = None) -> list[str]:
-    """The command of one run on a node: our own trainer's agent of its ranks, a foreign one's follower."""
+def run_command(directory: Path, config: RunConfig, meeting: Rendezvous | None = None) -> list[str]:
+    """Return the command of a run on one node: the agent of its ranks, or an external trainer's follower."""
     if isinstance(config, CommandRunConfig):
         return [sys.executable, *MODULE_OPTIONS, "abrun.external", str(directory)]
-    return ranks(directory, config, config.cluster.ranks_per_node, meeting=meeting)
+    return ranks_command(directory, config, config.cluster.ranks_per_node, meeting=meeting)
 
 
-def ranks(
+def ranks_command(
     directory: Path,
     config: RunConfig,
     num_ranks: int,
     module: str = "abrun.train",
     *,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
 ) -> list[str]:
-    """A module as ranks on one node, with the limits of a run. A failed rank ends them all."""
+    """Return the command that runs a module as ranks on one node, all of which end if one fails."""
     limits = config.limits
     bounds = ["--stalled-s", str(config.stalled_s), "--log-mib", str(limits.log_mib)]
     bounds += ["--run-s", str(limits.run_s)] if limits.run_s else []
@@ -49,33 +49,38 @@ def ranks(
     return [*agent, *bounds, module, str(directory)]
 
 
-def imports(config: OwnRunConfig) -> tuple[str, ...]:
-    """Modules that every rank of such runs imports: what takes long, and abrun's own, which may be edited."""
+def modules_to_preload(config: OwnRunConfig) -> tuple[str, ...]:
+    """Return the modules that every rank of such runs imports: slow ones, and abrun's own."""
     backend = BACKENDS[config.policy.backend.type].partition(":")[0]
-    own = "abrun.train.__main__", "abrun.train.loop", f"abrun.train.{config.algorithm.type}", backend
-    return *own, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
+    own_modules = "abrun.train.__main__", "abrun.train.loop", f"abrun.train.{config.algorithm.type}", backend
+    return *own_modules, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
 
 
-def environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:
-    """The environment variables of a run on these GPUs, or on CPU cores where there are none among them.
+def run_environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:
+    """Return the environment variables of a run on these GPUs, or on CPU cores if `devices` has no GPU.
 
-    `directory` marks the run's processes, so that all of them can be found.
-    Our own trainer has a process a core, and what its recipe sets. A foreign one gets as many threads as
-    cores, unless the user's environment says otherwise; its variables are its follower's to fill in.
+    `directory` marks the run's processes, so that all of them can be found. abrun's trainer has one process
+    per core and the variables of its recipe. An external trainer gets as many threads as cores unless the
+    user's environment sets another number; its follower fills in its variables.
     """
-    own = isinstance(config, OwnRunConfig)
-    marks = {
+    is_own_trainer = isinstance(config, OwnRunConfig)
+    process_marks = {
         RUN_DIR_VARIABLE: os.path.realpath(directory),
         "SPT_NOENV": "1",
     }  # setproctitle would overwrite them
-    inherited = {**os.environ, **(config.trainer.env if own else {}), "PYTHONUNBUFFERED": "1", **marks}
+    inherited = {
+        **os.environ,
+        **(config.trainer.env if is_own_trainer else {}),
+        "PYTHONUNBUFFERED": "1",
+        **process_marks,
+    }
     if (
-        own and sys.platform == "linux" and config.cluster.nodes == 1
+        is_own_trainer and sys.platform == "linux" and config.cluster.nodes == 1
     ):  # the ranks of one machine need not listen on its network
         inherited = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | inherited
     gpus = [device for device in devices if device != "cpu"]
     if not gpus:
-        threads = "1" if own else inherited.get("OMP_NUM_THREADS", str(len(devices)))
+        threads = "1" if is_own_trainer else inherited.get("OMP_NUM_THREADS", str(len(devices)))
         return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads}
-    # nvidia-smi numbers the GPUs by bus, CUDA by speed unless told otherwise
+    # nvidia-smi numbers GPUs by bus; CUDA numbers them by speed by default
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | inherited | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -1,4 +1,4 @@
-"""What a launch is asked for: one record, from the command line or Python to whatever starts runs."""
+"""Options of a launch, passed from the command line or Python to the launcher."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of `abrun launch`, but for those that change the recipe or what is printed."""
+    """Options of `abrun launch`, except those that change the recipe or the output."""
 
     runs_dir: Path = Path("runs")
     name: str | None = None  # folder of the experiment; None: the recipe's name
     launcher: str | None = None  # None: the recipe's, or local
-    jobs: int | None = None  # runs at once; None: as many as the devices allow
+    jobs: int | None = None  # maximum concurrent runs; None: as many as the devices allow
     resume: bool = False
-    take_over: bool = False  # of a lock that a launcher on another machine has
-    detach: bool = False  # return once the jobs are in the queue of a cluster
-    compare: bool = True  # the arms at the end
-    until_decided: bool = False  # pairs in stages, judged after each
-    max_seeds: int | None = None  # of the last stage
-    device_memory: str | None = None  # of a GPU, such as "80GiB", for values of auto; None: this machine's
+    take_over: bool = False  # take the lock from a launcher on another machine
+    detach: bool = False  # return once the jobs are queued on a cluster
+    compare: bool = True  # compare the arms at the end
+    until_decided: bool = False  # run pairs in stages, with an interim analysis after each
+    max_seeds: int | None = None  # seeds of the last stage
+    device_memory: str | None = None  # GPU memory such as "80GiB", to resolve `auto`; None: this machine's

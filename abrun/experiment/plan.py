@@ -1,4 +1,4 @@
-"""From a recipe to the runs it asks for: which, in which order, and what exactly differs between the arms."""
+"""Plan of an experiment: its runs, their order, and the exact differences between arms."""
 
 import hashlib
 import json
@@ -7,96 +7,96 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find, unknown_metric
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find_metric, unknown_metric
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Compare, Guards
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import BASELINE, OPEN, Declared
+from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
 from abrun.recipe.merging import TYPES, defaults_of_type
-from abrun.recipe.presets import PRESET_EXPERTS
+from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.recipe.tasks import Completions, Preferences
+from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.layout import RunName
 
-OF_VALIDATION: tuple[Need, ...] = (
+VALIDATION_NEEDS: tuple[Need, ...] = (
     "validation",
     "validation by completions",
     "validation by loss",
     "validation by answers or pairs",
 )
-MOST_RUNS = 100_000  # each is a folder
+MAX_RUNS = 100_000  # each is a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One run to launch."""
+    """Run to launch."""
 
     name: RunName
     config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
-    is_control: bool = False  # compared with its baseline, and no verdict is about it
+    is_control: bool = False  # compared with its baseline, but without a verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The runs of an experiment in launch order: by pair, so that the first pair finishes first."""
+class ExperimentPlan:
+    """Runs of an experiment in launch order: by pair, so that the first pair finishes first."""
 
-    recipe: Declared
+    recipe: ExperimentDeclaration
     runs: tuple[PlannedRun, ...]
-    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that makes the shared initial weights
+    warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that creates shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
-    # dotted key -> what was decided of what the recipe left open, and why; see abrun.launch.auto
+    # dotted key -> the value chosen for `auto`, and why; see abrun.launch.auto
     decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def of_first_seeds(self, num_seeds: int) -> set[RunName]:
-        """The runs of its first seeds: all arms of them, reruns and controls."""
+    def runs_of_first_seeds(self, num_seeds: int) -> set[RunName]:
+        """Return the runs of the first seeds, including all arms, reruns and controls."""
         seeds = self.recipe.seeds[:num_seeds]
         return {run.name for run in self.runs if run.name.seed in seeds}
 
 
-def decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for what was decided together, of `Plan.decided`."""
+def describe_decisions(decided: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a line for each group of `auto` keys that were decided together."""
     keys: dict[str, list[str]] = {}
-    for key, one in decided.items():
-        keys.setdefault(one["why"], []).append(key)
-    return [f"{', '.join(of_one)}: {why}" for why, of_one in keys.items()]
+    for key, decision in decided.items():
+        keys.setdefault(decision["why"], []).append(key)
+    return [f"{', '.join(reason_keys)}: {why}" for why, reason_keys in keys.items()]
 
 
-def pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """The runs that are compared seed by seed, then each rerun and control alone: in launch order."""
+def group_pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Group the runs that are compared by seed; each rerun and control is a group of its own."""
     groups: dict[tuple[int, int, str], list[PlannedRun]] = {}
     for run in runs:
-        alone = run.name.arm if run.name.rerun or run.is_control else ""
-        groups.setdefault((run.name.seed, run.name.rerun, alone), []).append(run)
+        unpaired_arm = run.name.arm if run.name.rerun or run.is_control else ""
+        groups.setdefault((run.name.seed, run.name.rerun, unpaired_arm), []).append(run)
     return list(groups.values())
 
 
-def make_plan(recipe: Declared) -> Plan:
-    """The plan of a recipe.
+def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
+    """Make the plan of a recipe.
 
-    Raises RecipeError where an arm does not differ from the baseline, or a claim could not be judged.
+    Raises RecipeError if an arm does not differ from the baseline or a claim could not be judged.
     """
     controls = recipe.controls
     num_arms = len(recipe.arms) + len(controls.faults)
     num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
-    if num_runs > MOST_RUNS:
+    if num_runs > MAX_RUNS:
         raise RecipeError(
             Code.NOT_ALLOWED(
                 field=recipe.name,
                 got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
-                allowed=f"at most {MOST_RUNS} an experiment: leave some out, or make it several",
+                allowed=f"at most {MAX_RUNS} per experiment; remove some, or split the experiment",
             )
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
     treatments = [arm for arm in configs if arm != BASELINE]
-    base = _resolved(configs[BASELINE])
-    treatment_diff = {arm: _difference(base, _resolved(configs[arm])) for arm in treatments}
+    base = _flatten_config(configs[BASELINE])
+    treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
             raise RecipeError(Code.ARM_CHANGES_NOTHING(recipe=recipe.name, arm=arm, changes=recipe.arms[arm]))
@@ -104,18 +104,18 @@ def make_plan(recipe: Declared) -> Plan:
             raise RecipeError(Code.ARM_VALIDATION_DIFFERS(recipe=recipe.name, arm=arm))
     for arm in recipe.control_arms:
         configs[arm] = recipe.control_config(arm)
-        treatment_diff[arm] = _difference(base, _resolved(configs[arm]))
+        treatment_diff[arm] = _diff_flat_configs(base, _flatten_config(configs[arm]))
     warm_starts: dict[str, OwnRunConfig] = {}
     warm_start_of: dict[str, str | None] = {}
     for arm, config in configs.items():
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
-            shared = _warm_start_run(configs[BASELINE], config)
-            # How long it may take does not make another one
+            shared = _make_warm_start_config(configs[BASELINE], config)
+            # Its time limits do not make it a different warm start
             key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
-    return Plan(
+    return ExperimentPlan(
         recipe=recipe,
         runs=tuple(
             PlannedRun(
@@ -124,59 +124,66 @@ def make_plan(recipe: Declared) -> Plan:
                 warm_start=warm_start_of[name.arm],
                 is_control=name.arm in recipe.control_arms,
             )
-            for name in _names(recipe)
+            for name in _order_runs(recipe)
         ),
         warm_starts=warm_starts,
         treatment_diff=treatment_diff,
     )
 
 
-def make_draft(recipe: Declared) -> Plan:
-    """The plan of a recipe that may be open, for what does not depend on what a launch decides."""
+def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
+    """Make a plan of a recipe with `auto` values, for uses that do not depend on the launch's choices."""
     try:
-        return make_plan(recipe.closed())
+        return make_plan(recipe.with_auto_values())
     except RecipeError:
-        if not recipe.open_keys:
+        if not recipe.auto_keys:
             raise
-        last = {key: OPEN[key].values[-1] for key in recipe.open_keys}
-        return make_plan(recipe.closed(last))  # an arm that states the first ones would be the baseline
+        slowest_values = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
+        return make_plan(
+            recipe.with_auto_values(slowest_values)
+        )  # an arm that states the first ones would be the baseline
 
 
-def _names(recipe: Declared) -> list[RunName]:
-    """In launch order: pair by pair with their reruns, then the controls seed by seed."""
+def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
+    """Return run names in launch order: pair by pair with their reruns, then the controls seed by seed."""
     treatments = [arm for arm in recipe.arms if arm != BASELINE]
     names = [
         RunName(arm=arm, seed=seed, rerun=rerun)
         for index, seed in enumerate(recipe.seeds)
         for arm, rerun in [
             *((arm, 0) for arm in (BASELINE, *treatments)),
-            *((BASELINE, 1 + j) for j in range(_around(index, recipe.controls.aa_reruns, recipe))),
+            *((BASELINE, 1 + j) for j in range(_reruns_of_seed(index, recipe.controls.aa_reruns, recipe))),
         ]
     ]
     return names + [
         RunName(arm=arm, seed=seed)
         for index, seed in enumerate(recipe.seeds)
         for arm, injected in recipe.control_arms.items()
-        if injected.name != ONE_ULP or injected.draw < _around(index, recipe.controls.ulp_reruns, recipe)
+        if injected.name != ONE_ULP
+        or injected.draw < _reruns_of_seed(index, recipe.controls.ulp_reruns, recipe)
     ]
 
 
-def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
-    """Refuse what would be found after all runs: a metric that none records, a window past the last step.
+def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
+    """Raise RecipeError for claims that cannot be judged: unrecorded metrics, windows past the last step.
 
-    Of a foreign trainer's metrics nothing is known beforehand, but that its weights are not among them.
+    The metrics of an external trainer are unknown in advance, except that weights are never among them.
     """
     tolerance = recipe.compare.step_one_tolerance
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
-        why = "which names no metric" if tolerance == {} else "with step_one: false, which reads none"
-        raise RecipeError(Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=why))
+        reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which uses none"
+        raise RecipeError(
+            Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=reason_text)
+        )
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
-    usual = Guards().finite  # not all of which every algorithm records
-    read = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
-    read += [("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in usual]
-    for key, metric in read:
-        if isinstance(base, OwnRunConfig) and (problem := _unrecorded(metric, base)):
+    default_finite = Guards().finite  # not every algorithm records all of them
+    required_metrics = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
+    required_metrics += [
+        ("guards.finite", metric) for metric in recipe.compare.guards.finite if metric not in default_finite
+    ]
+    for key, metric in required_metrics:
+        if isinstance(base, OwnRunConfig) and (problem := _metric_problem(metric, base)):
             raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
     claims = recipe.compare.claims
     for index, claim in enumerate(claims):
@@ -185,9 +192,12 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
             if not problem and isinstance(config, OwnRunConfig):
-                field, problem = "metric", _unrecorded(claim.metric, config)
+                field, problem = "metric", _metric_problem(claim.metric, config)
             elif not problem and claim.metric == FINAL_WEIGHTS:
-                field, problem = "metric", "got 'final_weights' of a command, whose weights abrun never sees"
+                field, problem = (
+                    "metric",
+                    "got 'final_weights' for a command, whose weights abrun cannot read",
+                )
             if problem:
                 raise RecipeError(
                     Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
@@ -195,32 +205,32 @@ def _check_claims(recipe: Declared, configs: dict[str, OwnRunConfig | CommandRun
 
 
 def _window_problem(window: str, num_steps: int) -> str | None:
-    """Why a claim's window cannot be read on runs of `num_steps` steps; None: it can."""
+    """Return why a claim's window does not fit runs of `num_steps` steps; None if it does."""
     if not window.startswith("steps") or int(window.split("-")[1]) <= num_steps:
         return None
-    return f"got {window!r}, and the runs end at step {num_steps}; use a window inside them, or 'last 20%'"
+    return f"got {window!r}, but the runs end at step {num_steps}; use an earlier window, or 'last 20%'"
 
 
-def _unrecorded(metric: str, config: OwnRunConfig) -> str | None:
-    """Why a run of our own trainer does not record a metric; None: it does."""
+def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
+    """Return why a run of abrun's trainer does not record a metric; None if it does."""
     if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
         return None
     if problem := unknown_metric(metric, config.algorithm.type):
         return problem
-    found = find(metric)
-    assert found is not None
-    option = _missing_option(found.needs, config)
-    return option and f"got {shortened(metric)} of {option}"
+    known_metric = find_metric(metric)
+    assert known_metric is not None
+    unmet_need = _unmet_metric_need(known_metric.needs, config)
+    return unmet_need and f"got {shortened(metric)} of {unmet_need}"
 
 
-def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
-    """What a run lacks of what a metric needs, and how it gets it; None: nothing."""
+def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
+    """Return a metric's need that the run does not meet, with the fix; None if it meets all."""
     settings = config.algorithm if isinstance(config.algorithm, PolicyGradientSettings) else None
     level = settings.metrics if settings else "basic"
     penalised = settings is not None and settings.kl_coefficient > 0
     in_reward = settings is not None and settings.kl_in != "loss"
-    by_loss = isinstance(config.task, Completions | Preferences)
-    lacking: dict[str, tuple[bool, str]] = {
+    by_loss = isinstance(config.task, CompletionsTask | PreferencesTask)
+    needs: dict[str, tuple[bool, str]] = {
         "metrics basic": (level == "none", "runs of algorithm.metrics 'none'; set it to basic"),
         "metrics full": (level != "full", f"runs of algorithm.metrics {level!r}; set it to full"),
         "metrics full of GSPO": (
@@ -230,7 +240,7 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         ),
         "an overlong punishment": (
             settings is None or settings.overlong_punishment is None,
-            "runs without it; set algorithm.overlong_punishment",
+            "runs without an overlong punishment; set algorithm.overlong_punishment",
         ),
         "a KL penalty": (not penalised, "runs without a KL penalty; set algorithm.kl_coefficient"),
         "a KL penalty in the reward": (
@@ -239,10 +249,10 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         ),
         "dynamic sampling": (
             getattr(settings, "dynamic_sampling", None) is None,
-            "runs without it; set algorithm.dynamic_sampling",
+            "runs without dynamic sampling; set algorithm.dynamic_sampling",
         ),
         "experts": (
-            config.model.preset is not None and config.model.preset not in PRESET_EXPERTS,
+            config.model.preset is not None and config.model.preset not in EXPERTS_BY_PRESET,
             f"runs of model.preset {config.model.preset!r}, which has no experts; use another model",
         ),
         "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),
@@ -254,59 +264,59 @@ def _missing_option(need: Need | None, config: OwnRunConfig) -> str | None:
         "GPUs": (config.cluster.gpus_per_node == 0, "runs on CPU cores; claim peak_live_tensor_bytes"),
         "CPU cores": (config.cluster.gpus_per_node > 0, "runs on GPUs; claim peak_allocated_bytes"),
     }
-    if need in OF_VALIDATION and config.validation is None:
-        return "runs that do not validate; set validation.every"
-    lacks, said = lacking.get(need or "", (False, ""))
-    return said if lacks else None
+    if need in VALIDATION_NEEDS and config.validation is None:
+        return "runs without validation; set validation.every"
+    is_unmet, problem = needs.get(need or "", (False, ""))
+    return problem if is_unmet else None
 
 
-def config_diff(base: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Every dotted key whose resolved value differs, with both values."""
-    return _difference(_resolved(base), _resolved(other))
+def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return every dotted key whose resolved value differs, with both values."""
+    return _diff_flat_configs(_flatten_config(base), _flatten_config(changed))
 
 
-def _resolved(config: RunConfig) -> dict[str, Any]:
-    """Every dotted key of a configuration with its value."""
+def _flatten_config(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration by dotted keys."""
     return dotted(config.model_dump(mode="json"))
 
 
-def _difference(left: dict[str, Any], right: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, without defaults that only one of two types of a section has."""
+def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return keys whose values differ, except defaults that only one of two section types has."""
     implied: dict[str, Any] = {}
     for key in TYPES:
-        tags = [side.get(f"{key}.type") for side in (left, right)]
+        tags = [side.get(f"{key}.type") for side in (base, changed)]
         if None not in tags and tags[0] != tags[1]:
             implied |= defaults_of_type(key, tags[0]) | defaults_of_type(key, tags[1])
-    of_one = left.keys() ^ right.keys()
+    one_sided = base.keys() ^ changed.keys()
     return {
-        key: (left.get(key), right.get(key))
-        for key in (*left, *(key for key in right if key not in left))
-        if left.get(key) != right.get(key)
-        and not (key in of_one and key in implied and implied[key] == (left | right)[key])
+        key: (base.get(key), changed.get(key))
+        for key in (*base, *(key for key in changed if key not in base))
+        if base.get(key) != changed.get(key)
+        and not (key in one_sided and key in implied and implied[key] == (base | changed)[key])
     }
 
 
 def compare_hash(compare: Compare) -> str:
-    """Identifies the declared comparison, so that a later change can be called post hoc.
+    """Return a hash of the declared comparison, by which a later change is recognised as post hoc.
 
-    Defaults are left out: a field that abrun gains does not change what was declared before.
+    Defaults are excluded, so a new field in abrun does not change the hash of older declarations.
     """
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
 
 
-def _around(index: int, num_reruns: int, recipe: Declared) -> int:
-    """How many of the reruns of a control fall to the seed at `index`: they go round the seeds in order."""
-    rounds, rest = divmod(num_reruns, len(recipe.seeds))
-    return rounds + (index < rest)
+def _reruns_of_seed(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:
+    """Return how many of a control's reruns the seed at `index` gets; reruns are dealt out round-robin."""
+    rounds, remainder = divmod(num_reruns, len(recipe.seeds))
+    return rounds + (index < remainder)
 
 
-def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
-    """The supervised run behind an arm's initial weights: the baseline's stack, so that arms share it."""
+def _make_warm_start_config(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
+    """Return the supervised run for an arm's initial weights, in the baseline's stack so arms share it."""
     warm_start, validation = config.warm_start, config.validation
     assert warm_start is not None
-    if not isinstance(baseline, OwnRunConfig):  # a foreign trainer's, which has none to share
+    if not isinstance(baseline, OwnRunConfig):  # an external trainer has no warm start to share
         baseline = config
-    # The schedule is the runs': it ends with their last step, and its floor may be above this learning rate.
+    # The runs' schedule ends at their last step, and its minimum may exceed this learning rate.
     optimizer = baseline.policy.optimizer.model_copy(
         update={
             "learning_rate": warm_start.learning_rate,
@@ -320,7 +330,7 @@ def _warm_start_run(baseline: RunConfig, config: OwnRunConfig) -> OwnRunConfig:
             "model": config.model,
             "policy": baseline.policy.model_copy(update={"optimizer": optimizer}),
             "task": config.task,
-            # At its start and its end alone: how often the runs validate does not make another warm start.
+            # Only at its start and end, so that the runs' validation interval does not change the warm start.
             "validation": validation and validation.model_copy(update={"every": warm_start.steps}),
             "warm_start": None,
             "checkpoint": baseline.checkpoint.model_copy(update={"final_weights": True, "start_from": None}),

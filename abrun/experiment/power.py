@@ -1,6 +1,6 @@
-"""What a claim can expect before its runs: the chance of a match, and the pairs that it takes.
+"""Power analysis of a claim before its runs: the probability of a match, and the pairs needed.
 
-Pulls in scipy: import it where it is needed.
+Imports scipy, so import this module only where it is needed.
 """
 
 import json
@@ -33,25 +33,26 @@ from abrun.stats.sigma_margin import (
     simulate_sigma_passes,
 )
 
-ASSURANCE = 0.8  # how often the planned power is reached, where a pilot measured the sd
+ASSURANCE = 0.8  # probability of reaching the planned power if a pilot measured the sd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How much a claim's metric varies over seeds: assumed in the recipe, or measured earlier."""
+    """Variation of a claim's metric over seeds: assumed in the recipe, or measured earlier."""
 
-    sigma: float | None  # of one arm; None: in units of itself, for a margin in sigmas
-    correlation: float  # of the paired arms
-    sd_difference: float  # of the paired difference
-    num_pairs: int | None = None  # or runs of each arm, that it was measured over; None: assumed
+    sigma: float | None  # sd of one arm; None: the unit itself, for a margin in sigmas
+    correlation: float  # between paired arms
+    sd_difference: float  # sd of the paired difference
+    num_pairs: int | None = None  # measured over so many pairs (or runs per arm); None: assumed
     source: str = "assumed"
     level: float | None = None  # of the baseline in the window, where measured
     climb: float | None = None  # of the baseline up to the window's end, where measured
 
     @property
     def law(self) -> VarianceModel:
-        """For a margin in sigmas. Of the ratios of both arms' sigmas that give the sd of the difference, the
-        larger one.
+        """Return the law for a margin in sigmas.
+
+        Of the two ratios of the arms' sigmas that explain the sd of the difference, it has the larger one.
         """
         spread, rho = self.sd_difference / (self.sigma or 1.0), self.correlation
         ratio = rho + math.sqrt(max(0.0, rho**2 - 1 + spread**2))
@@ -60,17 +61,17 @@ class Spread:
 
     @property
     def planned_sd(self) -> float:
-        """What to plan with: of a measured sd, often too small, its upper 80 % bound (assurance)."""
+        """Return the sd for planning: the upper 80 % bound of a measured sd, which is often too small."""
         if not self.num_pairs or self.num_pairs < 2:
             return self.sd_difference
         return sd_upper_bound(self.sd_difference, self.num_pairs, ASSURANCE)
 
 
 def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) -> Spread | None:
-    """From the recipe; None where the margin is absolute and sigma unknown. Unpaired, nothing correlates."""
+    """Return the spread assumed in the recipe; None if the margin is absolute and sigma unknown."""
     if not paired:
         claim = claim.model_copy(update={"correlation": 0.0})
-    if claim.sigmas is not None and has_reference:  # everything in units of the reference's sigma
+    if claim.sigma_margin is not None and has_reference:  # everything in units of the reference's sigma
         return Spread(
             sigma=None, correlation=claim.correlation, sd_difference=sd_of_difference(1, claim.correlation)
         )
@@ -82,12 +83,12 @@ def assumed_spread(claim: Claim, has_reference: bool, *, paired: bool = True) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPower:
-    """P(match) of one claim if the arms are truly equal, and the pairs for 80 %; with the sd to plan with."""
+    """P(match) of one claim if the arms are truly equal, and the pairs needed for 80 % power."""
 
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
-    # Simulated, at interim analyses [L] and their levels, of experiments [N]
+    # Simulated matches [L, N] of N experiments at L interim analyses and their alpha levels
     matches_at: Callable[[Sequence[int], Sequence[float]], NDArray[np.bool_]]
 
     def expected_with_interim(self, counts: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
@@ -98,17 +99,18 @@ class ClaimPower:
         return float(stopped.mean()), float(matched.mean())
 
 
-def claim_power(
+def plan_claim_power(
     claim: Claim, compare: Compare, spread: Spread | None, alpha: float = ALPHA
 ) -> ClaimPower | None:
-    """Of the test that the verdict will use (see abrun.verdict.claims); None where sigma is unknown,
-    and for what is no claim of equivalence.
+    """Return the power of the test that the verdict will use (see abrun.verdict.claims).
+
+    None if sigma is unknown or the claim is not an equivalence.
     """
     if claim.margin is None:
         return None
-    if claim.sigmas is not None and not compare.reference:
+    if claim.sigma_margin is not None and not compare.reference:
         correlation = claim.correlation if compare.paired else 0.0
-        sigmas, law = claim.sigmas, spread.law if spread else VarianceModel(correlation=correlation)
+        sigmas, law = claim.sigma_margin, spread.law if spread else VarianceModel(correlation=correlation)
         ends = None
         if spread and spread.num_pairs:
             low, high = (replace(law, sd_factor=end) for end in sd_interval(1.0, spread.num_pairs))
@@ -119,10 +121,10 @@ def claim_power(
             pairs_needed_range=ends,
             matches_at=lambda counts, levels: simulate_sigma_passes(sigmas, counts, law, levels),
         )
-    margin = _margin(claim, compare, spread)
+    margin = _absolute_margin(claim, compare, spread)
     if spread is None or margin is None:
         return None
-    # Independent arms are taken to vary alike: `sd` is of a run of each
+    # Independent arms are assumed to have equal variance; `sd` is that of the difference of one run each
     sd, freedom = spread.planned_sd, welch_dof_per_run((1.0, 1.0)) if not compare.paired else 1.0
     return ClaimPower(
         power=lambda pairs: power_at(margin, sd, pairs, alpha, dof_per_pair=freedom),
@@ -134,23 +136,23 @@ def claim_power(
     )
 
 
-def _margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:
-    """A claim's margin in units of its metric; None where what it is a share of is not known."""
+def _absolute_margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:
+    """Return a claim's margin in units of its metric; None if it is relative to an unknown value."""
     number, unit = claim.margin_in
-    if unit == "sigma":  # of a reference: the verdict takes the lower bound of its sigma
-        known = _share_of_sigma(compare.reference)
-        return known and number * known * ((spread.sigma if spread else None) or 1.0)
+    if unit == "sigma":  # the verdict uses the lower bound of the reference's sigma
+        ratio = _sigma_lower_bound_ratio(compare.reference)
+        return ratio and number * ratio * ((spread.sigma if spread else None) or 1.0)
     if unit in ("level", "climb"):
         size = (spread.level if unit == "level" else spread.climb) if spread else None
         return number * abs(size) if size else None
     return number
 
 
-def _share_of_sigma(reference: str | None) -> float | None:
-    """What the lower bound of a reference's sigma is of it, by its seeds; None: there is no such file."""
+def _sigma_lower_bound_ratio(reference: str | None) -> float | None:
+    """Return the ratio of a reference's lower sigma bound to its sigma; None if the file is unusable."""
     try:
         runs = json.loads(read_regular(Path(reference or "").expanduser(), MAX_FILE_BYTES))["runs"]
         num_seeds = len({run["seed"] for run in runs})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a launch refuses it, and says why
+        return None  # a launch refuses the file and says why
     return sigma_lower_bound(1.0, num_seeds) if num_seeds > 1 else None

@@ -1,8 +1,8 @@
-"""Measurements beside a launch: a module as the ranks of a run on this machine, and the rows it writes.
+"""Probes: measurements by a module that runs as the ranks of a run on this machine and writes rows.
 
-<directory>/job.json     what to measure: the resolved configuration, and what the measurement adds to it
-<directory>/rows.jsonl   what was measured, appended by rank 0 (by rank N: rows-N.jsonl)
-<directory>/output.log   what the ranks printed
+<directory>/job.json     the job: the resolved configuration and the measurement's own settings
+<directory>/rows.jsonl   measurements, appended by rank 0 (rank N: rows-N.jsonl)
+<directory>/output.log   output of the ranks
 """
 
 import signal
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import environment, ranks
+from abrun.experiment.command import ranks_command, run_environment
 from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.experiment.preflight.model_files import missing_of_hub
-from abrun.extras import lacking
+from abrun.experiment.preflight.model_files import hub_model_refusal
+from abrun.extras import missing_package
 from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import MODULE_OPTIONS, end_group, find_run_processes, kill_all, start_process
 from abrun.reasons import Code
@@ -30,43 +30,44 @@ JOB, ROWS, LOG = "job.json", "rows", "output.log"
 
 
 class ProbeRefused(LaunchError):
-    """With what a probe's module itself says: it cannot do here what it was asked."""
+    """Error reported by the probe's module itself: it cannot do the job here."""
 
 
-def probe(
+def run_probe(
     module: str,
     directory: Path,
     config: OwnRunConfig,
     job: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Run `python -P -m MODULE DIRECTORY` as the ranks that `config` asks for; returns its rows.
+    """Run `python -P -m MODULE DIRECTORY` as the ranks of `config` on the first GPUs; return its rows.
 
-    They have the first of this machine's GPUs.
-
-    Raises LaunchError, one line, where this machine lacks the trainer or the devices, ProbeRefused with why
-    the module `refuse`d, or else LaunchError with where its output is.
+    Raises LaunchError if this machine lacks the trainer or the devices, ProbeRefused if the module called
+    `report_refusal`, or else LaunchError with the path of its output.
     """
-    machine, cluster = refuse_other_machines(config), config.cluster
+    machine, cluster = require_devices(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
     gpus = machine.gpus[:num_gpus]
-    return _rows(module, ranks(directory, config, cluster.ranks, module), directory, gpus, config, job)
+    return _run_and_read_rows(
+        module, ranks_command(directory, config, cluster.ranks, module), directory, gpus, config, job
+    )
 
 
-def probe_alone(
+def run_probe_on_cpu(
     module: str, directory: Path, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The same by one process on a CPU, whatever `config` asks for: for what computes nothing of a run.
+    """Run the probe as one process on a CPU whatever `config` says, for jobs that need no computation.
 
-    Raises ProbeRefused for a hub's model, too, for which the process would ask in vain for half a minute.
+    Also raises ProbeRefused for an unavailable hub model, for which the process would retry for half a
+    minute.
     """
-    if why := missing_of_hub(config, hub_refusal):
+    if why := hub_model_refusal(config, hub_refusal):
         raise ProbeRefused(why)
-    return _rows(
+    return _run_and_read_rows(
         module, [sys.executable, *MODULE_OPTIONS, module, str(directory)], directory, (), config, job
     )
 
 
-def _rows(
+def _run_and_read_rows(
     module: str,
     command: list[str],
     directory: Path,
@@ -74,26 +75,26 @@ def _rows(
     config: OwnRunConfig,
     job: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    if missing := lacking("train"):
+    if missing := missing_package("train"):
         raise LaunchError(
             Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
         )
     log = directory / LOG
     with wrap_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for rows in _row_files(directory):
+        for rows in _find_row_files(directory):
             rows.unlink(missing_ok=True)
     write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    if _run(command, directory, environment(directory, gpus, config)):
+    if _run_command(command, directory, run_environment(directory, gpus, config)):
         reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
-        if first := next(filter(None, reasons), None):
-            raise ProbeRefused(first)
+        if reason := next(filter(None, reasons), None):
+            raise ProbeRefused(reason)
         raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=log))
-    return rows_of(directory)
+    return read_rows(directory)
 
 
-def refuse_other_machines(config: OwnRunConfig) -> Machine:
-    """This machine. Raises LaunchError where it lacks the devices of a run."""
+def require_devices(config: OwnRunConfig) -> Machine:
+    """Return this machine. Raises LaunchError if it lacks the devices of a run."""
     machine, cluster = this_machine(), config.cluster
     if cluster.nodes > 1 or (cluster.gpus_per_node and config.devices_per_node > len(machine.gpus)):
         raise LaunchError(
@@ -107,17 +108,17 @@ def refuse_other_machines(config: OwnRunConfig) -> Machine:
     return machine
 
 
-def rows_of(directory: Path) -> list[dict[str, Any]]:
-    """What ranks have written, also where they could not go on."""
-    return [row for rows in _row_files(directory) for row in read_json_lines(rows)]
+def read_rows(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows written so far, also after a failure."""
+    return [row for rows in _find_row_files(directory) for row in read_json_lines(rows)]
 
 
-def _row_files(directory: Path) -> list[Path]:
+def _find_row_files(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{ROWS}*.jsonl"))
 
 
-def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
-    """The exit status; however this ends, no process is left."""
+def _run_command(argv: list[str], directory: Path, env: dict[str, str]) -> int:
+    """Run the command and return its exit status; leaves no process behind."""
     log = directory / LOG
     with wrap_write_errors(log), open_log(log) as output:
         output.truncate(0)
@@ -132,7 +133,7 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
         try:
             return process.wait()
         except BaseException:
-            end_group(process, GRACE_S)  # first asked: the agent has temporary files to remove
+            end_group(process, GRACE_S)  # terminate first: the agent removes its temporary files
             raise
         finally:
             kill_all(lambda: find_run_processes(directory))
@@ -141,17 +142,17 @@ def _run(argv: list[str], directory: Path, env: dict[str, str]) -> int:
 
 
 def read_job(directory: Path) -> dict[str, Any]:
-    """What a module that is started as a probe is to measure."""
+    """Return the job of a module that runs as a probe."""
     return read_json(directory / JOB)
 
 
-def refuse(error: AbrunError) -> int:
-    """Say why a module cannot do here what it was asked, to `probe` and to people; returns its exit code."""
+def report_refusal(error: AbrunError) -> int:
+    """Report to `run_probe` and to people why a module cannot do its job; return the exit code."""
     print_reason(error.reason)
     print(f"error: {error}", file=sys.stderr)
     return 2
 
 
-def row_writer(directory: Path, rank: str = "0") -> LineWriter:
-    """Where a rank appends what it has measured."""
+def open_row_writer(directory: Path, rank: str = "0") -> LineWriter:
+    """Return the writer with which a rank appends its rows."""
     return LineWriter(directory / (f"{ROWS}.jsonl" if rank == "0" else f"{ROWS}-{rank}.jsonl"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from abrun.errors import AbrunError, StoreError
 from abrun.logs import read_log
-from abrun.logs.aliases import FRAMEWORKS, apply
+from abrun.logs.aliases import FRAMEWORKS, rename_metrics
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import MetricsLog
 from abrun.regular_files import is_file
@@ -143,7 +143,7 @@ class MetricsFollower:
         self._logged = sorted(log.metrics)
         self.never_logged = sorted(set(self._declared_aliases.values()) - set(log.metrics))
         rows: dict[int, Row] = {}
-        for name, series in apply(log.metrics, self._aliases).items():
+        for name, series in rename_metrics(log.metrics, self._aliases).items():
             if name in NON_METRIC_KEYS:
                 continue
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):

@@ -33,8 +33,8 @@ from abrun.processes import (
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.reasons import Code, Reason
-from abrun.recipe.command import CommandRunConfig, invocation, values_of
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.command import CommandRunConfig, build_invocation, referenced_values
+from abrun.recipe.experiment import parse_stored_run
 from abrun.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -57,13 +57,13 @@ def run(directory: Path) -> int:
     """
     run_dir = RunDir(directory)
     record = run_dir.record()
-    config = stored_run(record.config, str(directory))
+    config = parse_stored_run(record.config, str(directory))
     if not isinstance(config, CommandRunConfig):
         raise LaunchError(
             f"{directory}: trainer.type: got 'abrun'; run it with: python -m abrun.train {directory}"
         )
     hide_secrets_of(os.environ)
-    hide_values(values_of(config, os.environ))
+    hide_values(referenced_values(config, os.environ))
     writer = run_dir.begin_attempt()
     try:
         return _Run(run_dir, config, record, writer).run()
@@ -81,7 +81,7 @@ class _Run:
         self, run_dir: RunDir, config: CommandRunConfig, record: RunRecord, writer: RunWriter
     ) -> None:
         name, run_path = record.name, os.path.abspath(run_dir.path)
-        self._call = invocation(
+        self._call = build_invocation(
             config,
             experiment=record.experiment,
             arm=name.arm,

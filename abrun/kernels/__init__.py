@@ -68,11 +68,11 @@ def linear_logprobs(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}; need at least 1, or None to fit the memory budget")
     head = resolve_head(hidden, weight, target, **options)
-    tiles = _tiles(impl, head, weight, memory_budget_bytes)
+    tiles = _make_tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
     # Autocast would silently run a float32 head in bfloat16.
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _logprobs(
+        logprobs, entropies = _compute_logprobs(
             tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, memory_budget_bytes
         )
     return logprobs.reshape(target.shape), None if entropies is None else entropies.reshape(target.shape)
@@ -106,7 +106,7 @@ def linear_policy_loss(
     Log-probs and entropies are returned without gradient. Everything else is as in linear_logprobs.
     """
     head = resolve_head(hidden, weight, target, **options)
-    tiles = _tiles(impl, head, weight, memory_budget_bytes)
+    tiles = _make_tiles(impl, head, weight, memory_budget_bytes)
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
     wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -123,7 +123,7 @@ def linear_policy_loss(
                 memory_budget_bytes,
             )
         else:
-            logprobs, entropies = _logprobs(
+            logprobs, entropies = _compute_logprobs(
                 tokens, weight, targets, head, tiles, entropy, entropy_gradient, None, memory_budget_bytes
             )
             loss = token_loss(logprobs, entropies, slice(0, len(targets))).sum()
@@ -131,7 +131,7 @@ def linear_policy_loss(
     return loss, logprobs, None if entropies is None else entropies.detach().reshape(target.shape)
 
 
-def _logprobs(
+def _compute_logprobs(
     tokens: Tensor,  # [N, H]
     weight: Tensor,
     targets: Tensor,  # [N]
@@ -151,7 +151,7 @@ def _logprobs(
     )
 
 
-def _tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
+def _make_tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:
     """Return the tile implementation of `impl`, or None if it computes dense logits."""
     if memory_budget_bytes < 1:
         raise ValueError(f"memory_budget_bytes: got {memory_budget_bytes}; need at least 1")

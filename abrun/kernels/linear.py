@@ -85,7 +85,7 @@ class LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
         cost = tiles.sums_cost + _copy_cost(hidden, weight, head)
         grid = make_grid(len(hidden), head.num_rows, cost, budget_bytes, chunk_size)
-        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.of(target, head)
+        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.from_ids(target, head)
         for tile in grid.tiles:
             tokens = _as_operand(hidden[tile], head)
             for chunk in grid.chunks:
@@ -112,10 +112,12 @@ class LinearLogprobs(torch.autograd.Function):
         sums = SoftmaxSums(
             maximum=maximum, sum_exp=sum_exp, sum_exp_logit=sum_exp_logit, target_logit=target_logit
         )
-        gradient = LogitGradient.of(sums, grad_logprobs, grad_entropies, Targets.of(target, head), head)
+        gradient = LogitGradient.from_sums(
+            sums, grad_logprobs, grad_entropies, Targets.from_ids(target, head), head
+        )
         cost = tiles.gradient_cost + _gradient_cost(hidden, weight, head, ctx.needs_input_grad)
-        widest = MAX_SUMMED_ROWS if head.projection_dtype == head.result_dtype else math.inf
-        grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size, widest)
+        max_chunk = MAX_SUMMED_ROWS if head.projection_dtype == head.result_dtype else math.inf
+        grid = make_grid(len(hidden), head.num_rows, cost, ctx.budget_bytes, ctx.chunk_size, max_chunk)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in grid.tiles:
@@ -150,7 +152,7 @@ class LinearPolicyLoss(torch.autograd.Function):
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # [], [N], [N]
         grid = _make_one_pass_grid(hidden, weight, head, tiles, budget_bytes, ctx.needs_input_grad)
-        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.of(target, head)
+        sums, targets = SoftmaxSums.empty(target, head, entropy=entropy), Targets.from_ids(target, head)
         gradients = _Gradients(hidden, weight, head, ctx.needs_input_grad)
         loss = torch.zeros((), dtype=head.result_dtype, device=hidden.device)
         for tile in grid.tiles:
@@ -166,7 +168,7 @@ class LinearPolicyLoss(torch.autograd.Function):
             sums[tile].reduce_over_shards(targets[tile], head)
             logprobs, entropies = sums[tile].results(targets[tile])
             tile_loss, g, h = _differentiate_loss(token_loss, logprobs, entropies, tile, entropy_gradient)
-            gradient = LogitGradient.of(sums[tile], g, h, targets[tile], head)
+            gradient = LogitGradient.from_sums(sums[tile], g, h, targets[tile], head)
             for chunk in grid.chunks:
                 rows, target_rows = (
                     _as_operand(weight[chunk], head),

@@ -24,11 +24,11 @@ def dense_logprobs(
     entropy: bool,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:  # [N], [N]
-    shifted = _shifted_logits(hidden, weight, head)
+    shifted = _shift_logits(hidden, weight, head)
     exponentials = shifted.exp()
-    sums = [exponentials.sum(1), _target_logit(shifted, target, head)]
+    sums = [exponentials.sum(1), _select_target_logit(shifted, target, head)]
     if entropy:
-        sums.append(_weighted_sum(exponentials, shifted, entropy_gradient))
+        sums.append(_sum_weighted(exponentials, shifted, entropy_gradient))
     del shifted, exponentials  # autograd keeps what it needs
     sum_exp, target_logit, *sum_exp_logit = _SumOverShards.apply(torch.stack(sums), head)
 
@@ -43,26 +43,26 @@ def dense_logprobs(
     return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
-def _shifted_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
+def _shift_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
     """Return the logits minus the maximum of their row over all shards.
 
     The log-sum-exp is then at least 0 and the target's logit at most 0, so no log-prob exceeds 0. The entropy
     keeps its precision for large logits, unlike lse - sum(p * z).
     """
-    u = _unscaled_logits(hidden, weight, head)
+    u = _compute_unscaled_logits(hidden, weight, head)
     largest = u.detach().amax(1) if head.num_rows else u.new_full(hidden.shape[:1], LOWEST_LOGIT)
     shifted = u - head.all_reduce(largest, ReduceOp.MAX)[:, None]
     del u  # before another tensor of its size is made
     return shifted if head.outer == 1.0 else shifted * head.outer
 
 
-def _unscaled_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
+def _compute_unscaled_logits(hidden: Tensor, weight: Tensor, head: ResolvedHead) -> Tensor:  # [N, V/P]
     factors = hidden.to(head.projection_dtype), weight[: head.num_rows].to(head.projection_dtype)
     output = project(*factors, head.logits_dtype).to(head.result_dtype)
     return output if head.logit_softcap is None else torch.tanh(output * head.inner)
 
 
-def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) -> Tensor:  # [N, V/P] -> [N]
+def _sum_weighted(exponentials: Tensor, logits: Tensor, differentiable: bool) -> Tensor:  # [N, V/P] -> [N]
     """Return row sums of exp(y) * y. Makes logits of -inf finite in place, so that they add 0."""
     logits.detach().clamp_(min=LOWEST_LOGIT)
     if differentiable:
@@ -74,7 +74,7 @@ def _weighted_sum(exponentials: Tensor, logits: Tensor, differentiable: bool) ->
         return torch.cat([(exponential * logit).sum(1) for exponential, logit in pairs])
 
 
-def _target_logit(shifted: Tensor, target: Tensor, head: ResolvedHead) -> Tensor:
+def _select_target_logit(shifted: Tensor, target: Tensor, head: ResolvedHead) -> Tensor:
     """Return the target's logit if this shard has it, else 0, so that the sum over shards is the logit."""
     if head.num_rows == 0:
         return shifted.sum(1)

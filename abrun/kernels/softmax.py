@@ -18,7 +18,7 @@ class Targets:
     has_no_logprob: Tensor  # [N] bool: ignored or outside the vocabulary, so the log-prob is 0
 
     @classmethod
-    def of(cls, ids: Tensor, head: ResolvedHead) -> "Targets":
+    def from_ids(cls, ids: Tensor, head: ResolvedHead) -> "Targets":
         ignored = head.ignored(ids)
         return cls(ids=ids, ignored=ignored, has_no_logprob=ignored | head.is_out_of_vocabulary(ids))
 
@@ -113,7 +113,7 @@ class LogitGradient:
     target_logit: Tensor  # [N] the target's y
 
     @classmethod
-    def of(
+    def from_sums(
         cls,
         sums: SoftmaxSums,
         grad_logprobs: Tensor | None,  # [N] g

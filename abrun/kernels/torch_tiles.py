@@ -31,8 +31,8 @@ class TorchTiles:
         *,
         keep: bool = False,
     ) -> Tensor | None:
-        u = self._unscaled_logits(hidden, rows)
-        column, is_local = _target_column(target, first_row, len(rows))
+        u = self._compute_unscaled_logits(hidden, rows)
+        column, is_local = _locate_target(target, first_row, len(rows))
         target_logits = u.gather(1, column).squeeze(1)
         sums.target_logit.copy_(torch.where(is_local, target_logits, sums.target_logit))
         sums.raise_maximum(u.amax(1), self._head)
@@ -50,7 +50,7 @@ class TorchTiles:
         self, gradient: LogitGradient, hidden: Tensor, rows: Tensor, target: Tensor, first_row: int
     ) -> Tensor:
         return self.gradient_from_saved(
-            gradient, self._unscaled_logits(hidden, rows), len(rows), target, first_row
+            gradient, self._compute_unscaled_logits(hidden, rows), len(rows), target, first_row
         )
 
     def gradient_from_saved(
@@ -66,7 +66,7 @@ class TorchTiles:
             d_logits = shifted.exp()
             shifted.clamp_(min=LOWEST_LOGIT)  # 0 times -inf is no number
             d_logits.mul_(shifted.mul_(-gradient.linear[:, None]).sub_(gradient.constant[:, None]))
-        column, is_local = _target_column(target, first_row, num_rows)
+        column, is_local = _locate_target(target, first_row, num_rows)
         d_logits.scatter_add_(1, column, gradient.onehot.masked_fill(~is_local, 0.0)[:, None])
         if softcap_slope is not None:
             d_logits.mul_(softcap_slope)
@@ -75,7 +75,7 @@ class TorchTiles:
     def scale(self, values: Tensor, factor: Tensor) -> Tensor:
         return values.mul_(factor)
 
-    def _unscaled_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
+    def _compute_unscaled_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:  # [n, H], [v, H] -> [n, v]
         output = matmul(hidden, rows.t(), self._head.logits_dtype).to(self._head.result_dtype)
         return output if self._head.logit_softcap is None else output.mul_(self._head.inner).tanh_()
 
@@ -83,7 +83,7 @@ class TorchTiles:
         return differences if self._head.outer == 1.0 else differences.mul_(self._head.outer)
 
 
-def _target_column(target: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:  # [n, 1], [n]
+def _locate_target(target: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:  # [n, 1], [n]
     """Return the target's column among these rows, 0 if it is not there, and whether it is there."""
     column = target - first_row
     is_local = (column >= 0) & (column < num_rows)

@@ -53,7 +53,7 @@ class TritonTiles:
                 f"impl: 'triton' supports bfloat16, float16 and float32, got {head.projection_dtype}"
             )
         self._head = head
-        self._num_processors, shared_memory_bytes = _device_limits(weight.device)
+        self._num_processors, shared_memory_bytes = _query_device_limits(weight.device)
         itemsize = head.projection_dtype.itemsize
         # The copy engine (TMA) needs rows that start at multiples of 16 bytes.
         addressable = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
@@ -83,7 +83,7 @@ class TritonTiles:
         source = self._source(hidden, rows)
         saved, saved_blocks = (source, None) if isinstance(source, Tensor) else (None, None)
         if keep and saved is None:
-            saved, saved_blocks = _empty_blocks(hidden, rows)
+            saved, saved_blocks = _allocate_blocks(hidden, rows)
         self._launch(kernels.softmax_sums_kernel, source, (*block_sums, saved_blocks))
         kernels.target_logit_kernel[triton.cdiv(num_tokens, 64),](
             *(hidden, rows, source if isinstance(source, Tensor) else None, target, sums.target_logit),
@@ -107,7 +107,7 @@ class TritonTiles:
         if isinstance(source, Tensor):
             d_logits = self._gradient_from_logits(gradient, source)
         else:
-            d_logits, blocks = _empty_blocks(hidden, rows)
+            d_logits, blocks = _allocate_blocks(hidden, rows)
             self._launch(kernels.gradient_kernel, source, (*_coefficients(gradient), blocks))
         return self._add_target_gradient(d_logits[:, : len(rows)], gradient, target, first_row)
 
@@ -187,7 +187,7 @@ class TritonTiles:
         return self._head.inner, self._head.outer, self._head.logit_softcap is not None
 
 
-def _device_limits(device: torch.device) -> tuple[int, int]:
+def _query_device_limits(device: torch.device) -> tuple[int, int]:
     """Return the number of multiprocessors, and the bytes of shared memory per block."""
     if device.type != "cuda":
         return 2, SHARED_MEMORY_BYTES  # arbitrary: the interpreter runs programs one after the other
@@ -199,7 +199,7 @@ def _coefficients(gradient: LogitGradient) -> tuple[Tensor, Tensor, Tensor | Non
     return gradient.maximum, gradient.constant, gradient.linear
 
 
-def _empty_blocks(hidden: Tensor, rows: Tensor) -> tuple[Tensor, TensorDescriptor]:
+def _allocate_blocks(hidden: Tensor, rows: Tensor) -> tuple[Tensor, TensorDescriptor]:
     """Return [n, v] in hidden's dtype, with v rounded up to full blocks, and a descriptor of its blocks."""
     values = hidden.new_empty(len(hidden), triton.cdiv(len(rows), BLOCK_ROWS) * BLOCK_ROWS)
     return values, TensorDescriptor.from_tensor(values, [BLOCK_TOKENS, BLOCK_ROWS])

@@ -14,7 +14,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.memory.cells import GIB, Point
@@ -29,7 +29,7 @@ from abrun.memory.predict import (
 from abrun.memory.profile import measure_cell
 from abrun.memory.sweep import microbatch_size
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, OPEN, CommandRecipe, Recipe
+from abrun.recipe.experiment import AUTO_SETTINGS, CHECKPOINTING, MICRO_BATCH_TOKENS, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
@@ -49,14 +49,14 @@ Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps
 
 def resolve_auto(
     recipe: Recipe | CommandRecipe,
-    draft: Plan,
+    draft: ExperimentPlan,
     options: LaunchOptions,
-    find_problems: Callable[[Plan], list[Reason]],
+    find_problems: Callable[[ExperimentPlan], list[Reason]],
     *,
     is_local: bool,
     dry_run: bool = False,
     say: Say = lambda line: None,
-) -> Plan:
+) -> ExperimentPlan:
     """Return a recipe's plan with its `auto` values decided, or `draft` if there are none.
 
     `is_local`: the plan runs on this machine. With options.resume, the values of the first launch are used.
@@ -66,18 +66,18 @@ def resolve_auto(
     requested_memory = options.device_memory
     if requested_memory is not None:
         resolve_device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
-    if not recipe.open_keys:
+    if not recipe.auto_keys:
         if requested_memory is not None and not dry_run:
-            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*OPEN]))
+            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
         return draft
     experiment_dir = resolve_experiment_dir(recipe.name, options)
     if options.resume:
-        return make_plan(recipe.closed(_read_decided_values(experiment_dir, recipe.open_keys)))
+        return make_plan(recipe.with_auto_values(_read_decided_values(experiment_dir, recipe.auto_keys)))
     if not dry_run:
         refuse_impossible(draft, find_problems(draft))
         refuse_existing(experiment_dir)
     decided = decide_values(recipe, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
-    plan = make_plan(recipe.closed({key: decision["value"] for key, decision in decided.items()}))
+    plan = make_plan(recipe.with_auto_values({key: decision["value"] for key, decision in decided.items()}))
     return replace(plan, decided=decided)
 
 
@@ -92,10 +92,10 @@ def decide_values(
     """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine's
     devices.
     """
-    keys, configs = recipe.open_keys, _open_arm_configs(recipe, {})
+    keys, configs = recipe.auto_keys, _open_arm_configs(recipe, {})
     request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
-        values = {key: OPEN[key].values[0] for key in keys}
+        values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
         explanation = f"auto is {_format_values(values)}: no arm with an open value trains on GPUs"
         return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
     _refuse_unpredictable(request, keys, configs)
@@ -137,12 +137,12 @@ def _make_decisions(values: Values, **fields: Any) -> Decisions:
 
 def _open_arm_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
     """Return configurations of arms on GPUs that use an open value of the recipe."""
-    closed, configs = recipe.closed(values), dict[str, OwnRunConfig]()
+    closed, configs = recipe.with_auto_values(values), dict[str, OwnRunConfig]()
     for arm, change in recipe.arms.items():
         config = closed.run_config(arm)
         if isinstance(config, OwnRunConfig) and config.cluster.gpus_per_node:
             recipe_keys = dotted(config.model_dump()).keys() - dotted(change).keys()
-            configs |= {arm: config} if recipe_keys.intersection(recipe.open_keys) else {}
+            configs |= {arm: config} if recipe_keys.intersection(recipe.auto_keys) else {}
     return configs
 
 
@@ -180,7 +180,7 @@ def _group_candidates(
     recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
 ) -> list[list[Values]]:
     """Return the candidates in order of preference; the last one of each group needs the least memory."""
-    closed = recipe.closed()
+    closed = recipe.with_auto_values()
     arm_configs = (
         closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm])
     )
@@ -188,7 +188,7 @@ def _group_candidates(
     compiled = compiled and all(
         option.policy.compile for option in arm_configs if isinstance(option, OwnRunConfig)
     )
-    choices = {key: OPEN[key].values for key in recipe.open_keys}
+    choices = {key: AUTO_SETTINGS[key].values for key in recipe.auto_keys}
     if CHECKPOINTING in choices and not compiled:
         choices[CHECKPOINTING] = tuple(option for option in choices[CHECKPOINTING] if option != "selective")
     small_budgets: list[int] = []
@@ -201,7 +201,9 @@ def _group_candidates(
     candidates = [
         dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
     ]
-    groups = [list(of) for _, of in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))]
+    groups = [
+        list(group) for _, group in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))
+    ]
     last_group = [{**candidates[-1], MICRO_BATCH_TOKENS: budget} for budget in small_budgets]
     return [*groups, last_group] if last_group else groups
 
@@ -220,7 +222,7 @@ def _list_token_budgets(
         for arm, config in configs.items()
         if MICRO_BATCH_TOKENS not in dotted(recipe.arms[arm])
     }
-    size, sizes = OPEN[MICRO_BATCH_TOKENS].values[0], list[int]()
+    size, sizes = AUTO_SETTINGS[MICRO_BATCH_TOKENS].values[0], list[int]()
     if not unsplit_configs:
         return [size]
     say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(unsplit_configs)}")
@@ -351,7 +353,7 @@ class _CandidateSearch:
                     arm=arm,
                     values=name,
                     error=error.reason,
-                    instead=_format_alternatives(self._recipe.open_keys),
+                    instead=_format_alternatives(self._recipe.auto_keys),
                 )
             ) from None
         measured = {
@@ -365,7 +367,7 @@ class _CandidateSearch:
         return self._tried[name]
 
     def _report(self, activity: str) -> None:
-        self._say(f"{', '.join(self._recipe.open_keys)}: auto: {activity}")
+        self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {activity}")
 
 
 def _peaks_as_json(predictions: Iterable[PeakPrediction]) -> dict[str, dict[str, Any]]:
@@ -390,7 +392,7 @@ def _format_values(values: Values) -> str:
 
 
 def _format_alternatives(keys: Iterable[str]) -> str:
-    return "; ".join(f"{key} {OPEN[key].instead}" for key in keys)
+    return "; ".join(f"{key} {AUTO_SETTINGS[key].instead}" for key in keys)
 
 
 def _describe_trials(trials: Sequence[_Trial]) -> str:
@@ -420,7 +422,7 @@ def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
         if value is None or value == "auto":
             raise LaunchError(
                 Code.RESUME_VALUE_NOT_AUTO(
-                    directory=experiment_dir, field=key, got=value, instead=OPEN[key].instead
+                    directory=experiment_dir, field=key, got=value, instead=AUTO_SETTINGS[key].instead
                 )
             )
         values[key] = value

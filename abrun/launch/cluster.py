@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import SCHEDULERS, load
-from abrun.recipe.launcher import Exported, LauncherSettings
+from abrun.recipe.implementations import SCHEDULERS, load_implementation
+from abrun.recipe.launcher import LauncherSettings, ManifestSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
@@ -52,15 +52,15 @@ class BatchCluster(ABC):
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return the reasons why the plan could never run there."""
 
     @abstractmethod
-    def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """Return the scripts that would be submitted, by name. Call `find_problems` first."""
 
     @abstractmethod
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit all unfinished runs, or none; return the job ids."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class BatchCluster(ABC):
 
     @property
     @abstractmethod
-    def is_handed_over(self) -> bool: ...
+    def is_submitted(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -138,9 +138,9 @@ class BatchCluster(ABC):
 def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
     """Return the experiment's jobs on whichever cluster has them, or None."""
     for class_path in SCHEDULERS.values():
-        jobs: BatchCluster = load(class_path)(experiment_dir)
+        jobs: BatchCluster = load_implementation(class_path)(experiment_dir)
         jobs.load()
-        if jobs.is_handed_over:
+        if jobs.is_submitted:
             return jobs
     return None
 
@@ -149,11 +149,11 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> BatchCluster | None:
     """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
-    if isinstance(settings, Exported):
+    if isinstance(settings, ManifestSettings):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
         return None
-    return load(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
+    return load_implementation(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
 
 
 def agent_grace_s(save_s: float) -> float:

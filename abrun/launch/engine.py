@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import LAUNCHERS, SCHEDULERS, load
+from abrun.recipe.implementations import LOCAL_LAUNCHERS, SCHEDULERS, load_implementation
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 
@@ -44,7 +44,7 @@ class Engine(Protocol):
     None.
     """
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return the reasons why the plan cannot run here."""
         ...
 
@@ -63,8 +63,8 @@ class Engine(Protocol):
 
 def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """Return the engine of `--launcher`. Raises LaunchError for an unknown name."""
-    if launcher not in LAUNCHERS:
+    if launcher not in LOCAL_LAUNCHERS:
         raise LaunchError(
-            Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LAUNCHERS, *SCHEDULERS])
+            Code.NOT_ALLOWED(field="--launcher", got=repr(launcher), allowed=[*LOCAL_LAUNCHERS, *SCHEDULERS])
         )
-    return load(LAUNCHERS[launcher])(num_jobs)
+    return load_implementation(LOCAL_LAUNCHERS[launcher])(num_jobs)

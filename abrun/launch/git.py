@@ -112,8 +112,8 @@ def git_output(repo: Path, *arguments: str) -> str | None:
     if environment is None:
         return None
     command = [*GIT, "-C", str(repo), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    return done.stdout.strip() if done.returncode == 0 else None
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _configuration_variables(settings: Mapping[str, str]) -> dict[str, str]:

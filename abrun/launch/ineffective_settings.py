@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
@@ -12,7 +12,7 @@ RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their 
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
-def find_ineffective_settings(plan: Plan) -> list[Reason]:
+def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
     """Return a reason for each setting without effect, with the arms that have it.
 
     With one update per step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
@@ -29,19 +29,19 @@ def find_ineffective_settings(plan: Plan) -> list[Reason]:
     return [*inert, *_find_equal_arms(plan), *_find_commands_without_seed(plan)]
 
 
-def _find_commands_without_seed(plan: Plan) -> Iterator[Reason]:
+def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[Reason]:
     """Yield a reason for the arms whose command line is the same for every seed."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms = [
         arm
         for arm, config in configs.items()
-        if isinstance(config, CommandRunConfig) and not config.trainer.names_seed
+        if isinstance(config, CommandRunConfig) and not config.trainer.uses_seed
     ]
     if arms and len(plan.recipe.seeds) > 1:
         yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
 
 
-def _select_one_update(plan: Plan) -> dict[str, PolicyGradientSettings]:
+def _select_one_update(plan: ExperimentPlan) -> dict[str, PolicyGradientSettings]:
     algorithms = {
         run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
     }
@@ -65,7 +65,7 @@ def _find_ineffective_clipping(settings: PolicyGradientSettings) -> Iterator[Rea
         )
 
 
-def _find_equal_arms(plan: Plan) -> Iterator[Reason]:
+def _find_equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
     one_update = _select_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from abrun.experiment.command import AGENT, command_of, environment, imports
-from abrun.experiment.plan import Plan
+from abrun.experiment.command import AGENT, modules_to_preload, run_command, run_environment
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
@@ -97,7 +97,7 @@ class LocalEngine:
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[ForkKey, ForkServer] = {}
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
@@ -107,12 +107,12 @@ class LocalEngine:
         The server does its imports while the first runs train.
         """
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
-        counts = Counter(key for key, _ in keyed_configs)
+        num_runs = Counter(key for key, _ in keyed_configs)
         try:
             for key, config in dict(keyed_configs).items():
                 if (
                     key
-                    and counts[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
+                    and num_runs[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
                     >= MIN_WAITING_RUNS
                 ):
                     with contextlib.suppress(OSError):  # the runs will report the same problem
@@ -150,10 +150,10 @@ class LocalEngine:
         return LocalRun(run, process, devices, self._slots)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
-        return command_of(run.path, config)
+        return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        return environment(run.path, devices, config)
+        return run_environment(run.path, devices, config)
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.
@@ -168,7 +168,7 @@ class LocalEngine:
             return None
         env = self.environment(run, config, devices) | NO_DRIVER_VARIABLES
         env.pop(RUN_DIR_VARIABLE)
-        return imports(config), frozenset(env.items())
+        return modules_to_preload(config), frozenset(env.items())
 
 
 @dataclass(slots=True, eq=False)

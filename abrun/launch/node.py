@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import Meeting, command_of, environment
+from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
 from abrun.reasons import Code
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.endings import write_ending
 from abrun.runs.rundir import RunDir
 
@@ -25,7 +25,7 @@ FAILED = 2
 def main() -> int:
     directory, address, grace_s, seen_on, *number = sys.argv[1:]
     node = int(number[0] if number else os.environ["SLURM_PROCID"])
-    meeting = Meeting(address=address, node=node, grace_s=float(grace_s))
+    meeting = Rendezvous(address=address, node=node, grace_s=float(grace_s))
     run = RunDir(Path(directory))
     try:
         command, env = make_agent_command(run, meeting, seen_on)
@@ -36,12 +36,12 @@ def main() -> int:
     os.execve(command[0], command, env)
 
 
-def make_agent_command(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[list[str], dict[str, str]]:
+def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[list[str], dict[str, str]]:
     """Return command and environment of this node's agent. Raises LaunchError for what the node lacks."""
     host = socket.gethostname()
     if not run.exists:
         raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
-    config = stored_run(run.record().config, str(run.path))
+    config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
     problems = node_refusals(config, machine)
     if problems:
@@ -53,7 +53,7 @@ def make_agent_command(run: RunDir, meeting: Meeting, seen_on: str) -> tuple[lis
             os.dup2(log, 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
-    return command_of(run.path, config, meeting), environment(run.path, devices, config)
+    return run_command(run.path, config, meeting), run_environment(run.path, devices, config)
 
 
 def find_free_port() -> int:

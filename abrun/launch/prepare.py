@@ -14,7 +14,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName, compare_hash, config_diff, decisions
+from abrun.experiment.plan import ExperimentPlan, RunName, compare_hash, describe_decisions, diff_configs
 from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
@@ -22,7 +22,7 @@ from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.messages import sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import RunConfig
 from abrun.redaction import in_yaml
 from abrun.regular_files import is_directory, is_file
@@ -62,7 +62,7 @@ class PreparedExperiment:
 
 @contextlib.contextmanager
 def prepare_experiment(
-    plan: Plan, options: LaunchOptions, problems: list[Reason], say: Say
+    plan: ExperimentPlan, options: LaunchOptions, problems: list[Reason], say: Say
 ) -> Iterator[PreparedExperiment]:
     """Own the directory of a plan without problems. Raises the same errors as `own_experiment`."""
     experiment_dir = resolve_experiment_dir(plan.recipe.name, options)
@@ -82,7 +82,7 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
-def refuse_impossible(plan: Plan, problems: list[Reason], *, shown_by_dry_run: bool = True) -> None:
+def refuse_impossible(plan: ExperimentPlan, problems: list[Reason], *, shown_by_dry_run: bool = True) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
         name = plan.recipe.name
@@ -105,7 +105,7 @@ def refuse_existing(experiment_dir: Path) -> None:
 
 @contextlib.contextmanager
 def own_experiment(
-    plan: Plan,
+    plan: ExperimentPlan,
     experiment_dir: Path,
     *,
     resume: bool,
@@ -141,7 +141,7 @@ def own_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in (*decisions(plan.decided), *sentences(find_ineffective_settings(plan))):
+                for line in (*describe_decisions(plan.decided), *sentences(find_ineffective_settings(plan))):
                     say(line)
             if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
                 write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
@@ -171,7 +171,7 @@ def warm_start_dir(experiment_dir: Path, key: str) -> Path:
     return experiment_dir.parent / WARM_STARTS / key
 
 
-def _write_experiment(plan: Plan, experiment_dir: Path, *, resume: bool) -> None:
+def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
     """Write what is missing. To resume, that includes removed runs and the recipe's current limits.
 
     Finished runs keep their results, and damaged records are repaired. A run that cannot be read fails by
@@ -241,7 +241,7 @@ def _is_just_begun(experiment_dir: Path) -> bool:
     return names <= {*expected_names, *partial_files(names)}
 
 
-def _refuse_other_recipe(plan: Plan, experiment_dir: Path) -> None:
+def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """Refuse to mix experiments: every stored run must be planned with its stored configuration.
 
     A run to be added must start from the same weights as the stored runs of its arm. Unreadable runs are
@@ -289,14 +289,14 @@ def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: 
     ones.
     """
     try:
-        recorded = stored_run(run.record().config)
+        recorded = parse_stored_run(run.record().config)
     except RecipeError:
         return "its record has no configuration that this version of abrun can read"
     recorded = recorded.model_copy(update={"limits": config.limits})
     if can_rename_aliases and isinstance(recorded, CommandRunConfig) and isinstance(config, CommandRunConfig):
         trainer = recorded.trainer.model_copy(update={"aliases": config.trainer.aliases})
         recorded = recorded.model_copy(update={"trainer": trainer})
-    differences = config_diff(recorded, config)
+    differences = diff_configs(recorded, config)
     for key, (recorded_value, planned_value) in differences.items():
         suffix = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
         return f"{key} is {in_yaml(recorded_value)} there and {in_yaml(planned_value)} in the recipe{suffix}"

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.plan import Plan, decisions
+from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import BatchCluster
@@ -19,10 +19,10 @@ from abrun.messages.numbers import units
 from abrun.messages.records import coded
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
-from abrun.recipe.claims import Compare, claim_text
-from abrun.recipe.command import CommandRunConfig, invocation
+from abrun.recipe.claims import Compare, describe_claim
+from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
-from abrun.recipe.run import OwnRunConfig, RunConfig, precision_difference
+from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.redaction import REFERENCE, in_yaml, printable
 
 MAX_ROWS = 200  # per table: the layout of more takes minutes
@@ -39,7 +39,7 @@ class Feasibility:
 
 
 def check_feasibility(
-    plan: Plan, num_jobs: int | None = None, cluster: BatchCluster | None = None
+    plan: ExperimentPlan, num_jobs: int | None = None, cluster: BatchCluster | None = None
 ) -> Feasibility:
     """Check a plan as a launch would. Raises LaunchError for an unset variable in a run's `env`."""
     refuse_unset_variables(plan.runs)
@@ -53,7 +53,9 @@ def check_feasibility(
     )
 
 
-def render_preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = None) -> RenderableType:
+def render_preview(
+    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None
+) -> RenderableType:
     """Return runs in launch order, treatment differences, expected power and this machine's capacity.
 
     The last line says whether this machine can run the plan.
@@ -61,7 +63,7 @@ def render_preview(plan: Plan, feasible: Feasibility, num_jobs: int | None = Non
     return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
 
 
-def render_jobs_preview(plan: Plan, feasible: Feasibility, cluster: BatchCluster) -> RenderableType:
+def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: BatchCluster) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(
@@ -76,7 +78,7 @@ def render_jobs_preview(plan: Plan, feasible: Feasibility, cluster: BatchCluster
     return Group(*_render_plan(plan), *jobs)
 
 
-def preview_as_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
     """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
     inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
@@ -106,7 +108,7 @@ def preview_as_json(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> 
     }
 
 
-def _render_plan(plan: Plan) -> list[RenderableType]:
+def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
     recipe = plan.recipe
     title = (
         f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count_noun(recipe.seeds, 'seed')}"
@@ -122,14 +124,18 @@ def _render_plan(plan: Plan) -> list[RenderableType]:
         _heading("Resolved differences from the baseline"),
         *_render_diff(plan),
         *([_heading("Settings without effect"), *_bullet_list(sentences(inert))] if inert else []),
-        *([_heading("Values chosen for auto"), *map(Text, decisions(plan.decided))] if plan.decided else []),
+        *(
+            [_heading("Values chosen for auto"), *map(Text, describe_decisions(plan.decided))]
+            if plan.decided
+            else []
+        ),
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
         *_render_interim(recipe.compare),
     ]
 
 
-def _render_runs(plan: Plan) -> list[RenderableType]:
+def _render_runs(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
         ("", f"warm start {key[:8]}", str(config.steps), _describe_devices(config), _describe_start(config))
         for key, config in plan.warm_starts.items()
@@ -151,7 +157,7 @@ def _describe_start(config: RunConfig, warm_start: str | None = None) -> str:
     return "its own command"
 
 
-def _render_commands(plan: Plan) -> list[RenderableType]:
+def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
     """Return the command line of each foreign arm at its first seed."""
     renderables: list[RenderableType] = []
     shown_arms: set[str] = set()
@@ -160,7 +166,7 @@ def _render_commands(plan: Plan) -> list[RenderableType]:
             shown_arms.add(run.name.arm)
             if len(shown_arms) > MAX_COMMANDS:
                 return [*renderables, Text("\n... and the commands of other arms")]
-            call = invocation(
+            call = build_invocation(
                 run.config,
                 experiment=plan.recipe.name,
                 arm=run.name.arm,
@@ -187,7 +193,9 @@ def _describe_devices(config: RunConfig) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _render_machine(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> list[RenderableType]:
+def _render_machine(
+    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None
+) -> list[RenderableType]:
     machine, reasons = feasible.machine, feasible.problems
     assert machine is not None, "a scheduler's jobs are shown instead"
     if reasons:
@@ -201,11 +209,11 @@ def _render_machine(plan: Plan, feasible: Feasibility, num_jobs: int | None) -> 
     return [Text(f"\nThis machine ({machine}) runs {_count_parallel(plan, machine, num_jobs)} at once.")]
 
 
-def _count_parallel(plan: Plan, machine: Machine, num_jobs: int | None) -> int:
+def _count_parallel(plan: ExperimentPlan, machine: Machine, num_jobs: int | None) -> int:
     return count_parallel_runs(machine, num_jobs, (run.config for run in plan.runs))
 
 
-def _render_diff(plan: Plan) -> list[RenderableType]:
+def _render_diff(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
         (arm, key, in_yaml(baseline_value), in_yaml(arm_value))
         for arm, changes in plan.treatment_diff.items()
@@ -217,13 +225,13 @@ def _render_diff(plan: Plan) -> list[RenderableType]:
     ]
 
 
-def precision_differences(plan: Plan) -> list[Reason]:
+def precision_differences(plan: ExperimentPlan) -> list[Reason]:
     """Return a reason for each arm whose LM head or logits have another precision than the baseline's."""
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
     baseline = precision.pop(BASELINE, {})
-    differences = (precision_difference(arm, baseline, precision[arm]) for arm in precision)
+    differences = (compare_precisions(arm, baseline, precision[arm]) for arm in precision)
     return [difference for difference in differences if difference]
 
 
@@ -231,7 +239,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     """Return P(MATCH) of each claim if the arms are truly equal. The verdict needs all of them."""
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
-    from abrun.experiment.power import assumed_spread, claim_power
+    from abrun.experiment.power import assumed_spread, plan_claim_power
     from abrun.stats.equivalence import ALPHA
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
@@ -249,10 +257,10 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     rows = []
     for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
-        chances = claim_power(claim, compare, spread, level)
+        chances = plan_claim_power(claim, compare, spread, level)
         if claim.margin is None:
             rows.append(
-                (claim.metric, claim.window, claim_text(claim), "", "", "no equivalence: no power", "")
+                (claim.metric, claim.window, describe_claim(claim), "", "", "no equivalence: no power", "")
             )
             continue
         if chances is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from abrun.errors import LaunchError, StoreError
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.launch.engine import StartedRun
 from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
@@ -46,7 +46,7 @@ class LaunchJob:
     first_step: int = 0  # step reached when the job was started
     num_retries: int = 0
     is_stopping: bool = False
-    asked_s: float = 0.0  # time of the request to stop
+    stop_requested_s: float = 0.0  # time of the request to stop
     status: Status = "pending"
     failure: Reason | None = None  # explained failure before the first step; not a bare exit code
     lock: Lease = field(init=False)  # used by warm starts; the experiment's lock covers its runs
@@ -55,7 +55,7 @@ class LaunchJob:
         self.lock = Lease(self.run.path)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.status in ("finished", "failed", "interrupted")
 
     @property
@@ -148,7 +148,7 @@ def describe_missing(job: LaunchJob) -> str | None:
 class LaunchQueue:
     """The jobs of a plan in launch order, each warm start before the first run that needs it."""
 
-    def __init__(self, plan: Plan, experiment_dir: Path) -> None:
+    def __init__(self, plan: ExperimentPlan, experiment_dir: Path) -> None:
         self.jobs: list[LaunchJob] = []
         warm_starts: dict[str, LaunchJob] = {}
         for planned in plan.runs:
@@ -176,22 +176,22 @@ class LaunchQueue:
             self.jobs.append(job)
 
     @property
-    def done(self) -> bool:
-        return all(job.done for job in self.jobs)
+    def is_done(self) -> bool:
+        return all(job.is_done for job in self.jobs)
 
     @property
-    def running(self) -> list[LaunchJob]:
-        return [job for job in self.jobs if job.started and not job.done]
+    def running_jobs(self) -> list[LaunchJob]:
+        return [job for job in self.jobs if job.started and not job.is_done]
 
     def ready_jobs(self) -> Iterator[LaunchJob]:
         """Yield jobs that only wait for devices, in order, so that later runs cannot starve earlier ones.
 
         Yields nothing while `find_common_failure` waits for the outcome of active runs.
         """
-        if self.running and self.find_common_failure():
+        if self.running_jobs and self.find_common_failure():
             return
         for job in self.jobs:
-            if not (job.started or job.done) and (
+            if not (job.started or job.is_done) and (
                 job.depends_on is None or job.depends_on.status == "finished"
             ):
                 yield job
@@ -201,17 +201,17 @@ class LaunchQueue:
         waiting: dict[LaunchJob, list[LaunchJob]] = {}
         for job in self.jobs:
             if (
-                not job.done
+                not job.is_done
                 and job.depends_on
-                and job.depends_on.done
+                and job.depends_on.is_done
                 and job.depends_on.status != "finished"
             ):
                 waiting.setdefault(job.depends_on, []).append(job)
         for warm_start, jobs in waiting.items():
             cause = Code.WARM_START_FAILED(directory=warm_start.run.path, status=warm_start.status)
             yield jobs, cause, warm_start.run.state(WARM_START).reason
-        failed_jobs = [] if self.running else self.find_common_failure()
-        unfinished = [job for job in self.jobs if not job.done]
+        failed_jobs = [] if self.running_jobs else self.find_common_failure()
+        unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:
             first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
             cause = Code.FAILED_ALIKE(run=first_job.label, num_more=num_more)
@@ -223,10 +223,12 @@ class LaunchQueue:
         All of them failed for the same reason before their first step, with at least two seeds and at least
         one run of every arm. No other run has ever taken a step or waits for a warm start.
         """
-        ended = [job for job in self.jobs if job.done and not job.is_warm_start]
-        unfinished = [job for job in self.jobs if not job.done]
+        ended = [job for job in self.jobs if job.is_done and not job.is_warm_start]
+        unfinished = [job for job in self.jobs if not job.is_done]
         failed_alike = len({job.failure for job in ended}) == 1 and ended[0].failure is not None
-        untried_arms = {job.arm for job in unfinished} - {job.arm for job in [*ended, *self.running]} - {None}
+        untried_arms = (
+            {job.arm for job in unfinished} - {job.arm for job in [*ended, *self.running_jobs]} - {None}
+        )
         if not failed_alike or len({job.seed for job in ended}) == 1 or untried_arms:
             return []
         return [] if any(job.is_warm_start or job.run.heartbeat().step for job in unfinished) else ended

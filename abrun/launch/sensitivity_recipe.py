@@ -3,8 +3,8 @@
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.claims import Controls
-from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, stored_recipe
-from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, lacking
+from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, parse_stored_recipe
+from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
 
@@ -17,7 +17,7 @@ def make_sensitivity_recipe(
     `names`: NAME or NAME:SIZE, separated by commas. None: the recipe's `controls.faults`, or else all faults
     that it can inject. Raises RecipeError if a named fault cannot be injected.
     """
-    baseline = recipe.closed().run_config(BASELINE)
+    baseline = recipe.with_auto_values().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
     not_injected: dict[str, str] = {}
@@ -25,11 +25,11 @@ def make_sensitivity_recipe(
     if names is not None:
         faults = [_parse_fault(text) for text in names.split(",")]
         for fault in faults:
-            needs = lacking(LIBRARY[fault.name], baseline)
+            needs = unmet_need(LIBRARY[fault.name], baseline)
             if needs:
                 raise RecipeError(Code.FAULT_NEEDS(fault=fault.name, needs=needs))
     elif not faults:
-        needs_by_fault = {fault.name: lacking(fault, baseline) for fault in FAULTS}
+        needs_by_fault = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
         not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
         faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
     if not faults:
@@ -50,7 +50,7 @@ def make_sensitivity_recipe(
         "controls": controls.model_dump(mode="json"),
         "compare": compare.model_dump(mode="json"),
     }
-    return stored_recipe(content, recipe.name), not_injected
+    return parse_stored_recipe(content, recipe.name), not_injected
 
 
 def _parse_fault(text: str) -> InjectedFault:

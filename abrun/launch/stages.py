@@ -9,7 +9,13 @@ from pathlib import Path
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code
-from abrun.recipe.experiment import MOST_SEEDS, CommandRecipe, Declared, Recipe, stored_recipe
+from abrun.recipe.experiment import (
+    MAX_SEEDS,
+    CommandRecipe,
+    ExperimentDeclaration,
+    Recipe,
+    parse_stored_recipe,
+)
 from abrun.runs.experiment import open_experiment
 
 DEFAULT_MAX_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
@@ -42,10 +48,10 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
         raise RecipeError(
             Code.MAX_SEEDS_TOO_FEW(got=max_count, seeds=num_seeds, first_count=max(first_pairs, 2))
         )
-    return stored_recipe(
+    return parse_stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _extend_seeds(recipe.seeds, min(max_count, MOST_SEEDS + 1)),  # a recipe refuses more
+            "seeds": _extend_seeds(recipe.seeds, min(max_count, MAX_SEEDS + 1)),  # a recipe refuses more
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
                 "interim": sorted({first_pairs, round((first_pairs + max_count) / 2), max_count}),
@@ -55,7 +61,7 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
     )
 
 
-def refuse_other_interim(recipe: Declared, experiment_dir: Path) -> None:
+def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) -> None:
     """Raise LaunchError if the experiment was launched with other interim analyses."""
     content = open_experiment(experiment_dir)
     launched_interim = (content.get("recipe", {}).get("compare") or {}).get("interim") or []

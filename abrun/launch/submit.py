@@ -6,7 +6,7 @@ from pathlib import Path
 
 from abrun.errors import LaunchError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.launch.cluster import BatchCluster, LeftInQueueError
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.supervisor import LaunchOutcome, Observer
@@ -19,7 +19,7 @@ SETTLE_TIMEOUT_S = 20.0
 
 
 def submit_plan(
-    plan: Plan, options: LaunchOptions, *, cluster: BatchCluster, observer: Observer
+    plan: ExperimentPlan, options: LaunchOptions, *, cluster: BatchCluster, observer: Observer
 ) -> list[str]:
     """Submit every unfinished run of a plan; return the job ids. Raises the same errors as `run_plan`."""
     with prepare_experiment(plan, options, cluster.find_problems(plan), observer.say) as prepared:
@@ -36,7 +36,7 @@ def submit_plan(
 
 
 def wait_for_jobs(
-    plan: Plan, experiment_dir: Path, cluster: BatchCluster, observer: Observer
+    plan: ExperimentPlan, experiment_dir: Path, cluster: BatchCluster, observer: Observer
 ) -> LaunchOutcome:
     """Watch submitted jobs until none is queued or active. If this is interrupted, the jobs continue."""
     observer.follow(experiment_dir)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan, RunName
+from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.experiment.preflight.checks import untested_packages
 from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
@@ -32,7 +32,7 @@ from abrun.processes import (
     signal_name,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.command import values_of
+from abrun.recipe.command import referenced_values
 from abrun.redaction import hide_secrets_of, hide_values, redacted
 from abrun.runs.endings import read_endings
 from abrun.runs.experiment import read_run_state
@@ -90,7 +90,7 @@ class LaunchOutcome:
 
 
 def run_plan(
-    plan: Plan,
+    plan: ExperimentPlan,
     options: LaunchOptions,
     *,
     engine: Engine,
@@ -157,13 +157,13 @@ class Supervisor:
 
     def run(self) -> int | None:
         """Run all jobs. Return the signal that stopped the launch, or None if every job ended by itself."""
-        expected = [(job.run, job.config) for job in self._queue.jobs if not job.done]
+        expected = [(job.run, job.config) for job in self._queue.jobs if not job.is_done]
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
-            hide_values(values_of(job.config, os.environ))
+            hide_values(referenced_values(job.config, os.environ))
         with catch_stop_signals() as self._requests, self._engine.prepare_for(expected):
             try:
-                while self._requests.first_signal is None and not self._queue.done:
+                while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
                     self._start_ready()
                     self._refresh_locks()
@@ -174,7 +174,7 @@ class Supervisor:
             except BaseException:
                 with contextlib.suppress(Exception):  # the first error is the one to report
                     self._stop_all()
-                self._kill(self._queue.running)
+                self._kill(self._queue.running_jobs)
                 raise
             finally:
                 for job in self._queue.jobs:
@@ -184,7 +184,7 @@ class Supervisor:
 
     def _refresh_locks(self) -> None:
         """Refresh all locks. Raises TakenOverError if another launcher has taken over this experiment."""
-        for lock in (self._lease, *(job.lock for job in self._queue.running)):
+        for lock in (self._lease, *(job.lock for job in self._queue.running_jobs)):
             lock.refresh()
 
     def _start_ready(self) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
                 job.run.end_launch("failed", reason)
 
     def _reap(self) -> None:
-        for job in self._queue.running:
+        for job in self._queue.running_jobs:
             exit_status = job.started.poll() if job.started else None
             if exit_status is None:
                 continue
@@ -260,9 +260,9 @@ class Supervisor:
 
     def _stop_all(self) -> None:
         """Ask every run to save a checkpoint and stop; after the grace period, kill what is left."""
-        running = self._queue.running
+        running = self._queue.running_jobs
         for job in running:
-            job.is_stopping, job.asked_s = True, time.time()
+            job.is_stopping, job.stop_requested_s = True, time.time()
             if job.started:
                 job.started.stop(kill=False)
         if running:
@@ -271,11 +271,11 @@ class Supervisor:
                 "to save checkpoints; Ctrl-C again, after two seconds, kills them"
             )
         deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and not self._requests.is_forced and self._queue.running:
+        while time.monotonic() < deadline and not self._requests.is_forced and self._queue.running_jobs:
             self._reap()
             self._tick()
             time.sleep(POLL_S)
-        self._kill(self._queue.running)
+        self._kill(self._queue.running_jobs)
         self._reap()
 
     def _kill(self, jobs: list[LaunchJob]) -> None:
@@ -298,7 +298,7 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     # Nodes other than the first only print their errors, and so do nodes on which no attempt has started.
     reads_output = recorded_status is None or job.config.cluster.nodes > 1
     errors = _list_errors(printed, read_endings(job.run, launch.attempts, printed)) if reads_output else []
-    failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.asked_s
+    failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.stop_requested_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()
     if recorded_status == "failed" and not errors:

@@ -1,9 +1,9 @@
-"""The names that other trainers give to abrun's metrics.
+"""Names of abrun's metrics in other trainers.
 
-Only metrics of the same definition and unit are here, by the framework's default settings: a probability
-difference is not `train/token_mult_prob_error`, a mean over sequences is not one over tokens, and gigabytes
-are not bytes. docs/definitions.md lists the differences that remain under a shared name, and the metrics that
-are left out. Read from the sources of TRL f2cd577,
+Only metrics with the same definition and unit are listed, under the framework's default settings: a
+probability difference is not `train/token_mult_prob_error`, a mean over sequences is not one over tokens, and
+gigabytes are not bytes. docs/definitions.md lists the differences that remain under a shared name, and the
+metrics that are left out. Taken from the sources of TRL f2cd577,
 verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447,
 open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all
 of 2026.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import listed, printable
+from abrun.logs.log import list_names, printable
 from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
@@ -59,7 +59,7 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "timing/train/weight_sync_s": "timing_s/update_weights",
         "timing/train/checkpointing_s": "timing_s/save_checkpoint",
     },
-    "nemo-rl": {  # whose train/ names are ours
+    "nemo-rl": {  # its train/ names are the same as abrun's
         "timing/train/total_step_time_s": "timing/train/total_step_time",
         "timing/train/generation_s": "timing/train/generation",
         "timing/train/reward_s": "timing/train/reward_calculation",
@@ -161,8 +161,9 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
     },
     "transformers": {"train/lr": "train/learning_rate", "validation/loss": "eval/loss"},
 }
-# What only runs of that framework log, all of it; the first that fits. (TRL's are transformers' too.)
-TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
+# Metrics that only runs of a framework log; the first entry whose metrics are all present decides.
+# (TRL's also fit transformers, which comes later.)
+FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("trl", ("train/completions/mean_length",)),
     ("trl", ("train/rewards/margins",)),
     ("verl", ("critic/score/mean",)),
@@ -183,7 +184,7 @@ TOLD_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("megatron-lm", ("lm loss",)),
     ("transformers", ("train/learning_rate", "train/epoch")),
 )
-# What anybody calls them, in lower case with `_` for `-`, behind any folders but those of evaluations.
+# Common names, in lower case with `_` for `-`, after any folders except those of evaluations.
 _AVERAGED = r"([/_](mean|avg|average))?"
 _PLAIN_NAMES = {
     "train/reward": rf"((train|training|mean|avg|average|episode|ep|raw)_)*(rew|rewards?|scores?){_AVERAGED}",
@@ -194,57 +195,61 @@ _PLAIN_NAMES = {
     "validation/accuracy": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?(accuracy|acc){_AVERAGED}",
     "validation/loss": rf"(eval|evaluation|val|valid|validation|test)[/_](.*/)?loss{_AVERAGED}",
 }
-_OF_EVALUATION = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
+_EVALUATION_NAME = r"(.*/)?(eval|evaluation|val|valid|validation|test)(-[^/]*)?([/_].*|$)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aliases:
-    """Renamings: ours -> theirs."""
+    """Metric renamings, abrun's name -> the trainer's name."""
 
-    explicit: Mapping[str, str]  # given by hand: some run has to have each
+    explicit: Mapping[str, str]  # given by the user: some run has to have each
     presets: Mapping[str, str]
 
 
-def recognised(metrics: Iterable[str]) -> tuple[str | None, dict[str, str]]:
-    """The framework that logged a run, and which of its metrics are ours by another name, ours -> theirs.
+def recognise_metrics(metrics: Iterable[str]) -> tuple[str | None, dict[str, str]]:
+    """Return the framework that logged a run, and its renamings, abrun's name -> the framework's name.
 
-    By what only that framework logs; else, and for what its table lacks, by what anybody calls a reward, a
-    loss, a gradient norm, an entropy or a learning rate: of several such names the shortest. Nothing is
-    guessed for a name of ours that the run has.
+    A framework is recognised by metrics that only it logs. Metrics outside its table are recognised by common
+    names of a reward, a loss, a gradient norm, an entropy or a learning rate; the shortest match wins. Names
+    that the run already has are not guessed.
     """
-    there = dict.fromkeys(metrics)
-    framework = next((name for name, tells in TOLD_BY if all(tell in there for tell in tells)), None)
-    table = FRAMEWORKS[framework] if framework else {}
-    found = {ours: theirs for ours, theirs in table.items() if theirs in there and ours not in there}
-    free = [name for name in there if name not in found.values()]
-    for ours, plain in _PLAIN_NAMES.items():
-        if ours not in there and ours not in found:
-            fitting = sorted((name for name in free if _is_called(name, plain)), key=lambda name: len(name))
-            if fitting and [len(one) for one in fitting].count(len(fitting[0])) == 1:
-                found[ours] = fitting[0]
-    return framework, found
-
-
-def _is_called(name: str, plain: str) -> bool:
-    known = name.lower().replace("-", "_").replace(" ", "_")
-    folders = "" if plain.startswith("(eval") else "(.*/)?"
-    aside = not plain.startswith("(eval") and (
-        re.fullmatch(_OF_EVALUATION, known) or re.search("critic|value|aux|std|ref_", known)
+    recorded = dict.fromkeys(metrics)
+    framework = next(
+        (name for name, markers in FRAMEWORK_MARKERS if all(marker in recorded for marker in markers)), None
     )
-    return not aside and re.fullmatch(folders + plain, known) is not None
+    table = FRAMEWORKS[framework] if framework else {}
+    renames = {ours: theirs for ours, theirs in table.items() if theirs in recorded and ours not in recorded}
+    unassigned = [name for name in recorded if name not in renames.values()]
+    for ours, pattern in _PLAIN_NAMES.items():
+        if ours not in recorded and ours not in renames:
+            candidates = sorted(
+                (name for name in unassigned if _has_plain_name(name, pattern)), key=lambda name: len(name)
+            )
+            if candidates and [len(candidate) for candidate in candidates].count(len(candidates[0])) == 1:
+                renames[ours] = candidates[0]
+    return framework, renames
+
+
+def _has_plain_name(name: str, pattern: str) -> bool:
+    normalized = name.lower().replace("-", "_").replace(" ", "_")
+    folders = "" if pattern.startswith("(eval") else "(.*/)?"
+    is_other_metric = not pattern.startswith("(eval") and (
+        re.fullmatch(_EVALUATION_NAME, normalized) or re.search("critic|value|aux|std|ref_", normalized)
+    )
+    return not is_other_metric and re.fullmatch(folders + pattern, normalized) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renamed:
-    """Runs whose metrics have our names."""
+class RenamedRuns:
+    """Metrics of runs under abrun's names."""
 
-    metrics: list[dict[str, Series]]  # of every run
-    names: dict[str, str]  # theirs -> ours
-    guessed: list[str]  # a sentence on each framework that was recognised
+    metrics: list[dict[str, Series]]  # one mapping per run
+    names: dict[str, str]  # the trainer's name -> abrun's name
+    guessed: list[str]  # a note on each recognised framework
 
 
-def parse(texts: Iterable[str]) -> Aliases:
-    """Aliases of `--alias` options: names of presets and OURS=THEIRS. Raises ComparisonError."""
+def parse_aliases(texts: Iterable[str]) -> Aliases:
+    """Parse `--alias` options, preset names or OURS=THEIRS. Raises ComparisonError."""
     explicit: dict[str, str] = {}
     presets: dict[str, str] = {}
     for text in texts:
@@ -253,7 +258,7 @@ def parse(texts: Iterable[str]) -> Aliases:
             presets.update(FRAMEWORKS[text])
         elif ours and theirs:
             if explicit.get(ours, theirs) != theirs:
-                raise ComparisonError(f"--alias: got {ours!r} twice; allowed: one name for each; drop one")
+                raise ComparisonError(f"--alias: got {ours!r} twice; remove one of them")
             explicit[ours] = theirs
         else:
             raise ComparisonError(
@@ -263,46 +268,48 @@ def parse(texts: Iterable[str]) -> Aliases:
     return Aliases(explicit=explicit, presets=presets)
 
 
-def apply(metrics: Mapping[str, Series], aliases: Mapping[str, str]) -> dict[str, Series]:
-    """Metrics with theirs renamed to ours; an alias whose metric is not there is left aside.
+def rename_metrics(metrics: Mapping[str, Series], aliases: Mapping[str, str]) -> dict[str, Series]:
+    """Return the metrics under abrun's names; aliases of metrics that are missing are ignored.
 
-    One metric may get several of our names. A metric that already has the name gives way.
+    One metric may get several names. A renamed metric replaces one that already has the name.
     """
-    named = {ours: metrics[theirs] for ours, theirs in aliases.items() if theirs in metrics}
-    renamed = {theirs for theirs in aliases.values() if theirs in metrics}
-    return {**{name: one for name, one in metrics.items() if name not in renamed}, **named}
+    renamed = {ours: metrics[theirs] for ours, theirs in aliases.items() if theirs in metrics}
+    replaced = {theirs for theirs in aliases.values() if theirs in metrics}
+    return {**{name: series for name, series in metrics.items() if name not in replaced}, **renamed}
 
 
-def apply_to_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Renamed:
-    """The metrics of every run with theirs renamed to ours.
+def rename_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> RenamedRuns:
+    """Return the metrics of every run under abrun's names.
 
-    What was given goes for all runs alike, and a preset does not replace a metric that some run recorded
-    under our name. Without any, each run's names are those that `recognised` knows. Raises ComparisonError
-    for a name given by hand that no run has.
+    Explicit aliases and presets apply to all runs; a preset does not replace a metric that some run recorded
+    under abrun's name. Without presets, `recognise_metrics` finds each run's names. Raises ComparisonError
+    for an explicit alias whose metric no run has.
     """
-    known = {name for metrics in runs for name in metrics}
+    recorded = {name for metrics in runs for name in metrics}
     for ours, theirs in aliases.explicit.items():
-        if known and theirs not in known:
-            close = difflib.get_close_matches(theirs, known, n=1)
-            hint = f"; did you mean {printable(close[0])!r}?" if close else ""
+        if recorded and theirs not in recorded:
+            close_matches = difflib.get_close_matches(theirs, recorded, n=1)
+            hint = f"; did you mean {printable(close_matches[0])!r}?" if close_matches else ""
             raise ComparisonError(
-                f"--alias: got {ours}={printable(theirs)}, a metric that no run recorded; recorded are "
-                f"{listed(sorted(known), 8)}{hint}"
+                f"--alias: got {ours}={printable(theirs)}, but no run recorded that metric; recorded: "
+                f"{list_names(sorted(recorded), 8)}{hint}"
             )
-    presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in known}
-    renamed, names, said = [], {}, {}
+    presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in recorded}
+    renamed, names, guesses = [], {}, {}
     for metrics in runs:
-        framework, found = (None, {}) if presets else recognised(metrics)
-        found = {ours: theirs for ours, theirs in found.items() if theirs not in aliases.explicit.values()}
-        chosen = {**found, **presets, **aliases.explicit}
-        renamed.append(apply(metrics, chosen))
-        names.update((theirs, ours) for ours, theirs in chosen.items() if theirs in metrics)
-        if found:
-            said[_sentence(framework, found)] = None
-    return Renamed(metrics=renamed, names=names, guessed=list(said))
+        framework, recognised = (None, {}) if presets else recognise_metrics(metrics)
+        recognised = {
+            ours: theirs for ours, theirs in recognised.items() if theirs not in aliases.explicit.values()
+        }
+        renames = {**recognised, **presets, **aliases.explicit}
+        renamed.append(rename_metrics(metrics, renames))
+        names.update((theirs, ours) for ours, theirs in renames.items() if theirs in metrics)
+        if recognised:
+            guesses[_describe_renames(framework, recognised)] = None
+    return RenamedRuns(metrics=renamed, names=names, guessed=list(guesses))
 
 
-def _sentence(framework: str | None, found: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(found.items())[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return f"names{f' of {framework}' if framework else ''}: {shown}{more}"
+def _describe_renames(framework: str | None, renames: Mapping[str, str]) -> str:
+    examples = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(renames.items())[:4])
+    remainder = f" and {len(renames) - 4} more" if len(renames) > 4 else ""
+    return f"metric names{f' of {framework}' if framework else ''}: {examples}{remainder}"

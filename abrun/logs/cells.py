@@ -1,31 +1,31 @@
-"""Numbers and steps that a log holds as text, such as "0.1661", "1,000" or "1/60"."""
+"""Parsing of numbers and steps that a log holds as text, such as "0.1661", "1,000" or "1/60"."""
 
 import re
 from collections.abc import Iterable
 
 COMMA_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
 DOT_GROUPED = re.compile(r"[-+]?[1-9][0-9]{0,2}(\.[0-9]{3})+(,[0-9]+)?")
-SPACE = "[ '\u00a0\u2009\u202f\u2019]"  # between thousands, which no decimal mark can be
+SPACE = "[ '\u00a0\u2009\u202f\u2019]"  # thousands separators that cannot be decimal marks
 SPACE_GROUPED = re.compile(rf"[-+]?[1-9][0-9]{{0,2}}({SPACE}[0-9]{{3}})+(\.[0-9]+)?")
 DECIMAL_POINT = re.compile(r"[-+]?[0-9]*\.[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
-OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
+STEP_OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
 MINUS = "\u2212"
 
 
-def as_number(text: str) -> float:
-    """Return the number that a text is. Raises ValueError for what only Python reads, such as 1_000."""
+def parse_number(text: str) -> float:
+    """Parse a plain number. Raises ValueError, also for Python-only forms such as 1_000."""
     if "_" in text or not text.isascii():
         raise ValueError
     return float(text)
 
 
 class NumberFormat:
-    """How one file writes numbers, told from all of its texts.
+    """Number format of a file, inferred from all of its texts.
 
-    "1,234" is a thousand or a decimal. It is read where another text of the file shows that decimals have a
-    point ("0.5", "1,234,567") and none shows a decimal comma ("0,5"). Likewise "1.234" is refused in a file
-    with decimal commas.
+    "1,234" may be a thousand or a decimal. It is parsed only if another text of the file shows that decimals
+    use a point ("0.5", "1,234,567") and none uses a decimal comma ("0,5"). Likewise "1.234" is rejected in a
+    file with decimal commas.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -46,8 +46,8 @@ class NumberFormat:
             )
         )
 
-    def value(self, text: str) -> float:
-        """Return the number that a text is. Raises ValueError where it is none, or could be two."""
+    def parse_number(self, text: str) -> float:
+        """Parse a number. Raises ValueError if the text is not a number or is ambiguous."""
         text = text.strip().replace(MINUS, "-")
         if self.decimal_comma and DOT_GROUPED.fullmatch(text):
             raise ValueError
@@ -55,19 +55,19 @@ class NumberFormat:
             return float(text.replace(",", ""))
         if SPACE_GROUPED.fullmatch(text):
             return float(re.sub(SPACE, "", text))
-        return as_number(text)
+        return parse_number(text)
 
-    def step(self, text: str, *, has_plain_steps: bool) -> float:
-        """Return the step that a text is, which is a whole number: "1,000" can be nothing but a thousand.
+    def parse_step(self, text: str, *, has_plain_steps: bool) -> float:
+        """Parse a step. Steps are whole numbers, so "1,000" can only mean a thousand.
 
-        `has_plain_steps`: other steps of the column have no point, so that "1.000" among them may be a
-        thousand. Raises ValueError.
+        `has_plain_steps`: other steps of the column have no point, so "1.000" among them is ambiguous and
+        raises ValueError.
         """
         text = text.strip()
-        of_total = OF_TOTAL.fullmatch(text)
-        text = of_total[1] if of_total else text
+        fraction = STEP_OF_TOTAL.fullmatch(text)
+        text = fraction[1] if fraction else text
         if COMMA_GROUPED.fullmatch(text) and not self.decimal_comma:
             return float(text.replace(",", ""))
         if has_plain_steps and DOT_GROUPED.fullmatch(text):
             raise ValueError
-        return self.value(text)
+        return self.parse_number(text)

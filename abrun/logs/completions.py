@@ -1,9 +1,11 @@
-"""Completions that other trainers have kept: a file a step, read for their prompts, texts and rewards.
+"""Completions written by other trainers, one file per step, with prompts, texts and rewards.
 
-verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, an object a completion of `input`,
-`output` and `score`. TRL (`log_completions`): `completions/[<mode>/]completions_<step>.parquet`, of columns
-`prompt`, `completion`, a reward each function, `advantage`. NeMo-RL: `train_data_step<step>.jsonl`, an object
-a completion, of lists of one: `content` (a conversation's texts), `rewards` (none in distillation).
+- verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, one object per completion with
+  `input`, `output` and `score`.
+- TRL (`log_completions`): `completions/[<mode>/]completions_<step>.parquet` with columns `prompt`,
+  `completion`, one per reward function, and `advantage`.
+- NeMo-RL: `train_data_step<step>.jsonl`, one object per completion whose values are lists of length one:
+  `content` (the texts of a conversation) and `rewards` (absent in distillation).
 """
 
 import re
@@ -12,30 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.log import needs_package, printable, readable
+from abrun.logs.log import missing_package_error, printable, wrap_read_errors
 from abrun.logs.rows import parse_json
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.samples import Sample
 
-MOST_PROMPTS = 64  # of a step; of the completions of one prompt the first is kept
+MAX_PROMPTS = 64  # per step, with the first completion of each prompt
 _FILE = re.compile(
     r"(?P<verl>\d{1,9})\.jsonl|completions_(?P<trl>\d{1,9})\.parquet|train_data_step(?P<nemo>\d{1,9})\.jsonl",
     re.ASCII,
 )
-_NO_REWARD = ("step", "advantage", "mode")  # numbers of TRL's table that are none
+_NO_REWARD = ("step", "advantage", "mode")  # numeric columns of TRL's table that are not rewards
 
 
-class Dumps(Mapping[int, tuple[Sample, ...]]):
-    """Completions by step, ascending; a step's file, which may be large, is read when it is asked for.
+class CompletionFiles(Mapping[int, tuple[Sample, ...]]):
+    """Completions by step, ascending. A step's file, which may be large, is read on access.
 
-    Raises StoreError, there, where a file is corrupt or its reader is not installed.
+    Access raises StoreError if the file is corrupt or its reader is not installed.
     """
 
     def __init__(self, files: Mapping[int, Path]) -> None:
         self._files = dict(sorted(files.items()))
 
     def __getitem__(self, step: int) -> tuple[Sample, ...]:
-        return _samples(self._files[step])
+        return _read_samples(self._files[step])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._files)
@@ -44,104 +46,117 @@ class Dumps(Mapping[int, tuple[Sample, ...]]):
         return len(self._files)
 
 
-def read_completions(folder: Path) -> Dumps:
-    """Of this folder, or else of the first below that has any; empty where none has."""
-    for place in (folder, *(folder / one for one in ("completions/train", "completions", "rollout_data"))):
-        files = dict(_files(place))
+def read_completions(folder: Path) -> CompletionFiles:
+    """Return the completions in a folder, or else in the first usual subfolder that has any."""
+    for candidate in (
+        folder,
+        *(folder / subfolder for subfolder in ("completions/train", "completions", "rollout_data")),
+    ):
+        files = dict(_find_files(candidate))
         if files:
-            return Dumps(files)
-    return Dumps({})
+            return CompletionFiles(files)
+    return CompletionFiles({})
 
 
-def _files(folder: Path) -> Iterator[tuple[int, Path]]:
-    with readable(folder):
+def _find_files(folder: Path) -> Iterator[tuple[int, Path]]:
+    with wrap_read_errors(folder):
         for path in folder.iterdir() if is_directory(folder) else ():
-            found = _FILE.fullmatch(path.name)
-            if found and is_file(path) and (not found["verl"] or _is_dump(path)):
-                yield int(next(filter(None, found.groups()))), path
+            match = _FILE.fullmatch(path.name)
+            if match and is_file(path) and (not match["verl"] or _has_completions(path)):
+                yield int(next(filter(None, match.groups()))), path
 
 
-def _is_dump(path: Path) -> bool:
-    """Whether a `0.jsonl` is completions: it may be the metrics of seed 0."""
+def _has_completions(path: Path) -> bool:
+    """Return True if a file such as `0.jsonl` holds completions; it could be the metrics of seed 0."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline(1 << 22)
-    return all(f'"{key}"' in first for key in ("input", "output", "score"))
+        first_line = file.readline(1 << 22)
+    return all(f'"{key}"' in first_line for key in ("input", "output", "score"))
 
 
-def _samples(path: Path) -> tuple[Sample, ...]:
-    kept: dict[str, Sample] = {}
-    with readable(path):
-        for sample in _of(path):
-            kept.setdefault(sample.prompt, sample)
-            if len(kept) == MOST_PROMPTS:
+def _read_samples(path: Path) -> tuple[Sample, ...]:
+    samples: dict[str, Sample] = {}
+    with wrap_read_errors(path):
+        for sample in _read_file(path):
+            samples.setdefault(sample.prompt, sample)
+            if len(samples) == MAX_PROMPTS:
                 break
-    return tuple(kept.values())
+    return tuple(samples.values())
 
 
-def _of(path: Path) -> Iterator[Sample]:
+def _read_file(path: Path) -> Iterator[Sample]:
     if path.suffix == ".parquet":
-        return _of_trl(path)
-    return _of_nemo_rl(path) if path.name.startswith("train_data_step") else _of_verl(path)
+        return _read_trl(path)
+    return _read_nemo_rl(path) if path.name.startswith("train_data_step") else _read_verl(path)
 
 
-def _of_verl(path: Path) -> Iterator[Sample]:
-    for where, row in _objects(path):
+def _read_verl(path: Path) -> Iterator[Sample]:
+    for where, row in _read_objects(path):
         if not {"input", "output"} <= row.keys():
-            raise StoreError(f"{where}: no object with input and output, as verl writes them")
-        yield _sample(row["input"], row["output"], row.get("score"))
+            raise StoreError(f"{where}: expected an object with input and output, as verl writes")
+        yield _make_sample(row["input"], row["output"], row.get("score"))
 
 
-def _of_nemo_rl(path: Path) -> Iterator[Sample]:
-    """The last text of a conversation is the completion, those before it the prompt."""
-    for where, row in _objects(path):
+def _read_nemo_rl(path: Path) -> Iterator[Sample]:
+    """Yield samples of NeMo-RL: the last text of a conversation is the completion, the rest the prompt."""
+    for where, row in _read_objects(path):
         match row:
             case {"content": [[*prompt, text]]} if prompt:
                 rewards = row.get("rewards")
-                only = rewards[0] if isinstance(rewards, list) and len(rewards) == 1 else None
-                yield _sample("\n".join(map(str, prompt)), text, only)
+                reward = rewards[0] if isinstance(rewards, list) and len(rewards) == 1 else None
+                yield _make_sample("\n".join(map(str, prompt)), text, reward)
             case _:
-                raise StoreError(f"{where}: no content of a prompt and a completion, as NeMo-RL writes it")
+                raise StoreError(f"{where}: expected content with prompt and completion, as NeMo-RL writes")
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's place, in words, and its object; an empty one where it is none."""
+def _read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a description of each line's position, and its object (empty if it is not an object)."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             row = parse_json(line)
             yield f"{printable(str(path))}, line {number}", row if isinstance(row, dict) else {}
 
 
-def _of_trl(path: Path) -> Iterator[Sample]:
+def _read_trl(path: Path) -> Iterator[Sample]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise needs_package(path, "pyarrow", "'abrun[parquet]'") from None
+        raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
     try:
         rows = pq.read_table(path).to_pylist()
     except pa.ArrowException as error:
         raise StoreError(f"{printable(str(path))}: cannot be read: {printable(str(error))}") from None
     for row in rows:
         if not {"prompt", "completion"} <= row.keys():
-            raise StoreError(f"{printable(str(path))}: no columns prompt and completion, as TRL writes them")
-        yield _sample(_text(row["prompt"]), _text(row["completion"]), _only_reward(row))
+            raise StoreError(f"{printable(str(path))}: expected columns prompt and completion, as TRL writes")
+        yield _make_sample(
+            _conversation_text(row["prompt"]), _conversation_text(row["completion"]), _single_reward(row)
+        )
 
 
-def _text(value: Any) -> str:
-    """A text, or the messages of a conversation."""
+def _conversation_text(value: Any) -> str:
+    """Return a text, joining the messages of a conversation."""
     if isinstance(value, list):
-        return "\n".join(str(one.get("content", "")) if isinstance(one, dict) else str(one) for one in value)
+        return "\n".join(
+            str(message.get("content", "")) if isinstance(message, dict) else str(message)
+            for message in value
+        )
     return str(value)
 
 
-def _only_reward(row: Mapping[str, Any]) -> float | None:
-    """Of one reward function; of several the weights are not in the table."""
+def _single_reward(row: Mapping[str, Any]) -> float | None:
+    """Return the reward if there is one reward function; the weights of several are not in the table."""
     rewards = [value for key, value in row.items() if key not in _NO_REWARD and type(value) in (int, float)]
     return float(rewards[0]) if len(rewards) == 1 else None
 
 
-def _sample(prompt: Any, text: Any, reward: Any) -> Sample:
-    known = float(reward) if type(reward) in (int, float) else None
+def _make_sample(prompt: Any, text: Any, reward: Any) -> Sample:
+    valid_reward = float(reward) if type(reward) in (int, float) else None
     return Sample(
-        prompt=str(prompt), text=str(text), reward=known, logprob_error=None, num_tokens=None, truncated=None
+        prompt=str(prompt),
+        text=str(text),
+        reward=valid_reward,
+        logprob_error=None,
+        num_tokens=None,
+        truncated=None,
     )

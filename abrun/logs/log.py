@@ -1,4 +1,4 @@
-"""One run as some framework logged it: what every reader of this package returns."""
+"""One run as logged by some framework: the result of every reader in this package."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,86 +8,86 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.reasons import Reason
-from abrun.redaction import printable, shown, shown_tree
+from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.runs.access import unreadable_error
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 
 LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
-EMPTY = "nothing is recorded in it yet"
+NOTHING_RECORDED = "nothing is recorded in it yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
-    """What any source says of a run."""
+class RunRecording:
+    """Content of a run that any kind of source can provide."""
 
-    place: str  # where it was read, for people
+    place: str  # the location it was read from, for messages
     metrics: Mapping[str, Series]
-    failure: str = ""  # how it ended, where it failed; why it cannot be read
-    config: Mapping[str, Any] | None = None  # resolved, dotted keys; None: the source does not say
-    environment: Mapping[str, Any] | None = None  # versions, devices, prompts, hosts, as far as it says
-    code: tuple[str, ...] = ()  # commit and changes that its attempts ran, in order; empty: not known
-    unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, where, and what to do
-    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with text in it
+    failure: str = ""  # how a failed run ended, or why it cannot be read
+    config: Mapping[str, Any] | None = None  # resolved, dotted keys; None: unknown
+    environment: Mapping[str, Any] | None = None  # versions, devices, prompts, hosts, as far as known
+    code: tuple[str, ...] = ()  # code versions of its attempts, in order; empty: unknown
+    unread: Mapping[str, str] = field(default_factory=dict)  # column -> its first text, position and fix
+    dropped: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps with a text value
 
-    def recording(self) -> dict[str, Any]:
+    def recording_fields(self) -> dict[str, Any]:
         """Return these fields of a run by name."""
-        return {known.name: getattr(self, known.name) for known in fields(Recording)}
+        return {field_.name: getattr(self, field_.name) for field_ in fields(RunRecording)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Log(Recording):
-    """One run as some framework logged it."""
+class Log(RunRecording):
+    """One run as logged by some framework."""
 
-    name: str  # what naming rules match: the path relative to its source, or wandb's run name
-    status: LogStatus = "unknown"  # unknown: the source does not say whether it finished
+    name: str  # for naming rules: the path relative to its source, or wandb's run name
+    status: LogStatus = "unknown"  # unknown: the source does not record whether it finished
     group: str | None = None  # wandb's
     job_type: str | None = None  # wandb's
-    run_id: str | None = None  # wandb's: a resumed run is several files of one id
-    identity: RunName | None = None  # as its own files state it: a run directory of abrun
-    guesses: tuple[str, ...] = ()  # what its file was taken for, where it does not say
-    left_out: tuple[Reason, ...] = ()  # each start of the run that does not count
-    part: bool = False  # of a run that several files of a folder hold, by its name
-    notes: tuple[str, ...] = ()  # what reading it had to decide: a torn line left out, a step recorded twice
+    run_id: str | None = None  # wandb's: a resumed run has several files with the same id
+    identity: RunName | None = None  # stated by its own files (a run directory of abrun)
+    guesses: tuple[str, ...] = ()  # assumptions about its file format
+    left_out: tuple[Reason, ...] = ()  # starts of the run that do not count
+    is_part: bool = False  # one of several files of a run; files with the same name are merged
+    notes: tuple[str, ...] = ()  # decisions while reading: a torn line skipped, a step recorded twice
 
 
-def cleaned(log: Log) -> Log:
-    """A log whose names came from files, made safe to print."""
+def sanitize_log(log: Log) -> Log:
+    """Return a log with all texts from files made safe to print."""
     return replace(
         log,
         name=printable(log.name),
         place=printable(log.place),
-        failure=shown(log.failure),
-        config=log.config and shown_tree(log.config),
-        environment=log.environment and shown_tree(log.environment),
-        metrics={shown(name): series for name, series in log.metrics.items()},
-        code=tuple(map(shown, log.code)),
+        failure=display_safe(log.failure),
+        config=log.config and display_safe_tree(log.config),
+        environment=log.environment and display_safe_tree(log.environment),
+        metrics={display_safe(name): series for name, series in log.metrics.items()},
+        code=tuple(map(display_safe, log.code)),
         job_type=printable(log.job_type) if log.job_type else None,
         group=printable(log.group) if log.group else None,
         guesses=tuple(printable(guess) for guess in log.guesses),
         notes=tuple(printable(note) for note in log.notes),
-        unread={shown(name): shown(where) for name, where in log.unread.items()},
-        dropped={shown(name): steps for name, steps in log.dropped.items()},
+        unread={display_safe(name): display_safe(where) for name, where in log.unread.items()},
+        dropped={display_safe(name): steps for name, steps in log.dropped.items()},
     )
 
 
-def left_out(num_replaced: int) -> list[str]:
-    """The note on points that a later one replaced."""
+def replaced_notes(num_replaced: int) -> list[str]:
+    """Return a note on points that were replaced by later ones, if any."""
     if not num_replaced:
         return []
-    points, were = ("point", "was") if num_replaced == 1 else ("points", "were")
-    return [f"{num_replaced} {points} {were} recorded again at the same step; the last counts"]
+    points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")
+    return [f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"]
 
 
-def listed(names: list[str], most: int = 5) -> str:
-    """Some names for an error message, in quotes and on one line."""
-    shown = ", ".join(f"'{printable(name[:80])}'" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+def list_names(names: list[str], max_names: int = 5) -> str:
+    """Return at most `max_names` names for a message, quoted and on one line."""
+    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:max_names])
+    return text + (f" and {len(names) - max_names} more" if len(names) > max_names else "")
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turns an operating-system error about `path` into one StoreError line."""
+def wrap_read_errors(path: Path) -> Iterator[None]:
+    """Raise an operating-system error about reading `path` as a StoreError of one line."""
     try:
         yield
     except PermissionError:
@@ -96,8 +96,7 @@ def readable(path: Path) -> Iterator[None]:
         raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
 
 
-def needs_package(path: Path | str, package: str, to_install: str) -> StoreError:
+def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:
     return StoreError(
-        f"{printable(str(path))}: reading it needs the package {package}, which is not installed; "
-        f"run: pip install {to_install}"
+        f"{printable(str(path))}: reading it requires the package {package}; run: pip install {to_install}"
     )

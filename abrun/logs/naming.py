@@ -1,4 +1,4 @@
-"""Arms, seeds and A/A reruns from the names of runs."""
+"""Extraction of arms, seeds and A/A reruns from run names."""
 
 import re
 import string
@@ -6,43 +6,43 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import Log, listed, printable
-from abrun.logs.starts import join_starts, without_moments
+from abrun.logs.log import Log, list_names, printable
+from abrun.logs.starts import merge_starts, without_times
 from abrun.runs.layout import RunName
 
-SUFFIXES = {  # of files that hold runs, and their formats
+SUFFIXES = {  # suffixes of files that hold runs -> format
     ".csv": "csv",
     ".tsv": "csv",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".wandb": "wandb",
-    ".json": "json",  # a list of rows; in a folder, most others are none
+    ".json": "json",  # only if it holds a list of rows
 }
-# The first that every name matches, with the fewest leading folders. Each may end in -aa{rerun}.
+# The first that matches every name, with the fewest leading folders, is used. Each may end in -aa{rerun}.
 DEFAULT_PATTERNS = (
     *(f"{{arm}}{mark}{word}{{seed}}" for mark in "/-_" for word in ("seed-", "seed_", "seed", "seed=", "s")),
     *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
 )
-# Where the arm is known already: `seed-0`, `s0`, `0`, or one of these behind anything.
+# For a known arm: `seed-0`, `s0`, `0`, or one of these at the end of the name.
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
-LARGEST_SEED = 2**31
+SEED_LIMIT = 2**31
 
 
-class Match(NamedTuple):
-    """What a pattern found in a name."""
+class NameMatch(NamedTuple):
+    """Fields of a name that matched a pattern."""
 
     arm: str | None
     seed: int
     rerun: int
-    folders: int  # how many of the name's leading folders it took
+    folders: int  # number of leading folders of the name that were used
 
 
-Matcher = Callable[[str], Match | None]
-Selects = Callable[[RunName], bool]  # True for a run that is compared
+Matcher = Callable[[str], NameMatch | None]
+RunFilter = Callable[[RunName], bool]  # True for a run that is compared
 
 
-def every_run(_: RunName) -> bool:
+def select_all(_: RunName) -> bool:
     return True
 
 
@@ -51,36 +51,40 @@ def name_runs(
     pattern: str | None = None,
     *,
     unpaired: bool = False,
-    selects: Selects = every_run,
+    run_filter: RunFilter = select_all,
 ) -> list[RunName]:
-    """Return which run each log is, by the first rule that names all of them.
+    """Return the run name of each log, by the first rule that names all of them.
 
-    `pattern`; what their own files state; wandb's job types as arms; DEFAULT_PATTERNS. Of unpaired runs a
-    pattern, or a job type, need not say the seed: an arm's runs are then numbered. Several logs have one name
-    where they are starts of one run. Raises ComparisonError where no rule fits, or where two logs that
-    `selects` takes are the same run.
+    The rules are `pattern`, the runs' own files, wandb's job types as arms, and DEFAULT_PATTERNS. Unpaired
+    runs need no seed in a pattern or job type: the runs of an arm are then numbered. Logs may share a name if
+    they are starts of one run. Raises ComparisonError if no rule fits, or if two selected logs are the same
+    run. `run_filter` selects.
     """
     if pattern is not None:
-        needs_seed = not unpaired or "seed" in _fields(pattern)
-        matcher = _matcher(pattern, needs_arm=True, needs_seed=needs_seed)
-        names = [_required(log, matcher, pattern) for log in logs]
-        return _distinct(logs, names, selects) if needs_seed else _numbered([name.arm for name in names])
+        needs_seed = not unpaired or "seed" in _pattern_fields(pattern)
+        matcher = _make_matcher(pattern, needs_arm=True, needs_seed=needs_seed)
+        names = [_match_or_raise(log, matcher, pattern) for log in logs]
+        return (
+            _check_distinct(logs, names, run_filter)
+            if needs_seed
+            else _number_runs([name.arm for name in names])
+        )
     if logs and all(log.identity for log in logs):
-        return _distinct(logs, [log.identity for log in logs if log.identity], selects)
+        return _check_distinct(logs, [log.identity for log in logs if log.identity], run_filter)
     job_types = [log.job_type for log in logs if log.job_type]
     if len(job_types) == len(logs) and len(set(job_types)) > 1:
-        names = _by_seeds(logs, job_types, unpaired=unpaired)
+        names = _name_by_seeds(logs, job_types, unpaired=unpaired)
         if names:
-            return _distinct(logs, names, selects)
+            return _check_distinct(logs, names, run_filter)
     collision = None
-    for names in _by_defaults(logs):
+    for names in _name_by_default_patterns(logs):
         try:
-            return _distinct(logs, names, selects)
+            return _check_distinct(logs, names, run_filter)
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
-        f"arms and seeds: got runs named {listed([log.name for log in logs])}, which no usual pattern "
-        "matches (dates and times name no arm and no seed); say how their names are made, such as --pattern "
+        f"arms and seeds: no usual pattern matches the run names {list_names([log.name for log in logs])} "
+        "(dates and times do not count as arm or seed); describe the names, for example --pattern "
         "'{arm}-s{seed}', or give each arm's folder"
     )
 
@@ -91,51 +95,53 @@ def name_seeds(
     pattern: str | None = None,
     *,
     unpaired: bool = False,
-    selects: Selects = every_run,
+    run_filter: RunFilter = select_all,
 ) -> list[RunName]:
-    """Return which run of a known arm each log is; a single one that names no seed is seed 0.
+    """Return the run name of each log of a known arm; a single log without a seed is seed 0.
 
-    Unpaired runs that have no seeds, or all the same one, are numbered. `selects` as in `name_runs`.
+    Unpaired runs without seeds, or that share one, are numbered. `run_filter` as in `name_runs`.
     """
     if pattern is not None:
-        matcher = _matcher(pattern, needs_arm=False)
-        return _distinct(logs, [_required(log, matcher, pattern, arm) for log in logs], selects)
-    names = _by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
-    if names is None:
-        unnamed = [log.name for log in logs if _seed_of(log) is None]
-        raise ComparisonError(
-            f"seeds: got runs of {arm} named {listed(unnamed)}, whose seed is not in the name or the config; "
-            "say where it is, such as --pattern '*-s{seed}', or that they have none: --unpaired"
+        matcher = _make_matcher(pattern, needs_arm=False)
+        return _check_distinct(
+            logs, [_match_or_raise(log, matcher, pattern, arm) for log in logs], run_filter
         )
-    return _distinct(logs, names, selects)
+    names = _name_by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
+    if names is None:
+        unnamed = [log.name for log in logs if _find_seed(log) is None]
+        raise ComparisonError(
+            f"seeds: {arm}: no seed in the name or config of {list_names(unnamed)}; describe the names, for "
+            "example --pattern '*-s{seed}', or pass --unpaired if the runs have no seeds"
+        )
+    return _check_distinct(logs, names, run_filter)
 
 
-def _by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
-    """Return the runs of known arms by the seeds that they name; None where one names none.
+def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:
+    """Return the run names of known arms by their logs' seeds; None if a log has no seed.
 
-    Unpaired runs are then numbered, and so are those that share a seed.
+    With `unpaired`, runs without seeds, or that share a seed, are numbered instead.
     """
-    seeds = [_seed_of(log) for log in logs]
-    known = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
-    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in known]
+    seeds = [_find_seed(log) for log in logs]
+    seeded_runs = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
+    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in seeded_runs]
     is_complete = len(names) == len(logs)
     if unpaired and not (is_complete and len(set(names)) == len(names)):
-        return _numbered(arms)
+        return _number_runs(arms)
     return names if is_complete else None
 
 
-def _numbered(arms: Sequence[str]) -> list[RunName]:
-    """In the order of the logs, from 0 in each arm."""
+def _number_runs(arms: Sequence[str]) -> list[RunName]:
+    """Number the runs of each arm from 0, in the order of the logs."""
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
-def names_both(pattern: str) -> bool:
-    """Whether a pattern says the arm as well."""
-    return "arm" in _fields(pattern)
+def has_arm_field(pattern: str) -> bool:
+    """Return True if a pattern contains the arm."""
+    return "arm" in _pattern_fields(pattern)
 
 
-def stem(name: str) -> str:
-    """A name without the suffix of a file format, and of its compression."""
+def strip_suffix(name: str) -> str:
+    """Return a name without the suffixes of its file format and compression."""
     unpacked = name[: -len(".gz")] if name.lower().endswith(".gz") else name
     return next((unpacked[: -len(end)] for end in SUFFIXES if unpacked.lower().endswith(end)), name)
 
@@ -143,72 +149,76 @@ def stem(name: str) -> str:
 # --- one run ---
 
 
-def _by_defaults(logs: Sequence[Log]) -> list[list[RunName]]:
-    """The names by each default pattern that matches every log, those first that need the fewest folders."""
-    fitting = []
+def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
+    """Return the names by each default pattern that matches every log, fewest leading folders first."""
+    candidates = []
     for pattern in DEFAULT_PATTERNS:
-        matcher = _matcher(pattern, needs_arm=True, reruns=True)
-        found = [matcher(without_moments(stem(log.name))) for log in logs]
-        if logs and all(one or log.identity for one, log in zip(found, logs, strict=True)):
-            named = [log.identity or _run_name(one) for one, log in zip(found, logs, strict=True)]
-            fitting.append((sum(one.folders for one in found if one), [name for name in named if name]))
-    return [named for _, named in sorted(fitting, key=lambda one: one[0])]
+        matcher = _make_matcher(pattern, needs_arm=True, allows_reruns=True)
+        matches = [matcher(without_times(strip_suffix(log.name))) for log in logs]
+        if logs and all(match or log.identity for match, log in zip(matches, logs, strict=True)):
+            names = [log.identity or _to_run_name(match) for match, log in zip(matches, logs, strict=True)]
+            candidates.append(
+                (sum(match.folders for match in matches if match), [name for name in names if name])
+            )
+    return [names for _, names in sorted(candidates, key=lambda match: match[0])]
 
 
-def _seed_of(log: Log) -> tuple[int, int] | None:
-    """Seed and rerun: as its files state them, from its name, or from the one `seed` of its configuration."""
+def _find_seed(log: Log) -> tuple[int, int] | None:
+    """Return seed and rerun of a log: from its own files, its name, or the `seed` of its configuration."""
     if log.identity:
         return log.identity.seed, log.identity.rerun
-    if found := _named_seed(log, SEED_PATTERNS[:-1]):
-        return found
+    if seed_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
+        return seed_and_rerun
     values = {
         key: value
         for key, value in (log.config or {}).items()
-        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < LARGEST_SEED
+        if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < SEED_LIMIT
     }
     if "seed" in values:
         return values["seed"], 0
     if len(set(values.values())) == 1:
         return next(iter(values.values())), 0
-    return _named_seed(log, SEED_PATTERNS[-1:])  # a bare number may count starts
+    return _seed_in_name(log, SEED_PATTERNS[-1:])  # a bare number may count starts
 
 
-def _named_seed(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
+def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
     for pattern in patterns:
-        for start in ("", "*/", "*-", "*_", "*."):
-            found = _matcher(start + pattern, needs_arm=False, reruns=True)(without_moments(stem(log.name)))
-            if found:
-                return found.seed, found.rerun
+        for prefix in ("", "*/", "*-", "*_", "*."):
+            match = _make_matcher(prefix + pattern, needs_arm=False, allows_reruns=True)(
+                without_times(strip_suffix(log.name))
+            )
+            if match:
+                return match.seed, match.rerun
     return None
 
 
-def _run_name(found: Match | None, arm: str | None = None) -> RunName | None:
-    if found is None:
+def _to_run_name(match: NameMatch | None, arm: str | None = None) -> RunName | None:
+    if match is None:
         return None
-    return RunName(arm=arm if arm is not None else found.arm or "", seed=found.seed, rerun=found.rerun)
+    return RunName(arm=arm if arm is not None else match.arm or "", seed=match.seed, rerun=match.rerun)
 
 
-def _required(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) -> RunName:
-    name = _run_name(matcher(log.name), arm)
+def _match_or_raise(log: Log, matcher: Matcher, pattern: str, arm: str | None = None) -> RunName:
+    name = _to_run_name(matcher(log.name), arm)
     if name is None:
         raise ComparisonError(
             f"--pattern: got {pattern!r}, which does not match '{printable(log.name)}' ({log.place}); "
-            "change it, or leave that run out of the sources"
+            "change the pattern, or remove that run from the sources"
         )
     return name
 
 
-def _distinct(logs: Sequence[Log], names: Sequence[RunName], selects: Selects) -> list[RunName]:
+def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: RunFilter) -> list[RunName]:
     logs_of: dict[RunName, list[Log]] = {}
     for name, log in zip(names, logs, strict=True):
-        if selects(name):
+        if run_filter(name):
             logs_of.setdefault(name, []).append(log)
-    for name, of in logs_of.items():
-        if len(of) > 1 and join_starts(of, str(name)) is None:
+    for name, same_name in logs_of.items():
+        if len(same_name) > 1 and merge_starts(same_name, str(name)) is None:
             raise ComparisonError(
-                f"{printable(str(name))}: got two runs of that name, {of[0].place} and {of[1].place}; leave "
-                "one out with --exclude, say how names are made, such as --pattern '{arm}-s{seed}', or name "
-                "the folder of each arm: ARM=FOLDER"
+                f"{printable(str(name))}: got two runs of that name, {same_name[0].place} and "
+                f"{same_name[1].place}; leave one out with --exclude, describe the names, for example "
+                "--pattern '{arm}-s{seed}', or name the folder of each arm: ARM=FOLDER"
             )
     return list(names)
 
@@ -216,16 +226,16 @@ def _distinct(logs: Sequence[Log], names: Sequence[RunName], selects: Selects) -
 # --- patterns ---
 
 
-def _fields(pattern: str) -> list[str]:
+def _pattern_fields(pattern: str) -> list[str]:
     try:
-        parts = list(string.Formatter().parse(pattern))
+        segments = list(string.Formatter().parse(pattern))
     except ValueError as error:
         raise ComparisonError(
-            f"--pattern: got {pattern!r}: {error}; write such as '{{arm}}-s{{seed}}', literal braces doubled"
+            f"--pattern: got {pattern!r}: {error}; example: '{{arm}}-s{{seed}}'; double literal braces"
         ) from None
-    fields = [name for _, name, form, conversion in parts if name is not None]
-    odd = [name for _, name, form, conversion in parts if name is not None and (form or conversion)]
-    unknown = [name for name in fields if name not in ("arm", "seed", "rerun")] + odd
+    fields = [name for _, name, form, conversion in segments if name is not None]
+    formatted = [name for _, name, form, conversion in segments if name is not None and (form or conversion)]
+    unknown = [name for name in fields if name not in ("arm", "seed", "rerun")] + formatted
     if unknown or len(set(fields)) < len(fields):
         raise ComparisonError(
             f"--pattern: got {pattern!r}; allowed: {{arm}}, {{seed}} and {{rerun}}, each once, "
@@ -234,35 +244,39 @@ def _fields(pattern: str) -> list[str]:
     return fields
 
 
-def _matcher(pattern: str, *, needs_arm: bool, needs_seed: bool = True, reruns: bool = False) -> Matcher:
-    """Matches a name, or the leading folders of one, against a pattern: the fewest folders that fit."""
-    fields = _fields(pattern)
+def _make_matcher(
+    pattern: str, *, needs_arm: bool, needs_seed: bool = True, allows_reruns: bool = False
+) -> Matcher:
+    """Return a function that matches a name, or the fewest leading folders of it, against a pattern."""
+    fields = _pattern_fields(pattern)
     needed = {"arm": needs_arm, "seed": needs_seed}
     missing = [name for name, needs in needed.items() if needs and name not in fields]
     if missing:
         raise ComparisonError(
-            f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; allowed: such as '{{arm}}-s{{seed}}'"
+            f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; example: '{{arm}}-s{{seed}}'"
         )
     groups: Mapping[str, str] = {
         "arm": "(?P<arm>.+)",
         "seed": r"(?P<seed>\d{1,10})",
         "rerun": r"(?P<rerun>\d{1,9})",
     }
-    text = ""
+    regex = ""
     for literal, name, _, _ in string.Formatter().parse(pattern):
-        text += ".*".join(re.escape(part) for part in literal.split("*")) + (groups[name] if name else "")
-    if reruns and "rerun" not in fields:
-        text += r"(?:-aa(?P<rerun>\d{1,9}))?"
-    compiled = re.compile(text, re.DOTALL | re.ASCII)
+        regex += ".*".join(re.escape(fragment) for fragment in literal.split("*")) + (
+            groups[name] if name else ""
+        )
+    if allows_reruns and "rerun" not in fields:
+        regex += r"(?:-aa(?P<rerun>\d{1,9}))?"
+    compiled = re.compile(regex, re.DOTALL | re.ASCII)
 
-    def match(name: str) -> Match | None:
-        folders = stem(name).split("/")
+    def match(name: str) -> NameMatch | None:
+        folders = strip_suffix(name).split("/")
         for count in range(1, len(folders) + 1):
-            found = compiled.fullmatch("/".join(folders[:count]))
-            parts = found.groupdict() if found else {}
-            seed = int(parts.get("seed") or 0)
-            if found and seed < LARGEST_SEED:
-                return Match(parts.get("arm"), seed, int(parts.get("rerun") or 0), count)
+            regex_match = compiled.fullmatch("/".join(folders[:count]))
+            values = regex_match.groupdict() if regex_match else {}
+            seed = int(values.get("seed") or 0)
+            if regex_match and seed < SEED_LIMIT:
+                return NameMatch(values.get("arm"), seed, int(values.get("rerun") or 0), count)
         return None
 
     return match

@@ -1,4 +1,4 @@
-"""Starts of runs: the dates and clock times in their names, and jobs that were started more than once."""
+"""Starts of runs: dates and times in their names, and merging of jobs that were started more than once."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ from abrun.logs.log import Log, printable
 from abrun.reasons import Code
 from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
-# A folder that is named by its start alone: a restarted run has several, side by side.
-START = re.compile(
+# A folder named only by its start: a restarted run has several, side by side.
+START_FOLDER = re.compile(
     r"version_\d+|v\d+-\d{8}-\d{6}|exp_\d+|\d{8}[-_T]?\d{4,6}|\d{4}-\d\d-\d\d.*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
 )
 _YEAR, _MONTH, _DAY = r"(?:19|20)\d\d", r"(?:0[1-9]|1[0-2])", r"(?:0[1-9]|[12]\d|3[01])"
 _CLOCK = r"(?:[01]\d|2[0-3])[-:._h]?[0-5]\d(?:[-:._m]?[0-5]\d(?:\.\d+|s)?)?"
 _NAMED_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-# A date or a clock time, with the host behind it where TensorBoard's writers put one; a number that a
-# name calls a seed is none.
+# A date or a clock time, with the host name that TensorBoard's writers append. A number after "seed" is not
+# a time.
 MOMENT = re.compile(
     r"(?<![A-Za-z0-9.])(?<!seed[-_=])(?:"
     rf"{_NAMED_MONTH}{_DAY}_{_CLOCK}(?:_[^/]*)?"
@@ -32,122 +32,131 @@ MOMENT = re.compile(
 )
 
 
-def without_moments(name: str) -> str:
-    """Return a name without dates and clock times, which tell no arm and no seed from another."""
+def without_times(name: str) -> str:
+    """Return a name without dates and clock times, which identify neither arm nor seed."""
     if not MOMENT.search(name):
         return name
-    parts = [re.sub(r"[-_.@ ]{2,}", "-", MOMENT.sub("", part)).strip("-_@ ") for part in name.split("/")]
-    return "/".join(part for part in parts if part)
+    cleaned_parts = [
+        re.sub(r"[-_.@ ]{2,}", "-", MOMENT.sub("", text)).strip("-_@ ") for text in name.split("/")
+    ]
+    return "/".join(text for text in cleaned_parts if text)
 
 
-def continued(logs: Sequence[Log], run: str) -> Log | None:
-    """Return one log of starts whose steps go on; None where they may be different runs.
+def merge_continued_starts(logs: Sequence[Log], run: str) -> Log | None:
+    """Merge starts whose steps continue each other; return None if they may be different runs.
 
-    Each begins and ends behind the one before; where steps overlap, the later start counts.
+    Each start has to begin and end after the one before; where steps overlap, the later start counts.
     """
-    if len({repr(_identity(log)) for log in logs}) > 1:
+    if len({repr(_run_identity(log)) for log in logs}) > 1:
         return None
-    for spans in _spans(logs):
+    for spans in _step_spans(logs):
         order = sorted(range(len(logs)), key=spans.__getitem__)
-        if _go_on([spans[index] for index in order]):
-            return _joined([logs[index] for index in order], run, sorted(spans))
+        if _are_continuous([spans[index] for index in order]):
+            return _merge_logs([logs[index] for index in order], run, sorted(spans))
     return None
 
 
-def join_starts(logs: Sequence[Log], run: str) -> Log | None:
-    """Return one log of a job that was started several times; None where they may be different runs.
+def merge_starts(logs: Sequence[Log], run: str) -> Log | None:
+    """Merge the starts of one job; return None if they may be different runs.
 
-    As `continued`; or else without the starts that did not finish and that another one repeats.
+    Starts are merged as in `merge_continued_starts`, if necessary without unfinished starts whose steps
+    another start repeats.
     """
-    log = continued(logs, run)
-    if log is not None or len({repr(_identity(one)) for one in logs}) > 1:
+    log = merge_continued_starts(logs, run)
+    if log is not None or len({repr(_run_identity(start)) for start in logs}) > 1:
         return log
-    spans = next(_spans(logs), [])
-    counted = [log for index, log in enumerate(logs) if spans and not _superseded(index, spans, logs)]
-    log = continued(counted, run) if 0 < len(counted) < len(logs) else None
+    spans = next(_step_spans(logs), [])
+    counted_starts = [
+        log for index, log in enumerate(logs) if spans and not _is_superseded(index, spans, logs)
+    ]
+    log = merge_continued_starts(counted_starts, run) if 0 < len(counted_starts) < len(logs) else None
     if log is None:
         return None
-    left_out = [
+    excluded = [
         Code.START_LEFT_OUT(
-            place=printable(one.place),
+            place=printable(start.place),
             run=printable(run),
-            first=first,
-            last=last,
+            first=first_step,
+            last=last_step,
             repeated_by=printable(log.place),
         )
-        for one, (first, last) in zip(logs, spans, strict=True)
-        if one not in counted
+        for start, (first_step, last_step) in zip(logs, spans, strict=True)
+        if start not in counted_starts
     ]
-    return replace(log, left_out=(*log.left_out, *left_out))
+    return replace(log, left_out=(*log.left_out, *excluded))
 
 
-def _joined(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int]]) -> Log:
-    last = ordered[-1]
+def _merge_logs(ordered: Sequence[Log], run: str, spans: Sequence[tuple[int, int]]) -> Log:
+    last_log = ordered[-1]
     if len(ordered) == 1:
-        return last
+        return last_log
     points: dict[str, list[Series]] = {}
     for log in ordered:
         for metric, series in log.metrics.items():
             points.setdefault(metric, []).append(series)
-    metrics = {metric: _concatenated(series) for metric, series in points.items()}
-    steps = ", ".join(f"{first}-{end}" for first, end in spans)
-    guess = f"{printable(run)}: {len(ordered)} starts of one run, whose steps go on ({steps})"
-    unread = {name: where for log in reversed(ordered) for name, where in log.unread.items()}
+    metrics = {metric: _concatenate_series(series) for metric, series in points.items()}
+    steps = ", ".join(f"{first_step}-{last_step}" for first_step, last_step in spans)
+    guess = f"{printable(run)}: {len(ordered)} starts of one run with continuing steps ({steps})"
+    unread = {name: text_cell for log in reversed(ordered) for name, text_cell in log.unread.items()}
     guesses = dict.fromkeys([*(guess for log in ordered for guess in log.guesses), guess])
     left_out = tuple(line for log in ordered for line in log.left_out)
     dropped: dict[str, tuple[int, ...]] = {}
-    for log in ordered:  # what a later start repeats as a number, counts
-        kept = {metric: np.setdiff1d(steps, _steps(log, metric)) for metric, steps in dropped.items()}
-        dropped = {metric: (*map(int, steps),) for metric, steps in kept.items() if len(steps)}
+    for log in ordered:  # a number in a later start replaces a text
+        remaining = {
+            metric: np.setdiff1d(steps, _metric_steps(log, metric)) for metric, steps in dropped.items()
+        }
+        dropped = {metric: (*map(int, steps),) for metric, steps in remaining.items() if len(steps)}
         for metric, steps in log.dropped.items():
             dropped[metric] = tuple(sorted({*dropped.get(metric, ()), *steps}))
-    joined = replace(last, metrics=metrics, guesses=tuple(guesses), left_out=left_out)
-    return replace(joined, unread=unread, dropped=dropped)
+    merged = replace(last_log, metrics=metrics, guesses=tuple(guesses), left_out=left_out)
+    return replace(merged, unread=unread, dropped=dropped)
 
 
-def _steps(log: Log, metric: str) -> Steps:
+def _metric_steps(log: Log, metric: str) -> Steps:
     return log.metrics[metric].steps if metric in log.metrics else EMPTY_SERIES.steps
 
 
-def _concatenated(series: Sequence[Series]) -> Series:
-    steps = np.concatenate([one.steps for one in series])
-    merged, _ = build_series(steps, np.concatenate([one.values for one in series]))
-    return replace(merged, recounted=max(merged.recounted, *(one.recounted for one in series)))
+def _concatenate_series(series: Sequence[Series]) -> Series:
+    steps = np.concatenate([start.steps for start in series])
+    merged, _ = build_series(steps, np.concatenate([start.values for start in series]))
+    return replace(merged, recounted=max(merged.recounted, *(start.recounted for start in series)))
 
 
-def _spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the first and last step of every log on each metric that all of them have, the longest first.
+def _step_spans(logs: Sequence[Log]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the first and last step of every log, for each metric that all of them have, longest first.
 
-    Some metrics begin at step 0 in every start, so one alone does not tell.
+    Some metrics begin at step 0 in every start, so one metric is not enough.
     """
     shared = [metric for metric in logs[0].metrics if all(len(log.metrics.get(metric, ())) for log in logs)]
     for metric in sorted(shared, key=lambda metric: -sum(len(log.metrics[metric]) for log in logs)):
         steps = [log.metrics[metric].steps for log in logs]
-        yield [(int(one[0]), int(one[-1])) for one in steps]
+        yield [(int(log_steps[0]), int(log_steps[-1])) for log_steps in steps]
 
 
-def _go_on(spans: Sequence[tuple[int, int]]) -> bool:
+def _are_continuous(spans: Sequence[tuple[int, int]]) -> bool:
     return all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(spans))
 
 
-def _superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[Log]) -> bool:
-    """Return True for an unfinished start, all of whose steps another one holds."""
-    first, last = spans[index]
+def _is_superseded(index: int, spans: Sequence[tuple[int, int]], logs: Sequence[Log]) -> bool:
+    """Return True for an unfinished start whose steps are all in another start."""
+    first_step, last_step = spans[index]
     return logs[index].status != "finished" and any(
-        other[0] <= first and last <= other[1] and (other != (first, last) or log.status == "finished")
-        for other, log in zip(spans, logs, strict=True)
+        other_span[0] <= first_step
+        and last_step <= other_span[1]
+        and (other_span != (first_step, last_step) or log.status == "finished")
+        for other_span, log in zip(spans, logs, strict=True)
     )
 
 
-def _identity(log: Log) -> object:
-    """Return what starts of one run have in common."""
+def _run_identity(log: Log) -> object:
+    """Return the properties that all starts of one run share."""
     config: Mapping[str, Any] = log.config or {}
     settings = {
-        key: without_moments(value) if isinstance(value, str) else value
+        key: without_times(value) if isinstance(value, str) else value
         for key, value in config.items()
         if "resume" not in key
     }
-    folder, _, last = log.name.rpartition("/")
-    name = folder if folder and START.fullmatch(last) else log.name
+    folder, _, leaf = log.name.rpartition("/")
+    name = folder if folder and START_FOLDER.fullmatch(leaf) else log.name
     versions = (log.environment or {}).get("versions")
-    return without_moments(name), log.group, log.job_type, settings, versions
+    return without_times(name), log.group, log.job_type, settings, versions

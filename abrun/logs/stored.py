@@ -1,4 +1,4 @@
-"""Runs of abrun itself, wherever their directories were copied to."""
+"""Reader for abrun's own run directories, wherever they were copied to."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from abrun.runs.rundir import RunDir
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether a folder is a run directory of abrun: its config.json says whose."""
+    """Return True if a folder is a run directory of abrun, by its config.json."""
     run = RunDir(folder)
     return run.has_metrics and run.find_record() is not None
 
@@ -18,7 +18,7 @@ def is_run_dir(folder: Path) -> bool:
 def read_run_dir(folder: Path, name: str) -> Log:
     run = RunDir(folder)
     record = run.record()
-    status, failure = _status(run, record.name)
+    status, failure = _read_status(run, record.name)
     return Log(
         name=name,
         place=printable(str(folder)),
@@ -34,7 +34,7 @@ def read_run_dir(folder: Path, name: str) -> Log:
     )
 
 
-def _status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
+def _read_status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
     if run.finished:
         return "finished", ""
     folder = run.path.resolve()

@@ -1,4 +1,4 @@
-"""Runs in tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
+"""Readers for tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
 
 import codecs
 import csv
@@ -11,233 +11,241 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.log import EMPTY, Log, needs_package, printable, readable
+from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable, wrap_read_errors
 from abrun.logs.rows import (
-    LONGEST_TEXT,
+    MAX_TEXT_CHARS,
     STEP_COLUMNS,
     UNNAMED,
     Cells,
-    Recorded,
+    TableMetrics,
+    build_series,
     flat_cells,
     parse_json,
-    series_of,
 )
 from abrun.regular_files import open_regular, read_regular
 from abrun.runs.lines import LineParser, damaged_line_error
 
 GZIP = b"\x1f\x8b"
-LARGEST_UNPACKED = 2**30  # bytes
+MAX_UNPACKED_BYTES = 2**30  # bytes
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-TORN = "its last line is torn, or still being written, and was left out"
-NO_FOOTER = "it has no footer (it is torn, or still being written): nothing of it can be read"
+TORN_NOTE = "its last line is torn, or still being written, and was left out"
+NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
-LARGEST_CELL = 2**24  # characters
-MOST_VALUES = 2**24  # of a Parquet file
-METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")  # of a long table: which metric a row is of
+MAX_CELL_CHARS = 2**24  # characters
+MAX_VALUES = 2**24  # of a Parquet file
+METRIC_COLUMNS = (
+    "metric",
+    "variable",
+    "tag",
+    "key",
+    "name",
+)  # in a long table: name of the row's metric
 VALUE_COLUMNS = ("value", "val")
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
 EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
 
-Line = tuple[int, list[str]]  # the number that it ends at, and its cells
+CsvLine = tuple[int, list[str]]  # line number of its end, and its cells
 
 
 # --- CSV ---
 
 
-def csv_log(path: Path, lines: list[Line], step_column: str | None = None) -> Log:
-    """The run of a CSV file's whole lines, the header first: a line a step, an empty cell is not recorded."""
-    header, rows = csv_rows(path, lines)
-    return rows_log(path, rows, step_column, header)
+def log_from_csv_lines(path: Path, lines: list[CsvLine], step_column: str | None = None) -> Log:
+    """Return the run in a CSV file's complete lines, header first. Empty cells are not recorded."""
+    header, rows = parse_csv_lines(path, lines)
+    return log_from_rows(path, rows, step_column, header)
 
 
-def csv_rows(path: Path, lines: Sequence[Line]) -> tuple[list[str], list[tuple[int, Cells]]]:
-    """Return the columns and the rows of a CSV file's whole lines, the header first."""
-    # The index of a data frame has no name in its CSV; read again, pandas calls it so.
+def parse_csv_lines(path: Path, lines: Sequence[CsvLine]) -> tuple[list[str], list[tuple[int, Cells]]]:
+    """Return the columns and the rows of a CSV file's complete lines, header first."""
+    # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
-    _refuse_columns_twice(path, header)
+    _check_unique_columns(path, header)
     rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
     for number, cells in rows:
-        _refuse_other_length(path, number, cells, header)
+        _check_length(path, number, cells, header)
     return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
 
 
-def rows_log(
+def log_from_rows(
     path: Path,
     rows: Iterable[tuple[int, Cells]],
     step_column: str | None,
     columns: Sequence[str] = (),
 ) -> Log:
-    """The run of a file's rows, each with its line."""
+    """Return the run in a file's rows, each given with its line number."""
     lines, cells = [], []
     for line, row in rows:
         lines.append(line)
         cells.append(row)
-    return _log(path, series_of(cells, _shown(path), step_column, columns, lines))
+    return _make_log(path, build_series(cells, _path_text(path), step_column, columns, lines))
 
 
-def csv_lines(path: Path) -> tuple[list[Line], bool]:
-    """The whole lines with the numbers they end at, and whether a torn one was left out behind them."""
-    content, torn = _content(path)
-    csv.field_size_limit(LARGEST_CELL)
-    text, above, delimiter = _below_comments(_text(path, content))
+def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
+    """Return the complete lines with their line numbers, and True if a torn last line was left out."""
+    content, torn = _read_content(path)
+    csv.field_size_limit(MAX_CELL_CHARS)
+    text, num_skipped, delimiter = _skip_comments(_decode(path, content))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
-    lines: list[Line] = []
-    ended = 0
+    lines: list[CsvLine] = []
+    last_line = 0
     try:
         for cells in reader:
-            ended = reader.line_num
+            last_line = reader.line_num
             if cells:
-                lines.append((above + ended, cells))
+                lines.append((num_skipped + last_line, cells))
     except csv.Error as error:
-        # A quote that is open at the end is a torn line, or one far above that takes all below for its text.
-        if "unexpected end of data" in str(error) and reader.line_num == ended + 1:
+        # An open quote at the end of the file is a torn line, or starts far above and swallowed the rest.
+        if "unexpected end of data" in str(error) and reader.line_num == last_line + 1:
             return lines, True
         raise StoreError(
-            f"{_shown(path)}, line {above + ended + 1}: not readable as CSV: {_one_line(error)}"
+            f"{_path_text(path)}, line {num_skipped + last_line + 1}: not valid CSV: {_error_text(error)}"
         ) from None
     if lines and not content.endswith((b"\n", b"\r")):
         lines, torn = lines[:-1], True
-    return _under_one_header(path, lines), torn
+    return _merge_headers(path, lines), torn
 
 
-def _under_one_header(path: Path, lines: list[Line]) -> list[Line]:
-    """The lines below the first header, though a resumed writer wrote another, of other columns or order."""
-    first = lines[0][1] if lines else []
-    places = [place for place, (_, cells) in enumerate(lines) if place and _is_header(cells, first)]
-    if not places:
+def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
+    """Merge later headers, which a resumed writer may repeat with other columns, into the first."""
+    first_header = lines[0][1] if lines else []
+    header_indices = [
+        index for index, (_, cells) in enumerate(lines) if index and _is_header(cells, first_header)
+    ]
+    if not header_indices:
         return lines
-    header, rows = [name.strip() for name in first], []
+    header, rows = [name.strip() for name in first_header], []
     columns = dict.fromkeys(header)
-    for place, (number, cells) in enumerate(lines[1:], 1):
-        if place in places:
+    for index, (number, cells) in enumerate(lines[1:], 1):
+        if index in header_indices:
             header = [name.removeprefix(COMMENT).strip() for name in cells]
-            _refuse_columns_twice(path, header)
+            _check_unique_columns(path, header)
             columns |= dict.fromkeys(header)
         elif not _is_comment(cells, header):
-            _refuse_other_length(path, number, cells, header)
+            _check_length(path, number, cells, header)
             rows.append((number, dict(zip(header, cells, strict=True))))
     return [(lines[0][0], [*columns]), *((n, [row.get(name, "") for name in columns]) for n, row in rows)]
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
-    """Return True for a line that names half of the columns again, or more, and holds no number."""
+    """Return True for a line that repeats at least half of the column names and holds no number."""
     names = [name.removeprefix(COMMENT).strip() for name in cells]
     common = {name for name in names if name} & {name.strip() for name in header}
     has_number = any(re.match(r"[-+.]?\d", name) for name in names)
     return cells == header or (2 * len(common) >= len(header) and not has_number)
 
 
-def _refuse_other_length(path: Path, number: int, cells: Sequence[str], header: Sequence[str]) -> None:
+def _check_length(path: Path, number: int, cells: Sequence[str], header: Sequence[str]) -> None:
     if len(cells) != len(header):
         raise StoreError(
-            f"{_shown(path)}, line {number}: got {len(cells)} cells; the header names {len(header)}: "
-            "mend the line or write the file again"
+            f"{_path_text(path)}, line {number}: got {len(cells)} cells; the header has {len(header)}: "
+            "fix the line or write the file again"
         )
 
 
-def _below_comments(text: str) -> tuple[str, int, str]:
-    """The text from the header on, how many lines stand above it, and what its cells are divided by.
+def _skip_comments(text: str) -> tuple[str, int, str]:
+    """Return the text from the header on, the number of lines above it, and the delimiter.
 
-    The header may itself begin with `#`, above a first row of as many cells.
+    The header may itself begin with `#` if the line below has as many cells.
     """
-    above, last, delimiter = 0, "", ""
+    num_skipped, last_comment, delimiter = 0, "", ""
     while text:
         line, _, rest = text.partition("\n")
         excel = EXCEL_DELIMITER.fullmatch(line.strip("\r"))
-        if not (line.startswith(COMMENT) or excel or (above and not line.strip())):
+        if not (line.startswith(COMMENT) or excel or (num_skipped and not line.strip())):
             break
-        text, above, last = rest, above + 1, line if line.strip() else last
+        text, num_skipped, last_comment = rest, num_skipped + 1, line if line.strip() else last_comment
         delimiter = excel[1] if excel else delimiter
-    first, second = [*text.split("\n", 2), ""][:2]
-    if not delimiter:  # as often in the header as below it, else as often as any in the header
-        counts = {mark: (first.count(mark), second.count(mark)) for mark in DELIMITERS}
+    first_line, second_line = [*text.split("\n", 2), ""][:2]
+    if not delimiter:  # equally frequent in the header and below it, else most frequent in the header
+        counts = {mark: (first_line.count(mark), second_line.count(mark)) for mark in DELIMITERS}
         delimiter = max(
             DELIMITERS, key=lambda mark: (0 < counts[mark][0] == counts[mark][1], counts[mark][0])
         )
-    cells = first.split(delimiter)
-    header = last.removeprefix(COMMENT).strip()
-    if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first):
-        return f"{header}\n{text}", above - 1, delimiter
-    return text, above, delimiter
+    cells = first_line.split(delimiter)
+    header = last_comment.removeprefix(COMMENT).strip()
+    if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first_line):
+        return f"{header}\n{text}", num_skipped - 1, delimiter
+    return text, num_skipped, delimiter
 
 
 def _is_comment(cells: Sequence[str], header: Sequence[str]) -> bool:
     return cells[0].startswith(COMMENT) and len(cells) != len(header)
 
 
-def _refuse_columns_twice(path: Path, names: Sequence[str]) -> None:
-    twice = sorted(name for name, count in Counter(names).items() if name and count > 1)
-    if twice:
+def _check_unique_columns(path: Path, names: Sequence[str]) -> None:
+    duplicates = sorted(name for name, count in Counter(names).items() if name and count > 1)
+    if duplicates:
         raise StoreError(
-            f"{_shown(path)}: the column '{printable(twice[0][:80])}' is there twice; rename one of them"
+            f"{_path_text(path)}: duplicate column '{printable(duplicates[0][:80])}'; rename one of them"
         )
 
 
 # --- JSON ---
 
 
-def json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
-    """Return the flat rows of JSON lines or of a list, each with its line, and what of them is torn.
+def read_json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
+    """Return the flat rows of JSON lines or of a list with their line numbers, and notes on a torn end.
 
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
-    content, torn = _content(path)
+    content, torn = _read_content(path)
     if content.lstrip().startswith(b"["):
-        numbered, notes = list(enumerate(_list(path, content), 1)), []
+        numbered, notes = list(enumerate(_parse_list(path, content), 1)), []
     else:
-        numbered, notes = _objects(path, content.split(b"\n"))
+        numbered, notes = _parse_objects(path, content.split(b"\n"))
     rows: list[tuple[int, Cells]] = [
-        (number, dict(flat_cells(_without_envelope(row)))) for number, row in numbered if not _is_summary(row)
+        (number, dict(flat_cells(_unwrap_envelope(row)))) for number, row in numbered if not _is_summary(row)
     ]
-    return rows, notes or [TORN] * torn
+    return rows, notes or [TORN_NOTE] * torn
 
 
-def _objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    last = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
+def _parse_objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    last_index = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
     rows, parser = [], LineParser()
-    notes = [] if last >= 0 else [EMPTY]
+    notes = [] if last_index >= 0 else [NOTHING_RECORDED]
     for index, line in enumerate(lines):
         if not line.strip():
             continue
         if not parser.is_intact(line):
-            raise damaged_line_error(_shown(path), f"line {index + 1}", line)
-        row = _object(line)
+            raise damaged_line_error(_path_text(path), f"line {index + 1}", line)
+        row = _parse_object(line)
         if row is not None:
             rows.append((index + 1, row))
-        elif index == last and line.lstrip().startswith(b"{"):
-            notes.append(TORN)
+        elif index == last_index and line.lstrip().startswith(b"{"):
+            notes.append(TORN_NOTE)
         else:
-            shown = printable(line[:40].decode(errors="replace"))
+            excerpt = printable(line[:40].decode(errors="replace"))
             raise StoreError(
-                f"{_shown(path)}, line {index + 1}: got '{shown}'; a JSON object is expected: "
+                f"{_path_text(path)}, line {index + 1}: got '{excerpt}'; expected a JSON object: "
                 "remove the line or write the file again"
             )
     return rows, notes
 
 
-def _list(path: Path, content: bytes) -> list[dict[str, Any]]:
+def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
     rows = parse_json(content)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        shown = printable(content[:40].decode(errors="replace"))
+        excerpt = printable(content[:40].decode(errors="replace"))
         raise StoreError(
-            f"{_shown(path)}, line 1: got '{shown}'; a JSON object is expected in every line, or one list of "
-            "objects: write the file again"
+            f"{_path_text(path)}, line 1: got '{excerpt}'; expected a JSON object in every line, or one list "
+            "of objects: write the file again"
         )
     return rows
 
 
 def _is_summary(row: Mapping[str, Any]) -> bool:
-    """ms-swift's last row: the history again, and where checkpoints are."""
+    """Return True for ms-swift's last row, which repeats the history and lists checkpoints."""
     return isinstance(row.get("log_history"), list)
 
 
-def wide_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
-    """Rows of a long form, `{"step": 1, "name": "loss", "value": 0.5}`, with metrics' names as columns.
+def widen_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
+    """Convert long rows, `{"step": 1, "name": "loss", "value": 0.5}`, to rows with a column per metric.
 
-    The keys may be nested, as fms-hf-tuning's `data/step` and `data/value` are. Other rows stay unchanged.
+    The keys may be nested, like fms-hf-tuning's `data/step` and `data/value`. Other rows stay unchanged.
     """
-    metric, value = long_columns(rows)
+    metric, value = find_long_columns(rows)
 
     def is_step(name: str) -> bool:
         return name == step_column or name.lower() in STEP_COLUMNS
@@ -246,48 +254,50 @@ def wide_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Ite
         if not isinstance(row.get(metric), str) or value not in row:
             yield number, row
             continue
-        called = {name if is_step(name) else name.rpartition("/")[2]: cell for name, cell in row.items()}
-        steps = {name: cell for name, cell in called.items() if is_step(name)}
+        cells = {name if is_step(name) else name.rpartition("/")[2]: cell for name, cell in row.items()}
+        steps = {name: cell for name, cell in cells.items() if is_step(name)}
         yield number, steps | {str(row[metric]).strip(): row[value]}
 
 
-def long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
-    """Return the columns that hold a metric's name and its value; empty where no row has both."""
-    keys = ((_last_called(row, METRIC_COLUMNS), _last_called(row, VALUE_COLUMNS)) for _, row in rows)
+def find_long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
+    """Return the columns that hold a metric's name and its value; empty strings if no row has both."""
+    keys = (
+        (_find_by_last_part(row, METRIC_COLUMNS), _find_by_last_part(row, VALUE_COLUMNS)) for _, row in rows
+    )
     return next(((metric, value) for metric, value in keys if metric and value), ("", ""))
 
 
-def _last_called(names: Iterable[str], words: Sequence[str]) -> str | None:
-    """The column whose last part is the first of `words` that any has."""
-    called = {name.rpartition("/")[2].lower(): name for name in names}
-    return next((called[word] for word in words if word in called), None)
+def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None:
+    """Return the column whose last path part is the first of `words` that occurs."""
+    names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
+    return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+def _parse_object(text: bytes) -> dict[str, Any] | None:
     row = parse_json(text)
     return row if isinstance(row, dict) else None
 
 
-def _without_envelope(row: dict[str, Any]) -> dict[str, Any]:
-    """verl's file logger writes `{"step": 1, "data": {metrics}}`."""
+def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics in a row of verl's file logger, `{"step": 1, "data": {metrics}}`."""
     data = row.get("data")
     return {"step": row["step"], **data} if row.keys() == {"step", "data"} and isinstance(data, dict) else row
 
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
-    """transformers' (so TRL's) trainer_state.json, its metrics named as its other loggers name them."""
-    state = _object(_content(path)[0])
+    """Read the trainer_state.json of transformers (and TRL), with the metric names of its other loggers."""
+    state = _parse_object(_read_content(path)[0])
     history = state.get("log_history") if state else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
-            f"{_shown(path)}: no log_history of rows; a trainer_state.json of transformers is expected"
+            f"{_path_text(path)}: expected a trainer_state.json of transformers with a log_history"
         )
-    rows = [dict(_as_logged(dict(flat_cells(row)))) for row in history]
-    return _log(path, series_of(rows, _shown(path), step_column))
+    rows = [dict(_rename_as_logged(dict(flat_cells(row)))) for row in history]
+    return _make_log(path, build_series(rows, _path_text(path), step_column))
 
 
-def _as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
-    """`rewrite_logs` of transformers: eval_x is eval/x, test_x is test/x, anything else train/x."""
+def _rename_as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
+    """Rename metrics like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
     for name, value in row.items():
         if name == "step":
             yield name, value
@@ -301,21 +311,21 @@ def _as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
 
 
 def read_parquet(path: Path, step_column: str | None = None) -> Log:
-    """A Parquet file: a column a metric. A null is not recorded (pandas writes NaN as null)."""
-    with readable(path), open_regular(path) as file:
+    """Read a Parquet file with one column per metric. A null is not recorded (pandas writes NaN as null)."""
+    with wrap_read_errors(path), open_regular(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
         file.seek(max(0, size - len(PARQUET_MAGIC)))
         end = file.read()
     if not size:
-        return _log(path, Recorded(), [EMPTY])
+        return _make_log(path, TableMetrics(), [NOTHING_RECORDED])
     if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
-        return _log(path, Recorded(), [NO_FOOTER])
+        return _make_log(path, TableMetrics(), [NO_FOOTER_NOTE])
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise needs_package(path, "pyarrow", "'abrun[parquet]'") from None
+        raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
@@ -328,42 +338,44 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
             ]
             text_types = (pa.string(), pa.large_string())
             texts = [column.name for column in schema if column.type in text_types]
-            _refuse_columns_twice(path, schema.names)
+            _check_unique_columns(path, schema.names)
             num_values = file.metadata.num_rows * len(numeric + texts)
-            if num_values > MOST_VALUES:  # which a few bytes can claim, by repeating one
-                raise StoreError(f"{_shown(path)}: claims {num_values} numbers; allowed: {MOST_VALUES}")
+            if num_values > MAX_VALUES:  # a tiny file can claim this many by repeating a value
+                raise StoreError(
+                    f"{_path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
+                )
             table = file.read(columns=numeric + texts).combine_chunks()
             columns = [
-                [text and text[:LONGEST_TEXT] for text in column.to_pylist()]
+                [text and text[:MAX_TEXT_CHARS] for text in column.to_pylist()]
                 if column.type in text_types
                 else column.cast(pa.float64(), safe=False).to_pylist()
                 for column in table.columns
             ]
     except StoreError:
         raise
-    except Exception as error:  # Arrow's, the system's, of text that is none, or for want of memory
-        raise StoreError(f"{_shown(path)}: not readable as Parquet: {_one_line(error)}") from None
+    except Exception as error:  # from Arrow or the system: invalid text, out of memory
+        raise StoreError(f"{_path_text(path)}: not valid Parquet: {_error_text(error)}") from None
     rows: list[dict[str, float | str]] = [{} for _ in range(table.num_rows)]
     for name, values in zip(table.column_names, columns, strict=True):
         for row, value in zip(rows, values, strict=True):
             if value is not None:
                 row[name] = value
-    return _log(path, series_of(rows, _shown(path), step_column, schema.names))
+    return _make_log(path, build_series(rows, _path_text(path), step_column, schema.names))
 
 
 # --- files ---
 
 
-def _content(path: Path) -> tuple[bytes, bool]:
-    """Return a file's bytes, unpacked and as UTF-8 without a byte order mark, and whether its end is torn.
+def _read_content(path: Path) -> tuple[bytes, bool]:
+    """Return a file's bytes, decompressed and as UTF-8 without byte order mark, and True if its end is torn.
 
-    Raises StoreError, one line.
+    Raises StoreError.
     """
-    with readable(path):
+    with wrap_read_errors(path):
         content = read_regular(path)
     torn = False
     if content.startswith(GZIP):
-        content, torn = _unpacked(path, content)
+        content, torn = _decompress(path, content)
     encoding = UTF_16.get(content[:2])
     if encoding:
         text, read = codecs.getincrementaldecoder(encoding)("replace").decode(content[2:]), len(content)
@@ -371,43 +383,47 @@ def _content(path: Path) -> tuple[bytes, bool]:
     return content.removeprefix(codecs.BOM_UTF8), torn
 
 
-def _unpacked(path: Path, content: bytes) -> tuple[bytes, bool]:
-    """Return what gzip's members hold, one behind the other, and whether the last has no end."""
-    parts: list[bytes] = []
+def _decompress(path: Path, content: bytes) -> tuple[bytes, bool]:
+    """Return the concatenated content of all gzip members, and True if the last one is torn."""
+    chunks: list[bytes] = []
     size = 0
     while content.startswith(GZIP):
         member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         try:
-            parts.append(member.decompress(content, LARGEST_UNPACKED - size + 1))
+            chunks.append(member.decompress(content, MAX_UNPACKED_BYTES - size + 1))
         except zlib.error as error:
-            raise StoreError(f"{_shown(path)}: damaged gzip file ({error}); write the file again") from None
-        size += len(parts[-1])
-        if size > LARGEST_UNPACKED:
-            raise StoreError(f"{_shown(path)}: unpacks to more than {LARGEST_UNPACKED} bytes; log less often")
+            raise StoreError(
+                f"{_path_text(path)}: damaged gzip file ({error}); write the file again"
+            ) from None
+        size += len(chunks[-1])
+        if size > MAX_UNPACKED_BYTES:
+            raise StoreError(
+                f"{_path_text(path)}: unpacks to more than {MAX_UNPACKED_BYTES} bytes; log less often"
+            )
         if not member.eof:
-            return b"".join(parts), True
+            return b"".join(chunks), True
         content = member.unused_data
-    return b"".join(parts), False
+    return b"".join(chunks), False
 
 
-def _text(path: Path, content: bytes) -> str:
+def _decode(path: Path, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         if error.reason == "unexpected end of data":  # torn inside a character
             return content[: error.start].decode()
         raise StoreError(
-            f"{_shown(path)}: byte {error.start} is not UTF-8 text; a CSV file is expected: save it as UTF-8"
+            f"{_path_text(path)}: byte {error.start} is not UTF-8; expected a CSV file: save it as UTF-8"
         ) from None
 
 
-def _log(path: Path, recorded: Recorded, notes: Sequence[str] = ()) -> Log:
-    return recorded.as_log(name=path.name, place=_shown(path), notes=notes)
+def _make_log(path: Path, metrics: TableMetrics, notes: Sequence[str] = ()) -> Log:
+    return metrics.as_log(name=path.name, place=_path_text(path), notes=notes)
 
 
-def _shown(path: Path) -> str:
+def _path_text(path: Path) -> str:
     return printable(str(path))
 
 
-def _one_line(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return printable(" ".join(str(error).split())[:200])

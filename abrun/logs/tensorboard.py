@@ -1,8 +1,7 @@
-"""Runs in TensorBoard's event files, read without TensorFlow and without leaving out a point.
+"""Reader for TensorBoard's event files that does not need TensorFlow and keeps every point.
 
-An event file is TFRecords: length (8 bytes), CRC of the length (4), an Event message, CRC of it (4). The
-package's own readers import TensorFlow wherever it is installed, or keep a sample of the points, and are not
-needed here.
+An event file consists of TFRecords: length (8 bytes), CRC of the length (4), an Event message, its CRC (4).
+TensorBoard's own readers import TensorFlow if it is installed, or keep only a sample of the points.
 """
 
 import re
@@ -15,16 +14,16 @@ import google_crc32c
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.log import EMPTY, Log, left_out, printable, readable
+from abrun.logs.log import NOTHING_RECORDED, Log, printable, replaced_notes, wrap_read_errors
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import is_file, read_regular
 from abrun.stats.series import Series, build_series
 
-EVENTS = "events.out.tfevents"
+EVENT_FILE_PREFIX = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
-# DataType of tensor.proto -> what a tensor's bytes are, and the field of numbers where it has none. (Of
-# bfloat16 and 8-bit floats nothing is read.)
-TENSORS = {
+# DataType of tensor.proto -> dtype of a tensor's bytes, and the field of numbers used without bytes.
+# (bfloat16 and 8-bit floats are not read.)
+TENSOR_TYPES = {
     1: (np.dtype("<f4"), "float_val"),
     2: (np.dtype("<f8"), "double_val"),
     3: (np.dtype("<i4"), "int_val"),
@@ -37,77 +36,77 @@ TENSORS = {
     22: (np.dtype("<u4"), "uint32_val"),
     23: (np.dtype("<u8"), "uint64_val"),
 }
-TIMESTAMP = re.compile(rf"{re.escape(EVENTS)}\.(\d+)")
+TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 
 
-def event_files(folder: Path) -> list[Path]:
-    """The event files in a folder, in the order in which they were begun."""
-    with readable(folder):
-        files = [path for path in folder.iterdir() if EVENTS in path.name and is_file(path)]
-    return sorted(files, key=begun)
+def list_event_files(folder: Path) -> list[Path]:
+    """Return the event files in a folder, in the order in which they were started."""
+    with wrap_read_errors(folder):
+        files = [path for path in folder.iterdir() if EVENT_FILE_PREFIX in path.name and is_file(path)]
+    return sorted(files, key=start_key)
 
 
 def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
-    """One run of all its event files; where a step comes twice, the last counts."""
+    """Return one run from all its event files; the last value of a repeated step counts."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     config: dict[str, Any] = {}
     notes: list[str] = []
-    num_anew = 0  # files that do not go on where those before them were
+    num_restarts = 0  # files that start again at an earlier step
     for path in files:
-        first = {tag: min(steps) for tag, (steps, _) in points.items()}
-        anew = False
-        for event in _events(path, notes):
+        first_steps = {tag: min(steps) for tag, (steps, _) in points.items()}
+        is_restart = False
+        for event in _read_events(path, notes):
             for value in event.summary.value:
-                number = _scalar(value)
+                number = _read_scalar(value)
                 if number is None:
-                    config.update(_hparams(value))
+                    config.update(_read_hparams(value))
                 else:
                     check_step(event.step, printable(str(path)), value.tag)
-                    anew = anew or event.step <= first.get(value.tag, -1)
+                    is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
                     steps, values = points.setdefault(value.tag, ([], []))
                     steps.append(event.step)
                     values.append(number)
-        num_anew += anew
+        num_restarts += is_restart
     check_number_of_metrics(len(points), printable(str(place)))
-    merged = {tag: build_series(*one) for tag, one in points.items()}
+    merged = {tag: build_series(*steps_and_values) for tag, steps_and_values in points.items()}
     metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
-    notes = left_out(sum(replaced for _, replaced in merged.values())) + notes
+    notes = replaced_notes(sum(replaced for _, replaced in merged.values())) + notes
     return Log(
         name=name,
         place=printable(str(place)),
         metrics=metrics,
         config=config or None,
-        guesses=tuple(_begun_anew(printable(str(place)), len(files), num_anew)),
-        notes=tuple(notes if metrics or notes else [EMPTY]),
+        guesses=tuple(_restart_notes(printable(str(place)), len(files), num_restarts)),
+        notes=tuple(notes if metrics or notes else [NOTHING_RECORDED]),
     )
 
 
-def _begun_anew(place: str, num_files: int, num_anew: int) -> Iterator[str]:
-    """Two runs in one folder, and one that was started over, look alike."""
-    if num_anew:
+def _restart_notes(place: str, num_files: int, num_restarts: int) -> Iterator[str]:
+    """Yield a note if files restart at earlier steps: several runs in one folder look the same."""
+    if num_restarts:
         yield (
-            f"{place}: its {num_files} event files are one run, begun anew {num_anew} time(s), whose last "
-            "values count; were they several runs, each needs a folder of its own"
+            f"{place}: its {num_files} event files were read as one run, restarted {num_restarts} time(s), "
+            "and the last values count; if they are several runs, put each into its own folder"
         )
 
 
-def begun(path: Path) -> tuple[int, str]:
-    """Sorts event files by the time in their names."""
-    found = TIMESTAMP.search(path.name)
-    return int(found[1]) if found else 0, path.name
+def start_key(path: Path) -> tuple[int, str]:
+    """Return a key that sorts event files by the time in their names."""
+    match = TIMESTAMP.search(path.name)
+    return int(match[1]) if match else 0, path.name
 
 
-def _events(path: Path, notes: list[str]) -> Iterator[Any]:
+def _read_events(path: Path, notes: list[str]) -> Iterator[Any]:
     from google.protobuf.message import DecodeError
 
-    from abrun.logs.messages import message
+    from abrun.logs.protobuf import message_class
 
-    event = message("Event")
-    with readable(path):
+    event = message_class("Event")
+    with wrap_read_errors(path):
         content = read_regular(path)
-    records, end = _records(content)
-    if not records and len(content) >= HEADER and not _is_sound(content, 0, HEADER - FOOTER):
-        raise StoreError(f"{printable(str(path))}: not an event file of TensorBoard; remove or rename it")
+    records, end = _find_records(content)
+    if not records and len(content) >= HEADER and not _has_valid_crc(content, 0, HEADER - FOOTER):
+        raise StoreError(f"{printable(str(path))}: not a TensorBoard event file; remove or rename it")
     for start, stop in records:
         try:
             yield event.FromString(content[start:stop])
@@ -121,61 +120,63 @@ def _events(path: Path, notes: list[str]) -> Iterator[Any]:
         )
 
 
-def _scalar(value: Any) -> float | None:
-    """The number of a summary value, in TensorFlow 1's field or 2's tensor; None: it is no scalar."""
+def _read_scalar(value: Any) -> float | None:
+    """Return the number of a summary value (TensorFlow 1 field or 2 tensor); None if it is not a scalar."""
     if value.HasField("simple_value"):
         return value.simple_value
     if not value.HasField("tensor") or any(dim.size != 1 for dim in value.tensor.tensor_shape.dim):
         return None
-    content, values = TENSORS.get(value.tensor.dtype, (None, ""))
+    content, values = TENSOR_TYPES.get(value.tensor.dtype, (None, ""))
     if content is None:
         return None
     if value.tensor.tensor_content:
         numbers = value.tensor.tensor_content
         return float(np.frombuffer(numbers, content)[0]) if len(numbers) == content.itemsize else None
-    written = getattr(value.tensor, values)
-    if len(written) != 1:
+    repeated = getattr(value.tensor, values)
+    if len(repeated) != 1:
         return None
     if values == "half_val":  # its bits
-        return float(np.array(written, np.uint16).view(np.float16)[0])
-    return float(written[0])
+        return float(np.array(repeated, np.uint16).view(np.float16)[0])
+    return float(repeated[0])
 
 
-def _hparams(value: Any) -> dict[str, Any]:
+def _read_hparams(value: Any) -> dict[str, Any]:
     if value.metadata.plugin_data.plugin_name != "hparams":
         return {}
     from google.protobuf.message import DecodeError
 
-    from abrun.logs.messages import message
+    from abrun.logs.protobuf import message_class
 
     try:
-        data = message("HParams").FromString(value.metadata.plugin_data.content)
+        data = message_class("HParams").FromString(value.metadata.plugin_data.content)
     except DecodeError:
         return {}
     return {
-        printable(one.key).replace("/", "."): getattr(one.value, one.value.WhichOneof("kind") or "", None)
-        for one in data.session_start_info.hparams
+        printable(hparam.key).replace("/", "."): getattr(
+            hparam.value, hparam.value.WhichOneof("kind") or "", None
+        )
+        for hparam in data.session_start_info.hparams
     }
 
 
 # --- records ---
 
 
-def _records(content: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Where the whole and undamaged events lie, and where the last of them ends."""
+def _find_records(content: bytes) -> tuple[list[tuple[int, int]], int]:
+    """Return the spans of the complete, undamaged events, and the offset at which the last one ends."""
     spans, position = [], 0
-    while _is_sound(content, position, position + HEADER - FOOTER):
+    while _has_valid_crc(content, position, position + HEADER - FOOTER):
         (length,) = struct.unpack_from("<Q", content, position)
         start = position + HEADER
-        if not _is_sound(content, start, start + length):
+        if not _has_valid_crc(content, start, start + length):
             break
         spans.append((start, start + length))
         position = start + length + FOOTER
     return spans, position
 
 
-def _is_sound(content: bytes, start: int, stop: int) -> bool:
-    """Whether all of the bytes are there, and the masked CRC-32C in the 4 bytes behind them is theirs."""
+def _has_valid_crc(content: bytes, start: int, stop: int) -> bool:
+    """Return True if the bytes are complete and match the masked CRC-32C in the 4 bytes after them."""
     if stop + FOOTER > len(content):
         return False
     crc = google_crc32c.value(content[start:stop])

@@ -1,4 +1,4 @@
-"""Runs on a wandb server, through wandb's public API: every row of the history, not a sample of it."""
+"""Reader for runs on a wandb server, through its public API. It reads every row of the history."""
 
 import http.client
 import netrc
@@ -13,14 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
-from abrun.logs.log import Log, LogStatus, needs_package, printable
-from abrun.logs.rows import flat_cells, series_of
-from abrun.logs.wandb_files import environment_of
+from abrun.logs.log import Log, LogStatus, missing_package_error, printable
+from abrun.logs.rows import build_series, flat_cells
+from abrun.logs.wandb_files import parse_environment
 from abrun.recipe.reading import dotted
 
-TIMEOUT_S = 60
-REACHED_WITHIN_S = 10
-STATUS: dict[str, LogStatus] = {
+API_TIMEOUT_S = 60
+CONNECT_TIMEOUT_S = 10
+STATUS_BY_STATE: dict[str, LogStatus] = {
     "finished": "finished",
     "failed": "failed",
     "crashed": "failed",
@@ -33,13 +33,13 @@ STATUS: dict[str, LogStatus] = {
 
 
 def read_project(path: str, group: str | None, step_column: str | None = None) -> list[Log]:
-    """The runs of `entity/project` (of one group), or the run `entity/project/run_id`.
+    """Return the runs of `entity/project` (of one group), or the run `entity/project/run_id`.
 
-    Raises StoreError, one line, without a key, without a network, or where nothing is there.
+    Raises StoreError without an API key or network, or if there is no run.
     """
     entity, project, *run_id = path.strip("/").split("/")
-    with _explained(path):
-        api = _api(path)
+    with _wrap_errors(path):
+        api = _connect(path)
         if run_id:
             runs = [api.run(f"{entity}/{project}/{run_id[0]}")]
         else:
@@ -47,17 +47,17 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
             runs = list(api.runs(f"{entity}/{project}", filters=filters, order="+created_at"))
         if not runs:
             where = f"{path}, group {group!r}" if group is not None else path
-            raise StoreError(f"wandb:{printable(where)}: no runs there; check the names")
-        return [_log(run, f"{entity}/{project}", step_column) for run in runs]
+            raise StoreError(f"wandb:{printable(where)}: no runs found; check the names")
+        return [_read_run(run, f"{entity}/{project}", step_column) for run in runs]
 
 
-def _log(run: Any, project: str, step_column: str | None) -> Log:
+def _read_run(run: Any, project: str, step_column: str | None) -> Log:
     place = printable(f"wandb:{project}/{run.id}")
-    scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails on a run that logged nothing
-    recorded = series_of([dict(flat_cells(row)) for row in scanned], place, step_column)
-    status = STATUS.get(run.state, "unknown")
+    scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails for a run that logged nothing
+    recorded = build_series([dict(flat_cells(row)) for row in scanned], place, step_column)
+    status = STATUS_BY_STATE.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
-    environment = environment_of(run.metadata or {}, _requirements(run))
+    environment = parse_environment(run.metadata or {}, _download_requirements(run))
     return recorded.as_log(
         name=run.name or run.id,
         place=place,
@@ -71,7 +71,7 @@ def _log(run: Any, project: str, step_column: str | None) -> Log:
     )
 
 
-def _requirements(run: Any) -> str:
+def _download_requirements(run: Any) -> str:
     files = [file for file in run.files(["requirements.txt"]) if file.size]
     if not files:
         return ""
@@ -80,29 +80,29 @@ def _requirements(run: Any) -> str:
         return Path(folder, "requirements.txt").read_text(errors="replace")
 
 
-def _api(path: str) -> Any:
+def _connect(path: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise needs_package(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
+        raise missing_package_error(f"wandb:{path}", "wandb", "'abrun[wandb]'") from None
     base_url = wandb.setup().settings.base_url
-    if not _has_key(base_url):  # wandb.Api would ask for one, and wait
-        raise StoreError(f"wandb:{printable(path)}: got no API key; set WANDB_API_KEY, or run: wandb login")
-    _refuse_unreachable(base_url, path)
-    return wandb.Api(timeout=TIMEOUT_S)
+    if not _has_key(base_url):  # otherwise wandb.Api would prompt for one and block
+        raise StoreError(f"wandb:{printable(path)}: no API key; set WANDB_API_KEY, or run: wandb login")
+    _check_reachable(base_url, path)
+    return wandb.Api(timeout=API_TIMEOUT_S)
 
 
-def _refuse_unreachable(base_url: str, path: str) -> None:
-    """wandb.Api tries for half a minute, and then does not say what was wrong."""
+def _check_reachable(base_url: str, path: str) -> None:
+    """Raise StoreError if the server is unreachable: wandb.Api retries for 30 s and hides the cause."""
     try:
-        urllib.request.urlopen(base_url, timeout=REACHED_WITHIN_S).close()
+        urllib.request.urlopen(base_url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError:
-        return  # it answers
+        return  # the server responds
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise StoreError(
             f"wandb:{printable(path)}: the server {base_url} cannot be reached: {printable(str(reason))}; "
-            "check the network and WANDB_BASE_URL, or copy the run's folders here"
+            "check the network and WANDB_BASE_URL, or copy the run's folders to this machine"
         ) from None
 
 
@@ -120,8 +120,8 @@ def _has_key(base_url: str) -> bool:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Turns what wandb and its HTTP clients raise into one StoreError line."""
+def _wrap_errors(path: str) -> Iterator[None]:
+    """Raise errors of wandb and its HTTP clients as a StoreError of one line."""
     try:
         yield
     except StoreError:

@@ -1,7 +1,7 @@
-"""Runs in wandb's own files: `offline-run-*/run-*.wandb`, or `run-*` of a run that was online too.
+"""Reader for wandb's local files: `offline-run-*/run-*.wandb`, or `run-*` of an online run.
 
-A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB of chunks: CRC (4
-bytes), length (2), type (1), and a part of a protobuf Record. The client is not needed.
+A .wandb file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB with chunks of CRC (4
+bytes), length (2), type (1) and a part of a protobuf Record. The wandb package is not needed.
 """
 
 import re
@@ -16,19 +16,19 @@ from typing import Any
 import orjson
 
 from abrun.errors import StoreError
-from abrun.logs.cells import as_number
-from abrun.logs.log import EMPTY, Log, printable, readable
-from abrun.logs.rows import NoStep, Recorded, flat_cells, parse_json, series_of
+from abrun.logs.cells import parse_number
+from abrun.logs.log import NOTHING_RECORDED, Log, printable, wrap_read_errors
+from abrun.logs.rows import NoStepError, TableMetrics, build_series, flat_cells, parse_json
 from abrun.recipe.reading import dotted
 from abrun.regular_files import read_regular
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
-DEEPEST = 50  # keys inside of each other in a configuration
-MOST_GPUS = 1024
+MAX_DEPTH = 50  # of nested keys in a configuration
+MAX_GPUS = 1024
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-NO_EXIT = "it has no record of its end: it still runs, or was killed"
-# What of requirements.txt tells whether two runs ran the same software.
+NO_EXIT_NOTE = "it has no end record: it is still running, or was killed"
+# Packages of requirements.txt that determine whether two runs used the same software.
 RECORDED_PACKAGES = (
     "accelerate",
     "bitsandbytes",
@@ -56,34 +56,36 @@ RECORDED_PACKAGES = (
 
 
 @dataclass(slots=True)
-class Contents:
-    """What the records of a run's files add up to."""
+class RunContents:
+    """Accumulated content of the records in a run's files."""
 
     rows: list[dict[str, float | str]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     run: Any = None  # the last RunRecord
     exit_code: int | None = None
-    steps: dict[str, str] = field(default_factory=dict)  # a metric, or a pattern -> what counts its steps
+    steps: dict[str, str] = field(default_factory=dict)  # metric or pattern -> its step metric
     notes: list[str] = field(default_factory=list)
 
 
-def read_run_files(files: Sequence[Path], name: str, step_column: str | None = None) -> Log:
-    """One run of its .wandb files in the order in which they were begun (each resumption begins another).
+def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None = None) -> Log:
+    """Return one run from its .wandb files in the order they were started (each resume starts another).
 
-    The log is named `name` where the run has no name of its own.
+    The log is named `name` if the run has no display name.
     """
-    contents = Contents()
+    contents = RunContents()
     for path in files:
         contents.exit_code = None
-        _add(contents, path)
+        _read_file(contents, path)
     place = printable(str(files[-1]))
-    recorded = _series(contents, place, step_column)
+    recorded = _build_series(contents, place, step_column)
     run, code = contents.run, contents.exit_code
     if run is None:
-        status, more = "unknown", [EMPTY]
+        status, end_notes = "unknown", [NOTHING_RECORDED]
     else:
-        status, more = ("running", [NO_EXIT]) if code is None else ("failed" if code else "finished", [])
+        status, end_notes = (
+            ("running", [NO_EXIT_NOTE]) if code is None else ("failed" if code else "finished", [])
+        )
     config = {key: value for key, value in contents.config.items() if key != "_wandb"}
     return recorded.as_log(
         name=(run.display_name if run else "") or name,
@@ -95,51 +97,55 @@ def read_run_files(files: Sequence[Path], name: str, step_column: str | None = N
         group=(run.run_group if run else "") or None,
         job_type=(run.job_type if run else "") or None,
         run_id=(run.run_id if run else "") or None,
-        notes=contents.notes + more,
+        notes=contents.notes + end_notes,
     )
 
 
-def _series(contents: Contents, place: str, step_column: str | None) -> Recorded:
-    """Every metric over its own step, where `define_metric` named one; else over the column that has it."""
-    recorded = Recorded()
-    left = contents.rows
-    logged = {name for row in contents.rows for name in row}
+def _build_series(contents: RunContents, place: str, step_column: str | None) -> TableMetrics:
+    """Return every metric over its step metric, if `define_metric` set one, else over the step column."""
+    recorded = TableMetrics()
+    remaining_rows = contents.rows
+    logged_names = {name for row in contents.rows for name in row}
     for step in dict.fromkeys(contents.steps.values()) if step_column is None else ():
-        names = {name for name in logged if name != step and _step_of(name, contents.steps) == step}
-        if step not in logged or not names:
+        names = {
+            name for name in logged_names if name != step and _find_step_metric(name, contents.steps) == step
+        }
+        if step not in logged_names or not names:
             continue
         rows, latest = [], None
         for row in contents.rows:
-            latest = row.get(step, latest)  # as wandb draws a row without it
+            latest = row.get(step, latest)  # carried forward, as in wandb's charts
             if latest is not None and not names.isdisjoint(row):
                 rows.append({step: latest} | {name: row[name] for name in row if name in names})
-        recorded = recorded.merged(series_of(rows, place, step))
-        left = [{name: row[name] for name in row if name not in {*names, step}} for row in left]
+        recorded = recorded.merge(build_series(rows, place, step))
+        remaining_rows = [
+            {name: row[name] for name in row if name not in {*names, step}} for row in remaining_rows
+        ]
     if not recorded.metrics:
-        return series_of(contents.rows, place, step_column)
+        return build_series(contents.rows, place, step_column)
     try:
-        return recorded.merged(series_of(left, place, None))
-    except NoStep:
+        return recorded.merge(build_series(remaining_rows, place, None))
+    except NoStepError:
         return recorded
 
 
-def _step_of(name: str, steps: Mapping[str, str]) -> str | None:
+def _find_step_metric(name: str, steps: Mapping[str, str]) -> str | None:
     patterns = (step for pattern, step in steps.items() if fnmatchcase(name, pattern))
     return steps.get(name) or next(patterns, None)
 
 
-def _add(contents: Contents, path: Path) -> None:
+def _read_file(contents: RunContents, path: Path) -> None:
     from google.protobuf.message import DecodeError
 
-    from abrun.logs.messages import message
+    from abrun.logs.protobuf import message_class
 
-    record_type = message("Record")
-    with readable(path):
+    record_type = message_class("Record")
+    with wrap_read_errors(path):
         content = read_regular(path)
     if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
-        raise StoreError(f"{printable(str(path))}: not a file of wandb's; remove or rename it")
+        raise StoreError(f"{printable(str(path))}: not a wandb file; remove or rename it")
     end = FILE_HEADER
-    for body, record_end in _records(content):
+    for body, record_end in _iterate_records(content):
         try:
             record = record_type.FromString(body)
         except DecodeError:
@@ -147,12 +153,12 @@ def _add(contents: Contents, path: Path) -> None:
         end = record_end
         match record.WhichOneof("record_type"):
             case "history":
-                contents.rows.append(_row(record.history))
+                contents.rows.append(_history_row(record.history))
             case "run":
                 contents.run = record.run
-                _update(contents.config, record.run.config)
+                _update_config(contents.config, record.run.config)
             case "config":
-                _update(contents.config, record.config)
+                _update_config(contents.config, record.config)
             case "environment":
                 _add_environment(contents.environment, record.environment)
             case "metric" if record.metric.step_metric:
@@ -165,13 +171,13 @@ def _add(contents: Contents, path: Path) -> None:
             f"{len(content) - end} bytes, from byte {end} on, are torn or damaged and were left out"
         )
     files = path.parent / "files"
-    contents.environment.update(environment_of(_metadata(files), _requirements(files)))
+    contents.environment.update(parse_environment(_read_metadata(files), _read_requirements(files)))
 
 
-def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
-    """The whole records of a log, up to the first torn or damaged one, and where each ends."""
+def _iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield the complete records of a log, up to the first damaged one, and the offset of each one's end."""
     position = FILE_HEADER
-    parts: list[bytes] = []  # of a record that is begun and not ended
+    chunks: list[bytes] = []  # of the current, incomplete record
     while position + CHUNK_HEADER <= len(content):
         if BLOCK - position % BLOCK < CHUNK_HEADER:
             position += BLOCK - position % BLOCK  # padding at the end of a block
@@ -181,15 +187,15 @@ def _records(content: bytes) -> Iterator[tuple[bytes, int]]:
         position = start + length
         if position > len(content) or zlib.crc32(content[start - 1 : position]) != crc:
             return
-        if kind not in ((MIDDLE, LAST) if parts else (FULL, FIRST)):
+        if kind not in ((MIDDLE, LAST) if chunks else (FULL, FIRST)):
             return
-        parts.append(content[start:position])
+        chunks.append(content[start:position])
         if kind in (FULL, LAST):
-            yield b"".join(parts), position
-            parts.clear()
+            yield b"".join(chunks), position
+            chunks.clear()
 
 
-def _row(history: Any) -> dict[str, float | str]:
+def _history_row(history: Any) -> dict[str, float | str]:
     row: dict[str, float | str] = {}
     media: list[str] = []
     for item in history.item:
@@ -198,7 +204,7 @@ def _row(history: Any) -> dict[str, float | str]:
             media.append(name.removesuffix("_type"))
             continue
         try:
-            row[name] = as_number(text)
+            row[name] = parse_number(text)
         except ValueError:
             value = parse_json(text)
             if isinstance(value, dict | str):
@@ -211,22 +217,22 @@ def _row(history: Any) -> dict[str, float | str]:
 
 
 def _value_json(item: Any) -> str:
-    """The value of an item, which clients from 0.31 on may write as a number instead of JSON."""
+    """Return an item's value as JSON; clients from 0.31 on may write it as a number instead."""
     kind = item.WhichOneof("value")
     return str(getattr(item, kind)) if kind else item.value_json
 
 
-def _update(config: dict[str, Any], change: Any) -> None:
+def _update_config(config: dict[str, Any], change: Any) -> None:
     for item in change.update:
-        *parents, last = item.nested_key or [item.key]
-        if len(parents) > DEEPEST:
+        *parents, leaf = item.nested_key or [item.key]
+        if len(parents) > MAX_DEPTH:
             continue
         branch = config
         for parent in parents:
-            below = branch.get(parent)
-            branch[parent] = below if isinstance(below, dict) else {}
+            child = branch.get(parent)
+            branch[parent] = child if isinstance(child, dict) else {}
             branch = branch[parent]
-        branch[last] = parse_json(item.value_json)
+        branch[leaf] = parse_json(item.value_json)
     for item in change.remove:
         config.pop(item.key or "".join(item.nested_key[:1]), None)
 
@@ -235,27 +241,27 @@ def _update(config: dict[str, Any], change: Any) -> None:
 
 
 def _add_environment(environment: dict[str, Any], record: Any) -> None:
-    gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * min(record.gpu_count, MOST_GPUS)
-    known = {
+    gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * min(record.gpu_count, MAX_GPUS)
+    metadata = {
         "python": record.python,
         "host": record.host,
         "gpu_devices": [{"name": name} for name in gpus if name],
     }
-    environment.update(environment_of(known, ""))
+    environment.update(parse_environment(metadata, ""))
 
 
-def environment_of(metadata: Mapping[str, Any], requirements: str) -> dict[str, Any]:
-    """What wandb-metadata.json and requirements.txt say of a run's machine; unknown keys are not there."""
+def parse_environment(metadata: Mapping[str, Any], requirements: str) -> dict[str, Any]:
+    """Return a run's environment from wandb-metadata.json and requirements.txt, without unknown keys."""
     environment: dict[str, Any] = {}
     if python := str(metadata.get("python") or "").split():
         environment["python"] = python[-1]  # "CPython 3.11.7", or without the first word
     if host := metadata.get("host"):
         environment["hosts"] = [str(host)]
-    named = metadata.get("gpu_nvidia") or metadata.get("gpu_devices")
-    if isinstance(named, list) and named:
-        environment["devices"] = [str(gpu.get("name")) for gpu in named if isinstance(gpu, dict)]
+    gpus = metadata.get("gpu_nvidia") or metadata.get("gpu_devices")
+    if isinstance(gpus, list) and gpus:
+        environment["devices"] = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)]
     elif (gpu := metadata.get("gpu")) and isinstance(count := metadata.get("gpu_count", 1), int):
-        environment["devices"] = [str(gpu)] * min(count, MOST_GPUS)
+        environment["devices"] = [str(gpu)] * min(count, MAX_GPUS)
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", requirements, re.MULTILINE)
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
     if versions:
@@ -263,15 +269,15 @@ def environment_of(metadata: Mapping[str, Any], requirements: str) -> dict[str, 
     return environment
 
 
-def _metadata(files: Path) -> dict[str, Any]:
+def _read_metadata(files: Path) -> dict[str, Any]:
     try:
         content = orjson.loads(read_regular(files / "wandb-metadata.json"))
     except (OSError, ValueError):
-        return {}  # it is written late, and not at all in some versions
+        return {}  # written late, and never in some versions
     return content if isinstance(content, dict) else {}
 
 
-def _requirements(files: Path) -> str:
+def _read_requirements(files: Path) -> str:
     try:
         return read_regular(files / "requirements.txt").decode(errors="replace")
     except OSError:

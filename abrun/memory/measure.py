@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
-from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.memory.peak import SNAPSHOT, AllocationRecorder
 from abrun.memory.sweep import num_rows, set_microbatch_size
 from abrun.messages import sentence
@@ -52,8 +52,8 @@ def main() -> int:
     try:
         row = Measurement(config, join_ranks(config.cluster.model_dump()), snapshot, **job).measure()
     except AbrunError as error:
-        return refuse(error)
-    row_writer(directory, rank).write(row)
+        return report_refusal(error)
+    open_row_writer(directory, rank).write(row)
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:
             time.sleep(PEER_GRACE_S)

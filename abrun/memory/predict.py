@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import ProbeRefused, probe_alone
+from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import Declared
-from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
+from abrun.recipe.experiment import ExperimentDeclaration
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
@@ -206,7 +206,7 @@ def _run_traces(
         directory, config, job = jobs[job_index]
         try:
             _check_predictable(config, job.get("master_dtype", MASTER_DTYPE))
-            return probe_alone(MODULE, directory, config, job)
+            return run_probe_on_cpu(MODULE, directory, config, job)
         except LaunchError as error:
             if errors is None:
                 raise
@@ -246,7 +246,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def describe_predicted_memory(
-    recipe: Declared, device_bytes: int, *, excluded_arms: Collection[str] = ()
+    recipe: ExperimentDeclaration, device_bytes: int, *, excluded_arms: Collection[str] = ()
 ) -> list[str]:
     """Return a line for each arm but `excluded_arms`, with the predicted peak and the device memory.
 
@@ -324,9 +324,9 @@ def _make_prediction(
     swept: tuple[tuple[str, Any], ...] = (),
 ) -> PeakPrediction:
     memory_share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
-    if config.samples and vllm and device_bytes:
-        if memory_share or vllm["cache"] is None or vllm["cache"] > MOST_OF_A_CACHE * device_bytes:
-            engine_bytes = int((memory_share or BESIDE_THE_TRAINER) * device_bytes)
+    if config.samples_completions and vllm and device_bytes:
+        if memory_share or vllm["cache"] is None or vllm["cache"] > MAX_SMALL_CACHE_SHARE * device_bytes:
+            engine_bytes = int((memory_share or COLOCATED_MEMORY_SHARE) * device_bytes)
         else:
             engine_bytes = vllm["weights"] + vllm["cache"]
     return PeakPrediction(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.preflight.model_files import shape_of
-from abrun.experiment.probe import probe, rows_of
+from abrun.experiment.preflight.model_files import model_shape
+from abrun.experiment.probe import read_rows, run_probe
 from abrun.memory.cells import Cell, MemoryProfile, Point, merge_rank_rows
 from abrun.memory.search import search_size_limit
 from abrun.memory.show import format_progress
@@ -66,7 +66,7 @@ class SweepRunner:
                 arm, replace(cells[0].point, **{searched_size: size}), config, "search: "
             ),
             unit=2 if needs_pairs else 1,
-            max_size=shape_of(config.model).get("max_position_embeddings")
+            max_size=model_shape(config.model).get("max_position_embeddings")
             if searched_size == "length"
             else None,
         )
@@ -95,9 +95,9 @@ def measure_cell(
     Raises LaunchError if the cell cannot be measured.
     """
     try:
-        rows = probe(MODULE, directory, config, job)
+        rows = run_probe(MODULE, directory, config, job)
     except LaunchError:
-        rows = rows_of(directory)
+        rows = read_rows(directory)
         if not any(row["out_of_memory"] for row in rows):
             raise
     return merge_rank_rows(arm, point, rows)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import refuse_other_machines
+from abrun.experiment.probe import require_devices
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, Grpo
-from abrun.recipe.experiment import BASELINE, Declared, load_recipe
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration, load_recipe
 from abrun.recipe.reading import parse_yaml
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 
 COMMAND = "abrun memory-profile"
 MASTER_DTYPE = "float32"  # weights, gradients and AdamW moments in abrun's trainer
@@ -28,7 +28,7 @@ DEFAULT_LENGTHS = (128, 256, 512, 1024)
 class Variant:
     """A recipe with one value for each swept key."""
 
-    recipe: Declared
+    recipe: ExperimentDeclaration
     swept: tuple[tuple[str, Any], ...] = ()
 
     def configs(self, *, on_this_machine: bool = True) -> dict[str, OwnRunConfig]:
@@ -42,11 +42,11 @@ class Variant:
             config = self.recipe.run_config(arm)
             if not isinstance(config, OwnRunConfig):
                 raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
-            for problem in not_built(config):
+            for problem in unsupported_settings(config):
                 raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=problem))
             configs[arm] = config
         for config in configs.values() if on_this_machine else ():
-            refuse_other_machines(config)
+            require_devices(config)
         return configs
 
 

@@ -17,7 +17,7 @@ from abrun.backends import make_backend
 from abrun.backends.dtensor.fsdp import DTYPES
 from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.memory.allocations import AllocationTracker
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
 from abrun.memory.measure import make_random_batch
@@ -162,7 +162,7 @@ def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
 def main() -> int:
     directory = Path(sys.argv[1])
     job = read_job(directory)
-    writer = row_writer(directory)
+    writer = open_row_writer(directory)
     try:
         config = OwnRunConfig.model_validate(job["config"])
         if job.get("longest"):
@@ -175,7 +175,7 @@ def main() -> int:
         for row in trace(config, job["lengths"], job["num_sequences"], master_dtype):
             writer.write(row)
     except AbrunError as error:
-        return refuse(error)
+        return report_refusal(error)
     return 0
 
 

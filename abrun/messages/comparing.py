@@ -58,8 +58,8 @@ SOURCES: dict[Code, Message] = {
     "{{arm}} or the names",
     Code.SOURCES_OF_ONE_NAME: "sources: {sources} would all be named {arm:repr}; name the arms, such as "
     "baseline={first}",
-    Code.ONE_ARM_OF_RUNS: "arms: found only {arms} in {num_runs} runs, but a comparison needs two; add a "
-    "source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
+    Code.ONE_ARM_OF_RUNS: "arms: found only {arms} in {num_runs:count run}, but a comparison needs two; add "
+    "a source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
     Code.RUN_IN_TWO_SOURCES: "sources: {sources} both hold {place}, and a run compared with itself always "
     "agrees; give each arm its own runs",
     Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; "

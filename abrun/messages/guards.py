@@ -36,7 +36,7 @@ def _token_error_exceeded(metric, above, value, limit, baseline, p, level) -> st
 
 
 def _p_value(p: float, level: float) -> str:
-    return f"p = {p:.2g} if it were no larger, tested at {level:.2g}"
+    return f"p = {p:.2g} if the treatment were no worse, level {level:.2g}"
 
 
 def _ratio_exceeded(quantity: str, ratio: float, limit: float, p: float, level: float) -> str:
@@ -53,8 +53,8 @@ MESSAGES: dict[Code, Message] = {
     Code.NO_BASELINE_FINISHED: "no baseline run finished",
     Code.NO_RUN_ENDED: "no {arm} run has ended",
     Code.ENDINGS_NOT_KNOWN: "the runs do not record whether they finished",
-    Code.RUN_FAILED: "{run} failed at step {step}{num_more:if  (and {num_more} more)}, but {paired:if its "
-    "baseline|every baseline run} finished ({failure}); if the machine was at fault, launch with --resume",
+    Code.RUN_FAILED: "{run} failed at step {step} ({failure}), but {paired:if its baseline|every baseline "
+    "run} finished{num_more:if  (and {num_more} more)}; if the machine was at fault, launch with --resume",
     Code.NOTHING_RECORDED: "no {arm} run has recorded anything",
     Code.FINITE: _finite,
     Code.NOT_FINITE: "{metric} is {value} in {run} from step {step}, but finite in {paired:if its "

@@ -39,8 +39,8 @@ def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
 
 MESSAGES: dict[Code, Message] = {
     # Where fresh runs come from
-    Code.FRESH_REFERENCE: "{step}; the reference has no fresh seeds: train its arm on seeds {first}-{last} "
-    "and freeze it",
+    Code.FRESH_REFERENCE: "{step}: the reference has none, so train its arm on seeds {first}-{last} and "
+    "freeze it",
     Code.FRESH_FOLDERS: "{step}: train {num_runs} more runs of each arm into new folders, and compare only "
     "those",
     Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} next to these runs, then compare only "
@@ -81,7 +81,7 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_WIDER_MARGIN: "{needed}; plan with a wider margin",
     Code.TRAIN_MORE_PAIRS: "{needed}",
     Code.CLAIM_WHAT_SHOWS: "{other_margin:if Claim what these runs can show, within a margin that you accept "
-    "({other_margin})|Leave out the claims that these runs cannot show}{launched:if , on fresh seeds}",
+    "({other_margin})|Leave out the claims that these runs cannot show}{launched:if , and use fresh seeds}",
     Code.TELL_FROM_CHANCE: "Train fresh seeds to see whether it was chance",
     # Where runs of others stay open
     Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding cannot explain it; if rounding was "

@@ -79,7 +79,9 @@ def _ledger(
     if disagree:
         text += "; chain and direct comparison contradict each other: something changed that no entry records"
     if bound > budget:
-        text += "; the budget is exceeded: compare the anchor's arm with today's, then freeze today's"
+        text += (
+            "; the budget is exceeded; re-anchor: compare the anchor's arm with today's, then freeze today's"
+        )
     return text
 
 

@@ -19,7 +19,7 @@ from abrun.models.families import facts_of
 from abrun.models.sources import read_config, weight_files
 from abrun.models.unread import find_unread
 from abrun.recipe.model_fit import PLAIN_DECODERS
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 
 LARGE = 10**8  # parameters of the embedding from which a preset is never built whole on a CPU
 # Parameters that hold all experts of a layer, and the projections that checkpoints hold for each expert.
@@ -84,7 +84,7 @@ class RandomWeights:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)[slices]
-        generator = torch.Generator().manual_seed(derive(self._seed, name))
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, name))
         reach = self._spread * 3**0.5  # drawing uniform numbers takes a fifth of the time of normal ones
         return torch.empty(shape).uniform_(-reach, reach, generator=generator)[slices]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from abrun.present.markdown import escape_markdown
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 
 if TYPE_CHECKING:
     import rich.table
@@ -48,7 +48,7 @@ class Table:
         """Return a rich table; `layout` overrides its arguments. If it expands, columns are equally wide."""
         from rich.table import Table as RichTable
 
-        titled = {"title": shown(self.title), "title_justify": "left"}
+        titled = {"title": display_safe(self.title), "title_justify": "left"}
         look: dict[str, Any] = titled if self.title else PLAIN if self.columns else GRID
         table = RichTable(**(look | layout))
         for column in self.columns:
@@ -82,7 +82,7 @@ class Table:
 
     def _to_html_row(self, tag: str, cells: Sequence[Cell]) -> str:
         marked = (
-            f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(shown(str(cell)))}</{tag}>"
+            f"<{tag}{'' if column.numeric else ' class=text'}>{html.escape(display_safe(str(cell)))}</{tag}>"
             for column, cell in zip(self.columns, cells, strict=True)
         )
         return f"<tr>{''.join(marked)}</tr>"
@@ -91,4 +91,4 @@ class Table:
 def _text(cell: Cell) -> "Text":
     from rich.text import Text
 
-    return Text(shown(cell)) if isinstance(cell, str) else cell
+    return Text(display_safe(cell)) if isinstance(cell, str) else cell

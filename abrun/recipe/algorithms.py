@@ -1,4 +1,4 @@
-"""What a training step does: the algorithms and their fields."""
+"""Algorithm sections of a recipe: GRPO and its variants, PPO, SFT and DPO."""
 
 import math
 import reprlib
@@ -10,10 +10,10 @@ from abrun.recipe.policy import Optimizer
 from abrun.recipe.section import Count, FieldError, NonNegative, Positive, Section
 
 
-def _no_document_mean(value: object) -> object:
+def _refuse_document_mean(value: object) -> object:
     if value == "document_mean":
         raise FieldError(
-            "got 'document_mean', which two things were called; allowed: 'document_sum', the sum over tokens "
+            "got 'document_mean', which is ambiguous; allowed: 'document_sum', the sum over tokens "
             "divided by the number of documents (Fast-LLM's normalize_by_documents), or 'sequence_mean', the "
             "mean of per-sequence means"
         )
@@ -22,11 +22,11 @@ def _no_document_mean(value: object) -> object:
 
 LossReduction = Annotated[
     Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"],
-    BeforeValidator(_no_document_mean),
+    BeforeValidator(_refuse_document_mean),
 ]
 
 
-def _number_or_rule(value: object) -> object:
+def _check_grad_divisor(value: object) -> object:
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     if numeric or value in ("documents", "documents_squared"):
         return value
@@ -35,7 +35,9 @@ def _number_or_rule(value: object) -> object:
     )
 
 
-GradDivisor = Annotated[float | Literal["documents", "documents_squared"], BeforeValidator(_number_or_rule)]
+GradDivisor = Annotated[
+    float | Literal["documents", "documents_squared"], BeforeValidator(_check_grad_divisor)
+]
 
 
 class ImportanceCorrection(Section):
@@ -47,16 +49,16 @@ class ImportanceCorrection(Section):
 
 
 class DynamicSampling(Section):
-    """Groups of equal rewards, which have no signal, are left out, and more prompts are drawn (DAPO).
+    """Drops groups whose rewards are all equal, since they have no signal, and draws more prompts (DAPO).
 
-    After `max_tries` times the draws that a batch takes without it, such groups fill the batch up.
+    After `max_tries` times the usual number of draws, such groups fill the rest of the batch.
     """
 
     max_tries: Count = 10
 
 
 class OverlongPunishment(Section):
-    """A penalty on the reward that grows over the last `buffer` tokens before max_new_tokens.
+    """Reward penalty that grows over the last `buffer` tokens before max_new_tokens.
 
     See abrun.rl.advantages.overlong_penalties.
     """
@@ -66,50 +68,52 @@ class OverlongPunishment(Section):
 
 
 class PolicyGradientSettings(Section):
-    """What GRPO's family and PPO share; see abrun.rl for the formulas."""
+    """Settings shared by PPO and the GRPO family; see abrun.rl for the formulas."""
 
     prompts_per_step: Count = 32
-    group_size: Count = 8  # completions a prompt
-    # Draw again until there are so many completions; all that were drawn are trained on, but for a
-    # dynamic_sampling, which chooses so many. Losses are divided by the count that a step has got.
+    group_size: Count = 8  # completions per prompt
+    # Minimum number of completions a step; prompts are drawn until it is reached. All completions are trained
+    # on, except that dynamic_sampling trains on exactly this many. Losses are divided by the actual count.
     documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them
     normalize_advantages: bool = True
-    # Of the policy's probabilities to those of old, which a pass of its own finds before the first update; or
-    # on_policy: to themselves, so 1 with its gradient, without that pass where nothing else needs it. auto:
-    # on_policy where a step has one update.
+    # Denominator of the importance ratio. `old`: log-probs recomputed before the first update. `on_policy`:
+    # stop-gradient of the current log-probs (ratio = 1), which saves that pass if nothing else needs it.
+    # `auto`: on_policy if a step has a single update.
     ratio: Literal["auto", "old", "on_policy"] = "auto"
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: NonNegative = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     importance_correction: ImportanceCorrection | None = None
     loss_reduction: LossReduction = "token_mean"
-    # Completions that were cut off at max_new_tokens have a reward, and no tokens that are trained on or
-    # counted (DAPO, arXiv:2503.14476, section 3.4).
+    # Mask all tokens of completions truncated at max_new_tokens; their rewards still count (DAPO,
+    # arXiv:2503.14476, section 3.4).
     overlong_filtering: bool = False
-    # DAPO's soft overlong punishment (same section): lowers the rewards of long completions
+    # DAPO's soft overlong punishment (same section): lowers the reward of long completions
     overlong_punishment: OverlongPunishment | None = None
-    # Divides the gradient in the place of the reduction's own count, and leaves the reported loss alone: a
-    # number, or the documents of the optimizer step, or their square. With value_backbone: shared the value
-    # loss's gradient too. See abrun.rl.losses.gradient_factor.
+    # Divisor of the gradient instead of the loss reduction's own count: a number, the number of documents in
+    # the optimizer step, or its square. The reported loss is unchanged. With value_backbone: shared it also
+    # divides the value loss's gradient. See abrun.rl.losses.gradient_factor.
     grad_divisor: GradDivisor | None = None
     kl_coefficient: NonNegative = 0.0
-    # reward: a sequence's, off its reward. reward_to_go: off each token's reward, its own and all later ones.
+    # loss: KL penalty in the loss. reward: subtract a sequence's KL from its reward. reward_to_go: subtract
+    # from each token's reward the KL of this and all later tokens.
     kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
-    # In the loss: k2 and k3+ descend KL(policy || reference), k3 KL(reference || policy), k1 nothing
+    # As a loss, the gradient of k2 and k3+ minimizes KL(policy || reference), that of k3 minimizes
+    # KL(reference || policy), and that of k1 is zero in expectation
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
 
     @property
-    def draws_again(self) -> bool:
-        """Whether a step may draw prompts more than once."""
-        return self.documents_per_step is not None or self.chooses_groups
+    def may_draw_again(self) -> bool:
+        """Return whether a step may draw prompts more than once."""
+        return self.documents_per_step is not None or self.selects_groups
 
     @property
-    def chooses_groups(self) -> bool:
-        """Whether a step trains on some groups of what it draws."""
+    def selects_groups(self) -> bool:
+        """Return whether a step trains on a selection of the drawn groups."""
         return False
 
     @property
@@ -119,12 +123,12 @@ class PolicyGradientSettings(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Whether log-probs of the training pass are also those of the start of the step."""
+        """Return whether the training pass's log-probs are also the step's initial ones (ratio 1)."""
         return self.ratio == "on_policy" or (self.ratio == "auto" and self.num_updates == 1)
 
     @property
     def batch_size(self) -> int:
-        """Prompts of a global batch."""
+        """Return the number of prompts in a global batch."""
         return self.prompts_per_step
 
 
@@ -141,12 +145,12 @@ class Grpo(PolicyGradientSettings):
     type: Literal["grpo"]
     dynamic_sampling: DynamicSampling | None = None
     advantage_baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    # std of the group's rewards, of the global batch's, or of those of the group's other completions
+    # Std of rewards in the group, in the global batch, or over the group's other completions
     normalize_over: Literal["group", "batch", "leave_one_out"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
 
     @property
-    def chooses_groups(self) -> bool:
+    def selects_groups(self) -> bool:
         return self.dynamic_sampling is not None
 
 
@@ -161,15 +165,17 @@ class Ppo(PolicyGradientSettings):
     type: Literal["ppo"]
     group_size: Count = 1
     loss: Literal["clipped"] = "clipped"
-    kl_in: Literal["loss", "reward"] = "loss"  # reward: of each token, as it is drawn
+    # reward: each token's KL, computed when it is sampled, is subtracted from its reward
+    kl_in: Literal["loss", "reward"] = "loss"
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     value_backbone: Literal["own", "shared"] = "own"
-    value_coefficient: NonNegative | None = None  # with a shared backbone, where None is 0.1
+    value_coefficient: NonNegative | None = None  # only with value_backbone: shared; None: 0.1
     value_head_dtype: Literal["float32", "bfloat16"] = "float32"
-    value_clip_range: Positive | None = 0.5  # None: the plain squared error
+    value_clip_range: Positive | None = 0.5  # None: no clipping
     value_optimizer: Optimizer = Optimizer(learning_rate=1e-5)
-    # A token's value is the one computed before it. False: after it, so that the baseline knows the token.
+    # A token's value is predicted from the state before it. False: from the state after it, so the baseline
+    # depends on the token.
     right_shift: bool = True
 
 
@@ -186,5 +192,5 @@ class Dpo(Section):
     type: Literal["dpo"]
     batch_size: Count = 32  # pairs
     beta: Positive = 0.1
-    logprob_reduction: Literal["sum", "mean"] = "sum"  # of a completion's tokens
-    sft_coefficient: NonNegative = 0.0  # adds minus the mean log-prob of the chosen tokens
+    logprob_reduction: Literal["sum", "mean"] = "sum"  # over a completion's tokens
+    sft_coefficient: NonNegative = 0.0  # weight of the SFT loss (mean NLL of the chosen tokens)

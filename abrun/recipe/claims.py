@@ -1,4 +1,4 @@
-"""What a comparison claims, declared before the runs: claims with margins, guards, controls."""
+"""Comparison sections of a recipe, declared before the runs: claims with margins, guards, controls."""
 
 import math
 import re
@@ -12,101 +12,105 @@ from pydantic import Field, field_validator, model_validator
 from abrun.errors import RecipeError
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
 from abrun.reasons import Code
-from abrun.recipe.faults import NAMED, ONE_ULP, InjectedFault
-from abrun.recipe.refusals import nearest, shortened, validated
+from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
+from abrun.recipe.refusals import shortened, suggest_name, validated
 from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
 
 DEFAULT_WINDOW = "last 20%"
-WINDOW = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
-MARGIN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
-RATIO = r"\d+(\.\d+)?x"
-Spending = Literal["equal", "rising"]  # how interim analyses share the level
-Unit = Literal["", "sigma", "level", "climb"]  # what a margin is measured in; "": the metric's own unit
+WINDOW_PATTERN = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
+MARGIN_PATTERN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
+RATIO_PATTERN = r"\d+(\.\d+)?x"
+Spending = Literal["equal", "rising"]  # how alpha is spent over interim analyses
+Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
 
 
 class Claim(Section):
-    """One declared claim: arms agree on `metric` over `window` within `margin`, keep a limit, or are `exact`.
+    """Claim on `metric` over `window`: arms agree within `margin`, keep a limit, or are bit-identical.
 
-    `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: in standard deviations of the
-    baseline over seeds, or of `Compare.reference` where one is named; or `"5%"` of the baseline's level in
-    the window, or `"5% of climb"`: of what the baseline learned up to the window's end. A match needs a
-    baseline that climbed by more than the margin, unless `climbs` is false. `sigma` (over seeds) and
-    `correlation` (between paired arms) are assumptions that only the power shown before launch depends on.
+    `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: standard deviations over seeds
+    of the baseline, or of `Compare.reference` if set; or `"5%"` of the baseline's level in the window; or
+    `"5% of climb"`: of the baseline's improvement up to the window's end. A match requires that the baseline
+    improved by more than the margin, unless `climbs` is false. `sigma` (over seeds) and `correlation`
+    (between paired arms) are assumptions used only for the power analysis before launch.
     """
 
-    metric: (
-        str  # recorded, or `memory` (the peak over all phases; a limit), or `final_weights` (exact, or below)
-    )
+    # A recorded metric; or `memory` (peak over all phases; limit only); or `final_weights` (exact or below)
+    metric: str
     window: str = DEFAULT_WINDOW
     margin: float | str | None = None
-    # Of the treatment's level over seeds, or `0.6x`: of treatment / baseline (of `log_excess`: of their
-    # excesses over 1)
+    # Upper limit on the treatment's mean over seeds; `0.6x` limits treatment / baseline (with
+    # `log_excess`: the ratio of their excesses over 1)
     below: float | str | None = None
-    above: float | str | None = None  # likewise; a claim has one of margin, below, above and exact
-    exact: bool = False  # every value of the window is the same in both runs of each pair, bit for bit
-    transform: Literal["identity", "log", "log_excess"] | None = None  # None: by the metric's name
+    above: float | str | None = None  # lower limit; a claim has exactly one of margin, below, above, exact
+    exact: bool = False  # both runs of each pair are bit-identical at every step of the window
+    transform: Literal["identity", "log", "log_excess"] | None = None  # None: chosen by the metric's name
     climbs: bool = (
-        True  # false: the metric need not move, as where the baseline is at its best from the start
+        True  # false: a match does not require the metric to improve (e.g. it starts at its optimum)
     )
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
 
     @field_validator("window")
     @classmethod
-    def _window_is_readable(cls, window: str) -> str:
-        if not re.fullmatch(WINDOW, window):
+    def _check_window(cls, window: str) -> str:
+        if not re.fullmatch(WINDOW_PATTERN, window):
             raise FieldError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
-            raise FieldError(f"got {window!r}, which ends before it begins; write the smaller step first")
+            raise FieldError(f"got {window!r}, which ends before it starts; write the smaller step first")
         return window
 
     @field_validator("margin", mode="before")
     @classmethod
-    def _margin_is_readable(cls, margin: Any) -> Any:
+    def _check_margin(cls, margin: Any) -> Any:
         if margin is None:
             return None
-        found = re.fullmatch(MARGIN, margin) if isinstance(margin, str) else None
-        number: Any = float(found["number"]) if found else margin
+        match = re.fullmatch(MARGIN_PATTERN, margin) if isinstance(margin, str) else None
+        number: Any = float(match["number"]) if match else margin
         if type(number) not in (int, float) or not 0 < number < math.inf:
             raise FieldError(
-                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (of "
+                f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (for "
                 "--claim also '<1.2', '>0.65', '<0.6x', 'exact')"
             )
-        if found and "%" in (found["unit"] or "") and number >= 100:
-            raise FieldError(f"got {shortened(margin)}, as wide as all of it; allowed: less than 100%")
+        if match and "%" in (match["unit"] or "") and number >= 100:
+            raise FieldError(f"got {shortened(margin)}; allowed: less than 100%")
         return margin
 
     @field_validator("below", "above", mode="before")
     @classmethod
-    def _limit_is_readable(cls, limit: Any) -> Any:
-        of_baseline = isinstance(limit, str) and re.fullmatch(RATIO, limit)
-        number: Any = float(limit[:-1]) if of_baseline else limit
+    def _check_limit(cls, limit: Any) -> Any:
+        is_ratio = isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit)
+        number: Any = float(limit[:-1]) if is_ratio else limit
         is_number = type(number) in (int, float) and abs(number) <= sys.float_info.max
-        if limit is not None and (not is_number or (of_baseline and number <= 0)):
-            raise FieldError(f"got {shortened(limit)}; allowed: a number, or '0.6x' of the baseline")
+        if limit is not None and (not is_number or (is_ratio and number <= 0)):
+            raise FieldError(
+                f"got {shortened(limit)}; allowed: a number, or a ratio to the baseline such as '0.6x'"
+            )
         return limit
 
     @model_validator(mode="after")
-    def _claims_one_thing(self) -> Self:
-        said = [name for name in ("margin", "below", "above") if getattr(self, name) is not None]
-        said += ["exact"] * self.exact
-        if len(said) != 1:
+    def _check_single_claim(self) -> Self:
+        claim_kinds = [name for name in ("margin", "below", "above") if getattr(self, name) is not None]
+        claim_kinds += ["exact"] * self.exact
+        if len(claim_kinds) != 1:
             raise FieldError(
-                f"got {' and '.join(said) or 'no claim'} for {shortened(self.metric)}; allowed: one of "
-                "margin, below, above and exact"
+                f"got {' and '.join(claim_kinds) or 'no claim'} for {shortened(self.metric)}; allowed: one "
+                "of margin, below, above and exact"
             )
         if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
             raise FieldError(
-                f"got {said[0]}: {getattr(self, said[0])} for {FINAL_WEIGHTS}; allowed: exact: true, or "
-                "below: a distance above 0, in units of how far the baseline moved, such as 0.05"
+                f"got {claim_kinds[0]}: {getattr(self, claim_kinds[0])} for {FINAL_WEIGHTS}; "
+                "allowed: exact: true, or below: a distance above 0, in units of how far the baseline "
+                "moved, such as 0.05"
             )
-        if self.metric == MEMORY_PEAK and said[0] not in ("below", "above"):
-            raise FieldError(f"got {said[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
+        if self.metric == MEMORY_PEAK and claim_kinds[0] not in ("below", "above"):
+            raise FieldError(
+                f"got {claim_kinds[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'"
+            )
         return self
 
     @property
     def limit(self) -> tuple[float, bool] | None:
-        """A limit's number, and whether it is one of the ratio to the baseline; None: there is none."""
+        """Return the limit's number and whether it limits the ratio to the baseline; None without a limit."""
         limit = self.below if self.below is not None else self.above
         if limit is None:
             return None
@@ -114,45 +118,46 @@ class Claim(Section):
 
     @property
     def bound(self) -> str:
-        """What bounds the difference, as a refusal names it."""
-        return "an equivalence margin" if self.margin is not None else f"a limit, {claim_text(self)}"
+        """Return a description of the margin or limit for error messages."""
+        return "an equivalence margin" if self.margin is not None else f"a limit, {describe_claim(self)}"
 
     @property
-    def limits_excess(self) -> bool:
-        """Return whether a limit is of treatment / baseline of the excess over 1."""
-        of_baseline = self.limit is not None and self.limit[1]
-        return of_baseline and (self.transform or default_transform(self.metric)) == "log_excess"
+    def is_limit_on_excess(self) -> bool:
+        """Return whether the limit applies to the ratio of both arms' excesses over 1."""
+        is_ratio = self.limit is not None and self.limit[1]
+        return is_ratio and (self.transform or default_transform(self.metric)) == "log_excess"
 
     @property
     def margin_in(self) -> tuple[float, Unit]:
-        """The margin's number and unit; a percentage as a share."""
+        """Return the margin's number and unit; a percentage as a fraction."""
         assert self.margin is not None
-        found = re.fullmatch(MARGIN, self.margin) if isinstance(self.margin, str) else None
-        if found is None:
+        match = re.fullmatch(MARGIN_PATTERN, self.margin) if isinstance(self.margin, str) else None
+        if match is None:
             return float(self.margin), ""
-        number = float(found["number"])
-        if found["unit"] == " sigma":
+        number = float(match["number"])
+        if match["unit"] == " sigma":
             return number, "sigma"
-        return number / 100, "climb" if "climb" in found["unit"] else "level"
+        return number / 100, "climb" if "climb" in match["unit"] else "level"
 
     @property
-    def sigmas(self) -> float | None:
-        """A margin in standard deviations over seeds; None where it is in another unit."""
+    def sigma_margin(self) -> float | None:
+        """Return the margin in standard deviations over seeds; None if it has another unit."""
         number, unit = self.margin_in if self.margin is not None else (None, "")
         return number if unit == "sigma" else None
 
 
 class Guards(Section):
-    """One-sided limits that a treatment must keep, over all steps, besides to finish and to stay finite.
+    """One-sided limits for every treatment over all steps; it must also finish and stay finite.
 
-    A limit fails where the treatment is beyond it and worse than its paired baseline by a t-test. `alpha` is
-    what all of these tests together take of the 5 % in which equal arms may be called a mismatch.
+    A guard fails if the treatment exceeds the limit and a t-test shows it worse than its paired baseline.
+    `alpha` is the share of the 5 % false-mismatch rate that all these tests together may spend.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.05)] = 0.01
-    # No NaN or Inf that the baseline does not have: in these metrics, and in those that are claimed.
+    # Metrics in which the treatment may have no NaN or Inf that the baseline lacks; claimed metrics are
+    # included
     finite: list[str] = Field(default=["train/loss", "train/grad_norm", "train/reward"], max_length=1000)
-    # Of train/token_mult_prob_error: the worst run's median, and the share of steps that lie above it.
+    # Limits on train/token_mult_prob_error: the worst run's median, and the share of steps above that limit
     token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05
     token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     step_time_ratio: Positive | None = None  # treatment / baseline, geometric mean over pairs; None: no limit
@@ -165,101 +170,103 @@ def is_interim_schedule(counts: Sequence[int]) -> bool:
 
 
 class Compare(Section):
-    """The comparison, declared before the runs and hashed into the experiment at launch."""
+    """Comparison settings, declared before the runs and hashed into the experiment at launch."""
 
     claims: list[Claim] = Field(default=[], max_length=100)
     guards: Guards = Guards()
-    step_one: bool = True  # False: the first step follows an update, or rollouts do not repeat
-    # Relative, of all metrics or by name, {train/gen_kl_error: 0.05}; None: by A/A reruns, or the dtype
+    step_one: bool = True  # False: the first step follows an update, or rollouts are not reproducible
+    # Relative tolerance for all metrics, or by metric: {train/gen_kl_error: 0.05}; None: from A/A reruns, or
+    # else from the dtype
     step_one_tolerance: float | dict[str, float] | None = None
-    # False: runs are independent, whatever their seeds (Welch); wider than pairs where arms share their noise
+    # False: treat runs as independent whatever their seeds (Welch's test); less power if paired runs
+    # correlate
     paired: bool = True
-    interim: list[Count] = Field(
-        default=[]
-    )  # numbers of pairs at which a verdict may be taken; the last: all
-    # Levels of the interim analyses: the same for each, or in proportion to its pairs, which costs less power
+    # Interim analyses: numbers of pairs at which a verdict may be given; the last is all pairs
+    interim: list[Count] = Field(default=[])
+    # equal: the same alpha for each analysis; rising: in proportion to its pairs, which loses less power
     alpha_spending: Spending = "equal"
-    reference: PathText | None = (
-        None  # a frozen ensemble (abrun freeze), from here or from the recipe's folder
-    )
+    # Frozen ensemble (abrun freeze); path relative to the working directory or the recipe's folder
+    reference: PathText | None = None
 
     @field_validator("step_one_tolerance", mode="before")
     @classmethod
-    def _one_tolerance_or_some(cls, tolerance: Any) -> Any:
+    def _check_tolerances(cls, tolerance: Any) -> Any:
         if tolerance is None:
             return None
         by_metric: dict[str, Any] = tolerance if isinstance(tolerance, dict) else {"": tolerance}
-        for metric, one in by_metric.items():
+        for metric, limit in by_metric.items():
             if by_metric is tolerance and metric not in STEP_ONE:
                 raise FieldError(
-                    f"got {shortened(metric)}, which step one does not read; {nearest(metric, STEP_ONE)}"
+                    f"got {shortened(metric)}, which the step-one check does not compare; "
+                    f"{suggest_name(metric, STEP_ONE)}"
                 )
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
                 raise FieldError(
-                    f"got {shortened(tolerance)}; allowed: a number above 0, or one for each of some "
-                    "metrics, as {train/gen_kl_error: 0.05}"
+                    f"got {shortened(tolerance)}; allowed: a number above 0, or a number per "
+                    "metric, such as {train/gen_kl_error: 0.05}"
                 )
         return tolerance
 
     @field_validator("interim")
     @classmethod
-    def _interim_counts_rise(cls, interim: list[int]) -> list[int]:
+    def _check_interim_counts(cls, interim: list[int]) -> list[int]:
         if interim and not is_interim_schedule(interim):
             raise FieldError(
-                f"got {interim}; allowed: two or more numbers of pairs going up from 2, as [4, 8]"
+                f"got {interim}; allowed: two or more increasing numbers of pairs from 2, such as [4, 8]"
             )
         return interim
 
 
 class Controls(Section):
-    """Runs of the baseline beside the arms, which no verdict is about: what others are held against."""
+    """Control runs of the baseline: they calibrate the comparison and have no verdict of their own."""
 
-    aa_reruns: Annotated[int, Field(ge=0, le=1000)] = (
-        0  # with their own seed again: the machine's noise floor
-    )
-    # With initial weights moved by one ULP of policy.dtype: what so small a difference grows into
+    # Baseline reruns with the same seed (A/A runs): measure the noise floor
+    aa_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
+    # Reruns with initial weights perturbed by one ULP of policy.dtype: show how such a small difference grows
     ulp_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
-    # Each injected at every seed: what the comparison would have caught. Names of docs/faults.md, or sections
-    faults: list[Annotated[InjectedFault, NAMED]] = Field(default=[], max_length=100)
+    # Faults injected into the baseline, each at every seed: show which bugs the comparison would catch. Names
+    # from docs/faults.md, or sections
+    faults: list[Annotated[InjectedFault, ACCEPT_FAULT_NAME]] = Field(default=[], max_length=100)
 
     @field_validator("faults")
     @classmethod
-    def _faults_differ(cls, faults: list[InjectedFault]) -> list[InjectedFault]:
+    def _check_faults_differ(cls, faults: list[InjectedFault]) -> list[InjectedFault]:
         arms = [fault.arm for fault in faults]
-        twice = next((arm for arm in arms if arms.count(arm) > 1), None)
-        if twice:
-            raise FieldError(f"got {twice.removeprefix('fault-')!r} twice; every fault and size once")
+        duplicate = next((arm for arm in arms if arms.count(arm) > 1), None)
+        if duplicate:
+            raise FieldError(f"got {duplicate.removeprefix('fault-')!r} twice; list each fault and size once")
         if any(fault.name == ONE_ULP for fault in faults):
-            raise FieldError(f"got {ONE_ULP!r}, which is no fault; use controls.ulp_reruns")
+            raise FieldError(f"got {ONE_ULP!r}, which is not a fault; use controls.ulp_reruns")
         return faults
 
     def arms(self, num_seeds: int) -> dict[str, InjectedFault]:
-        """What is injected in each arm of a control."""
+        """Return the injected fault of each control arm by the arm's name."""
         rounds = range(-(-self.ulp_reruns // num_seeds))
-        moved = {f"one-ulp{f'-{i + 1}' if i else ''}": InjectedFault(name=ONE_ULP, draw=i) for i in rounds}
-        return moved | {fault.arm: fault for fault in self.faults}
+        ulp_arms = {f"one-ulp{f'-{i + 1}' if i else ''}": InjectedFault(name=ONE_ULP, draw=i) for i in rounds}
+        return ulp_arms | {fault.arm: fault for fault in self.faults}
 
 
 def _is_distance(limit: float | str | None) -> bool:
     return limit is not None and not isinstance(limit, str) and limit > 0
 
 
-def claim_text(claim: Claim) -> str:
-    """What is claimed besides where: `±0.02`, `below 0.6 x the baseline`, `exact`."""
+def describe_claim(claim: Claim) -> str:
+    """Return the claim without metric and window: `±0.02`, `below 0.6 x the baseline`, `exact`."""
     if claim.margin is not None:
         return f"±{claim.margin}" if isinstance(claim.margin, str) else f"±{claim.margin:g}"
     if claim.limit is None:
         return "exact"
-    number, of_baseline = claim.limit
+    number, is_ratio = claim.limit
     side = "below" if claim.below is not None else "above"
-    text = f"{side} {number:g}{' x the baseline' if of_baseline else ''}"
-    return f"{text}'s excess over 1" if claim.limits_excess else text
+    text = f"{side} {number:g}{' x the baseline' if is_ratio else ''}"
+    return f"{text}'s excess over 1" if claim.is_limit_on_excess else text
 
 
 def parse_claim(text: str) -> Claim:
-    """A claim given as METRIC:WINDOW:MARGIN on the command line; a metric's name may hold colons.
+    """Parse METRIC:WINDOW:MARGIN from the command line; the metric's name may contain colons.
 
-    In the place of the margin: `<1.2` (below), `>0.65` (above), `<0.6x` (of the baseline), or `exact`.
+    MARGIN may also be `<1.2` (below), `>0.65` (above), `<0.6x` (ratio to the baseline) or `exact`. Raises
+    RecipeError.
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin):
@@ -278,8 +285,8 @@ def parse_claim(text: str) -> Claim:
 
 
 def claim_option(claim: Claim) -> str:
-    """What `parse_claim` reads the claim from; its transform, climb and planning are not in it."""
-    said: object = claim.margin
+    """Return the claim as text for `parse_claim`, without transform, climbs, sigma and correlation."""
+    bound: object = claim.margin
     if claim.limit is not None:
-        said = f"<{claim.below}" if claim.below is not None else f">{claim.above}"
-    return f"{claim.metric}:{claim.window}:{'exact' if claim.exact else said}"
+        bound = f"<{claim.below}" if claim.below is not None else f">{claim.above}"
+    return f"{claim.metric}:{claim.window}:{'exact' if claim.exact else bound}"

@@ -1,4 +1,4 @@
-"""Runs that any command trains: its command line as templates, and where it writes its metrics."""
+"""Runs of external trainers: the command line as templates, and where the command writes its metrics."""
 
 import math
 import posixpath
@@ -24,57 +24,58 @@ FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
     *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
     *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
 )
-A_RUN_DIR = "/RUN_DIR"  # stands in for a run's directory before there is one
+SAMPLE_RUN_DIR = "/RUN_DIR"  # placeholder for a run directory that does not exist yet
 
 Scalar = str | int | float | bool
 
 
-def _scalar(value: Any) -> Any:
+def _check_scalar(value: Any) -> Any:
     if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise FieldError(f"got {shortened(value)}; allowed: text, a finite number, true or false")
 
 
-def _aliases(value: Any) -> Any:
+def _check_aliases(value: Any) -> Any:
     texts = isinstance(value, dict) and all(isinstance(text, str) for text in (*value, *value.values()))
     if texts or value in FRAMEWORKS:
         return value
     presets = ", ".join(repr(preset) for preset in FRAMEWORKS)
     raise FieldError(
-        f"got {shortened(value)}; allowed: {presets}, or a mapping of our names to the trainer's"
+        f"got {shortened(value)}; allowed: {presets}, or a mapping from abrun's metric names to the trainer's"
     )
 
 
 class MetricsLog(Section):
-    """What a command writes its metrics to: a file, or a folder where the format is one of folders."""
+    """Metrics that the command writes: a file, or a folder for formats that consist of several files."""
 
     format: Literal["tensorboard", "wandb", "csv", "jsonl", "parquet"]
     path: str
-    step_column: str | None = None  # None: the format's own, or a column with a usual name
+    step_column: str | None = None  # None: the format's step, or a column with a common name
 
 
 class Command(Section):
-    """A foreign trainer. `argv`, the values of `env` and `metrics.path` are templates.
+    """External trainer. `argv`, the values of `env` and `metrics.path` are templates.
 
-    Templates may name `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (which
-    is `python`, or abrun's own interpreter), and `parameters`, which exist so that arms can differ in them.
-    In `argv`, `{recipe_dir}` is the folder of the recipe. Literal braces are written `{{` and `}}`. In `env`,
-    `${NAME}` is a variable of the environment that a run is started in: looked up at every start, and stored
-    nowhere.
+    Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (the
+    `python` field, or abrun's own interpreter) and the names in `parameters`, in which arms can differ. In
+    `argv`, `{recipe_dir}` is the folder of the recipe. Write literal braces as `{{` and `}}`. In `env`,
+    `${NAME}` is an environment variable: it is read at every start of a run and never stored.
     """
 
     type: Literal["command"]
     argv: list[str] = Field(min_length=1)
     env: Env = Field(default={})  # secrets as ${NAME}
-    parameters: dict[str, Annotated[Scalar, PlainValidator(_scalar)]] = Field(default={})
+    parameters: dict[str, Annotated[Scalar, PlainValidator(_check_scalar)]] = Field(default={})
     metrics: MetricsLog
-    aliases: Annotated[str | dict[str, str], PlainValidator(_aliases)] = Field(default={})  # ours -> its name
-    versions_of: list[str] = Field(default=[])  # packages to record, as the command's interpreter has them
-    python: str | None = None  # that interpreter, where it is not argv's first word
+    aliases: Annotated[str | dict[str, str], PlainValidator(_check_aliases)] = Field(
+        default={}  # abrun's metric name -> the trainer's, or the name of a preset
+    )
+    versions_of: list[str] = Field(default=[])  # packages whose installed versions are recorded
+    python: str | None = None  # the command's interpreter; None: the first word of argv
 
     @field_validator("parameters")
     @classmethod
-    def _parameters_can_be_named(cls, parameters: dict[str, Scalar]) -> dict[str, Scalar]:
+    def _check_parameter_names(cls, parameters: dict[str, Scalar]) -> dict[str, Scalar]:
         for name in parameters:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name in PLACEHOLDERS:
                 raise FieldError(
@@ -84,40 +85,47 @@ class Command(Section):
         return parameters
 
     @model_validator(mode="after")
-    def _templates_can_be_filled(self) -> Self:
+    def _check_templates(self) -> Self:
         used: set[str] = set()
         for field, template in self._templates():
             used |= self._names_in(field, template)
         for name in self.parameters:
-            if name not in used:  # a misspelt one would change nothing, and the arms would match
+            # A misspelt parameter would change nothing, so the arms would match
+            if name not in used:
                 raise FieldError(
                     f"not used; write {{{name}}} into argv, env or metrics.path, or drop it",
                     f"trainer.parameters.{name}",
                 )
-        self._refuse_files_of_abrun()
+        self._refuse_run_files()
         return self
 
-    def _refuse_files_of_abrun(self) -> None:
-        """The files of the store say what a run did, and that it finished: no command may name one."""
-        values = dict.fromkeys(PLACEHOLDERS, "x") | {"run_dir": A_RUN_DIR}
-        values |= {name: _written(value) for name, value in self.parameters.items()}
+    def _refuse_run_files(self) -> None:
+        """Raise FieldError if a template names one of abrun's own files: they record what a run did."""
+        values = dict.fromkeys(PLACEHOLDERS, "x") | {"run_dir": SAMPLE_RUN_DIR}
+        values |= {name: _format_scalar(value) for name, value in self.parameters.items()}
         path = self.metrics.path
         filled = path.format_map(values)
         names = self._names_in("metrics.path", path)
-        elsewhere = path.startswith("/") and ("run_dir" in names or names >= {"arm", "seed", "rerun"})
-        inside = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(f"{A_RUN_DIR}/")
-        if not (inside or elsewhere) or _is_taken(filled, A_RUN_DIR):
+        is_own_absolute_path = path.startswith("/") and (
+            "run_dir" in names or names >= {"arm", "seed", "rerun"}
+        )
+        is_inside_run_dir = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(
+            f"{SAMPLE_RUN_DIR}/"
+        )
+        if not (is_inside_run_dir or is_own_absolute_path) or _is_reserved_path(filled, SAMPLE_RUN_DIR):
             raise FieldError(
-                f"got {shortened(path)}; begin it with {{run_dir}}/, so that every run has its own, stay in "
-                f"there, and go on with none of abrun's names: {', '.join(RUN_FILES)}; or give an absolute "
-                "path with {arm}, {seed} and {rerun} in it",
+                f"got {shortened(path)}; write a path inside {{run_dir}}/, so that every run has its own "
+                f"file, with none of abrun's names: {', '.join(RUN_FILES)}; or an absolute path that "
+                "contains {arm}, {seed} and {rerun}",
                 "trainer.metrics.path",
             )
         for field, template in self._templates():
-            filled = _filled(template, values) if field.startswith("env.") else template.format_map(values)
-            if _names_files_of_abrun(filled, A_RUN_DIR):
+            filled = (
+                _fill_template(template, values) if field.startswith("env.") else template.format_map(values)
+            )
+            if _mentions_run_file(filled, SAMPLE_RUN_DIR):
                 raise FieldError(
-                    f"got {shortened(template)}; a command's files in {{run_dir}} may have none of abrun's "
+                    f"got {shortened(template)}; a command's files in {{run_dir}} must not have abrun's own "
                     f"names: {', '.join(RUN_FILES)}",
                     f"trainer.{field}",
                 )
@@ -134,63 +142,72 @@ class Command(Section):
         if any("\0" in text for text in texts):
             raise FieldError(f"{got}; a NUL character cannot be passed to a command: drop it", place)
         try:
-            parts = list(string.Formatter().parse(template))
+            fields = list(string.Formatter().parse(template))
         except ValueError:
             raise FieldError(f"{got}; a single brace: write literal ones as {{{{ and }}}}", place) from None
         names = set()
-        for _, name, form, conversion in parts:
+        for _, name, format_spec, conversion in fields:
             if name is None:
                 continue
-            if name not in (*PLACEHOLDERS, *self.parameters) or form or conversion:
-                whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-                allowed = ", ".join(f"{{{each}}}" for each in (*PLACEHOLDERS, *self.parameters))
+            if name not in (*PLACEHOLDERS, *self.parameters) or format_spec or conversion:
+                placeholder = (
+                    name
+                    + (f"!{conversion}" if conversion else "")
+                    + (f":{format_spec}" if format_spec else "")
+                )
+                allowed = ", ".join(
+                    f"{{{allowed_name}}}" for allowed_name in (*PLACEHOLDERS, *self.parameters)
+                )
                 hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
                 if field.startswith("env.") and f"${{{name}" in template:
-                    hint = "a reference is ${NAME}, of letters, digits and '_', without a default or another"
+                    hint = "write ${NAME} with letters, digits and '_'; no default values"
                 elif f"${{{name}}}" in template:
-                    hint = f"a variable of the environment is read in trainer.env alone: {name}: ${{{name}}}"
+                    hint = (
+                        f"environment variables are read only in trainer.env; add {name}: ${{{name}}} there"
+                    )
                 raise FieldError(
-                    f"got the placeholder {{{shortened(whole)[1:-1]}}}; allowed: {allowed}; {hint}", place
+                    f"got the placeholder {{{shortened(placeholder)[1:-1]}}}; allowed: {allowed}; {hint}",
+                    place,
                 )
             names.add(name)
         if dollar := re.search(r"\$\{(\w+)\}", template.replace("{{", "\0").replace("}}", "\0")):
             raise FieldError(
-                f"{got}, whose $ would stay before the value; write {{{dollar[1]}}} (a shell's variable is "
-                "written ${{NAME}})",
+                f"{got}, which would leave a $ before the value; write {{{dollar[1]}}} (for a shell "
+                "variable: ${{NAME}})",
                 place,
             )
         return names
 
     @property
-    def names_seed(self) -> bool:
-        """Return whether the command line or its environment depends on the seed, as far as templates say."""
+    def uses_seed(self) -> bool:
+        """Return whether a template of the command line or its environment uses the seed."""
         templates = [(field, text) for field, text in self._templates() if field != "metrics.path"]
         return any("seed" in self._names_in(field, text) or "ABRUN_SEED" in text for field, text in templates)
 
 
 class CommandRunConfig(RunConfig):
-    """Everything one run of a foreign trainer is started with: what its `config.json` holds, resolved."""
+    """Resolved configuration of one run of an external trainer, as stored in its `config.json`."""
 
     trainer: Command
 
     @property
     def stalled_s(self) -> float:
-        """See RunConfig; a command gives a sign with each new step alone."""
+        """Return the timeout of RunConfig; only a new step counts as progress of a command."""
         return self.limits.stalled_s or 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """A command line ready to run."""
+    """Command line of one run with all templates filled in."""
 
     argv: list[str]
-    env: dict[str, str]  # to be added to the inherited one
+    env: dict[str, str]  # added to the inherited environment
     metrics_path: str
     python: str  # what {python} stands for
 
 
 def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[Reason]:
-    """Return the variables that a run's `env` refers to and an environment does not have."""
+    """Return a reason for each variable that a run's `env` refers to and the environment lacks."""
     placeholders = {*PLACEHOLDERS, *run.trainer.parameters}
     return [
         Code.VARIABLE_UNSET(
@@ -202,14 +219,14 @@ def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> li
     ]
 
 
-def values_of(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a run's `env` refers to, with their values: a command may print those."""
+def referenced_values(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a run's `env` refers to with their values, to redact them from output."""
     env = run.trainer.env if isinstance(run, CommandRunConfig) else {}
     names = [name for template in env.values() for name in REFERENCE.findall(template)]
     return {name: environment[name] for name in names if name in environment}
 
 
-def invocation(
+def build_invocation(
     run: CommandRunConfig,
     *,
     experiment: object,
@@ -219,68 +236,74 @@ def invocation(
     run_dir: object,
     environment: Mapping[str, str] | None = None,
 ) -> Invocation:
-    """A run's templates filled in; without an `environment` its variables stay `${NAME}`, to be shown.
+    """Fill in a run's templates; without an `environment`, references stay `${NAME}` (for display).
 
-    Raises RecipeError where the environment lacks one.
+    Raises RecipeError if the environment lacks a variable or a path names one of abrun's own files.
     """
-    lacking = [] if environment is None else unset_variables(run, environment)
-    if lacking:
-        raise RecipeError(lacking[0])
+    unset = [] if environment is None else unset_variables(run, environment)
+    if unset:
+        raise RecipeError(unset[0])
     trainer = run.trainer
     python = trainer.python or sys.executable
-    known = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
+    run_values = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
     values: Mapping[str, str] = {
-        name: _written(value)
-        for name, value in {**trainer.parameters, **known, "steps": run.steps, "python": python}.items()
+        name: _format_scalar(value)
+        for name, value in {**trainer.parameters, **run_values, "steps": run.steps, "python": python}.items()
     }
-    filled = Invocation(
+    invocation = Invocation(
         argv=[word.format_map(values) for word in trainer.argv],
-        env={name: _filled(value, values, environment) for name, value in trainer.env.items()},
+        env={name: _fill_template(value, values, environment) for name, value in trainer.env.items()},
         metrics_path=posixpath.normpath(trainer.metrics.path.format_map(values)),
         python=python,
     )
-    # By the name of an arm, for one; the recipe's templates have been looked at
-    taken = [filled.metrics_path] if _is_taken(filled.metrics_path, str(run_dir)) else []
-    taken += [
-        word for word in (*filled.argv, *filled.env.values()) if _names_files_of_abrun(word, str(run_dir))
+    # Values such as an arm's name may produce a reserved path although the templates were checked
+    reserved_paths = (
+        [invocation.metrics_path] if _is_reserved_path(invocation.metrics_path, str(run_dir)) else []
+    )
+    reserved_paths += [
+        word
+        for word in (*invocation.argv, *invocation.env.values())
+        if _mentions_run_file(word, str(run_dir))
     ]
-    if taken:
-        raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(taken[0])))
-    return filled
+    if reserved_paths:
+        raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(reserved_paths[0])))
+    return invocation
 
 
-def _filled(template: str, values: Mapping[str, str], environment: Mapping[str, str] | None = None) -> str:
-    """A template of `env` with its placeholders filled in, and what it refers to, where that is known."""
-    parts = REFERENCE.split(template)
-    parts[::2] = [part.format_map(values) for part in parts[::2]]
-    parts[1::2] = [f"${{{name}}}" if environment is None else environment[name] for name in parts[1::2]]
-    return "".join(parts)
+def _fill_template(
+    template: str, values: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> str:
+    """Fill the placeholders of an `env` template, and its `${NAME}` references if there is an environment."""
+    segments = REFERENCE.split(template)
+    segments[::2] = [segment.format_map(values) for segment in segments[::2]]
+    segments[1::2] = [f"${{{name}}}" if environment is None else environment[name] for name in segments[1::2]]
+    return "".join(segments)
 
 
-def _is_taken(path: str, run_dir: str) -> bool:
-    """Whether a path is a run directory, or one of abrun's files in it."""
+def _is_reserved_path(path: str, run_dir: str) -> bool:
+    """Return whether a path is the run directory or one of abrun's files in it."""
     path = posixpath.normpath(path)
-    inside = path == run_dir or path.startswith(f"{run_dir}/")
-    return inside and _names(path, run_dir)[0] in (".", *RUN_FILES)
+    is_inside = path == run_dir or path.startswith(f"{run_dir}/")
+    return is_inside and _path_names(path, run_dir)[0] in (".", *RUN_FILES)
 
 
-def _names_files_of_abrun(text: str, run_dir: str) -> bool:
-    """Whether an argument, or a line of shell, says where a file of abrun's lies, in this run or another."""
-    said = re.sub(r"\$\{?ABRUN_RUN_DIR\b\}?", lambda _: run_dir, text)
-    said = re.sub(r"['\"]", "", said)
-    for path in re.findall(rf"{re.escape(run_dir)}/[^\s=,:;&|()<>{{}}\[\]`\\]*", said):
-        names = _names(path, run_dir)
+def _mentions_run_file(text: str, run_dir: str) -> bool:
+    """Return whether an argument or shell line contains the path of one of abrun's files, in any run."""
+    expanded = re.sub(r"\$\{?ABRUN_RUN_DIR\b\}?", lambda _: run_dir, text)
+    expanded = re.sub(r"['\"]", "", expanded)
+    for path in re.findall(rf"{re.escape(run_dir)}/[^\s=,:;&|()<>{{}}\[\]`\\]*", expanded):
+        names = _path_names(path, run_dir)
         if names[0] in RUN_FILES or (names[0] == ".." and names[-1] in RUN_FILES):
             return True
     return False
 
 
-def _names(path: str, run_dir: str) -> list[str]:
-    """The parts of a path below a run directory, as a file system that ignores case would say them."""
-    below = path.removeprefix(run_dir).lstrip("/")
-    return posixpath.normpath(below).casefold().split("/")
+def _path_names(path: str, run_dir: str) -> list[str]:
+    """Return a path's components below a run directory, case-folded for case-insensitive file systems."""
+    relative = path.removeprefix(run_dir).lstrip("/")
+    return posixpath.normpath(relative).casefold().split("/")
 
 
-def _written(value: object) -> str:
-    """A value as a command line's reader expects it: `true` as YAML and Hydra write it."""
+def _format_scalar(value: object) -> str:
+    """Return a scalar as command-line text; booleans as `true` and `false`, as in YAML and Hydra."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Model families: what `config.json` alone shows that a run would be refused for; read without transformers.
+"""Model families that a run refuses, as far as `config.json` shows it; needs no transformers.
 
 The table is `families.toml`.
 """
@@ -17,22 +17,22 @@ MULTIMODAL, ENCODER_DECODERS, BIASED_HEADS, STREAMLESS, MIXED, WINDOWED = (
     frozenset(_TABLE[name].split())
     for name in ("multimodal", "encoder_decoders", "biased_heads", "streamless", "mixed", "windowed")
 )
-# Training draws experts at random, by the gaps between scores that their evaluation depends on too.
+# In training their routers sample experts at random; the score gaps involved matter in evaluation, too.
 SAMPLING_ROUTERS = frozenset({"phimoe"})
 SHARED_LAYERS = frozenset({"zamba", "zamba2"})
 
-NO_CAUSAL_LM = "a multimodal model that transformers has no causal LM for"
+NO_CAUSAL_LM = "a multimodal model for which transformers has no causal LM"
 ENCODER_DECODER = "an encoder-decoder model"
-BIASED_HEAD = "an LM head with a bias, which the log-prob kernels do not take"
+BIASED_HEAD = "an LM head with a bias, which the log-prob kernels do not support"
 SAMPLING_ROUTER = "whose router samples experts in training"
 SHARES_LAYERS = "whose layers share weights, so that they cannot be sharded one by one"
 
-# Kinds of layers, as `layer_types` names them, that mix sequences or miss some of their tokens.
-NOT_FULL = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index|hybrid")
+# Names in `layer_types` of layers that mix packed sequences or do not attend to all tokens.
+PARTIAL_LAYER_PATTERN = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index|hybrid")
 
 
 def family_refusal(model: Mapping[str, Any]) -> str | None:
-    """Return why a model of this configuration (`config.json`) cannot be trained; None if nothing says so."""
+    """Return why a model with this `config.json` cannot be trained; None if nothing prevents it."""
     family = model.get("model_type")
     if not isinstance(family, str):
         return None
@@ -47,7 +47,7 @@ def family_refusal(model: Mapping[str, Any]) -> str | None:
 
 
 def stream_setting(policy: Policy) -> tuple[str, str] | None:
-    """Return the setting that puts sequences into streams, as messages name it, and its alternative."""
+    """Return the setting that concatenates sequences into one stream, and the setting that avoids it."""
     ranks = policy.backend.context_parallel
     if policy.packing:
         return "policy.packing: got true", "packing: false"
@@ -57,33 +57,33 @@ def stream_setting(policy: Policy) -> tuple[str, str] | None:
 
 
 def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
-    """Return why a model cannot be packed or spread over a context; None if nothing says so.
+    """Return why a model cannot use packing or context parallelism; None if nothing prevents it.
 
-    `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
+    `model`: fields of a Hugging Face configuration; missing fields are not checked.
     """
     setting, reason = stream_setting(policy), attention_obstacle(model)
     if setting is None or reason is None:
         return None
-    asked, instead = setting
+    field_and_value, instead = setting
     return Code.STREAM_NEEDS_FULL_ATTENTION(
-        setting=asked, family=model.get("model_type"), obstacle=reason, instead=instead
+        setting=field_and_value, family=model.get("model_type"), obstacle=reason, instead=instead
     )
 
 
 def attention_obstacle(model: Mapping[str, Any]) -> str | None:
-    """Return what a model has besides full, causal attention in every layer; None if nothing says so."""
+    """Return why a model lacks full causal attention in every layer; None if it seems to have it."""
     nested = model.get("text_config")
     text = nested if isinstance(nested, Mapping) else model
     families = {name for name in (model.get("model_type"), text.get("model_type")) if isinstance(name, str)}
     if families & STREAMLESS:
-        return "whose layers do not take a stream of sequences"
+        return "whose layers do not support packed sequences"
     layer_types, window = text.get("layer_types"), text.get("sliding_window")
     if isinstance(layer_types, list):
-        kinds = sorted({str(kind) for kind in layer_types if NOT_FULL.search(str(kind))})
+        kinds = sorted({str(kind) for kind in layer_types if PARTIAL_LAYER_PATTERN.search(str(kind))})
         return f"which has layers of {', '.join(kinds)}" if kinds else None
     no_window = "sliding_window" in text and window is None
     if families & MIXED and not no_window:
-        return "not all of whose layers have full attention"
+        return "some of whose layers lack full attention"
     if isinstance(window, int) and window and _uses_window(text, families):
         return f"whose layers attend to windows of {window} tokens"
     return None
@@ -92,5 +92,7 @@ def attention_obstacle(model: Mapping[str, Any]) -> str | None:
 def _uses_window(text: Mapping[str, Any], families: set[str]) -> bool:
     if text.get("use_sliding_window") is not True:
         return bool(families & WINDOWED) and text.get("use_sliding_window") is None
-    first, layers = text.get("max_window_layers"), text.get("num_hidden_layers")
-    return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
+    first_windowed_layer, layers = text.get("max_window_layers"), text.get("num_hidden_layers")
+    return not (
+        isinstance(first_windowed_layer, int) and isinstance(layers, int) and first_windowed_layer >= layers
+    )

@@ -1,8 +1,7 @@
-"""What stands behind each seam, by the name that a recipe or the command line gives it.
+"""Registry of backends, rollout engines and launchers by their names in recipes and on the command line.
 
-One line here adds a backend, a rollout engine or a launcher: one that starts processes, or a cluster that
-queues jobs. A value is `module:object`, imported when it is asked for, so that this module, and with it the
-control plane, needs none of them.
+One line here adds an implementation. A value is `module:object` and is imported on demand, so this module
+and the control plane depend on none of them. A launcher starts processes; a scheduler queues jobs.
 """
 
 import importlib
@@ -16,14 +15,14 @@ ENGINES = {
     "torch": "abrun.rollout.torch_engine:make_engine",
     "vllm": "abrun.rollout.vllm:make_engine",
 }
-LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
+LOCAL_LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 SCHEDULERS = {
     "slurm": "abrun.launch.slurm.launcher:SlurmCluster",
     "ray": "abrun.launch.ray.launcher:RayCluster",
 }
 
 
-def load(implementation: str) -> Any:
-    """The object that `module:object` names."""
+def load_implementation(implementation: str) -> Any:
+    """Import and return the object named by `module:object`."""
     module, _, name = implementation.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""What starts the runs: this machine, or a cluster that queues jobs, with what a user's own profile adds."""
+"""Launcher sections of a recipe (this machine, or a cluster that queues jobs) and the user's profile."""
 
 import math
 import os
@@ -14,50 +14,54 @@ from abrun.reasons import Code
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, type_name, validated
 from abrun.recipe.secrets import refuse_secrets
-from abrun.recipe.section import Count, FieldError, Section, line_of_text, word
+from abrun.recipe.section import Count, FieldError, Section, check_line, check_word
 from abrun.redaction import REFERENCE
 from abrun.regular_files import read_regular
 
-TIME = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
-TAKEN = (  # noqa: SIM905 (options of sbatch that follow from the recipe)
+TIME_PATTERN = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
+RESERVED_SBATCH_OPTIONS = (  # noqa: SIM905 (set by abrun from the recipe)
     "account array chdir constraint container-image cpus-per-task dependency error export gpus gpus-per-node "
     "gres job-name no-requeue nodes ntasks ntasks-per-node open-mode output parsable partition qos requeue "
     "signal test-only time wait wrap"
 ).split()
-MOST_PROFILE = 1 << 16  # bytes
-VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
-# What Kubernetes' server checks beyond its schema: names of objects, keys and values of labels
-OBJECT = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-LABEL = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+MAX_PROFILE_BYTES = 1 << 16
+VARIABLE_PATTERN = "[A-Za-z_][A-Za-z0-9_]*"
+# Checks of the Kubernetes server beyond its schema: names of objects, keys and values of labels
+OBJECT_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+LABEL_PATTERN = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
-def _matching(pattern: str, allowed: str, most: int = 253, *, values: bool = False) -> AfterValidator:
-    """Check a text, or each text of a list, or the keys (or the `values`) of a mapping."""
+def _require_match(
+    pattern: str, allowed: str, max_length: int = 253, *, values: bool = False
+) -> AfterValidator:
+    """Return a validator of a text, of a list's texts, or of a mapping's keys (or its `values`)."""
 
     def check(value: Any) -> Any:
         texts = value.values() if values else [value] if isinstance(value, str) else value
         for text in texts:
-            if len(text) > most or not re.fullmatch(pattern, text):
+            if len(text) > max_length or not re.fullmatch(pattern, text):
                 raise FieldError(f"got {shortened(text)}; allowed: {allowed}")
         return value
 
     return AfterValidator(check)
 
 
-Word = Annotated[str, AfterValidator(word)]
-Line = Annotated[str, AfterValidator(line_of_text)]
-Lines = Annotated[list[str], AfterValidator(lambda lines: [line_of_text(line) for line in lines])]
-IS_OBJECT = _matching(OBJECT, "small letters, digits, '-' and '.'")
-IS_KEY = _matching(rf"({OBJECT}/)?{LABEL}", "such as nvidia.com/gpu, at most 63 after the '/'", 317)
-ARE_LABELS = _matching(
-    f"({LABEL})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
+Word = Annotated[str, AfterValidator(check_word)]
+Line = Annotated[str, AfterValidator(check_line)]
+Lines = Annotated[list[str], AfterValidator(lambda lines: [check_line(line) for line in lines])]
+CHECK_OBJECT_NAME = _require_match(OBJECT_PATTERN, "lower-case letters, digits, '-' and '.'")
+CHECK_LABEL_KEY = _require_match(
+    rf"({OBJECT_PATTERN}/)?{LABEL_PATTERN}", "such as nvidia.com/gpu, at most 63 after the '/'", 317
 )
-Name = Annotated[Word, IS_OBJECT]
+CHECK_LABEL_VALUES = _require_match(
+    f"({LABEL_PATTERN})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
+)
+ObjectName = Annotated[Word, CHECK_OBJECT_NAME]
 
 
-def _duration(time: str) -> str:
-    if not re.fullmatch(TIME, time):
-        raise FieldError(f"got {shortened(time)}; allowed: such as '90' (minutes), '2:00:00', '1-12:00:00'")
+def _check_duration(time: str) -> str:
+    if not re.fullmatch(TIME_PATTERN, time):
+        raise FieldError(f"got {shortened(time)}; allowed: '90' (minutes), '2:00:00' or '1-12:00:00'")
     return time
 
 
@@ -68,200 +72,214 @@ class Local(Section):
 
 
 class Container(Section):
-    """The image that ranks run in, by the pyxis plugin of Slurm. abrun has to be installed there, too."""
+    """Container image for the ranks, run by Slurm's pyxis plugin. abrun must be installed in it."""
 
     image: str  # as `srun --container-image` takes it
-    mounts: list[str] = Field(default=[])  # HOST_PATH:CONTAINER_PATH; the runs directory has to be among them
+    mounts: list[str] = Field(default=[])  # HOST_PATH:CONTAINER_PATH; must include the runs directory
 
 
 class Slurm(Section):
-    """Jobs of Slurm. What is left open here is taken from the user's profile, then from Slurm's defaults."""
+    """Slurm jobs. Missing values come from the user's profile, then from Slurm's defaults."""
 
     type: Literal["slurm"]
     account: Line | None = None
     partition: Line | None = None
     qos: Line | None = None
     constraint: Line | None = None
-    # The limit of a job, as sbatch takes it ("2:00:00"). A run that takes longer goes on in the next one
-    time: Annotated[str, AfterValidator(_duration)] | None = None
-    save_s: Annotated[int, Field(ge=1, le=65535)] = 120  # before that limit runs save a checkpoint and stop
-    requeues: Annotated[int, Field(ge=0)] = 20  # how often a job begins again after limit, preemption, fault
+    # Time limit of a job in sbatch's format ("2:00:00"). A longer run resumes in the next job
+    time: Annotated[str, AfterValidator(_check_duration)] | None = None
+    # Seconds before the time limit at which runs save a checkpoint and stop
+    save_s: Annotated[int, Field(ge=1, le=65535)] = 120
+    requeues: Annotated[int, Field(ge=0)] = (
+        20  # maximum restarts of a job after its limit, preemption or a fault
+    )
     cpus_per_rank: Count = 1
-    # The network that nodes talk over, such as ib0; default: the libraries' own
+    # Network interface between nodes, such as ib0; default: the libraries' choice
     interface: Word | None = None
-    python: Line | None = None  # of the nodes or the container; default: the one that launches
-    setup: Lines = Field(default=[])  # lines of shell before that, such as: module load cuda
+    python: Line | None = None  # interpreter on the nodes or in the container; default: the launching one
+    setup: Lines = Field(default=[])  # shell lines to run first, such as: module load cuda
     container: Container | None = None
-    # Any other options of sbatch: {exclusive: true, mem: 64G}
+    # Other options of sbatch: {exclusive: true, mem: 64G}
     sbatch: dict[str, str | int | bool] = Field(default={})
 
     @field_validator("sbatch")
     @classmethod
-    def _options_are_free(cls, options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    def _check_sbatch_options(cls, options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
         for name, value in options.items():
             if not re.fullmatch("[a-z][a-z-]+", name):
                 raise FieldError(
-                    f"got {shortened(name)}; allowed: a long option without its dashes: mem, exclude"
+                    f"got {shortened(name)}; allowed: a long option without dashes, such as mem or exclude"
                 )
-            if any(taken.startswith(name) for taken in TAKEN):  # sbatch takes beginnings of names, too
-                raise FieldError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
-            line_of_text(str(value))
+            # sbatch accepts unambiguous prefixes of option names, too
+            if any(reserved.startswith(name) for reserved in RESERVED_SBATCH_OPTIONS):
+                raise FieldError(f"got {name}, which abrun sets from the recipe; drop it")
+            check_line(str(value))
         return options
 
 
 class Ray(Section):
-    """A job of a Ray cluster. What is left open here is taken from the user's profile."""
+    """Jobs on a Ray cluster. Missing values come from the user's profile."""
 
     type: Literal["ray"]
-    # Of the dashboard, http://HEAD:8265; auto: RAY_ADDRESS, or else the cluster that this machine is part of
+    # Address of the dashboard, http://HEAD:8265; auto: RAY_ADDRESS, or else this machine's cluster
     address: str = "auto"
-    save_s: Annotated[int, Field(ge=1, le=3600)] = 120  # for a checkpoint, once the job is asked to stop
-    restarts: Annotated[int, Field(ge=0)] = 20  # how often a run begins again after lost nodes
+    save_s: Annotated[int, Field(ge=1, le=3600)] = 120  # seconds to save a checkpoint after a stop request
+    restarts: Annotated[int, Field(ge=0)] = 20  # maximum restarts of a run after losing nodes
     cpus_per_rank: Count = 1
-    # What else each node of a run has to have for it, in Ray's names: {"accelerator_type:H200": 0.001}
+    # Other Ray resources that each node of a run needs: {"accelerator_type:H200": 0.001}
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
-    # The network that nodes talk over, such as ib0; default: the libraries' own
+    # Network interface between nodes, such as ib0; default: the libraries' choice
     interface: Word | None = None
-    python: Line | None = None  # of the cluster's machines; default: the one that launches
-    # Variables of all processes. No secrets: Ray's dashboard shows them
+    python: Line | None = None  # interpreter on the cluster's machines; default: the launching one
+    # Environment variables of all processes. No secrets: Ray's dashboard shows them
     env: dict[str, str] = Field(default={})
 
     @field_validator("address")
     @classmethod
-    def _address_is_one(cls, address: str) -> str:
+    def _check_address(cls, address: str) -> str:
         if address != "auto" and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", address):
             raise FieldError(
-                f"got {shortened(address)}; allowed: 'auto', or a dashboard's: 'http://HEAD:8265' "
-                "(for a cluster of this machine alone: ray start --head, and 'auto')"
+                f"got {shortened(address)}; allowed: 'auto', or a dashboard's address 'http://HEAD:8265' "
+                "(for a cluster on this machine only: run ray start --head and use 'auto')"
             )
         return address
 
     @field_validator("env")
     @classmethod
-    def _env_is_of_variables(cls, env: dict[str, str]) -> dict[str, str]:
+    def _check_env_names(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
-            if not re.fullmatch(VARIABLE, name):
+            if not re.fullmatch(VARIABLE_PATTERN, name):
                 raise FieldError(f"got {shortened(name)}; allowed: names of environment variables")
             if REFERENCE.search(value):
                 raise FieldError(
-                    f"got {shortened(value)} for {name}, which nothing fills in here; give its value"
+                    f"got {shortened(value)} for {name}, but no reference is expanded here; write the value"
                 )
         return env
 
     @field_validator("resources")
     @classmethod
-    def _resources_are_others(cls, resources: dict[str, float]) -> dict[str, float]:
+    def _check_resources(cls, resources: dict[str, float]) -> dict[str, float]:
         for name in resources:
-            if name in ("CPU", "GPU", "bundle") or not line_of_text(name):
-                raise FieldError(f"got {name}, which abrun sets itself, from the recipe; leave it out")
+            if name in ("CPU", "GPU", "bundle") or not check_line(name):
+                raise FieldError(f"got {name}, which abrun sets from the recipe; drop it")
         return resources
 
 
-class Exported(Section):
-    """What both kinds of manifests need to know. The image has to hold abrun, of the version that exports."""
+class ManifestSettings(Section):
+    """Settings shared by both kinds of manifests. The image must contain the exporting version of abrun."""
 
     image: Word | None = None
-    # Where every node sees the folder of all experiments
+    # Path of the folder of all experiments on every node
     runs_dir: Annotated[
-        str, _matching("(/[A-Za-z0-9._-]+)+", "an absolute path without spaces, such as /runs", 4096)
+        str, _require_match("(/[A-Za-z0-9._-]+)+", "an absolute path without spaces, such as /runs", 4096)
     ] = "/runs"
     cpus_per_rank: Count = 1
     secrets: Lines = Field(default=[])
-    python: Line = "python"  # of the image
-    setup: Lines = Field(default=[])  # lines of shell before that, such as: source /opt/venv/bin/activate
-    # Seconds that runs get to save a checkpoint when asked to stop
+    python: Line = "python"  # interpreter in the image
+    setup: Lines = Field(default=[])  # shell lines to run first, such as: source /opt/venv/bin/activate
+    # Seconds to save a checkpoint after a stop request
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120
 
 
-class JobSet(Exported):
-    """Manifests for Kubernetes with the JobSet controller. `secrets`: of what names, whose keys are set."""
+class JobSet(ManifestSettings):
+    """Kubernetes manifests for JobSet. `secrets`: names of Secrets whose keys become variables."""
 
     type: Literal["jobset"]
-    secrets: Annotated[Lines, IS_OBJECT] = Field(default=[])
-    claim: Name | None = None  # the PersistentVolumeClaim (ReadWriteMany) that runs_dir is; abrun makes none
-    namespace: Name | None = None
-    queue: Name | None = None  # of Kueue, which then admits all pods of a pair or none
-    node_selector: Annotated[dict[str, str], IS_KEY, ARE_LABELS] = Field(default={})
-    gpu: Annotated[Word, IS_KEY] = "nvidia.com/gpu"  # what the cluster calls a GPU
-    # Of a run on each node, as Kubernetes takes it
-    memory: Annotated[Word, _matching(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?)?", "such as 64Gi")] | None = None
+    secrets: Annotated[Lines, CHECK_OBJECT_NAME] = Field(default=[])
+    # Existing PersistentVolumeClaim (ReadWriteMany) mounted at runs_dir; abrun creates none
+    claim: ObjectName | None = None
+    namespace: ObjectName | None = None
+    queue: ObjectName | None = None  # Kueue queue, which admits all pods of a pair or none
+    node_selector: Annotated[dict[str, str], CHECK_LABEL_KEY, CHECK_LABEL_VALUES] = Field(default={})
+    gpu: Annotated[Word, CHECK_LABEL_KEY] = "nvidia.com/gpu"  # the cluster's resource name for a GPU
+    # Memory of a run on each node, in Kubernetes' format
+    memory: Annotated[Word, _require_match(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?)?", "such as 64Gi")] | None = None
 
 
-class SkyPilot(Exported):
-    """Task files for SkyPilot. `secrets`: environment variables that `sky` is to pass on."""
+class SkyPilot(ManifestSettings):
+    """SkyPilot task files. `secrets`: environment variables for `sky` to pass on."""
 
     type: Literal["skypilot"]
-    secrets: Annotated[Lines, _matching(VARIABLE, "names of environment variables")] = Field(default=[])
-    volume: Word | None = None  # of `sky volumes`, mounted at runs_dir; else what image or setup mount there
-    # Such as H100; needed with cluster.gpus_per_node
+    secrets: Annotated[Lines, _require_match(VARIABLE_PATTERN, "names of environment variables")] = Field(
+        default=[]
+    )
+    volume: Word | None = None  # a `sky volumes` volume, mounted at runs_dir; None: image or setup mounts it
+    # Such as H100; required with cluster.gpus_per_node
     accelerator: (
         Annotated[
-            str, _matching("[A-Za-z0-9_.-]+", "a name such as H100; how many, says cluster.gpus_per_node")
+            str,
+            _require_match("[A-Za-z0-9_.-]+", "a name such as H100; cluster.gpus_per_node gives the number"),
         ]
         | None
     ) = None
-    # Any other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
+    # Other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
     resources: dict[str, str | int | float | bool] = Field(default={})
 
     @field_validator("resources")
     @classmethod
-    def _resources_are_free(cls, resources: dict[str, Any]) -> dict[str, Any]:
-        taken = [name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources]
-        if taken:
-            raise FieldError(f"got {taken[0]}, which abrun sets itself, from the recipe; leave it out")
+    def _check_task_resources(cls, resources: dict[str, Any]) -> dict[str, Any]:
+        reserved = [
+            name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources
+        ]
+        if reserved:
+            raise FieldError(f"got {reserved[0]}, which abrun sets from the recipe; drop it")
         for value in resources.values():
-            line_of_text(str(value))
+            check_line(str(value))
         return resources
 
 
 LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
-LAUNCHERS: dict[str, type[LauncherSettings]] = {
+LAUNCHER_TYPES: dict[str, type[LauncherSettings]] = {
     str(type_name(model)): model for model in get_args(LauncherSettings)
 }
 
 
-def limit_s(time: str) -> float:
-    """The seconds of a limit as sbatch takes it (`TIME`); infinite for '0', which is none."""
+def parse_time_limit(time: str) -> float:
+    """Return the seconds of a time limit in sbatch's format (`TIME_PATTERN`); infinity for '0', no limit."""
     days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    units = [int(digits) for digits in rest.split(":")]
     if dash:
-        hours, minutes, seconds = parts + [0] * (3 - len(parts))
+        hours, minutes, seconds = units + [0] * (3 - len(units))
     else:
-        hours, minutes, seconds = ([0] if len(parts) < 3 else []) + parts + ([0] if len(parts) == 1 else [])
+        hours, minutes, seconds = ([0] if len(units) < 3 else []) + units + ([0] if len(units) == 1 else [])
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
 
 
 def profile_path() -> Path:
-    """The user's own defaults of launchers: a mapping of their types to their fields."""
+    """Return the path of the user's launcher defaults: a mapping from launcher types to their fields."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(home).expanduser() / "abrun" / "launchers.yaml"
 
 
-def launcher_settings(declared: LauncherSettings | None, kind: str | None) -> LauncherSettings | None:
-    """What `--launcher` or else the recipe names, with the user's profile below it; without either: local.
+def resolve_launcher_settings(declared: LauncherSettings | None, kind: str | None) -> LauncherSettings | None:
+    """Return the launcher from `--launcher`, else the recipe, else local, merged over the user's profile.
 
-    None for a name that no recipe may say. Raises RecipeError where profile and recipe do not fit.
+    None if no recipe may name `kind`. Raises RecipeError if profile or recipe are invalid.
     """
     if kind is None:
         kind = declared.type if declared else "local"
-    if kind not in LAUNCHERS:
+    if kind not in LAUNCHER_TYPES:
         return None
     path = profile_path()
-    profile = _profile(path, kind)
+    profile = _read_profile(path, kind)
     refuse_secrets(profile, f"{path}: {kind}")
-    validated(LAUNCHERS[kind], {"type": kind, **profile}, f"{path}: {kind}")
-    said = declared.model_dump(exclude_unset=True) if declared and declared.type == kind else {}
-    return validated(LAUNCHERS[kind], {**profile, **said, "type": kind}, "launcher")
+    validated(LAUNCHER_TYPES[kind], {"type": kind, **profile}, f"{path}: {kind}")
+    recipe_values = declared.model_dump(exclude_unset=True) if declared and declared.type == kind else {}
+    return validated(LAUNCHER_TYPES[kind], {**profile, **recipe_values, "type": kind}, "launcher")
 
 
-def _profile(path: Path, kind: str) -> Mapping[str, Any]:
+def _read_profile(path: Path, kind: str) -> Mapping[str, Any]:
     try:
-        content = parse_yaml(read_regular(path, MOST_PROFILE).decode(), str(path))
+        content = parse_yaml(read_regular(path, MAX_PROFILE_BYTES).decode(), str(path))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(Code.UNREADABLE(path=path, error=str(error))) from None
-    fits = isinstance(content, dict) and all(isinstance(each, dict) for each in content.values())
-    if content is not None and not (fits and content.keys() <= LAUNCHERS.keys()):
-        raise RecipeError(Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHERS]))
+    is_mapping_of_mappings = isinstance(content, dict) and all(
+        isinstance(settings, dict) for settings in content.values()
+    )
+    if content is not None and not (is_mapping_of_mappings and content.keys() <= LAUNCHER_TYPES.keys()):
+        raise RecipeError(
+            Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHER_TYPES])
+        )
     return (content or {}).get(kind, {})

@@ -1,4 +1,4 @@
-"""Changes to a recipe's tree by `defaults:`, arms and `--set`, and sections that get another type."""
+"""Merging of recipe trees: `defaults:`, arms, `--set`, and sections whose `type` changes."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,16 +8,17 @@ from typing import Any
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.launcher import LAUNCHERS
+from abrun.recipe.launcher import LAUNCHER_TYPES
 from abrun.recipe.reading import dotted, parse_yaml
 from abrun.recipe.refusals import RENAMED_KEYS, sections_in, shortened, type_name
 from abrun.recipe.run import OwnRunConfig
 from abrun.recipe.section import Section
 from abrun.regular_files import open_regular
 
-MOST_BYTES = 1 << 17  # of a recipe with all that its `defaults:` name; PyYAML reads about 30 KB a second
-MOST_FILES = 64  # likewise
-MOST_PARENTS = 16  # of one file
+# Limits of a recipe with all its `defaults:`; PyYAML reads about 30 KB/s
+MAX_BYTES = 1 << 17
+MAX_FILES = 64
+MAX_PARENTS = 16  # `defaults:` of one file
 
 
 def _typed_sections(model: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
@@ -29,95 +30,99 @@ def _typed_sections(model: type[Section], above: str = "") -> Iterator[tuple[str
             yield from _typed_sections(section, f"{above}{name}.")
 
 
-# Dotted key of a section -> name of a type -> its model. Keys of one type alone are in it, too.
-TYPES: dict[str, dict[str, type[Section]]] = {"launcher": dict(LAUNCHERS)}
+# Dotted key of a section -> name of a type -> its model; includes sections with a single type
+TYPES: dict[str, dict[str, type[Section]]] = {"launcher": dict(LAUNCHER_TYPES)}
 for _model in (OwnRunConfig, CommandRunConfig):
     for _key, _section in _typed_sections(_model):
         TYPES.setdefault(_key, {})[str(type_name(_section))] = _section
-BEGINS_ANEW = "trainer"  # the command of another trainer means nothing to this one
+RESET_SECTION = "trainer"  # nothing of one trainer's section applies to another trainer
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return `base` with `change` laid over it, mapping by mapping; `above` are the keys that lead to both.
+    """Return `base` recursively updated with `change`; `above` are the keys that lead to both.
 
-    A section that gets another `type` keeps what `_kept` says.
+    `_drop_keys_of_old_type` decides what a section keeps whose `type` changes.
     """
     merged = dict(base)
     for key, value in change.items():
-        old, here = merged.get(key), (*above, key)
+        old, keys = merged.get(key), (*above, key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            merged[key] = merge(_kept(old, value.get("type"), here), value, here)
+            merged[key] = merge(_drop_keys_of_old_type(old, value.get("type"), keys), value, keys)
         else:
             merged[key] = value
     return merged
 
 
-def _kept(section: Mapping[str, Any], new_type: Any, keys: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return what stays of a section that gets another type.
+def _drop_keys_of_old_type(
+    section: Mapping[str, Any], new_type: Any, keys: tuple[str, ...]
+) -> Mapping[str, Any]:
+    """Return the part of a section that survives a change of its type.
 
-    Keys that both types have stay. A key that only the old type has goes if it is null or at its default, and
-    else stays, to be refused by name. Types without a common key, and another trainer, begin anew: they keep
-    nothing that only the old type has.
+    Keys of both types stay. A key of only the old type is dropped if it is null or at its default; otherwise
+    it stays, so that validation refuses it by name. If the types share no key, or the trainer changes, all
+    keys of only the old type are dropped.
     """
     key = _section_key(keys)
     old, new = _model_of(key, section.get("type")), _model_of(key, new_type)
     if new_type is None or old is None or new is None or old is new:
         return section
-    if keys[0] == "arms" and "type" not in section:  # an arm's section has the baseline's type
+    if keys[0] == "arms" and "type" not in section:  # an arm's section inherits the baseline's type
         return section
-    common = (old.model_fields.keys() & new.model_fields.keys()) - {"type"}
-    if not common or key == BEGINS_ANEW:
+    shared = (old.model_fields.keys() & new.model_fields.keys()) - {"type"}
+    if not shared or key == RESET_SECTION:
         return {name: value for name, value in section.items() if name in new.model_fields}
-    lost = old.model_fields.keys() - new.model_fields.keys()
+    dropped = old.model_fields.keys() - new.model_fields.keys()
     return {
         name: value
         for name, value in section.items()
-        if name not in lost or value not in (None, _default(old, name))
+        if name not in dropped or value not in (None, _field_default(old, name))
     }
 
 
-def without_nulls(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a tree in which no section has a null for a key that only another of its types has."""
+def drop_foreign_nulls(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a tree without nulls for keys that only another type of the section has."""
     key = ".".join(above)
-    model, others = _model_of(key, tree.get("type")), set[str]()
+    model, foreign = _model_of(key, tree.get("type")), set[str]()
     if model is not None:
-        others = {name for each in TYPES[key].values() for name in each.model_fields} - {*model.model_fields}
+        foreign = {name for section in TYPES[key].values() for name in section.model_fields} - {
+            *model.model_fields
+        }
     return {
-        name: without_nulls(value, (*above, name)) if isinstance(value, Mapping) else value
+        name: drop_foreign_nulls(value, (*above, name)) if isinstance(value, Mapping) else value
         for name, value in tree.items()
-        if value is not None or name not in others
+        if value is not None or name not in foreign
     }
 
 
 def _section_key(keys: tuple[str, ...]) -> str:
-    """Return the dotted key of a section, also of one inside of an arm."""
+    """Return the dotted key of a section, without the `arms.NAME` prefix."""
     return ".".join(keys[2:] if keys[0] == "arms" else keys)
 
 
 def _model_of(key: str, tag: Any) -> type[Section] | None:
-    """Return the model of a section's type; without a type that of the default."""
+    """Return the model of a section's type, or of the default type if `tag` is None."""
     types = TYPES.get(key, {})
     if tag is None:
         return next((model for model in types.values() if not model.model_fields["type"].is_required()), None)
     return types.get(tag) if isinstance(tag, str) else None
 
 
-def _default(model: type[Section], name: str) -> Any:
+def _field_default(model: type[Section], name: str) -> Any:
     default = model.model_fields[name].get_default(call_default_factory=True)
     return default.model_dump(mode="json") if isinstance(default, Section) else default
 
 
 def defaults_of_type(key: str, tag: Any) -> dict[str, Any]:
-    """Return the defaults of a section's type by dotted key; `key` is the section's."""
+    """Return the defaults of a section's type by dotted key; `key` is the section's key."""
     model = _model_of(key, tag)
     if model is None:
         return {}
     optional = [name for name, field in model.model_fields.items() if not field.is_required()]
-    return dotted({key: {name: _default(model, name) for name in optional}}) if optional else {}
+    return dotted({key: {name: _field_default(model, name) for name in optional}}) if optional else {}
 
 
-def type_lacks(change: Mapping[str, Any], key: str) -> bool:
-    """Return whether an arm's change gives the section of `key` a type that has no such key."""
+def type_lacks_key(change: Mapping[str, Any], key: str) -> bool:
+    """Return whether an arm changes the section of `key` to a type that lacks the key."""
     section, _, name = key.rpartition(".")
     tag = dotted(change).get(f"{section}.type")
     model = _model_of(section, tag) if tag is not None else None
@@ -125,27 +130,29 @@ def type_lacks(change: Mapping[str, Any], key: str) -> bool:
 
 
 def read_with_defaults(path: Path) -> dict[str, Any]:
-    """The tree of a recipe's file laid over those that its `defaults:` name. Raises RecipeError, one line."""
-    return _Files().tree(path, ())
+    """Read a recipe's file merged over its `defaults:`. Raises RecipeError, one line."""
+    return _RecipeFiles().tree(path, ())
 
 
-class _Files:
-    """The files behind one recipe: each is read once, however many others name it."""
+class _RecipeFiles:
+    """Files of one recipe; each is read once, however many others inherit from it."""
 
     def __init__(self) -> None:
         self._trees: dict[Path, dict[str, Any]] = {}
-        self._bytes_left = MOST_BYTES
+        self._bytes_left = MAX_BYTES
 
     def tree(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-        """A file with all that it inherits; `chain` are the files that led to it."""
+        """Return a file's tree with everything it inherits; `chain` are the files that led to it."""
         resolved = Path(os.path.realpath(path))
         if resolved in chain:
             cycle = [file.name for file in (*chain, resolved)]
             raise RecipeError(Code.DEFAULTS_CYCLE(source=chain[-1], cycle=cycle))
-        named = Path(os.path.realpath(path.parent), path.name)  # what a link inherits lies beside the link
+        named = Path(
+            os.path.realpath(path.parent), path.name
+        )  # `defaults:` are relative to a link's own folder
         if named not in self._trees:
-            if max(len(chain), len(self._trees)) >= MOST_FILES:
-                raise RecipeError(Code.DEFAULTS_TOO_MANY_FILES(source=path, max_files=MOST_FILES))
+            if max(len(chain), len(self._trees)) >= MAX_FILES:
+                raise RecipeError(Code.DEFAULTS_TOO_MANY_FILES(source=path, max_files=MAX_FILES))
             self._trees[named] = self._read(path, (*chain, resolved))
         return self._trees[named]
 
@@ -161,8 +168,8 @@ class _Files:
             isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
         ):
             raise RecipeError(Code.DEFAULTS_INVALID(source=path, got=shortened(parents)))
-        if len(parents) > MOST_PARENTS:
-            raise RecipeError(Code.DEFAULTS_TOO_MANY(source=path, got=len(parents), max_parents=MOST_PARENTS))
+        if len(parents) > MAX_PARENTS:
+            raise RecipeError(Code.DEFAULTS_TOO_MANY(source=path, got=len(parents), max_parents=MAX_PARENTS))
         merged: dict[str, Any] = {}
         for parent in parents:
             merged = merge(merged, self.tree(path.parent / parent, chain))
@@ -184,29 +191,29 @@ class _Files:
             raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=error.strerror)) from None
         self._bytes_left -= len(content)
         if self._bytes_left < 0:
-            raise RecipeError(Code.RECIPE_TOO_LARGE(source=path, max_kib=MOST_BYTES >> 10))
+            raise RecipeError(Code.RECIPE_TOO_LARGE(source=path, max_kib=MAX_BYTES >> 10))
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise RecipeError(Code.RECIPE_NOT_UTF8(source=path, byte=error.start + 1)) from None
 
 
-def overridden(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """A recipe with one `key=value` set: the value replaces what the dotted key held, as a whole.
+def apply_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a recipe's tree with one `key=value` set; the value replaces the old one as a whole.
 
-    A number in the key reaches into a list. Raises RecipeError, one line.
+    A number in the key is an index into a list. Raises RecipeError, one line.
     """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")) or not key.isprintable():
         raise RecipeError(Code.SETTING_REFUSED(field="--set", got=shortened(override)))
     source = f"--set {shortened(key)[1:-1]}"
-    return _with_value(raw, key.split("."), parse_yaml(text, source), source, ())
+    return _replace_value(raw, key.split("."), parse_yaml(text, source), source, ())
 
 
 def refuse_shadowed(raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
-    """Raise RecipeError for a `key=value` without effect: every arm has its own value for the key.
+    """Raise RecipeError for a `key=value` without effect, because every arm sets the key itself.
 
-    The arms of `raw` are in dotted keys.
+    The arms of `raw` have dotted keys.
     """
     arms = raw.get("arms")
     if not isinstance(arms, Mapping) or not all(isinstance(change, Mapping) for change in arms.values()):
@@ -219,15 +226,15 @@ def refuse_shadowed(raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
             raise RecipeError(Code.OVERRIDE_WITHOUT_EFFECT(field=key, arm=treatment))
 
 
-def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:
-    """`tree` with the value below it at `names` replaced; mappings on the way there are made."""
+def _replace_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:
+    """Return `tree` with the value at `names` replaced; missing mappings on the path are created."""
     name, *rest = names
-    here = ".".join(above)
+    field = ".".join(above)
     if isinstance(tree, list):
         if not (name.isdecimal() and len(name) < 10 and int(name) < len(tree)):
             raise RecipeError(
                 Code.OVERRIDE_INDEX_NOT_ALLOWED(
-                    source=source, field=here, got=shortened(name), length=len(tree)
+                    source=source, field=field, got=shortened(name), length=len(tree)
                 )
             )
         changed: Any = list(tree)
@@ -236,15 +243,15 @@ def _with_value(tree: Any, names: list[str], value: Any, source: str, above: tup
     else:
         if name.isdecimal() and not isinstance(tree, Mapping):
             if above and above[-1] in RENAMED_KEYS:
-                raise RecipeError(Code.KEY_RENAMED(source=source, field=here, name=RENAMED_KEYS[above[-1]]))
+                raise RecipeError(Code.KEY_RENAMED(source=source, field=field, name=RENAMED_KEYS[above[-1]]))
             raise RecipeError(
                 Code.OVERRIDE_INDEX_OF_NO_LIST(
-                    source=source, index=shortened(name)[1:-1], field=here, got=shortened(tree)
+                    source=source, index=shortened(name)[1:-1], field=field, got=shortened(tree)
                 )
             )
         changed = dict(tree) if isinstance(tree, Mapping) else {}
         key, below = name, changed.get(name)
         if name == "type" and not rest:
-            changed = dict(_kept(changed, value, above))
-    changed[key] = _with_value(below, rest, value, source, (*above, name)) if rest else value
+            changed = dict(_drop_keys_of_old_type(changed, value, above))
+    changed[key] = _replace_value(below, rest, value, source, (*above, name)) if rest else value
     return changed

@@ -1,6 +1,6 @@
-"""Why a backend or an engine cannot spread a model over ranks, as far as its configuration says.
+"""Checks whether a backend or engine can shard a model, from its configuration alone; needs no torch.
 
-Found without torch. `model`: fields of a Hugging Face configuration; those that it lacks are not looked at.
+`model`: fields of a Hugging Face configuration; missing fields are not checked.
 """
 
 from collections.abc import Mapping
@@ -10,36 +10,37 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.families import attention_obstacle
 from abrun.recipe.policy import Dtensor, Megatron
 
-# Of one structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp (gate_proj, up_proj,
-# down_proj, or experts); a norm and a head; and no buffer but the rotation's. Tensor parallelism takes these,
-# and megatron-core's GPTModel computes what they do, apart from what is seen when they are loaded.
+# Families with the same structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp
+# (gate_proj, up_proj, down_proj, or experts); a norm and a head; no buffers but the rotary embedding's.
+# Tensor parallelism supports these, and megatron-core's GPTModel computes the same; remaining differences are
+# checked at loading.
 PLAIN_DECODERS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-MEGATRON_DIVISIONS = (  # ranks, and what has to be a multiple of them
+MEGATRON_DIVISIONS = (  # number of ranks, and the model dimension that must be its multiple
     ("tensor_parallel", "num_attention_heads"),
     ("tensor_parallel", "num_key_value_heads"),
     ("tensor_parallel", "intermediate_size"),
     ("pipeline_parallel", "num_hidden_layers"),
     ("expert_parallel", "num_experts"),
-    ("expert_parallel", "num_local_experts"),  # as transformers 5 writes it
+    ("expert_parallel", "num_local_experts"),  # name in transformers 5
 )
 
 
 def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> Reason | None:
-    """Return why the dtensor backend cannot spread a model so; None if nothing says so."""
+    """Return why the dtensor backend cannot shard a model so; None if nothing prevents it."""
     size, experts = settings.tensor_parallel, settings.expert_parallel
     family = model.get("model_type")
     if size > 1 and family is not None and family not in PLAIN_DECODERS:
         return Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN(got=size, family=family, allowed=PLAIN_DECODERS)
     if misfit := heads_misfit(model, size):
         return misfit
-    number = model.get("num_experts") or model.get("num_local_experts")  # the latter as transformers 5 has it
+    number = model.get("num_experts") or model.get("num_local_experts")  # the latter in transformers 5
     if isinstance(number, int) and number % experts:
         return Code.EXPERTS_CUT_UNEVENLY(got=experts, experts=number)
     return None
 
 
 def vllm_misfit(model: Mapping[str, Any], size: int) -> Reason | None:
-    """Return why vLLM cannot spread a model over `rollout.tensor_parallel` ranks; None if nothing says so."""
+    """Return why vLLM cannot shard a model over `size` ranks; None if nothing prevents it."""
     field = "rollout.tensor_parallel"
     if misfit := heads_misfit(model, size, field):
         return misfit
@@ -53,7 +54,7 @@ def vllm_misfit(model: Mapping[str, Any], size: int) -> Reason | None:
 def heads_misfit(
     model: Mapping[str, Any], size: int, field: str = "policy.backend.tensor_parallel"
 ) -> Reason | None:
-    """Return why a model's attention heads cannot be spread over `size` ranks."""
+    """Return why a model's attention heads cannot be sharded over `size` ranks; None if they can."""
     heads, shared = model.get("num_attention_heads"), model.get("num_key_value_heads")
     if not isinstance(heads, int) or not isinstance(shared, int) or shared < 1:
         return None
@@ -63,7 +64,7 @@ def heads_misfit(
 
 
 def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> Reason | None:
-    """Return why megatron-core cannot build and spread a model so; None if nothing says so."""
+    """Return why megatron-core cannot build and shard a model so; None if nothing prevents it."""
     family, experts = model.get("model_type"), settings.expert_parallel
     if family is not None and family not in PLAIN_DECODERS:
         return Code.BACKEND_LACKS_FAMILY(backend="megatron", family=family, allowed=PLAIN_DECODERS)

@@ -1,4 +1,4 @@
-"""The trained model: its weights, where it runs, how it is optimised, how it samples."""
+"""Sections of the trained model: weights, parallelism, optimizer and rollouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from abrun.redaction import shortened
 
 
 class Shape(Section):
-    """What of a preset's architecture is another size; null: the preset's own."""
+    """Changed sizes of a preset's architecture; null: the preset's own size."""
 
-    # Beyond the tokenizer's some hundred, of tokens that no text contains
+    # Tokens beyond the tokenizer's (about 100) never occur in text
     vocab_size: Annotated[int, Field(ge=128)] | None = None
     num_hidden_layers: Count | None = None
     intermediate_size: Count | None = None
@@ -24,7 +24,7 @@ class Shape(Section):
 
 
 class Model(Section):
-    """Which weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
+    """Model weights: a named preset with random weights, or a checkpoint (local folder or hub name)."""
 
     preset: (
         Literal[
@@ -38,62 +38,62 @@ class Model(Section):
         ]
         | None
     ) = None
-    shape: Shape = Shape()  # with a preset
+    shape: Shape = Shape()  # only with a preset
     path: PathText | None = None
-    system_prompt: str | None = None  # the first turn of every prompt, of tokenizers with a chat template
+    system_prompt: str | None = None  # first turn of every prompt; needs a tokenizer with a chat template
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The fields of a preset's configuration, with what `shape` changes of them; of a checkpoint none."""
-        own = ARCHITECTURES[self.preset] if self.preset else {}
-        return own | self.shape.model_dump(exclude_none=True)
+        """Return the preset's configuration updated with `shape`; empty for a checkpoint."""
+        preset_fields = ARCHITECTURES[self.preset] if self.preset else {}
+        return preset_fields | self.shape.model_dump(exclude_none=True)
 
 
-# From the slowest to the fastest: neighbours share layers, where they talk most. Megatron's order, too.
+# From slowest- to fastest-varying rank: ranks that communicate most are neighbours. Same order as Megatron's
 DIMENSIONS = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 
 
 class Layout(Section):
-    """How a backend spreads a model and its sequences over ranks."""
+    """Parallelism of a backend: how a model and its sequences are sharded over ranks."""
 
     tensor_parallel: Count = 1
     context_parallel: Count = 1
-    expert_parallel: Count = 1  # a layer's experts over so many ranks, which may be of several replicas
-    sequence_parallel: bool = False  # what tensor-parallel ranks would all hold, cut over them by tokens
+    expert_parallel: Count = 1  # ranks that share a layer's experts; they may belong to several replicas
+    sequence_parallel: bool = False  # shard activations outside attention and MLP over tensor-parallel ranks
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes that multiply to the ranks of one data-parallel replica."""
+        """Return the sizes whose product is the number of ranks of one data-parallel replica."""
         return {"tensor_parallel": self.tensor_parallel, "context_parallel": self.context_parallel}
 
     @property
     def is_spread(self) -> bool:
-        """Whether a replica of the policy takes more than one rank, or shares experts with others."""
+        """Return whether a replica has more than one rank or shares experts with other replicas."""
         return self.expert_parallel > 1 or any(size > 1 for size in self.shape.values())
 
     @property
     def expert_groups(self) -> int:
-        """Ranks that share a layer's experts; 1 where the backend makes these groups itself."""
+        """Return the number of ranks that share a layer's experts; 1 if the backend forms these groups."""
         return self.expert_parallel
 
     def ranks_of_experts(self, ranks: int) -> int:
-        """How many of a run's ranks all of a layer's experts can be spread over, copies included."""
-        return ranks // self.tensor_parallel  # tensor-parallel ranks have the same tokens
+        """Return the number of a run's ranks available for a layer's experts, including their copies."""
+        return ranks // self.tensor_parallel  # tensor-parallel ranks process the same tokens
 
 
 class Dtensor(Layout):
-    """PyTorch's own parallelism: FSDP2, tensor-parallel layers, sequences and experts over ranks."""
+    """PyTorch-native parallelism: FSDP2, tensor, context and expert parallelism."""
 
     type: Literal["dtensor"] = "dtensor"
-    keep_gathered: bool = False  # OpenDtensor says what it is
+    keep_gathered: bool = False  # see RecipeDtensor
 
 
 class Megatron(Layout):
-    """megatron-core: layers and sequences cut over ranks, stages in a pipeline, experts over ranks."""
+    """megatron-core: tensor, context, pipeline and expert parallelism."""
 
     type: Literal["megatron"]
     pipeline_parallel: Count = 1
-    distributed_optimizer: bool = True  # its state cut over the data-parallel ranks, not on each of them
+    distributed_optimizer: bool = True  # shard the optimizer state over data-parallel ranks
 
     @property
     def shape(self) -> dict[str, int]:
@@ -108,22 +108,22 @@ class Megatron(Layout):
 
 
 class Logprobs(Section):
-    """How log-probs are computed from hidden states, and a loss of them; see abrun.kernels."""
+    """Computation of log-probs, and losses on them, from hidden states; see abrun.kernels."""
 
     impl: Literal["logits", "chunked", "triton"] = "logits"
-    chunk_size: Count | None = None  # vocabulary rows; None: as many as the memory budget allows
-    memory_budget_mib: Count | None = None  # None: the kernel's own, 512
-    one_pass: bool = False  # the loss and both gradients in one pass; for losses known token by token
-    head_dtype: Literal["float32"] | None = None  # None: the policy's
-    # What logits are rounded to before the softmax, with every impl; None: the head's dtype, as in stock code
+    chunk_size: Count | None = None  # vocabulary rows per chunk; None: as many as the memory budget allows
+    memory_budget_mib: Count | None = None  # None: the kernel's default, 512
+    one_pass: bool = False  # compute loss and both gradients in one pass; only for per-token losses
+    head_dtype: Literal["float32"] | None = None  # None: policy.dtype
+    # Logits are rounded to this dtype before the softmax, with every impl; None: the head's dtype, as usual
     logits_dtype: Literal["float32", "bfloat16"] | None = None
 
 
 class Optimizer(Section):
     """AdamW; weight decay on matrices only, not on norms and biases.
 
-    The learning rate warms up linearly over `warmup_steps`, and then goes by its schedule: it stays, or falls
-    to `min_learning_rate`, which the run's last step has.
+    The learning rate warms up linearly over `warmup_steps`. After that it stays constant or decays to
+    `min_learning_rate` at the run's last step.
     """
 
     learning_rate: Positive = 1e-6
@@ -138,90 +138,93 @@ class Optimizer(Section):
 
 
 Precision = Literal["float32", "bfloat16"]
-Checkpointing = Literal["none", "selective", "full"]  # from the least that is computed again to the most
+Checkpointing = Literal["none", "selective", "full"]  # from least to most recomputation
 
 
 class Policy(Section):
-    """The trained model: where it runs, at which precision, and how it is optimised."""
+    """Training of the policy: backend, precision, batching and optimizer."""
 
     backend: Annotated[Dtensor | Megatron, Field(discriminator="type")] = Dtensor()
     logprobs: Logprobs = Logprobs()
     optimizer: Optimizer = Optimizer()
     dtype: Precision = "float32"
-    micro_batch_size: Count | None = None  # sequences a rank; None: the rank's whole share at once
-    packing: bool = False  # sequences of a microbatch one after the other, without padding
-    share_prompts: bool = False  # with packing, on dtensor: a microbatch has each prompt once
-    micro_batch_tokens: Count | None = None  # OpenPolicy says what this is, and the next one
+    micro_batch_size: Count | None = None  # sequences per rank; None: the rank's whole share at once
+    packing: bool = False  # concatenate a micro-batch's sequences instead of padding them
+    share_prompts: bool = False  # with packing, on dtensor: a micro-batch contains each prompt once
+    # See RecipePolicy for these two
+    micro_batch_tokens: Count | None = None
     activation_checkpointing: Checkpointing = "none"
-    compile: bool = False  # each layer by torch.compile; on dtensor, where a replica is one rank
-    # Norms, rotary embeddings and SwiGLU by Liger's kernels; on GPUs, with dtensor, where nothing is compiled
-    # and no product cut
+    compile: bool = False  # torch.compile each layer; only on dtensor with one rank per replica
+    # Liger kernels for norms, rotary embeddings and SwiGLU. Requires GPUs, dtensor, compile: false and
+    # tensor_parallel: 1
     liger: bool = False
-    # Of a mixture of experts: the weight of the loss that balances experts over the global batch of an update
+    # Weight of a mixture of experts' load-balancing loss over the global batch of an update
     router_aux_loss_coefficient: NonNegative = 0.0
-    replay_routing: bool = False  # updates send tokens to the experts that the old log-probs' pass chose
+    replay_routing: bool = False  # updates reuse the expert choices of the old log-probs' forward pass
 
     @property
     def head_dtype(self) -> Precision:
-        """The dtype of the LM head's matmul in the trainer."""
+        """Return the dtype of the LM head's matmul in the trainer."""
         return self.logprobs.head_dtype or self.dtype
 
     @property
     def logits_dtype(self) -> Precision:
-        """The dtype that the trainer rounds logits to."""
+        """Return the dtype to which the trainer rounds logits."""
         return self.logprobs.logits_dtype or self.head_dtype
 
     @field_validator("backend", mode="before")
     @classmethod
-    def _dtensor_need_not_be_named(cls, backend: Any) -> Any:
+    def _default_to_dtensor(cls, backend: Any) -> Any:
         return {"type": "dtensor", **backend} if isinstance(backend, dict) else backend
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
-    def _a_switch_is_all_or_nothing(cls, asked: Any) -> Any:
-        return {True: "full", False: "none"}[asked] if isinstance(asked, bool) else asked
+    def _expand_switch(cls, setting: Any) -> Any:
+        return {True: "full", False: "none"}[setting] if isinstance(setting, bool) else setting
 
 
-def _switch_or_auto(value: object) -> object:
+def _check_switch_or_auto(value: object) -> object:
     if isinstance(value, bool) or value == "auto":
         return value
     raise FieldError(f"got {shortened(value)}; allowed: true, false or auto")
 
 
-def _count_or_auto(value: object) -> object:
+def _check_count_or_auto(value: object) -> object:
     if value is None or value == "auto" or (type(value) is int and 0 < value < 2**31):
         return value
     raise FieldError(f"got {shortened(value)}; allowed: a whole number from 1, null or auto")
 
 
-class OpenDtensor(Dtensor):
-    """That of a recipe, which may leave open what a launch decides."""
+class RecipeDtensor(Dtensor):
+    """Dtensor backend of a recipe, in which `auto` leaves a setting to the launch."""
 
-    # Weights and gradients stay whole on every rank from an update's first microbatch to its last: gathered
-    # once and reduced once, for 6 bytes a parameter in bfloat16 (2 of weights, 4 of gradients). auto: where
-    # all arms fit the devices' memory with it
-    keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = False
+    # Keep weights and gradients unsharded over all micro-batches of an update: one all-gather and one
+    # reduction, at 6 bytes per parameter in bfloat16 (2 for weights, 4 for gradients). auto: true if all arms
+    # fit in device memory with it
+    keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_check_switch_or_auto)] = False
 
 
-class OpenPolicy(Policy):
-    """A recipe's policy may leave open what a launch decides; a run's never does."""
+class RecipePolicy(Policy):
+    """Policy of a recipe, in which `auto` leaves a setting to the launch; a run's policy has no `auto`."""
 
-    backend: Annotated[OpenDtensor | Megatron, Field(discriminator="type")] = OpenDtensor()
-    # With packing: at most so many a microbatch, or one sequence. auto: 32768, or the longest sequence, or as
-    # many less as all arms' memory demands
-    micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_count_or_auto)] = None
-    # What the backward pass computes again of each layer: nothing, what `compile` has compiled (all but
-    # attention), all of it. auto: the least with which all arms fit the devices' memory
+    backend: Annotated[RecipeDtensor | Megatron, Field(discriminator="type")] = RecipeDtensor()
+    # With packing: maximum tokens per micro-batch (a longer sequence gets its own). auto: 32768 or the
+    # longest sequence, or less if needed for all arms to fit in memory
+    micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_check_count_or_auto)] = (
+        None
+    )
+    # Layer activations recomputed in the backward pass: none, those of compiled code (all but attention;
+    # needs `compile`), or all. auto: the least recomputation with which all arms fit in device memory
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Which tokens a sampler draws from, of a distribution after its temperature; in this order."""
+    """Sampling filters, applied after the temperature in this order."""
 
-    min_p: float = 0.0  # those at least so many times as likely as the most likely one
-    top_k: int | None = None  # the k most likely ones, and those as likely as the last of them
-    top_p: float = 1.0  # the fewest most likely ones whose probabilities reach it
+    min_p: float = 0.0  # keep tokens with at least this fraction of the top token's probability
+    top_k: int | None = None  # keep the k most likely tokens, and those tied with the last of them
+    top_p: float = 1.0  # keep the smallest set of most likely tokens whose total probability reaches it
 
     @property
     def drop_tokens(self) -> bool:
@@ -229,35 +232,37 @@ class Filters:
 
 
 NO_FILTERS = Filters()
-BESIDE_THE_TRAINER = 0.6  # the share that vLLM takes of a GPU, unless a step needs little
-MOST_OF_A_CACHE = BESIDE_THE_TRAINER / 2  # what is little: the other half is for weights and activations
+# vLLM's share of a GPU that also trains, unless a step needs only a small cache
+COLOCATED_MEMORY_SHARE = 0.6
+# Largest share of a small cache; the other half is for weights and activations
+MAX_SMALL_CACHE_SHARE = COLOCATED_MEMORY_SHARE / 2
 
 
 class Rollout(Section):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    # With vllm: further GPUs of the node (or cores, where the run trains on cores) for engines of their own;
-    # None: on those that train
+    # With vllm: number of additional GPUs of the node (CPU cores if the run trains on cores) for the engines;
+    # None: share the training devices
     devices: Count | None = None
-    tensor_parallel: Count = 1  # devices that share an engine; with vllm
-    # With vllm; None: what a step needs, or 0.6 where that is much, or 0.9 of devices of its own
+    tensor_parallel: Count = 1  # with vllm: devices per engine
+    # With vllm. None: 0.9 on separate devices; on shared ones as much as a step needs, at most 0.6
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    head_dtype: Precision | None = None  # of the engine's LM head; None: the trainer's
-    # With vllm on GPUs: kernels whose results do not depend on the batch, for the whole process
+    head_dtype: Precision | None = None  # dtype of the engine's LM head; None: the trainer's
+    # With vllm on GPUs: batch-invariant kernels, for the whole process
     batch_invariant: bool = False
     temperature: Positive = 1.0
-    # Which tokens are drawn from, in this order: those so many times as likely as the likeliest, the k most
-    # likely, the fewest most likely ones that reach a probability
+    # Sampling filters in this order: keep tokens with at least min_p times the top token's probability, the
+    # top_k most likely ones, and the smallest set of most likely ones whose total probability reaches top_p
     min_p: Fraction = 0.0
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # With filters: the trainer scores the set of tokens that the sampler kept, and not the one that it would
-    # keep itself; a bit of memory for each token of the vocabulary and of a batch. null: if the engine
-    # reports the set, as torch does, and vLLM from 0.28 (on CPU cores with Triton)
+    # With filters: the trainer renormalizes over the set of tokens that the sampler kept, not over the set it
+    # would keep itself. Costs one bit per batch token and vocabulary entry. null: true if the engine reports
+    # the set (torch; vLLM from 0.28, on CPU cores with Triton)
     exact_support: bool | None = None
     max_new_tokens: Count = 512
-    batch_size: Count | None = None  # sequences generated at once on a rank; None: all
+    batch_size: Count | None = None  # sequences generated at once per rank; None: all
 
     @property
     def filters(self) -> Filters:
@@ -265,16 +270,16 @@ class Rollout(Section):
 
     @property
     def records_support(self) -> bool:
-        """Return whether the sets that filters kept go with the completions.
+        """Return whether completions record the sets of tokens that filters kept.
 
-        With `exact_support: null` the installed vLLM decides.
+        With `exact_support: null` this depends on the installed vLLM.
         """
         if not self.filters.drop_tokens or self.exact_support is False:
             return False
         return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None
 
     def support_refusal(self, packages: Mapping[str, str] | None = None) -> Reason | None:
-        """Return why the installed vLLM cannot record the sets that the recipe demands; None if it can."""
+        """Return why the installed vLLM cannot record the required token sets; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
         missing = missing_sampling_masks(packages) if demanded else None
         return Code.EXACT_SUPPORT_UNAVAILABLE(problem=missing) if missing else None

@@ -1,4 +1,4 @@
-"""YAML as trees: what a scalar means, dotted and nested keys, the recipe of a launched experiment."""
+"""YAML reader for recipes, conversion between dotted and nested keys, and recipes of launched experiments."""
 
 import json
 import os
@@ -15,13 +15,13 @@ from abrun.recipe.refusals import shortened
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.runs.layout import EXPERIMENT
 
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def dotted(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
+    """Convert `{"a": {"b": 1}}` to `{"a.b": 1}`; empty mappings stay as values."""
     flat: dict[str, Any] = {}
-    levels = [("", iter(mapping.items()))]  # no recursion: a file may be nested as deep as its reader goes
+    levels = [("", iter(mapping.items()))]  # no recursion: a file may be nested very deeply
     while levels:
         prefix, items = levels[-1]
         for key, value in items:
@@ -35,27 +35,27 @@ def dotted(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    """Convert `{"a.b": 1}` to `{"a": {"b": 1}}`."""
     tree: dict[str, Any] = {}
-    made = {id(tree)}  # mappings of this tree alone: others are copied before something is put in
+    own_ids = {id(tree)}  # mappings created here; a caller's mapping is copied before it is changed
     for name, value in flat.items():
-        *parents, last = name.split(".")
+        *parents, leaf = name.split(".")
         branch = tree
         for parent in parents:
             below: Any = branch.get(parent)
-            if id(below) not in made:
+            if id(below) not in own_ids:
                 below = branch[parent] = dict(below) if isinstance(below, Mapping) else {}
-                made.add(id(below))
+                own_ids.add(id(below))
             branch = below
-        branch[last] = value
+        branch[leaf] = value
     return tree
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as people read it: what YAML 1.2 calls a number, true, false or null is one; the rest is text.
+    """YAML loader with the scalars of YAML 1.2: numbers, true, false, null; everything else is text.
 
-    (YAML 1.1 takes 010 for 8, 1:30 for 90, `on` for true, and has dates.) Refused are keys given twice, tags
-    (`!name`), and aliases (`*name`): `defaults:` shares values, and few lines of aliases can mean gigabytes.
+    (YAML 1.1 reads 010 as 8, 1:30 as 90, `on` as true, and has dates.) Refuses duplicate keys, tags (`!name`)
+    and aliases (`*name`): `defaults:` shares values, and a few lines of aliases can expand to gigabytes.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
@@ -64,17 +64,17 @@ class Loader(yaml.SafeLoader):
         event: Any = self.peek_event()
         problem = None
         if isinstance(event, yaml.AliasEvent):
-            problem = "aliases (*name) are not supported: write the value out, or share it through defaults:"
+            problem = "aliases (*name) are not supported: repeat the value, or share it through defaults:"
         elif getattr(event, "tag", None) is not None:
-            problem = f"tags are not supported, got {shortened(event.tag)}: write the value alone"
+            problem = f"tags are not supported, got {shortened(event.tag)}: write the value without it"
         if problem:
             raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node: Any) -> str:
         text = super().construct_scalar(node)
-        if HALF_A_PAIR.search(text):
-            problem = f"got {shortened(text)}, with half of a surrogate pair: write the character itself"
+        if LONE_SURROGATE.search(text):
+            problem = f"got {shortened(text)}, which has half of a surrogate pair: write the character itself"
             raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return text
 
@@ -84,16 +84,16 @@ class Loader(yaml.SafeLoader):
             key: Any = self.construct_object(key_node, deep=True)  # pyright: ignore
             problem = None
             if not (isinstance(key, str) and key.isprintable()):
-                problem = f"key {shortened(key)} is not a line of text: put it in quotes"
+                problem = f"key {shortened(key)} is not a line of text: quote it"
             elif key in lines:
-                problem = f"key {shortened(key)} is given twice, first in line {lines[key]}: drop one"
+                problem = f"duplicate key {shortened(key)}, first in line {lines[key]}: drop one"
             if problem:
                 raise yaml.MarkedYAMLError(None, None, problem, key_node.start_mark)
             lines[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
-for _kind, _pattern, _first in (
+for _kind, _pattern, _first_characters in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]{1,16}", list("-+0123456789")),
@@ -104,7 +104,9 @@ for _kind, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), _first)
+    Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), _first_characters
+    )
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -120,7 +122,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise RecipeError(
             Code.NOT_READABLE_AS(path=source, format="YAML", problem="nested too deeply")
         ) from None
-    except ValueError:  # of int: Python reads numbers of up to 4300 digits
+    except ValueError:  # from int(): Python parses at most 4300 digits
         raise RecipeError(
             Code.NOT_READABLE_AS(path=source, format="YAML", problem="a number of thousands of digits")
         ) from None
@@ -130,8 +132,8 @@ def parse_yaml(text: str, source: str) -> Any:
         ) from None
 
 
-def read_launched(experiment_dir: Path) -> dict[str, Any]:
-    """The tree of the recipe that an experiment was launched with, `--set` and all, by the folder's name."""
+def read_launched_recipe(experiment_dir: Path) -> dict[str, Any]:
+    """Read the recipe that an experiment was launched with (including `--set`), named after its folder."""
     path = experiment_dir / EXPERIMENT
     try:
         recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]

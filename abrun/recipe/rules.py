@@ -1,8 +1,8 @@
-"""Every rule over several fields of a recipe, as one table: what is refused, why, and what to write instead.
+"""Table of all rules that involve several fields of a recipe: the field, the condition, problem and fix.
 
-A rule stands under the section whose fields it reads, and is looked at as soon as that section is valid by
-itself: `Section` refuses the first that is broken, those of base classes before a class's own. Which rule
-refuses `liger` with tensor parallelism? Search for "policy.liger".
+A rule is listed under the section whose fields it reads and checked once that section is valid by itself.
+`Section` reports the first broken rule; rules of base classes come first. To find the rule that refuses
+`liger` with tensor parallelism, search for "policy.liger".
 """
 
 import math
@@ -10,36 +10,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from abrun.recipe.presets import PRESET_EXPERTS
+from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.redaction import in_yaml, shortened
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule.
+class RecipeRule:
+    """Rule over several fields of a section.
 
-    `broken` takes the section; what is true breaks the rule. `field` and `problem` are templates: of `got`
-    (the value of the field), attributes of the section, and what `broken` returns if that is a mapping.
+    `broken` takes the section and returns something true if it breaks the rule. `field` and `problem` are
+    templates over `got` (the field's value), attributes of the section, and the mapping that `broken` may
+    return.
     """
 
-    field: str  # dotted key, as the refusal names it; "": the section itself
+    field: str  # dotted key for the message; "": the section itself
     broken: Callable[[Any], Any]
-    problem: str  # what is wrong; after the semicolon the remedy
+    problem: str  # the problem; after the semicolon the fix
 
     def refusal(self, section: Any) -> tuple[str, str] | None:
-        """Return the refused field and what is wrong with it; None if the section keeps the rule."""
-        found = self.broken(section)
-        if not found:
+        """Return the field and its problem; None if the section obeys the rule."""
+        violation = self.broken(section)
+        if not violation:
             return None
-        values = _Values(section, found if isinstance(found, Mapping) else {})
+        values = _TemplateValues(section, violation if isinstance(violation, Mapping) else {})
         field = self.field.format_map(values)
         values.setdefault("got", _value_at(section, field.split(".")))
         values["got"] = shortened(values["got"])
         return field, self.problem.format_map(values)
 
 
-class _Values(dict[str, Any]):
-    """Values of a template: those given, and else attributes of the section."""
+class _TemplateValues(dict[str, Any]):
+    """Values for a template: a mapping, with attributes of the section as fallback."""
 
     def __init__(self, section: Any, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -50,79 +51,86 @@ class _Values(dict[str, Any]):
 
 
 def _value_at(section: Any, names: list[str]) -> Any:
-    """Return the value at a dotted key, whose first names may be those that lead to the section."""
+    """Return the value at a dotted key, which may begin with the path of the section itself."""
     value = section
     for name in names:
         value = getattr(value, name, section)
     return value
 
 
-def broken_rule(section: Any) -> tuple[str, str] | None:
-    """Return the field and the problem of the first rule that a section breaks; None if it keeps all."""
+def find_broken_rule(section: Any) -> tuple[str, str] | None:
+    """Return the field and problem of the first rule that a section breaks; None if it obeys all."""
     classes = reversed(type(section).__mro__)
-    refusals = (rule.refusal(section) for each in classes for rule in RULES.get(each.__name__, ()))
+    refusals = (rule.refusal(section) for model in classes for rule in RULES.get(model.__name__, ()))
     return next(filter(None, refusals), None)
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # of vLLM, which raises colder ones, and refuses hotter ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = (
+    0.01,
+    2.0,
+)  # vLLM raises lower values to the minimum and refuses higher ones
 VLLM_RANGE = f"with engine 'vllm', which samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-RELATIVE = ("group_mean", "leave_one_out")  # advantage baselines of a group
-ONE_PASS = "with policy.logprobs.one_pass, which needs a loss known token by token, and a token of"
+GROUP_BASELINES = ("group_mean", "leave_one_out")
+ONE_PASS_PROBLEM = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
 POLICY_GRADIENTS = ("grpo", "ppo")
-COMPILED_ALONE = "use compile: false, or type: dtensor without tensor, context and expert parallelism"
+COMPILE_REMEDY = "use compile: false, or type: dtensor without tensor, context and expert parallelism"
 
 
 def _out_of_range(temperature: float) -> bool:
     return not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE
 
 
-def _replica_misfit(run: Any) -> Any:
+def _find_replica_misfit(run: Any) -> Any:
     shape, ranks = run.policy.backend.shape, run.cluster.ranks
     replica = math.prod(shape.values())
-    parts = " x ".join(f"{name} {size}" for name, size in shape.items())
-    return ranks % replica and {"parts": parts, "replica": replica, "ranks": ranks}
+    factors = " x ".join(f"{name} {size}" for name, size in shape.items())
+    return ranks % replica and {"parts": factors, "replica": replica, "ranks": ranks}
 
 
-def _experts_unspread(run: Any) -> Any:
+def _find_uneven_experts(run: Any) -> Any:
     available = run.policy.backend.ranks_of_experts(run.cluster.ranks)
     return available % run.policy.backend.expert_parallel and {"available": available}
 
 
-def _uneven(size: int, unit: int) -> Any:
+def _indivisible(size: int, unit: int) -> Any:
     return size % unit and {"unit": unit}
 
 
-def _shares(run: Any) -> int:
-    """Return into how many equal parts the prompts of a step are cut."""
+def _count_prompt_shares(run: Any) -> int:
+    """Return the number of equal shares into which the prompts of a step are divided."""
     return run.data_parallel * run.algorithm.minibatches_per_step
 
 
-def _filter_without_logits(run: Any) -> Any:
+def _find_filter_without_logits(run: Any) -> Any:
     filters, policy = run.trained_distribution[1], run.policy
     if not filters.drop_tokens or policy.logprobs.impl == "logits":
         return None
     off = type(filters)()
-    name = next(each for each in ("min_p", "top_k", "top_p") if getattr(filters, each) != getattr(off, each))
+    name = next(
+        filter_name
+        for filter_name in ("min_p", "top_k", "top_p")
+        if getattr(filters, filter_name) != getattr(off, filter_name)
+    )
     one_pass = " with one_pass: false" * policy.logprobs.one_pass
     return {"name": name, "off": in_yaml(getattr(off, name)), "one_pass": one_pass}
 
 
-def _without_experts(field: str, off: Any) -> Rule:
+def _make_expert_rule(field: str, off: Any) -> RecipeRule:
     def broken(run: Any) -> bool:
-        unknown = run.model.preset is None or run.model.preset in PRESET_EXPERTS
+        unknown = run.model.preset is None or run.model.preset in EXPERTS_BY_PRESET
         return not unknown and _value_at(run.policy, field.split(".")) != off
 
     remedy = f"use {field.split('.')[-1]}: {in_yaml(off)}"
     problem = "got {got} with model.preset {model.preset!r}, which has no experts; " + remedy
-    return Rule(f"policy.{field}", broken, problem)
+    return RecipeRule(f"policy.{field}", broken, problem)
 
 
-def _claim_of_one_seed(recipe: Any) -> Any:
+def _find_claim_of_one_seed(recipe: Any) -> Any:
     claim = next((claim for claim in recipe.compare.claims if not claim.exact), None)
     return claim and len(recipe.seeds) == 1 and {"bound": claim.bound}
 
 
-def _needs_pairs(compare: Any) -> Any:
+def _find_paired_feature(compare: Any) -> Any:
     claims = ["exact" for claim in compare.claims if claim.exact]
     claims += ["final_weights" for claim in compare.claims if claim.metric == "final_weights"]
     needing = ["interim"] * bool(compare.interim) + claims
@@ -130,316 +138,322 @@ def _needs_pairs(compare: Any) -> Any:
 
 
 # fmt: off
-RULES: dict[str, tuple[Rule, ...]] = {
+RULES: dict[str, tuple[RecipeRule, ...]] = {
     "Model": (
-        Rule("model",
+        RecipeRule("model",
              lambda model: ((model.preset is None) == (model.path is None)
                  and {"which": "neither" if model.preset is None else "both"}),
              "got {which} of preset and path; give exactly one (the other null)"),
-        Rule("model.shape.{name}",
+        RecipeRule("model.shape.{name}",
              lambda model: (model.preset is None
                  and next(({"name": name} for name in model.shape.model_dump(exclude_none=True)), None)),
              "got {got} with model.path, a checkpoint whose shape is fixed; use {name}: null, or a preset"),
     ),
-    "Cluster": (
-        Rule("cluster.cpu_ranks", lambda cluster: cluster.gpus_per_node and cluster.cpu_ranks > 1,
+    "ClusterConfig": (
+        RecipeRule("cluster.cpu_ranks", lambda cluster: cluster.gpus_per_node and cluster.cpu_ranks > 1,
              "got {got} with gpus_per_node {gpus_per_node}; a run trains on GPUs or on CPU cores: drop one "
              "of the two"),
     ),
     "Layout": (
-        Rule("policy.backend.sequence_parallel",
+        RecipeRule("policy.backend.sequence_parallel",
              lambda backend: backend.sequence_parallel and backend.tensor_parallel == 1,
-             "got true with tensor_parallel 1, which leaves nothing to cut; use sequence_parallel: false, or "
+             "got true with tensor_parallel 1, which shards nothing; use sequence_parallel: false, or "
              "tensor_parallel: 2 or more"),
     ),
     "Megatron": (
-        Rule("policy.backend.sequence_parallel",
+        RecipeRule("policy.backend.sequence_parallel",
              lambda backend: (backend.expert_parallel > 1 and backend.tensor_parallel > 1
                  and not backend.sequence_parallel),
              "got false with expert_parallel {expert_parallel} and tensor_parallel {tensor_parallel}, which "
              "megatron-core refuses to train; use sequence_parallel: true"),
     ),
     "Logprobs": (
-        Rule("policy.logprobs.chunk_size",
+        RecipeRule("policy.logprobs.chunk_size",
              lambda logprobs: logprobs.impl == "logits" and logprobs.chunk_size is not None,
              "got {got} with impl 'logits', which has no chunks; use impl: chunked or triton, or chunk_size: "
              "null"),
-        Rule("policy.logprobs.memory_budget_mib",
+        RecipeRule("policy.logprobs.memory_budget_mib",
              lambda logprobs: logprobs.impl == "logits" and logprobs.memory_budget_mib is not None,
-             "got {got} with impl 'logits', which has none; use impl: chunked or triton, or "
+             "got {got} with impl 'logits', which has no budget; use impl: chunked or triton, or "
              "memory_budget_mib: null"),
-        Rule("policy.logprobs.one_pass", lambda logprobs: logprobs.impl == "logits" and logprobs.one_pass,
-             "got true with impl 'logits', whose dense path has one pass already; use impl: chunked or "
+        RecipeRule("policy.logprobs.one_pass",
+             lambda logprobs: logprobs.impl == "logits" and logprobs.one_pass,
+             "got true with impl 'logits', which already computes one pass; use impl: chunked or "
              "triton, or one_pass: false"),
-        Rule("policy.logprobs.chunk_size",
+        RecipeRule("policy.logprobs.chunk_size",
              lambda logprobs: logprobs.one_pass and logprobs.chunk_size is not None,
-             "got {got} with one_pass, which holds the whole vocabulary's logits of some tokens; use "
+             "got {got} with one_pass, which chunks tokens and not the vocabulary; use "
              "memory_budget_mib, or chunk_size: null"),
     ),
     "Optimizer": (
-        Rule("", lambda optimizer: optimizer.min_learning_rate and optimizer.schedule == "constant",
-             "got min_learning_rate {min_learning_rate} with schedule 'constant', which never falls; use "
+        RecipeRule("", lambda optimizer: optimizer.min_learning_rate and optimizer.schedule == "constant",
+             "got min_learning_rate {min_learning_rate} with schedule 'constant', which never decays; use "
              "schedule: linear or cosine, or min_learning_rate: 0.0"),
-        Rule("", lambda optimizer: optimizer.min_learning_rate > optimizer.learning_rate,
+        RecipeRule("", lambda optimizer: optimizer.min_learning_rate > optimizer.learning_rate,
              "got min_learning_rate {min_learning_rate} above learning_rate {learning_rate}; use a smaller "
              "one"),
     ),
     "Policy": (
-        Rule("policy.logprobs.logits_dtype",
+        RecipeRule("policy.logprobs.logits_dtype",
              lambda policy: policy.logits_dtype == "bfloat16" and policy.head_dtype == "float32",
              "got 'bfloat16' with a head in float32; use logits_dtype: float32, or null"),
-        Rule("policy.compile", lambda policy: policy.compile and policy.backend.type != "dtensor",
-             f"got true with backend {{backend.type!r}}; {COMPILED_ALONE}"),
-        Rule("policy.compile", lambda policy: policy.compile and policy.backend.is_spread,
-             f"got true with backend {{backend.type!r}} and a replica of many ranks; {COMPILED_ALONE}"),
-        Rule("policy.liger", lambda policy: policy.liger and policy.compile,
-             "got true with compile: true, which has kernels of its own; use liger: false, or compile: false "
-             "on dtensor"),
-        Rule("policy.liger", lambda policy: policy.liger and policy.backend.type != "dtensor",
-             "got true with backend {backend.type!r}, which has kernels of its own; use liger: false, or "
+        RecipeRule("policy.compile", lambda policy: policy.compile and policy.backend.type != "dtensor",
+             f"got true with backend {{backend.type!r}}; {COMPILE_REMEDY}"),
+        RecipeRule("policy.compile", lambda policy: policy.compile and policy.backend.is_spread,
+             f"got true with backend {{backend.type!r}} and a replica of many ranks; {COMPILE_REMEDY}"),
+        RecipeRule("policy.liger", lambda policy: policy.liger and policy.compile,
+             "got true with compile: true, which generates its own kernels; use liger: false, or compile: "
+             "false on dtensor"),
+        RecipeRule("policy.liger", lambda policy: policy.liger and policy.backend.type != "dtensor",
+             "got true with backend {backend.type!r}, which has its own kernels; use liger: false, or "
              "compile: false on dtensor"),
-        Rule("policy.liger", lambda policy: policy.liger and policy.backend.tensor_parallel > 1,
-             "got true with tensor_parallel {backend.tensor_parallel}, on whose cut layers its kernels have "
-             "not been tried; use liger: false, or tensor_parallel: 1"),
-        Rule("policy.activation_checkpointing",
+        RecipeRule("policy.liger", lambda policy: policy.liger and policy.backend.tensor_parallel > 1,
+             "got true with tensor_parallel {backend.tensor_parallel}, but Liger kernels are untested on "
+             "sharded layers; use liger: false, or tensor_parallel: 1"),
+        RecipeRule("policy.activation_checkpointing",
              lambda policy: policy.activation_checkpointing == "selective" and not policy.compile,
              "got 'selective' without compile; use compile: true, or 'none' or 'full'"),
-        Rule("policy.share_prompts", lambda policy: policy.share_prompts and not policy.packing,
+        RecipeRule("policy.share_prompts", lambda policy: policy.share_prompts and not policy.packing,
              "got true without packing; use packing: true, or share_prompts: false"),
-        Rule("policy.share_prompts", lambda policy: policy.share_prompts and policy.backend.type != "dtensor",
+        RecipeRule("policy.share_prompts",
+             lambda policy: policy.share_prompts and policy.backend.type != "dtensor",
              "got true with backend {backend.type!r}; use type: dtensor, or share_prompts: false"),
-        Rule("policy.share_prompts",
+        RecipeRule("policy.share_prompts",
              lambda policy: policy.share_prompts and policy.backend.context_parallel > 1,
              "got true with context_parallel {backend.context_parallel}; use context_parallel: 1, or "
              "share_prompts: false"),
-        Rule("policy.micro_batch_tokens",
+        RecipeRule("policy.micro_batch_tokens",
              lambda policy: policy.micro_batch_tokens is not None and not policy.packing,
              "got {got} without packing; use packing: true, or micro_batch_size"),
-        Rule("policy.micro_batch_tokens",
+        RecipeRule("policy.micro_batch_tokens",
              lambda policy: policy.micro_batch_tokens is not None and policy.micro_batch_size is not None,
              "got {got} with micro_batch_size {micro_batch_size}; give one of the two (the other null)"),
     ),
     "Rollout": (
-        Rule("rollout.tensor_parallel",
+        RecipeRule("rollout.tensor_parallel",
              lambda rollout: rollout.engine == "torch" and rollout.tensor_parallel > 1,
-             "got {got} with engine 'torch', which samples on every rank with whole weights; use engine: "
+             "got {got} with engine 'torch', which samples on every rank with unsharded weights; use engine: "
              "vllm, or tensor_parallel: 1"),
-        Rule("rollout.devices", lambda rollout: rollout.engine == "torch" and rollout.devices is not None,
+        RecipeRule("rollout.devices",
+             lambda rollout: rollout.engine == "torch" and rollout.devices is not None,
              "got {got} with engine 'torch', which samples from the policy's own modules; use engine: vllm, "
              "or devices: null"),
-        Rule("rollout.tensor_parallel",
+        RecipeRule("rollout.tensor_parallel",
              lambda rollout: rollout.devices is not None and rollout.devices % rollout.tensor_parallel,
              "got {got} with devices {devices}; use a divisor of {devices}"),
-        Rule("rollout.gpu_memory_utilization",
+        RecipeRule("rollout.gpu_memory_utilization",
              lambda rollout: rollout.engine == "torch" and rollout.gpu_memory_utilization is not None,
-             "got {got} with engine 'torch', which sets no memory aside; use engine: vllm, or "
+             "got {got} with engine 'torch', which reserves no memory; use engine: vllm, or "
              "gpu_memory_utilization: null"),
-        Rule("rollout.batch_invariant", lambda rollout: rollout.engine == "torch" and rollout.batch_invariant,
+        RecipeRule("rollout.batch_invariant",
+             lambda rollout: rollout.engine == "torch" and rollout.batch_invariant,
              "got true with engine 'torch', which has no such kernels; use engine: vllm, or batch_invariant: "
              "false"),
-        Rule("rollout.temperature",
+        RecipeRule("rollout.temperature",
              lambda rollout: rollout.engine == "vllm" and _out_of_range(rollout.temperature),
-             f"got {{got}} {VLLM_RANGE}; use one of these, or engine: torch"),
+             f"got {{got}} {VLLM_RANGE}; use a value in this range, or engine: torch"),
     ),
     "Problems": (
-        Rule("task.answer",
+        RecipeRule("task.answer",
              lambda task: (task.answer is not None and task.verifier is not None
                  and {"judge": shortened(task.verifier)}),
-             "got {got} with verifier {judge}, which judges alone; use answer: null, or verifier: null"),
+             "got {got} with verifier {judge}, which replaces it; use answer: null, or verifier: null"),
     ),
     "ImportanceCorrection": (
-        Rule("algorithm.importance_correction.low", lambda correction: correction.low > correction.high,
+        RecipeRule("algorithm.importance_correction.low", lambda correction: correction.low > correction.high,
              "got {got} above high, {high}; use a low bound below the high one"),
     ),
     "PolicyGradientSettings": (
-        Rule("algorithm.kl_estimator",
+        RecipeRule("algorithm.kl_estimator",
              lambda algorithm: (algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss"
                  and algorithm.kl_estimator == "k1"),
              "got 'k1' with kl_in 'loss', where its expected gradient is zero; use kl_estimator: k2, k3 or "
              "k3+, or kl_in: reward"),
-        Rule("algorithm.kl_estimator",
+        RecipeRule("algorithm.kl_estimator",
              lambda algorithm: algorithm.kl_in != "loss" and algorithm.kl_estimator == "k3+",
-             "got 'k3+' with kl_in {kl_in!r}, and it differs from k3 in its gradient alone, which a reward "
+             "got 'k3+' with kl_in {kl_in!r}, but it differs from k3 only in its gradient, which a reward "
              "does not have; use kl_estimator: k3, or kl_in: loss"),
-        Rule("algorithm.ratio",
+        RecipeRule("algorithm.ratio",
              lambda algorithm: algorithm.ratio == "on_policy" and algorithm.num_updates > 1,
-             "got 'on_policy' with {num_updates} optimizer steps a rollout batch, of which only the first is "
-             "on policy; use ratio: old, or epochs_per_step: 1 and minibatches_per_step: 1"),
-        Rule("algorithm.documents_per_step",
+             "got 'on_policy' with {num_updates} optimizer steps per rollout batch, of which only the first "
+             "is on policy; use ratio: old, or epochs_per_step: 1 and minibatches_per_step: 1"),
+        RecipeRule("algorithm.documents_per_step",
              lambda algorithm: (algorithm.documents_per_step is not None
                  and algorithm.documents_per_step < algorithm.prompts_per_step * algorithm.group_size
-                 and not algorithm.chooses_groups
+                 and not algorithm.selects_groups
                  and {"draw": algorithm.prompts_per_step * algorithm.group_size}),
-             "got {got}, less than one draw of prompts_per_step {prompts_per_step} times group_size "
-             "{group_size}, all of which is trained on; use {draw} or more, or smaller draws"),
+             "got {got}, less than the {draw} completions of one draw (prompts_per_step {prompts_per_step} x "
+             "group_size {group_size}); use {draw} or more, or smaller draws"),
     ),
     "Grpo": (
-        Rule("algorithm.group_size",
+        RecipeRule("algorithm.group_size",
              lambda algorithm: (algorithm.group_size == 1
-                 and (algorithm.advantage_baseline in RELATIVE or (algorithm.normalize_advantages
+                 and (algorithm.advantage_baseline in GROUP_BASELINES or (algorithm.normalize_advantages
                  and algorithm.normalize_over == "group"))),
-             "got 1 with advantages relative to their group, which are then all zero; use 2 or more, or set "
+             "got 1 with group-relative advantages, which would all be zero; use 2 or more, or set "
              "advantage_baseline: none and normalize_advantages: false, or batch_mean with normalize_over: "
              "batch"),
-        Rule("algorithm.kl_in",
-             lambda algorithm: algorithm.kl_in == "reward_to_go" and algorithm.advantage_baseline in RELATIVE,
+        RecipeRule("algorithm.kl_in",
+             lambda algorithm: (algorithm.kl_in == "reward_to_go"
+                 and algorithm.advantage_baseline in GROUP_BASELINES),
              "got 'reward_to_go', which gives each token its own reward, with advantage_baseline "
              "{advantage_baseline!r} of a group's sequences; use advantage_baseline: batch_mean or none, or "
              "kl_in: reward"),
-        Rule("algorithm.kl_in",
+        RecipeRule("algorithm.kl_in",
              lambda algorithm: (algorithm.kl_in == "reward_to_go" and algorithm.normalize_advantages
                  and algorithm.normalize_over == "group"),
              "got 'reward_to_go', which gives each token its own reward, with normalize_over 'group'; use "
              "normalize_over: batch, or normalize_advantages: false, or kl_in: reward"),
-        Rule("algorithm.normalize_over",
+        RecipeRule("algorithm.normalize_over",
              lambda algorithm: algorithm.normalize_over != "group" and not algorithm.normalize_advantages,
              "got {got} with normalize_advantages false; use normalize_advantages: true, or normalize_over: "
              "group"),
-        Rule("algorithm.normalize_over",
+        RecipeRule("algorithm.normalize_over",
              lambda algorithm: (algorithm.normalize_over == "leave_one_out"
                  and algorithm.advantage_baseline != "leave_one_out"),
              "got 'leave_one_out' with advantage_baseline {advantage_baseline!r}; use advantage_baseline: "
              "leave_one_out, or normalize_over: group"),
-        Rule("algorithm.group_size",
+        RecipeRule("algorithm.group_size",
              lambda algorithm: algorithm.normalize_over == "leave_one_out" and algorithm.group_size < 3,
-             "got {got} with normalize_over 'leave_one_out', and the std of a single other completion is not "
-             "defined; use 3 or more, or normalize_over: group"),
-        Rule("algorithm.dual_clip",
+             "got {got} with normalize_over 'leave_one_out', but the std of a single other completion is "
+             "undefined; use 3 or more, or normalize_over: group"),
+        RecipeRule("algorithm.dual_clip",
              lambda algorithm: algorithm.dual_clip is not None and algorithm.loss not in ("clipped", "gspo"),
-             "got {got} with loss {loss!r}, which it does not bound; use loss: clipped or gspo, or "
+             "got {got} with loss {loss!r}, which has no dual clip; use loss: clipped or gspo, or "
              "dual_clip: null"),
-        Rule("algorithm.dynamic_sampling",
+        RecipeRule("algorithm.dynamic_sampling",
              lambda algorithm: (algorithm.dynamic_sampling is not None
-                 and algorithm.advantage_baseline not in RELATIVE),
-             "got it with advantage_baseline {advantage_baseline!r}, where a group of equal rewards has a "
+                 and algorithm.advantage_baseline not in GROUP_BASELINES),
+             "set with advantage_baseline {advantage_baseline!r}, where groups of equal rewards do have a "
              "signal; use group_mean or leave_one_out, or dynamic_sampling: null"),
     ),
     "Ppo": (
-        Rule("algorithm.value_coefficient",
+        RecipeRule("algorithm.value_coefficient",
              lambda algorithm: algorithm.value_coefficient is not None and algorithm.value_backbone == "own",
-             "got {got} with value_backbone 'own', whose optimizer makes a factor of its loss nearly "
-             "nothing; use value_optimizer.learning_rate and value_coefficient: null, or value_backbone: "
+             "got {got} with value_backbone 'own', where the optimizer (Adam) almost cancels a loss "
+             "factor; use value_optimizer.learning_rate and value_coefficient: null, or value_backbone: "
              "shared"),
     ),
     "OwnRunConfig": (
-        Rule("policy.backend", _replica_misfit,
-             "got {parts} = {replica} ranks a replica, for {ranks} ranks; use sizes whose product divides "
+        RecipeRule("policy.backend", _find_replica_misfit,
+             "got {parts} = {replica} ranks per replica, for {ranks} ranks; use sizes whose product divides "
              "{ranks}, or other cluster sizes"),
-        Rule("policy.backend.tensor_parallel",
-             lambda run: _uneven(run.cluster.ranks_per_node, run.policy.backend.tensor_parallel),
-             "got {got} for {cluster.ranks_per_node} ranks a node, and such a group stays on one node; use a "
-             "divisor of {cluster.ranks_per_node}"),
-        Rule("rollout.tensor_parallel",
+        RecipeRule("policy.backend.tensor_parallel",
+             lambda run: _indivisible(run.cluster.ranks_per_node, run.policy.backend.tensor_parallel),
+             "got {got} for {cluster.ranks_per_node} ranks per node, but such a group must fit one node; use "
+             "a divisor of {cluster.ranks_per_node}"),
+        RecipeRule("rollout.tensor_parallel",
              lambda run: (not run.rollout.devices
-                 and _uneven(run.cluster.ranks_per_node, run.rollout.tensor_parallel)),
-             "got {got} for {cluster.ranks_per_node} ranks a node, and such a group stays on one node; use a "
-             "divisor of {cluster.ranks_per_node}"),
-        Rule("policy.backend.expert_parallel", _experts_unspread,
-             "got {got} for {available} ranks that a layer's experts can be spread over; use a divisor of "
+                 and _indivisible(run.cluster.ranks_per_node, run.rollout.tensor_parallel)),
+             "got {got} for {cluster.ranks_per_node} ranks per node, but such a group must fit one node; use "
+             "a divisor of {cluster.ranks_per_node}"),
+        RecipeRule("policy.backend.expert_parallel", _find_uneven_experts,
+             "got {got} for {available} ranks available to a layer's experts; use a divisor of "
              "{available}"),
-        Rule("algorithm.prompts_per_step",
+        RecipeRule("algorithm.prompts_per_step",
              lambda run: (run.algorithm.type in POLICY_GRADIENTS
-                 and _uneven(run.algorithm.prompts_per_step, _shares(run))),
+                 and _indivisible(run.algorithm.prompts_per_step, _count_prompt_shares(run))),
              "got {got} for {data_parallel} data-parallel ranks and minibatches_per_step "
              "{algorithm.minibatches_per_step}; use a multiple of {unit}, or other cluster sizes"),
-        Rule("algorithm.documents_per_step",
+        RecipeRule("algorithm.documents_per_step",
              lambda run: (run.algorithm.type == "grpo" and run.algorithm.dynamic_sampling
                  and run.algorithm.documents_per_step
-                 and _uneven(run.algorithm.documents_per_step, _shares(run) * run.algorithm.group_size)),
+                and _indivisible(run.algorithm.documents_per_step,
+                     _count_prompt_shares(run) * run.algorithm.group_size)),
              "got {got} for groups of {algorithm.group_size}, {data_parallel} data-parallel ranks and "
              "minibatches_per_step {algorithm.minibatches_per_step}; use a multiple of {unit}"),
-        Rule("algorithm.batch_size",
+        RecipeRule("algorithm.batch_size",
              lambda run: (run.algorithm.type in ("sft", "dpo")
-                 and _uneven(run.algorithm.batch_size, run.data_parallel)),
+                 and _indivisible(run.algorithm.batch_size, run.data_parallel)),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}, or other "
              "cluster sizes"),
-        Rule("warm_start.batch_size",
-             lambda run: run.warm_start and _uneven(run.warm_start.batch_size, run.data_parallel),
+        RecipeRule("warm_start.batch_size",
+             lambda run: run.warm_start and _indivisible(run.warm_start.batch_size, run.data_parallel),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"),
-        Rule("rollout.{name}", _filter_without_logits,
+        RecipeRule("rollout.{name}", _find_filter_without_logits,
              "got {got} with policy.logprobs.impl {policy.logprobs.impl!r}, which never holds the logits to "
              "filter; use {name}: {off}, or impl: logits{one_pass}"),
-        Rule("rollout.head_dtype",
+        RecipeRule("rollout.head_dtype",
              lambda run: run.rollout.head_dtype == "bfloat16" and run.policy.dtype == "float32",
              "got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or policy.dtype: bfloat16"),
-        Rule("algorithm.overlong_punishment.buffer",
+        RecipeRule("algorithm.overlong_punishment.buffer",
              lambda run: (run.algorithm.type in POLICY_GRADIENTS and run.algorithm.overlong_punishment
                  and run.algorithm.overlong_punishment.buffer > run.rollout.max_new_tokens),
              "got {got}, more than rollout.max_new_tokens {rollout.max_new_tokens}; use "
              "{rollout.max_new_tokens} or less"),
-        Rule("algorithm.value_head_dtype",
+        RecipeRule("algorithm.value_head_dtype",
              lambda run: (run.algorithm.type == "ppo" and run.algorithm.value_head_dtype != "float32"
                  and run.policy.backend.type == "megatron"),
              "got {got} with policy.backend.type 'megatron', whose masters are float32; use float32"),
-        Rule("injected_fault", lambda run: run.fault_lacks and {"got": run.injected_fault.name},
-             "got {got}, which {fault_lacks}, or injected_fault: null"),
-        Rule("validation.num_prompts",
-             lambda run: run.validation and _uneven(run.validation.num_prompts, run.data_parallel),
+        RecipeRule("injected_fault", lambda run: run.unmet_fault_need and {"got": run.injected_fault.name},
+             "got {got}, which {unmet_fault_need}, or injected_fault: null"),
+        RecipeRule("validation.num_prompts",
+             lambda run: run.validation and _indivisible(run.validation.num_prompts, run.data_parallel),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"),
-        Rule("validation.path",
+        RecipeRule("validation.path",
              lambda run: run.validation and run.validation.path is not None and not hasattr(run.task, "path"),
              "got {got} with task.type {task.type!r}, whose prompts are generated; use path: null"),
-        Rule("validation.temperature",
+        RecipeRule("validation.temperature",
              lambda run: (run.validation and run.validation.temperature and run.rollout.engine == "vllm"
                  and _out_of_range(run.validation.temperature)),
-             f"got {{got}} {VLLM_RANGE}; use one of these, or engine: torch, or 0"),
-        Rule("rollout.batch_invariant",
+             f"got {{got}} {VLLM_RANGE}; use a value in this range, or 0, or engine: torch"),
+        RecipeRule("rollout.batch_invariant",
              lambda run: run.rollout.batch_invariant and not run.cluster.gpus_per_node,
-             "got true with cluster.gpus_per_node: 0, and vLLM has no such kernels for CPU cores; use "
+             "got true with cluster.gpus_per_node: 0, but vLLM has no such kernels for CPUs; use "
              "batch_invariant: false, or GPUs"),
-        Rule("algorithm.loss",
+        RecipeRule("algorithm.loss",
              lambda run: (run.policy.logprobs.one_pass and run.algorithm.type == "grpo"
                  and run.algorithm.loss == "gspo"),
-             f"got 'gspo' {ONE_PASS} GSPO depends on its whole sequence; use one_pass: false"),
-        Rule("algorithm.type", lambda run: run.policy.logprobs.one_pass and run.algorithm.type == "dpo",
-             f"got 'dpo' {ONE_PASS} DPO depends on both completions of its pair; use one_pass: false"),
-        Rule("task.type",
+             f"got 'gspo' {ONE_PASS_PROBLEM} GSPO depends on the whole sequence; use one_pass: false"),
+        RecipeRule("algorithm.type", lambda run: run.policy.logprobs.one_pass and run.algorithm.type == "dpo",
+             f"got 'dpo' {ONE_PASS_PROBLEM} DPO depends on both completions of a pair; use one_pass: false"),
+        RecipeRule("task.type",
              lambda run: (run.algorithm.type in POLICY_GRADIENTS
                  and run.task.type in ("completions", "preferences")),
-             "got {got} with algorithm.type {algorithm.type!r}, which needs a task that can judge a "
-             "completion; use arithmetic, word_problems, reasoning_gym, gsm8k or jsonl"),
-        Rule("task.type",
+             "got {got} with algorithm.type {algorithm.type!r}, which needs a task that scores "
+             "completions; use arithmetic, word_problems, reasoning_gym, gsm8k or jsonl"),
+        RecipeRule("task.type",
              lambda run: run.algorithm.type == "dpo" and run.task.type not in ("arithmetic", "preferences"),
              "got {got} with algorithm.type 'dpo', which needs pairs of completions; use preferences or "
              "arithmetic"),
-        Rule("policy.micro_batch_size",
+        RecipeRule("policy.micro_batch_size",
              lambda run: run.algorithm.type == "dpo" and (run.policy.micro_batch_size or 0) % 2,
-             "got {got} with algorithm.type 'dpo', whose pairs stay together; use an even number of "
+             "got {got} with algorithm.type 'dpo', which keeps pairs together; use an even number of "
              "sequences"),
-        _without_experts("backend.expert_parallel", off=1),
-        _without_experts("router_aux_loss_coefficient", off=0.0),
-        _without_experts("replay_routing", off=False),
-        Rule("policy.backend.expert_parallel",
+        _make_expert_rule("backend.expert_parallel", off=1),
+        _make_expert_rule("router_aux_loss_coefficient", off=0.0),
+        _make_expert_rule("replay_routing", off=False),
+        RecipeRule("policy.backend.expert_parallel",
              lambda run: run.model.architecture.get("num_experts", 0) % run.policy.backend.expert_parallel,
              "got {got} with model.preset {model.preset!r}, whose layers have "
              "{model.architecture[num_experts]} experts; use a divisor of {model.architecture[num_experts]}"),
-        Rule("policy.replay_routing",
+        RecipeRule("policy.replay_routing",
              lambda run: run.policy.replay_routing and run.algorithm.type not in POLICY_GRADIENTS,
-             "got true with algorithm.type {algorithm.type!r}, which has no old log-probs whose routes could "
-             "be recorded; use replay_routing: false"),
+             "got true with algorithm.type {algorithm.type!r}, which has no old log-prob pass to record "
+             "routes in; use replay_routing: false"),
     ),
     "Compare": (
-        Rule("", _needs_pairs,
-             "got paired: false and {needing}, which needs pairs; leave one of them out"),
+        RecipeRule("", _find_paired_feature,
+             "got paired: false with {needing}, which needs pairs; drop one of the two"),
     ),
-    "Declared": (
-        Rule("arms",
+    "ExperimentDeclaration": (
+        RecipeRule("arms",
              lambda recipe: (len(recipe.arms) < 2 and recipe.compare.reference is None
                  and not recipe.controls.faults and {"got": [*recipe.arms]}),
-             "got {got}; an experiment needs an arm named 'baseline' and at least one more, or a frozen "
-             "ensemble to compare with (compare.reference)"),
-        Rule("arms",
+             "got {got}; an experiment needs an arm named 'baseline' and at least one other arm, or a "
+             "frozen reference (compare.reference)"),
+        RecipeRule("arms",
              lambda recipe: (recipe.arms.keys() & recipe.control_arms.keys()
                  and {"got": min(recipe.arms.keys() & recipe.control_arms.keys())}),
-             "got {got}, the name of an arm of controls; choose another"),
-        Rule("compare.interim",
+             "got {got}, which is the name of a control arm; choose another name"),
+        RecipeRule("compare.interim",
              lambda recipe: (recipe.compare.interim and recipe.compare.interim[-1] != len(recipe.seeds)
                  and {"seeds": len(recipe.seeds), "interim": recipe.compare.interim}),
              "got {interim} with {seeds} seeds; the last analysis uses all pairs: end with {seeds}"),
-        Rule("seeds", lambda recipe: len(set(recipe.seeds)) < len(recipe.seeds),
-             "got {got} with a seed twice; every seed once"),
-        Rule("seeds", _claim_of_one_seed,
-             "got one seed with {bound} (compare.claims), which needs the spread over seeds; give two or "
+        RecipeRule("seeds", lambda recipe: len(set(recipe.seeds)) < len(recipe.seeds),
+             "got {got} with a duplicate seed; list each seed once"),
+        RecipeRule("seeds", _find_claim_of_one_seed,
+             "got one seed with {bound} (compare.claims), which needs the spread over seeds; use two or "
              "more, or compare.claims: [] for the step-one check alone"),
     ),
 }

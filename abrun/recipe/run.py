@@ -1,4 +1,4 @@
-"""What one training run sees: its resolved configuration."""
+"""Resolved configuration of one training run."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
-from abrun.recipe.faults import LIBRARY, NAMED_OR_NONE, InjectedFault, lacking
+from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import (
     NO_FILTERS,
@@ -20,37 +20,38 @@ from abrun.recipe.policy import (
 )
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
-from abrun.recipe.tasks import Completions, Preferences, TaskConfig, Validation
+from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
 from abrun.redaction import REFERENCE
 
 
 class WarmStart(Section):
-    """Supervised steps on the task before the runs: done once, shared by all arms and seeds, and cached."""
+    """Supervised steps on the task before the runs; done once, cached and shared by all arms and seeds."""
 
     steps: Count
     batch_size: Count = 32
     learning_rate: Positive = 1e-3
 
 
-class Checkpoint(Section):
-    """When training state is saved, and how many saves are kept."""
+class CheckpointConfig(Section):
+    """Checkpoints: how often they are saved and how many are kept."""
 
     every: Count = 50
     keep: Count = 2
-    final_weights: bool = False  # also keep the trained model, as a Hugging Face checkpoint
-    # Another run's (.../checkpoints/step-000050), in any layout, to go on from: weights, optimizer and step
+    final_weights: bool = False  # also save the trained model as a Hugging Face checkpoint
+    # Checkpoint of another run to start from (.../checkpoints/step-000050): weights, optimizer and step, in
+    # any parallel layout
     start_from: PathText | None = None
 
 
 class KeptSamples(Section):
-    """Completions that a run keeps in samples.jsonl, to be looked at: docs/training.md."""
+    """Completions saved to samples.jsonl for inspection; see docs/training.md."""
 
-    prompts: Annotated[int, Field(ge=1, le=100)] = 2  # of a step's first prompts, a completion each
-    every: Count = 10  # steps; and of the first one
+    prompts: Annotated[int, Field(ge=1, le=100)] = 2  # one completion for each of a step's first prompts
+    every: Count = 10  # steps; the first step is always saved
 
 
-class Cluster(Section):
-    """What one run occupies. Without GPUs it trains on CPU cores, one thread a rank."""
+class ClusterConfig(Section):
+    """Devices of one run. Without GPUs it trains on CPU cores, one thread per rank."""
 
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -66,83 +67,83 @@ class Cluster(Section):
 
 
 class Wandb(Section):
-    """Mirror of the metrics: docs/wandb.md. WANDB_MODE and the other WANDB_ variables hold as usual."""
+    """Upload of metrics to wandb; see docs/wandb.md. WANDB_MODE and other WANDB_ variables apply as usual."""
 
     project: str = "abrun"
     entity: str | None = None
 
     @field_validator("project", "entity")
     @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
+    def _check_wandb_name(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[^/\\#?%:\s]([^/\\#?%:\t\n\r]{0,126}[^/\\#?%:\s])?", name):
-            raise FieldError(
-                f"got {shortened(name)}; allowed: 1 to 128 characters, none of them one of / \\ # ? % :"
-            )
+            raise FieldError(f"got {shortened(name)}; allowed: 1 to 128 characters without / \\ # ? % :")
         return name
 
 
 class Limits(Section):
-    """When a run is ended from outside, and how often it is started again."""
+    """Timeouts after which a run is stopped, and how often it is retried."""
 
-    run_s: Positive | None = None  # seconds from a start: then it saves a checkpoint and has failed
-    # Seconds without a sign of life: from any rank (default 600), or, of a command, without a new step (1800)
+    run_s: Positive | None = None  # seconds after a start at which the run saves a checkpoint and fails
+    # Seconds without a sign of life from any rank (default 600), or without a new step of a command (1800)
     stalled_s: Positive | None = None
-    retries: Annotated[int, Field(ge=0, lt=100)] = 1  # after a failure past a step that none reached before
-    log_mib: Annotated[float, Field(ge=1)] = 64.0  # of stdout.log: its head and tail are kept
+    retries: Annotated[int, Field(ge=0, lt=100)] = (
+        1  # restarts, each only if the run came further than before
+    )
+    log_mib: Annotated[float, Field(ge=1)] = 64.0  # maximum size of stdout.log; its head and tail are kept
 
 
-# Sections and keys of a run's configuration that cannot change a number that it records
-WITHOUT_EFFECT = ("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights")
+# Sections and keys of a run's configuration that cannot change a recorded number
+NO_EFFECT_KEYS = ("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights")
 
 
 def can_change_numbers(key: str) -> bool:
     """Return whether a dotted key of a run's configuration can change what the run records."""
-    return not any(key == name or key.startswith(f"{name}.") for name in WITHOUT_EFFECT)
+    return not any(key == name or key.startswith(f"{name}.") for name in NO_EFFECT_KEYS)
 
 
 class RunConfig(Section):
-    """What any run has, whoever trains it."""
+    """Configuration shared by runs of any trainer."""
 
     steps: Count
-    cluster: Cluster = Cluster()
+    cluster: ClusterConfig = ClusterConfig()
     limits: Limits = Limits()
 
     @property
     def engine_devices(self) -> int:
-        """Devices of a node that it occupies besides those of `cluster`, for rollout engines."""
+        """Return the number of a node's devices for rollout engines, in addition to `cluster`."""
         return 0
 
     @property
     def devices_per_node(self) -> int:
-        """All that it occupies of a node: GPUs, or CPU cores."""
+        """Return the number of a node's GPUs or CPU cores that the run occupies."""
         return self.cluster.ranks_per_node + self.engine_devices
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without a sign of life after which a run counts as hanging."""
+        """Return the seconds without progress after which a run counts as stalled."""
         return self.limits.stalled_s or 600.0
 
 
 class OwnTrainer(Section):
-    """The trainer that comes with abrun."""
+    """abrun's own trainer."""
 
     type: Literal["abrun"] = "abrun"
-    env: Env = Field(default={})  # set before anything is imported; all else is inherited
+    env: Env = Field(default={})  # environment variables set before any import, on top of the inherited ones
 
     @field_validator("env")
     @classmethod
-    def _env_refers_to_nothing(cls, env: dict[str, str]) -> dict[str, str]:
+    def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
             if REFERENCE.search(value) or "\0" in value:
                 raise FieldError(
-                    f"got {name}: {shortened(value)}; a run of abrun's own trainer inherits the environment: "
-                    "give plain text, or export it and drop it here"
+                    f"got {name}: {shortened(value)}; references are not expanded here: write plain text, or "
+                    "export the variable and drop it here, since runs inherit the environment"
                 )
         return env
 
 
 class OwnRunConfig(RunConfig):
-    """Everything one run of abrun's own trainer sees. Resolved, it is what its `config.json` holds."""
+    """Configuration of one run of abrun's own trainer, as stored resolved in its `config.json`."""
 
     trainer: OwnTrainer = OwnTrainer()
     algorithm: Annotated[Grpo | Ppo | Sft | Dpo, Field(discriminator="type")]
@@ -152,26 +153,26 @@ class OwnRunConfig(RunConfig):
     task: Annotated[TaskConfig, Field(discriminator="type")]
     validation: Validation | None = None
     warm_start: WarmStart | None = None
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: Wandb | None = None
-    keep_samples: KeptSamples | None = KeptSamples()  # of a policy gradient; null: none
-    # Broken on purpose, for a verdict to find: a name of docs/faults.md, or a section
-    injected_fault: Annotated[InjectedFault | None, NAMED_OR_NONE] = None
+    keep_samples: KeptSamples | None = KeptSamples()  # with a policy gradient; null: no samples
+    # Fault to inject for the verdict to detect: a name from docs/faults.md, or a section
+    injected_fault: Annotated[InjectedFault | None, ACCEPT_FAULT_NAME_OR_NONE] = None
 
     @property
     def engine_devices(self) -> int:
-        return (self.rollout.devices or 0) if self.samples else 0
+        return (self.rollout.devices or 0) if self.samples_completions else 0
 
     @property
     def data_parallel(self) -> int:
-        """Replicas of the policy, each of which takes an equal share of every batch."""
+        """Return the number of replicas of the policy; each gets an equal share of every batch."""
         return self.cluster.ranks // math.prod(self.policy.backend.shape.values())
 
     @property
     def trained_distribution(self) -> tuple[float, Filters]:
-        """Temperature and filters of the distribution that is trained: the sampler's, or all of it.
+        """Return temperature and filters of the trained distribution: those of the sampler, or none.
 
-        Imitation and preferences have no sampler, whatever `rollout` says.
+        SFT and DPO have no sampler, so `rollout` does not apply to them.
         """
         if isinstance(self.algorithm, PolicyGradientSettings):
             return self.rollout.temperature, self.rollout.filters
@@ -179,46 +180,48 @@ class OwnRunConfig(RunConfig):
 
     @property
     def head_precision(self) -> dict[str, str]:
-        """The dtypes of the LM head's matmul and logits in the trainer, and of its matmul in the engine."""
+        """Return the dtypes of the LM head: matmul and logits in the trainer, matmul in the engine."""
         policy = self.policy
         precision = {"projection": policy.head_dtype, "logits": policy.logits_dtype}
-        return precision | ({"engine": self.engine_head_dtype} if self.samples else {})
+        return precision | ({"engine": self.engine_head_dtype} if self.samples_completions else {})
 
     @property
     def engine_head_dtype(self) -> str:
         return self.rollout.head_dtype or self.policy.head_dtype
 
     @property
-    def samples(self) -> bool:
-        """Whether completions are sampled, to train on or to validate by."""
-        validates = self.validation is not None and not isinstance(self.task, Completions | Preferences)
+    def samples_completions(self) -> bool:
+        """Return whether completions are sampled, for training or validation."""
+        validates = self.validation is not None and not isinstance(
+            self.task, CompletionsTask | PreferencesTask
+        )
         return validates or isinstance(self.algorithm, PolicyGradientSettings)
 
     @property
-    def fault_lacks(self) -> str | None:
-        """What a injected fault needs that the run lacks, and how it gets it; None: nothing."""
-        return self.injected_fault and lacking(LIBRARY[self.injected_fault.name], self)
+    def unmet_fault_need(self) -> str | None:
+        """Return an unmet need of the injected fault, with the fix; None if there is none."""
+        return self.injected_fault and unmet_need(LIBRARY[self.injected_fault.name], self)
 
     @property
-    def decodes(self) -> bool:
-        """Whether they are sampled from the policy's own modules."""
-        return self.samples and self.rollout.engine == "torch"
+    def decodes_with_policy(self) -> bool:
+        """Return whether completions are sampled from the policy's own modules."""
+        return self.samples_completions and self.rollout.engine == "torch"
 
 
-def not_built(config: OwnRunConfig) -> list[Reason]:
-    """Return what a run asks for that a recipe can say and this version's trainer cannot do."""
+def unsupported_settings(config: OwnRunConfig) -> list[Reason]:
+    """Return a reason for each setting that is valid in a recipe but not implemented in this version."""
     backend, engine, reasons = config.policy.backend, config.rollout.engine, list[Reason]()
     if backend.type not in BACKENDS:
-        reasons.append(_not_among("policy.backend.type", backend.type, BACKENDS))
+        reasons.append(_unsupported_value("policy.backend.type", backend.type, BACKENDS))
     if config.rollout.devices and config.cluster.nodes > 1:
         devices, nodes = config.rollout.devices, config.cluster.nodes
         reasons.append(Code.ENGINE_DEVICES_NEED_ONE_NODE(devices=devices, nodes=nodes))
     if engine not in ENGINES:
-        reasons.append(_not_among("rollout.engine", engine, ENGINES))
+        reasons.append(_unsupported_value("rollout.engine", engine, ENGINES))
     return reasons
 
 
-def _not_among(field: str, value: str, built: Iterable[str]) -> Reason:
+def _unsupported_value(field: str, value: str, built: Iterable[str]) -> Reason:
     return Code.NOT_BUILT(field=field, got=value, allowed=[*built])
 
 
@@ -229,10 +232,8 @@ HEAD_LABELS = {
 }
 
 
-def precision_difference(
-    arm: str, baseline: Mapping[str, str], treatment: Mapping[str, str]
-) -> Reason | None:
-    """Return in which dtypes of `OwnRunConfig.head_precision` an arm and its baseline differ; None: none."""
+def compare_precisions(arm: str, baseline: Mapping[str, str], treatment: Mapping[str, str]) -> Reason | None:
+    """Return the differences in `head_precision` between an arm and its baseline; None if equal."""
     precisions = {
         label: [baseline[key], treatment[key]]
         for key, label in HEAD_LABELS.items()

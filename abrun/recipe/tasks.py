@@ -1,4 +1,4 @@
-"""Where prompts come from, how completions are judged, and what is held out."""
+"""Task sections of a recipe: the prompts, how completions are scored, and validation."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from abrun.recipe.section import Count, FieldError, NonNegative, PathText, Secti
 
 
 class Arithmetic(Section):
-    """Generated calculations with numbers from 0 to `max_operand`, such as `37+58=`, verified exactly."""
+    """Generated calculations with operands from 0 to `max_operand`, such as `37+58=`, verified exactly."""
 
     type: Literal["arithmetic"]
     operations: list[Literal["add", "subtract", "multiply"]] = Field(default=["add"], min_length=1)
@@ -18,7 +18,7 @@ class Arithmetic(Section):
 
 
 class WordProblems(Section):
-    """Generated stories, their numbers up to `max_number`, verified on the final answer of the solution."""
+    """Generated word problems with numbers up to `max_number`, verified by the solution's final answer."""
 
     type: Literal["word_problems"]
     topics: list[Literal["shopping", "ages", "travel", "sharing", "two_step"]] = Field(
@@ -28,41 +28,41 @@ class WordProblems(Section):
 
 
 class ReasoningGym(Section):
-    """Problems of a task of the package reasoning-gym, judged by its scorer (pip install 'abrun[reasoning]').
+    """Task of the package reasoning-gym, scored by its own scorer (pip install 'abrun[reasoning]').
 
-    `parameters` are the task's own, such as `{max_terms: 3}` of chain_sum: its difficulty.
+    `parameters` are passed to the task and set its difficulty, such as `{max_terms: 3}` for chain_sum.
     """
 
     type: Literal["reasoning_gym"]
     name: str
     parameters: dict[str, Any] = Field(default={})
-    # What of a completion is scored: all of it, or its last number (see abrun.tasks.final_answers)
+    # Scored part of a completion: all of it, or its last number (see abrun.tasks.final_answers)
     answer: Literal["text", "final_number"] = "text"
 
 
-def _module_and_function(value: str) -> str:
+def _check_module_and_function(value: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
         raise FieldError(f"got {value[:60]!r}; allowed: module:function, such as my_rewards:judge")
     return value
 
 
-Verifier = Annotated[str, AfterValidator(_module_and_function)]
+Verifier = Annotated[str, AfterValidator(_check_module_and_function)]
 
 
 class Problems(Section):
-    """Judge of completions against a reference answer: one of abrun's own, or a verifier.
+    """Scoring of completions against a reference answer, built in (`answer`) or by a `verifier`.
 
-    answer: final_number takes the completion's last number, literally: `$1,234.50.` is 1234.5 and `20%` is
-    20, but nothing is computed, so `23 + 45` is no answer to a question of 68, nor is 136/2, and 3/4 is not
-    0.75. A number inside of something longer (`71 or 72`, `5x`, `12:30`) does not count;
-    abrun.tasks.final_answers has the rules. boxed takes what the last \\boxed{} holds: the same number and
-    nothing else, or where the reference is no number the same text. math_verify takes the final answer
-    (boxed, announced, a formula or the last line) and compares its value with the package of that name. Any
-    expression that computes to it is an answer then, the question itself included. Choices and words are
-    compared as texts.
+    answer: final_number reads the completion's last number literally: `$1,234.50.` is 1234.5 and `20%` is 20.
+    Nothing is evaluated: if the answer is 68, neither `23 + 45` nor 136/2 is correct, and 3/4 is not 0.75. A
+    number inside a longer expression (`71 or 72`, `5x`, `12:30`) does not count; abrun.tasks.final_answers
+    has the rules. boxed reads the content of the last \\boxed{}: it must be exactly the reference number, or
+    the reference text if that is not a number. math_verify extracts the final answer (boxed, announced, a
+    formula or the last line) and compares its value using the package of that name. Any expression with the
+    right value is then correct, including a repetition of the question. Choices and words are compared as
+    text.
 
-    `verifier: module:function` names a function (prompt, completion, answer) -> reward, any finite number.
-    The trainer imports it, from the installed packages or the directory where abrun was started.
+    `verifier: module:function` names a function (prompt, completion, answer) -> reward (any finite number).
+    The trainer imports it from the installed packages or the directory in which abrun was started.
     """
 
     path: PathText
@@ -71,12 +71,12 @@ class Problems(Section):
 
     @property
     def judged_by(self) -> str | None:
-        """How completions are judged without a verifier; None: by the kind of their reference."""
+        """Return the `answer` mode used without a verifier; None: chosen by the kind of the reference."""
         return self.answer
 
 
 class Gsm8k(Problems):
-    """JSON lines with `question` and an `answer` that ends in `#### 42`; answer: null is final_number."""
+    """JSON lines with `question` and an `answer` that ends in `#### 42`; answer: null means final_number."""
 
     type: Literal["gsm8k"]
 
@@ -88,8 +88,8 @@ class Gsm8k(Problems):
 class Jsonl(Problems):
     """JSON lines with a prompt and a reference answer.
 
-    answer: null is math_verify for references that are no numbers. Of a number it takes the last box, or else
-    the last number, and compares values with no operation left to do: 1/2, 0.5 and 50% are equal.
+    answer: null means math_verify for references that are not numbers. For numbers it reads the last box, or
+    else the last number, and compares values without evaluating operations: 1/2, 0.5 and 50% are equal.
     """
 
     type: Literal["jsonl"]
@@ -97,8 +97,8 @@ class Jsonl(Problems):
     answer_field: str = "answer"
 
 
-class Completions(Section):
-    """JSON lines with a prompt and the completion to imitate; for supervised fine-tuning."""
+class CompletionsTask(Section):
+    """JSON lines with a prompt and a target completion; for supervised fine-tuning."""
 
     type: Literal["completions"]
     path: PathText
@@ -106,7 +106,7 @@ class Completions(Section):
     completion_field: str = "completion"
 
 
-class Preferences(Section):
+class PreferencesTask(Section):
     """JSON lines with a prompt, a chosen and a rejected completion; for DPO, or SFT on the chosen ones."""
 
     type: Literal["preferences"]
@@ -116,20 +116,20 @@ class Preferences(Section):
     rejected_field: str = "rejected"
 
 
-GENERATED = Arithmetic | WordProblems | ReasoningGym  # without a file
-TaskConfig = GENERATED | Gsm8k | Jsonl | Completions | Preferences
+GeneratedTask = Arithmetic | WordProblems | ReasoningGym  # no file needed
+TaskConfig = GeneratedTask | Gsm8k | Jsonl | CompletionsTask | PreferencesTask
 
 
 class Validation(Section):
-    """Completions of held-out prompts, before the first step, after every `every`-th and after the last.
+    """Validation on held-out prompts before the first step, after every `every`-th step and after the last.
 
-    Where the task has no verifier, the loss on the held-out examples is in their place. The prompts are the
-    same in every arm and for every seed, and no training (a warm start included) sees them.
+    Completions are sampled and scored; if the task cannot score them, the loss on held-out examples is
+    recorded instead. The prompts are the same in every arm and for every seed, and no training (including the
+    warm start) uses them.
     """
 
     every: Count
     num_prompts: Count = 64
-    path: PathText | None = (
-        None  # a file of the task's format; None: hold out of the task itself. The last lines
-    )
-    temperature: NonNegative = 0.0  # 0: the most likely token; otherwise sampled, with the rollouts' filters
+    # File in the task's format; None: hold out prompts of the task itself. The last lines are used
+    path: PathText | None = None
+    temperature: NonNegative = 0.0  # 0: greedy; otherwise sampled with the rollouts' filters

@@ -1,1 +1,1 @@
-"""Runs of any source, as one experiment: what is compared."""
+"""Recorded runs from any source, combined into one experiment to compare."""

@@ -1,6 +1,6 @@
-"""Earlier comparisons of the same runs, from the stamps that reports leave in their folders.
+"""Earlier comparisons of the same runs, from the stamp files that reports leave in their folders.
 
-A stamp is data that anyone may have written or deleted: what cannot be read counts as no comparison.
+Anyone may have written or deleted a stamp, so an unreadable one counts as no comparison.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.regular_files import is_directory
 from abrun.runs.files import read_json
 
-STAMP = ".report.json"  # in a report's folder: what was asked for, and the readings it was written for
-MAX_FOLDERS = 2000  # beside a report that are searched for stamps
+STAMP_FILE = ".report.json"  # in a report's folder: the request and the claim tests behind the report
+MAX_FOLDERS = 2000  # next to a report, searched for stamps
 MAX_TESTS = 500
-MAX_BYTES = 4_000_000  # of a stamp
+MAX_STAMP_BYTES = 4_000_000  # of a stamp
 HASH_LENGTH = 16
 
 
@@ -28,28 +28,28 @@ HASH_LENGTH = 16
 class ClaimTest:
     """One test of a treatment's claims."""
 
-    question: str  # hash of the claims and of how they are tested
-    pairs: frozenset[str]  # hashes of what each pair recorded; of unpaired runs the treated ones
+    question: str  # hash of the claims and of the test design
+    pairs: frozenset[str]  # hashes of each pair's values; for unpaired runs, of each treated run's values
 
     def as_json(self) -> dict[str, Any]:
         return {"question": self.question, "pairs": sorted(self.pairs)}
 
 
-def earlier_claim_tests(output: Path) -> set[ClaimTest]:
-    """Return the tests that the stamps in a report's folder, and in the folders beside it, hold."""
-    found = set(claim_tests_in(output))
+def find_earlier_claim_tests(output: Path) -> set[ClaimTest]:
+    """Return the tests recorded by stamps in a report's folder and in its sibling folders."""
+    claim_tests = set(read_claim_tests(output))
     with suppress(OSError), os.scandir(output.parent) as entries:
         for entry in islice(entries, MAX_FOLDERS):
-            if len(found) < MAX_TESTS and is_directory(entry):
-                found |= set(claim_tests_in(Path(entry.path)))
-    return found
+            if len(claim_tests) < MAX_TESTS and is_directory(entry):
+                claim_tests |= set(read_claim_tests(Path(entry.path)))
+    return claim_tests
 
 
-def claim_tests_in(folder: Path) -> Iterator[ClaimTest]:
-    """Yield the tests that the stamp of a folder holds; none where it is missing or is not a stamp."""
+def read_claim_tests(folder: Path) -> Iterator[ClaimTest]:
+    """Yield the tests in a folder's stamp; none if it is missing or invalid."""
     content: Mapping[str, Any] = {}
     with suppress(StoreError, OSError):
-        content = read_json(folder / STAMP, MAX_BYTES)
+        content = read_json(folder / STAMP_FILE, MAX_STAMP_BYTES)
     entries = content.get("readings")
     for entry in entries[:MAX_TESTS] if isinstance(entries, list) else ():
         if not isinstance(entry, dict):
@@ -59,14 +59,17 @@ def claim_tests_in(folder: Path) -> Iterator[ClaimTest]:
             yield ClaimTest(question=question, pairs=frozenset(pairs))
 
 
-def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
-    """Return the test of a treatment that is made now."""
+def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
+    """Return the test of a treatment's claims on the experiment's current runs."""
     compare = experiment.compare
     claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.claims)
     sides = experiment.sides(arm).finished
-    treated = [_recorded_hash(run) for run in sides.treatments]
+    treated = [_hash_values(run) for run in sides.treatments]
     pairs = (
-        [_hash(_recorded_hash(run), other) for run, other in zip(sides.baselines, treated, strict=True)]
+        [
+            _hash(_hash_values(run), treated_hash)
+            for run, treated_hash in zip(sides.baselines, treated, strict=True)
+        ]
         if compare.paired
         else treated
     )
@@ -74,10 +77,12 @@ def claim_test_of(experiment: Experiment, arm: str) -> ClaimTest:
     return ClaimTest(question=question, pairs=frozenset(pairs))
 
 
-def _recorded_hash(run: RecordedRun) -> str:
-    """Identify a run by the values it recorded, whatever its metrics are called and wherever it lies."""
-    return _hash(*sorted(hashlib.sha256(one.values.tobytes()).hexdigest() for one in run.metrics.values()))
+def _hash_values(run: RecordedRun) -> str:
+    """Return a hash of a run's recorded values, independent of metric names and location."""
+    return _hash(
+        *sorted(hashlib.sha256(series.values.tobytes()).hexdigest() for series in run.metrics.values())
+    )
 
 
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:HASH_LENGTH]
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogateescape")).hexdigest()[:HASH_LENGTH]

@@ -1,4 +1,4 @@
-"""What is compared, whichever source it came from: runs as arrays, paired by seed."""
+"""Experiments to compare, from any source: runs as arrays, paired by seed."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import Recording, listed
+from abrun.logs.log import RunRecording, list_names
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
@@ -22,24 +22,24 @@ from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_ste
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordedRun(Recording):
-    """One run as its source holds it."""
+class RecordedRun(RunRecording):
+    """One run as recorded by its source."""
 
     name: RunName
-    # unknown: the source does not say whether it finished
+    # unknown: the source does not record whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
-    forbidden: bool = False  # unreadable for want of permission: nothing need be damaged
+    forbidden: bool = False  # unreadable because permission is missing, not because of damage
     identity: Mapping[str, Any] | None = (
         None  # arm, seed, rerun as its own files state them; None: they do not
     )
-    final_weights_hash: str | None = None  # None: the source does not say
-    final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read when asked for
-    initial_sketch: Callable[[], Mapping[str, Array]] = dict  # the same of the initial ones
-    span_s: tuple[float, float] | None = None  # from its first start to its end; None: unknown
-    device_s: float | None = None  # devices x seconds at work, all attempts; None: unknown
-    wandb: str | None = None  # where its mirror in wandb is seen
-    thinned: bool = False  # a reference: outside the windows of its claims not every step was kept
-    # What reading it had to decide: a torn line left out, a step recorded twice, a seed that is not known
+    final_weights_hash: str | None = None  # None: unknown
+    final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read on demand
+    initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
+    span_s: tuple[float, float] | None = None  # times of its first start and its end; None: unknown
+    device_s: float | None = None  # devices x seconds of all attempts; None: unknown
+    wandb: str | None = None  # URL of its mirror in wandb
+    thinned: bool = False  # a reference, which keeps every step only inside the windows of its claims
+    # Decisions while reading: a torn line left out, a step recorded twice, an unknown seed
     notes: tuple[str | Reason, ...] = ()
 
     @property
@@ -47,20 +47,20 @@ class RecordedRun(Recording):
         return self.status in ("finished", "unknown")
 
     @property
-    def begins_anew(self) -> bool:
-        """True where the step counter begins anew, so that its first step may be a later one."""
-        return repeated_steps(self.metrics) > 0
+    def has_restarted_counter(self) -> bool:
+        """True if the step counter restarts, so that the first recorded step may be a later one."""
+        return count_repeated_steps(self.metrics) > 0
 
     @property
     def steps(self) -> Steps:
-        """The steps of its training: where a reward, a loss or another metric of step one was recorded.
+        """The training steps: those at which a step-one metric such as the reward or loss was recorded.
 
-        Monitors, validations and counters of samples may have steps of their own. Without a metric of step
-        one, the steps that most of its metrics share.
+        Monitors, validations and sample counters may use other steps. Without a step-one metric, these are
+        the steps that most metrics share.
         """
-        trained = [self.metrics[metric].steps for metric in STEP_ONE if metric in self.metrics]
-        if any(map(len, trained)):
-            return union(trained)
+        training_steps = [self.metrics[metric].steps for metric in STEP_ONE if metric in self.metrics]
+        if any(map(len, training_steps)):
+            return union_steps(training_steps)
         by_axis: dict[bytes, list[Steps]] = {}
         for series in self.metrics.values():
             by_axis.setdefault(series.steps.tobytes(), []).append(series.steps)
@@ -69,22 +69,22 @@ class RecordedRun(Recording):
         )
         return largest[0]
 
-    def imports(self, package: str) -> bool:
-        """False where abrun's trainer did without it: it may be installed, in whatever version."""
+    def uses_package(self, package: str) -> bool:
+        """Return False if abrun's trainer did not import a package, so that its version does not matter."""
         config = self.config or {}
         return config.get("trainer.type") != "abrun" or is_imported(package, config)
 
     def series(self, metric: str) -> Series:
-        """Empty where the metric was never recorded."""
+        """Return the series of a metric; empty if it was never recorded."""
         return self.metrics.get(metric, EMPTY_SERIES)
 
-    def first_non_finite(self, metric: str, first: int = 0, last: int | None = None) -> int | None:
-        """The first step, from `first` to `last`, at which a recorded metric is NaN or infinite."""
+    def first_non_finite(self, metric: str, start: int = 0, end: int | None = None) -> int | None:
+        """Return the first step, from `start` to `end`, at which a metric is NaN or infinite, or None."""
         series = self.series(metric)
-        inside = (series.steps >= first) & ~np.isfinite(series.values)
-        if last is not None:
-            inside &= series.steps <= last
-        return int(series.steps[inside][0]) if inside.any() else None
+        matches = (series.steps >= start) & ~np.isfinite(series.values)
+        if end is not None:
+            matches &= series.steps <= end
+        return int(series.steps[matches][0]) if matches.any() else None
 
     def __str__(self) -> str:
         return str(self.name)
@@ -92,26 +92,26 @@ class RecordedRun(Recording):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pair:
-    """The two runs of one seed, and that seed's same-seed repetitions of the baseline."""
+    """The two runs of one seed, and the baseline's A/A reruns of that seed."""
 
     seed: int
     baseline: RecordedRun
     treatment: RecordedRun
     reruns: tuple[RecordedRun, ...]
-    moved: tuple[RecordedRun, ...] = ()  # baselines whose initial weights were moved by one ULP
+    moved: tuple[RecordedRun, ...] = ()  # baselines with initial weights perturbed by one ULP
 
     @property
     def finished(self) -> bool:
         return self.baseline.finished and self.treatment.finished
 
     @property
-    def begins_anew(self) -> bool:
-        return self.baseline.begins_anew or self.treatment.begins_anew
+    def has_restarted_counter(self) -> bool:
+        return self.baseline.has_restarted_counter or self.treatment.has_restarted_counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The runs of both arms of one comparison: as pairs, place by place of one seed, or independent."""
+    """The runs of both arms of a comparison: paired by position and seed, or independent."""
 
     baselines: tuple[RecordedRun, ...]
     treatments: tuple[RecordedRun, ...]
@@ -127,62 +127,71 @@ class Sides:
 
     @property
     def finished(self) -> "Sides":
-        """The pairs of which both runs finished; of independent arms each run that did."""
-        return self.of([run.finished for run in self.baselines], [run.finished for run in self.treatments])
+        """The pairs whose runs both finished; for independent arms, every finished run."""
+        return self.select(
+            [run.finished for run in self.baselines], [run.finished for run in self.treatments]
+        )
 
-    def of(self, left: Sequence[bool], right: Sequence[bool]) -> "Sides":
-        """Those marked in both arms; where they are paired, a pair needs both marks."""
+    def select(self, baseline_mask: Sequence[bool], treatment_mask: Sequence[bool]) -> "Sides":
+        """Return the runs selected by a mask per arm; a pair is kept only if both masks select it."""
         if self.paired:
-            left = right = [one and other for one, other in zip(left, right, strict=True)]
+            baseline_mask = treatment_mask = [
+                baseline_ok and treatment_ok
+                for baseline_ok, treatment_ok in zip(baseline_mask, treatment_mask, strict=True)
+            ]
         return Sides(
-            baselines=tuple(run for run, kept in zip(self.baselines, left, strict=True) if kept),
-            treatments=tuple(run for run, kept in zip(self.treatments, right, strict=True) if kept),
+            baselines=tuple(
+                run for run, is_selected in zip(self.baselines, baseline_mask, strict=True) if is_selected
+            ),
+            treatments=tuple(
+                run for run, is_selected in zip(self.treatments, treatment_mask, strict=True) if is_selected
+            ),
             paired=self.paired,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """A frozen ensemble: runs of one arm, and the comparison whose windows it holds in full."""
+    """A frozen ensemble: runs of one arm, and the claims whose windows it holds in full."""
 
     name: str
     compare: Compare
     runs: tuple[RecordedRun, ...]
-    config: Mapping[str, Any] = field(default_factory=dict)  # what the configurations of its runs share
+    config: Mapping[str, Any] = field(default_factory=dict)  # values shared by the configurations of its runs
     environment: Mapping[str, Any] = field(default_factory=dict)  # likewise
-    ledger: Ledger | None = None  # of changes accepted since; None: it was frozen without a budget
-    declared_s: float | None = None  # when its claims were declared, in seconds since 1970; None: not known
+    ledger: Ledger | None = None  # of changes accepted since; None: frozen without a budget
+    declared_s: float | None = None  # time of the claims' declaration, seconds since 1970; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Experiment:
-    """Arms to compare, and what was declared about them before they ran, if anything was."""
+class RecordedExperiment:
+    """Arms to compare, and what was declared about them before they ran."""
 
     name: str
     arms: tuple[str, ...]  # the baseline first
     compare: Compare
     runs: Mapping[RunName, RecordedRun]
-    directory: Path | None = None  # of an experiment that abrun launched
-    # Likewise; None: nothing was declared before the runs.
+    directory: Path | None = None  # only of an experiment that abrun launched
+    # Only of an experiment that abrun launched.
     treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
         None  # arm -> key -> [baseline's, arm's]
     )
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
-    decided: tuple[Reason, ...] = ()  # what the recipe left to its launch, a line each with the reason
+    decided: tuple[Reason, ...] = ()  # values that the recipe left to the launch, each with the reason
     reference: Reference | None = None
-    # Baselines in which something was injected: what by arm, and their runs, which no verdict is about.
+    # Control arms: baselines with an injected fault, and their runs. They have no verdict of their own.
     injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[
         Reason, ...
     ] = ()  # of runs that abrun did not launch: what names and columns were taken for
-    renamed: Mapping[str, str] = field(default_factory=dict)  # a metric's name there -> its name here
-    asked_sha256: str = ""  # of runs that abrun did not launch: of their sources and what was asked of them
-    left_out: tuple[Reason, ...] = ()  # each run, or part of one, that does not count
-    versions_differ: bool = False  # declared: the treatment is other versions of Python and packages
-    regression: bool = False  # the baseline is the reference: other versions and devices are what is tested
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the trainer's metric name -> abrun's name
+    request_sha256: str = ""  # of sources and options, for runs that abrun did not launch
+    left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
+    versions_differ: bool = False  # declared: the treatment is a change of Python or package versions
+    regression: bool = False  # the baseline is a reference; versions and devices may differ
 
     @property
     def baseline(self) -> str:
@@ -193,11 +202,11 @@ class Experiment:
         return self.arms[1:]
 
     def arm(self, arm: str) -> dict[int, RecordedRun]:
-        """The runs of an arm by seed, without A/A reruns."""
+        """Return the runs of an arm by seed, without A/A reruns."""
         return {name.seed: run for name, run in self.runs.items() if name.arm == arm and not name.rerun}
 
     def sides(self, arm: str, num_pairs: int | None = None) -> Sides:
-        """Both arms: the first pairs, or every run where they are not paired."""
+        """Return the runs of both arms: the first `num_pairs` pairs, or every run if unpaired."""
         if self.compare.paired:
             pairs = self.pairs(arm)[:num_pairs]
             both = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]
@@ -206,7 +215,7 @@ class Experiment:
         return Sides(baselines=tuple(both[0]), treatments=tuple(both[1]), paired=self.compare.paired)
 
     def pairs(self, arm: str) -> list[Pair]:
-        """The seeds that both arms planned, in launch order; none where runs are not paired."""
+        """Return a pair for every seed in both arms, in launch order; none if runs are not paired."""
         if not self.compare.paired:
             return []
         baselines, treatments = self.arm(self.baseline), self.arm(arm)
@@ -224,129 +233,133 @@ class Experiment:
             if seed in treatments
         ]
 
-    def steps_of(self, metric: str) -> Steps:
-        """Every step at which a finished run recorded a metric, of a reference up to its end.
+    def metric_steps(self, metric: str) -> Steps:
+        """Return the steps [S] at which any finished run recorded a metric, up to the end of a reference.
 
-        Windows of claims on it are read on these steps. A reference has left out steps before its claims'
-        windows. Later runs hold them; without them "last 20%" of the steps would be fewer than it was. A
-        metric without steps of its own, such as `memory` or `final_weights`, has those of the training.
+        Windows of claims on the metric are resolved on these steps. A reference keeps few steps before its
+        claims' windows; the newer runs supply them, or else "last 20%" would cover fewer steps than before.
+        A metric without its own steps, such as `memory` or `final_weights`, uses the training steps.
         """
         finished = [run for run in self.runs.values() if run.finished]
         grids = [(run.thinned, run.series(metric).steps) for run in finished]
         if not any(len(steps) for _, steps in grids):
             grids = [(run.thinned, run.steps) for run in finished]
-        steps = union(steps for _, steps in grids)
-        ends = [int(its[-1]) for thinned, its in grids if thinned and len(its)]
+        steps = union_steps(steps for _, steps in grids)
+        ends = [int(grid[-1]) for thinned, grid in grids if thinned and len(grid)]
         return steps[steps <= max(ends)] if self.regression and ends else steps
 
     def all_steps(self) -> Steps:
-        """Every step of the training of any finished run."""
-        return union(run.steps for run in self.runs.values() if run.finished)
+        """Return the training steps of all finished runs."""
+        return union_steps(run.steps for run in self.runs.values() if run.finished)
 
-    def faults_of_arms(self) -> list[str]:
-        """The faults that arms have as part of them, each with its arms: `misgrouped in treatment`."""
-        found: dict[str, dict[str, None]] = {}
+    def describe_arm_faults(self) -> list[str]:
+        """Return a description of each fault that arms contain: `misgrouped in treatment`."""
+        arms_by_fault: dict[str, dict[str, None]] = {}
         for run in self.runs.values():
             fault = (run.config or {}).get("injected_fault.name")
             if fault not in (None, ONE_ULP):
-                found.setdefault(str(fault), {})[run.name.arm] = None
-        return [f"{fault} in {' and '.join(arms)}" for fault, arms in found.items()]
+                arms_by_fault.setdefault(str(fault), {})[run.name.arm] = None
+        return [f"{fault} in {' and '.join(arms)}" for fault, arms in arms_by_fault.items()]
 
     @property
     def has_recipe(self) -> bool:
-        """Whether abrun launched it; in other trainers' logs there is nothing to set."""
+        """True if abrun launched the experiment; other trainers' logs come without a recipe."""
         return self.directory is not None
 
     @property
     def can_inject(self) -> bool:
-        """Whether `abrun sensitivity` can inject faults in the baseline."""
+        """True if `abrun sensitivity` can inject faults into the baseline."""
         configs = [run.config or {} for run in self.arm(self.baseline).values()]
         refused = any(
-            one.get("trainer.type") == "command" or one.get("injected_fault.name") is not None
-            for one in configs
+            config.get("trainer.type") == "command" or config.get("injected_fault.name") is not None
+            for config in configs
         )
         return self.has_recipe and not (self.regression or refused)
 
     def metrics(self) -> list[str]:
-        """Every metric that some run recorded, sorted."""
+        """Return every metric that some run recorded, sorted."""
         return sorted({metric for run in self.runs.values() for metric in run.metrics})
 
 
-def repeated_steps(metrics: Mapping[str, Series]) -> int:
-    """Return how many steps a counter that begins anew gave twice, by the metrics of step one or else any."""
-    of_step_one = [metrics[metric] for metric in STEP_ONE if metric in metrics]
-    return max((series.recounted for series in of_step_one or metrics.values()), default=0)
+def count_repeated_steps(metrics: Mapping[str, Series]) -> int:
+    """Return how many steps a restarted counter gave twice, by the step-one metrics or else any metric."""
+    step_one_metrics = [metrics[metric] for metric in STEP_ONE if metric in metrics]
+    return max((series.recounted for series in step_one_metrics or metrics.values()), default=0)
 
 
-def union(grids: Iterable[Steps]) -> Steps:
+def union_steps(grids: Iterable[Steps]) -> Steps:
     distinct = {id(grid): grid for grid in grids if len(grid)}  # the metrics of a run often share their steps
-    first, *others = distinct.values() or [np.empty(0, np.int64)]
-    differing = [grid for grid in others if not np.array_equal(grid, first)]
-    if not differing:
-        return first
-    steps = np.sort(np.concatenate([first, *differing]), kind="stable")  # np.unique is slow on whole numbers
+    first_grid, *other_grids = distinct.values() or [np.empty(0, np.int64)]
+    differing_grids = [grid for grid in other_grids if not np.array_equal(grid, first_grid)]
+    if not differing_grids:
+        return first_grid
+    steps = np.sort(
+        np.concatenate([first_grid, *differing_grids]), kind="stable"
+    )  # np.unique is slow on whole numbers
     return steps[np.append(True, np.diff(steps) > 0)]
 
 
-def no_shared_step(runs: Sequence[RecordedRun]) -> Reason | None:
-    """Return that no step is in all of the runs; None where one is, or a run has none at all."""
+def no_shared_step_reason(runs: Sequence[RecordedRun]) -> Reason | None:
+    """Return a reason if the runs share no step; None if they do, or if a run has no steps at all."""
     steps = [run.steps for run in runs]
-    grids = {its.tobytes(): its for its in steps}.values()  # most often one
+    grids = {run_steps.tobytes(): run_steps for run_steps in steps}.values()  # most often one
     if not (grids and all(map(len, grids))) or len(intersect_steps(*grids)):
         return None
     runs_of: dict[tuple[int, int, int], list[str]] = {}
-    for run, its in zip(runs, steps, strict=True):
-        runs_of.setdefault((len(its), int(its[0]), int(its[-1])), []).append(str(run))
+    for run, run_steps in zip(runs, steps, strict=True):
+        runs_of.setdefault((len(run_steps), int(run_steps[0]), int(run_steps[-1])), []).append(str(run))
     return Code.NO_SHARED_STEP(
         grids=[
-            {"runs": of_grid, "num_steps": num_steps, "first": first, "last": last}
-            for (num_steps, first, last), of_grid in runs_of.items()
+            {"runs": grid_runs, "num_steps": num_steps, "first": first_step, "last": last_step}
+            for (num_steps, first_step, last_step), grid_runs in runs_of.items()
         ]
     )
 
 
-def stack(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
-    """The shared steps [S] of a metric and its values [R, S]: inner join, never interpolated."""
+def stack_runs(runs: Sequence[RecordedRun], metric: str) -> tuple[Steps, Array]:
+    """Return the shared steps [S] of a metric and its values [R, S]: an inner join without interpolation."""
     series = [run.series(metric) for run in runs]
     if not series:
         return EMPTY_SERIES.steps, np.empty((0, 0))
-    shared = intersect_steps(*(one.steps for one in series))
-    rows = [one.values_at(shared) for one in series]
+    shared = intersect_steps(*(run_series.steps for run_series in series))
+    rows = [run_series.values_at(shared) for run_series in series]
     return shared, np.array(rows).reshape(len(runs), len(shared))
 
 
 def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array]:
-    """Shared steps [S], baseline [P, S] and treatment [P, S] of a metric."""
-    steps, values = stack([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
+    """Return the shared steps [S], baseline values [P, S] and treatment values [P, S] of a metric."""
+    steps, values = stack_runs([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
     return steps, values[: len(pairs)], values[len(pairs) :]
 
 
-def claims_on_recorded(experiment: Experiment, claims: Sequence[Claim]) -> list[Claim]:
-    """The claims, each on a metric that some run recorded: by its name, its trainer's name, or the end of it.
+def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims with recorded metric names; a claim may use the trainer's name or its last part.
 
-    Raises ComparisonError for any other, and for one given twice: by hand, that is a typing error.
+    Raises ComparisonError for a metric that no run recorded, and for a duplicate claim.
     """
-    known = experiment.metrics()
-    found: list[Claim] = []
+    recorded_metrics = experiment.metrics()
+    resolved: list[Claim] = []
     for claim in claims:
         metric = experiment.renamed.get(claim.metric, claim.metric)
-        ending = [name for name in known if f"/{name}".lower().endswith(f"/{metric}".lower())]
-        if metric not in known and len(ending) == 1:
-            metric = ending[0]
-        recorded = claim.model_copy(update={"metric": metric}) if metric in known else claim
-        if recorded in found:
+        matching_metrics = [
+            name for name in recorded_metrics if f"/{name}".lower().endswith(f"/{metric}".lower())
+        ]
+        if metric not in recorded_metrics and len(matching_metrics) == 1:
+            metric = matching_metrics[0]
+        resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
+        if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
-        found.append(recorded)
-        if known and metric not in (*known, MEMORY_PEAK, FINAL_WEIGHTS):
+        resolved.append(resolved_claim)
+        if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
                 raise ComparisonError(Code.CLAIM_ON_TEXT(metric=claim.metric, unread=unread[0]))
-            close = difflib.get_close_matches(claim.metric, known, n=1)
+            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
             raise ComparisonError(
                 Code.CLAIM_NOT_RECORDED(
                     metric=claim.metric,
-                    close=close[0] if close else None,
-                    recorded=listed(list(known), 12),
+                    close=close_matches[0] if close_matches else None,
+                    recorded=list_names(list(recorded_metrics), 12),
                 )
             )
-    return found
+    return resolved

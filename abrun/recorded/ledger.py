@@ -1,7 +1,7 @@
-"""The ledger of a reference: accepted changes since it was frozen, each hashed with the one before it.
+"""The ledger of a reference: the changes accepted since it was frozen, as a hash chain.
 
-What is stored are the differences themselves, so that every later bound is computed anew from them, at the
-level that the number of entries leaves. The hashes show an edit by hand; they keep nobody from forging all.
+The differences themselves are stored, so that every later bound is recomputed from them at the level that the
+number of entries requires. The hashes reveal edits by hand; they do not prevent forging the whole ledger.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from abrun.reasons import Code
 from abrun.recipe.claims import Spending
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Rule = Literal["smaller", "chain"]  # what counts: the smaller of chain and direct bound, or the chain's alone
+Rule = Literal["smaller", "chain"]  # the bound that counts: smaller of chain and direct, or chain
 
 
-class _Part(BaseModel):
+class _LedgerModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Entry(_Part):
+class Entry(_LedgerModel):
     """One accepted change: a treatment that matched the link before it."""
 
     date: str  # UTC, ISO 8601
@@ -35,17 +35,17 @@ class Entry(_Part):
     treatment: dict[str, tuple[Any, Any]]  # dotted key -> value before, value after
     commit: str | None  # of the checkout that the treated runs were launched from
     environment_sha256: str  # of their versions and devices
-    moved: str | None  # what else is not what it was after the entry before
+    moved: str | None  # other differences from the previous entry's state
     margin: str
-    interim: list[int]  # numbers of pairs at which the verdict could be taken
+    interim: list[int]  # numbers of pairs at the interim analyses
     alpha_spending: Spending = "equal"
     seeds: list[int]
     differences: list[Finite]  # treatment - baseline, by seed
     levels: list[Finite]  # the treatment's window, by seed
     difference: Finite
-    interval: tuple[Finite, Finite]  # 90 %, of this change alone
-    certified_bound: Finite  # 95 %, of this change alone
-    drift: Finite  # bound of the drift since the anchor, when this was added
+    interval: tuple[Finite, Finite]  # 90 % confidence interval of this change
+    certified_bound: Finite  # 95 % bound of this change
+    drift: Finite  # bound of the drift since the anchor when this entry was added
     tried: Annotated[
         int, Field(ge=1, le=1_000_000)
     ]  # changes judged since the entry before, this one among them
@@ -55,19 +55,19 @@ class Entry(_Part):
     @model_validator(mode="after")
     def _seeds_fit(self) -> "Entry":
         if not 2 <= len(self.seeds) == len(self.differences) == len(self.levels) == len({*self.seeds}):
-            raise ValueError(f"got {len(self.seeds)} seeds; as many differences and levels are expected")
+            raise ValueError(f"got {len(self.seeds)} seeds; expected as many differences and levels")
         return self
 
 
-class Ledger(_Part):
-    """What a reference's file holds under `ledger`."""
+class Ledger(_LedgerModel):
+    """The `ledger` in a reference file."""
 
     metric: str
     window: str
     steps: tuple[int, int]  # first and last of the window
     transform: Transform
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    alpha: Annotated[float, Field(gt=0, lt=0.5)]  # the drift is beyond its bound at most so often
+    alpha: Annotated[float, Field(gt=0, lt=0.5)]  # probability that the drift exceeds its bound
     rule: Rule
     commit: str | None  # of the anchor
     entries: tuple[Entry, ...] = ()
@@ -78,49 +78,51 @@ class Ledger(_Part):
 
     @property
     def num_chains(self) -> float:
-        """Chains of changes that could have been accepted, one of the tried changes at each entry."""
+        """Number of possible chains: at each entry, any of the tried changes could have been accepted."""
         return math.prod(float(entry.tried) for entry in self.entries)
 
 
-def ledger_in(content: Mapping[str, Any], path: str) -> Ledger | None:
-    """The ledger of a reference's file; None: it has none. Raises ComparisonError where it was edited."""
+def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
+    """Return the ledger in a reference file, or None. Raises ComparisonError if it was edited."""
     if "ledger" not in content:
         return None
     try:
         ledger = Ledger.model_validate(content["ledger"])
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ComparisonError(Code.LEDGER_NOT_READ(path=path, where=where, problem=first["msg"])) from None
-    previous = anchor_sha256(content)
+        first_error = error.errors()[0]
+        field = ".".join(map(str, first_error["loc"]))
+        raise ComparisonError(
+            Code.LEDGER_NOT_READ(path=path, where=field, problem=first_error["msg"])
+        ) from None
+    previous = hash_anchor(content)
     for number, (entry, raw) in enumerate(
         zip(ledger.entries, content["ledger"].get("entries", ()), strict=True), 1
     ):
         if entry.previous != previous:
             raise ComparisonError(Code.LEDGER_LINK_EDITED(path=path, entry=number))
-        if entry.sha256 != entry_sha256(raw):
+        if entry.sha256 != hash_entry(raw):
             raise ComparisonError(Code.LEDGER_ENTRY_EDITED(path=path, entry=number))
         previous = entry.sha256
     return ledger
 
 
-def anchor_sha256(content: Mapping[str, Any]) -> str:
-    """Of everything in a reference's file but the entries."""
+def hash_anchor(content: Mapping[str, Any]) -> str:
+    """Return a hash of a reference file without the ledger's entries."""
     ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
     return _sha256({**content, "ledger": ledger})
 
 
-def entry_sha256(entry: Mapping[str, Any]) -> str:
-    """Of an entry with what it was added to."""
+def hash_entry(entry: Mapping[str, Any]) -> str:
+    """Return a hash of an entry, which includes the hash of the previous one."""
     return _sha256({key: value for key, value in entry.items() if key != "sha256"})
 
 
-def appended(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A reference's file with one more entry, hashed with the last."""
+def append_entry(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a reference file with one more entry, linked to the last one by its hash."""
     entries: Sequence[Mapping[str, Any]] = content["ledger"].get("entries", ())
-    previous = entries[-1]["sha256"] if entries else anchor_sha256(content)
+    previous = entries[-1]["sha256"] if entries else hash_anchor(content)
     linked = json.loads(json.dumps({**entry, "previous": previous}))
-    linked["sha256"] = entry_sha256(linked)
+    linked["sha256"] = hash_entry(linked)
     return {**content, "ledger": {**content["ledger"], "entries": [*entries, linked]}}
 
 

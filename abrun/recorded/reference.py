@@ -1,8 +1,8 @@
-"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and to compare with later.
+"""Frozen reference ensembles: the runs of one arm as a small JSON file, to commit and compare with later.
 
-A reference holds what a verdict reads: the claims with their margins, the windows of the claimed metrics in
-full, and some steps of the others, among them the first and the largest. It holds no hosts, no absolute
-paths, no environment variables.
+A reference holds what a verdict needs: the claims with their margins, every step of the claimed metrics in
+their windows, and a sample of the other steps, including the first and the largest value. It holds no hosts,
+absolute paths or environment variables.
 """
 
 import json
@@ -23,8 +23,8 @@ from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
 from abrun.recipe.refusals import shortened
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
-from abrun.recorded.ledger import Ledger, appended, ledger_in
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
+from abrun.recorded.ledger import Ledger, append_entry, read_ledger
 from abrun.regular_files import is_file
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import decode_non_finite, encode_non_finite, read_json, write_file
@@ -33,25 +33,25 @@ from abrun.runs.records import Environment
 from abrun.runs.schemas import checked
 from abrun.stats.series import Series, Steps, window_bounds
 
-ARM = "reference"
+REFERENCE_ARM = "reference"
 _SCHEMA_VERSION = 2
-_KEPT_STEPS = 64  # of a metric without a claim, spread over the run
-_ENVIRONMENT = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
-_PRIVATE = ("wandb.", "trainer.env.", "initial_weights")
+_NUM_KEPT_STEPS = 64  # per metric outside the windows of claims, spread over the run
+_ENVIRONMENT_KEYS = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
+_PRIVATE_PREFIXES = ("wandb.", "trainer.env.", "initial_weights")
 
 
 def freeze(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arm: str,
     path: Path,
     claims: Compare | None = None,
     ledger: Ledger | None = None,
 ) -> Reference | None:
-    """Write the runs of an arm, with `claims` on them (default: its experiment's), as a reference file.
+    """Write the runs of an arm, with `claims` (default: its experiment's), as a reference file.
 
-    With a `ledger`, what is accepted later is added there. Returns the reference that it replaces. Raises
-    ComparisonError where the arm is not there, has fewer than two finished runs or unfinished ones, and where
-    the file is anything but a reference.
+    A `ledger` records changes that are accepted later. Returns the reference that was replaced, or None.
+    Raises ComparisonError if the arm does not exist, has fewer than two seeds or unfinished runs, or if the
+    file exists and is not a reference.
     """
     if arm not in experiment.arms:
         raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
@@ -65,81 +65,85 @@ def freeze(
         if not run.finished:
             raise ComparisonError(Code.REFERENCE_NEEDS_WHOLE_RUNS(run=str(run), status=run.status))
     compare = (claims or experiment.compare).model_copy(update={"interim": [], "reference": None})
-    grids = {one.metric: union(run.series(one.metric).steps for run in runs) for one in compare.claims}
+    grids = {
+        claim.metric: union_steps(run.series(claim.metric).steps for run in runs) for claim in compare.claims
+    }
     content = {
         "schema_version": _SCHEMA_VERSION,
         "name": experiment.name if arm == experiment.baseline else f"{experiment.name}, {arm}",
         "compare": compare.model_dump(mode="json", exclude_defaults=True),
-        "declared_s": _declared_s(experiment),
+        "declared_s": _claims_declared_s(experiment),
         "config": public_config(runs),
-        "environment": _common([_environment(run) for run in runs]),
+        "environment": _common_values([_frozen_environment(run) for run in runs]),
     }
     content["runs"] = [
         {
             "seed": run.name.seed,
             "rerun": run.name.rerun,
-            "config": _others(_public(run.config or {}), content["config"]),
-            "environment": _others(_environment(run), content["environment"]),
+            "config": _without_common(_public_settings(run.config or {}), content["config"]),
+            "environment": _without_common(_frozen_environment(run), content["environment"]),
             "metrics": _frozen_metrics(run, compare, grids),
         }
         for run in runs
     ]
     if ledger:
         content["ledger"] = ledger.model_dump(mode="json")
-    replaced = _replaced(path)
+    replaced = _read_replaced(path)
     try:
-        write_file(path, _text(content).encode(), mode=PUBLIC_MODE)
+        write_file(path, _format_reference(content).encode(), mode=PUBLIC_MODE)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
         raise ComparisonError(Code.REFERENCE_NOT_WRITTEN(path=path, problem=reason)) from None
     return replaced
 
 
-def add_entry(path: Path, make: Callable[[Reference], Mapping[str, Any]]) -> Reference:
-    """Append what `make` says, of the file as it is, to its ledger; returns the reference with it.
+def add_entry(path: Path, make_entry: Callable[[Reference], Mapping[str, Any]]) -> Reference:
+    """Append the entry that `make_entry` returns for the current file to its ledger; return the reference.
 
-    One process at a time, and the whole file or nothing. Raises ComparisonError or StoreError.
+    The file is locked and written atomically. Raises ComparisonError or StoreError.
     """
-    load_reference(path)  # refuse what is no reference before waiting for a lock
+    load_reference(path)  # raise for other files before waiting for a lock
     with file_lock(path):
-        entry = make(load_reference(path))
+        entry = make_entry(load_reference(path))
         mode = path.stat().st_mode & 0o777
-        write_file(path, _text(appended(read_json(path), entry)).encode(), mode=mode)
+        write_file(path, _format_reference(append_entry(read_json(path), entry)).encode(), mode=mode)
     return load_reference(path)
 
 
-def _replaced(path: Path) -> Reference | None:
-    """The reference that is there; None: nothing is. Raises ComparisonError for what must not be lost."""
+def _read_replaced(path: Path) -> Reference | None:
+    """Return the existing reference, or None. Raises ComparisonError for a file that must not be replaced."""
     if not is_file(path):
         return None
     try:
-        there = load_reference(path)
+        reference = load_reference(path)
     except (ComparisonError, StoreError):
         raise ComparisonError(Code.OUTPUT_NOT_A_REFERENCE(path=path)) from None
-    if there.ledger and there.ledger.entries:
-        raise ComparisonError(Code.OUTPUT_HAS_LEDGER(path=path, num_entries=len(there.ledger.entries)))
-    return there
+    if reference.ledger and reference.ledger.entries:
+        raise ComparisonError(Code.OUTPUT_HAS_LEDGER(path=path, num_entries=len(reference.ledger.entries)))
+    return reference
 
 
-def _text(content: Mapping[str, Any]) -> str:
-    """A reference's file: a line for each run, and for each entry of the ledger."""
+def _format_reference(content: Mapping[str, Any]) -> str:
+    """Return the text of a reference file, with one line per run and per ledger entry."""
     head = {key: value for key, value in content.items() if key not in ("runs", "ledger")}
-    parts = [json.dumps(encode_non_finite(head), indent=1, allow_nan=False).removesuffix("\n}")]
-    parts.append(f' "runs": {_lines(content["runs"])}')
+    sections = [json.dumps(encode_non_finite(head), indent=1, allow_nan=False).removesuffix("\n}")]
+    sections.append(f' "runs": {_format_rows(content["runs"])}')
     if "ledger" in content:
         ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
         start = json.dumps(ledger, allow_nan=False).removesuffix("}")
-        parts.append(f' "ledger": {start}, "entries": {_lines(content["ledger"].get("entries", ()))}}}')
-    return ",\n".join(parts) + "\n}\n"
+        sections.append(
+            f' "ledger": {start}, "entries": {_format_rows(content["ledger"].get("entries", ()))}}}'
+        )
+    return ",\n".join(sections) + "\n}\n"
 
 
-def _lines(rows: Sequence[Any]) -> str:
+def _format_rows(rows: Sequence[Any]) -> str:
     lines = [json.dumps(encode_non_finite(row), allow_nan=False) for row in rows]
     return "[\n  " + ",\n  ".join(lines) + "\n ]" if lines else "[]"
 
 
 def load_reference(path: Path) -> Reference:
-    """Raises ComparisonError where the file is none, or another version's."""
+    """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
     if not is_file(path):
         raise ComparisonError(Code.NO_REFERENCE_FILE(path=path))
     content = read_json(path)
@@ -152,42 +156,44 @@ def load_reference(path: Path) -> Reference:
         )
     try:
         compare = Compare.model_validate(content["compare"])
-        runs = tuple(_thawed(row, content, path) for row in content["runs"])
+        runs = tuple(_load_run(row, content, path) for row in content["runs"])
         return Reference(
             name=str(content["name"]),
             compare=compare,
             runs=runs,
             config=dict(content["config"]),
             environment=dict(content["environment"]),
-            ledger=ledger_in(content, str(path)),
+            ledger=read_ledger(content, str(path)),
             declared_s=None if content.get("declared_s") is None else float(content["declared_s"]),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ComparisonError(Code.NOT_A_REFERENCE(path=path, problem=_line(error))) from None
+        raise ComparisonError(Code.NOT_A_REFERENCE(path=path, problem=_one_line(error))) from None
 
 
-def against_reference(experiment: Experiment, reference: Reference, arm: str) -> Experiment:
-    """One arm of an experiment as the treatment of a reference, with the reference's claims.
+def make_regression_experiment(
+    experiment: RecordedExperiment, reference: Reference, arm: str
+) -> RecordedExperiment:
+    """Return one arm of an experiment as the treatment of a reference, with the reference's claims.
 
-    Configuration keys that the reference does not hold (paths, for instance) are not compared.
+    Configuration keys that the reference does not hold, such as paths, are not compared.
     """
     if arm not in experiment.arms:
         raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
-    known = {key for run in reference.runs for key in run.config or {}}
+    reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
     for name, run in experiment.runs.items():
         if name.arm == arm and not name.rerun:
-            config = {key: (run.config or {}).get(key) for key in known} if run.config else None
+            config = {key: (run.config or {}).get(key) for key in reference_keys} if run.config else None
             runs[name] = replace(run, config=config)
-    compared = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
+    treatment_name = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
     declared_s = -math.inf if reference.declared_s is None else reference.declared_s
-    known_before = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
-    return Experiment(
-        name=f"{compared} against {reference.name}",
-        arms=(ARM, arm),
+    is_any_run_older = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
+    return RecordedExperiment(
+        name=f"{treatment_name} against {reference.name}",
+        arms=(REFERENCE_ARM, arm),
         compare=reference.compare,
         directory=experiment.directory,
-        launched_compare_sha256=None if known_before else compare_hash(reference.compare),
+        launched_compare_sha256=None if is_any_run_older else compare_hash(reference.compare),
         launched_pairs=len(reference.runs),
         left_out=experiment.left_out,
         runs=runs,
@@ -196,8 +202,8 @@ def against_reference(experiment: Experiment, reference: Reference, arm: str) ->
     )
 
 
-def _declared_s(experiment: Experiment) -> int:
-    """When an experiment's claims were: before its runs began, or now that they are frozen with them."""
+def _claims_declared_s(experiment: RecordedExperiment) -> int:
+    """Return when an experiment's claims were declared: before its runs, or else now."""
     starts = [run.span_s[0] for run in experiment.runs.values() if run.span_s]
     if starts and compare_hash(experiment.compare) == experiment.launched_compare_sha256:
         return math.floor(min(starts))
@@ -205,59 +211,61 @@ def _declared_s(experiment: Experiment) -> int:
 
 
 def public_config(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """What the configurations of an arm's runs have in common, without what belongs to one machine."""
-    return _common([_public(run.config or {}) for run in runs])
+    """Return the values shared by the configurations of runs, without machine-specific ones."""
+    return _common_values([_public_settings(run.config or {}) for run in runs])
 
 
 def public_diff(diff: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, Any]]:
-    """Of a treatment what a reference would hold of it."""
+    """Return the part of a treatment's diff that a reference would hold."""
     return {
-        key: (before, after)
-        for key, (before, after) in diff.items()
-        if len(_public({key: before})) and len(_public({key: after}))
+        key: (old, new)
+        for key, (old, new) in diff.items()
+        if len(_public_settings({key: old})) and len(_public_settings({key: new}))
     }
 
 
 def _frozen_metrics(run: RecordedRun, compare: Compare, grids: Mapping[str, Steps]) -> dict[str, Any]:
-    kept = [*(claim.metric for claim in compare.claims), *STEP_ONE, STEP_TIME]
-    kept += filter(is_peak_memory, run.metrics)
+    metric_names = [*(claim.metric for claim in compare.claims), *STEP_ONE, STEP_TIME]
+    metric_names += filter(is_peak_memory, run.metrics)
     metrics = {}
-    for metric in dict.fromkeys(kept):
+    for metric in dict.fromkeys(metric_names):
         if metric in run.metrics:
-            series = _kept(run.series(metric), _full(metric, compare, grids))
+            series = _thin_series(run.series(metric), _full_windows(metric, compare, grids))
             metrics[metric] = {"steps": series.steps.tolist(), "values": series.values.tolist()}
             if series.recounted:
                 metrics[metric]["recounted"] = series.recounted
     return metrics
 
 
-def _full(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
-    """The windows in which every step of a metric is kept."""
-    claims = [one for one in compare.claims if one.metric == metric and len(grids[metric])]
-    return [window_bounds(one.window, grids[metric], metric) for one in claims]
+def _full_windows(metric: str, compare: Compare, grids: Mapping[str, Steps]) -> Sequence[tuple[int, int]]:
+    """Return the windows, as first and last step, in which every step of a metric is kept."""
+    claims = [claim for claim in compare.claims if claim.metric == metric and len(grids[metric])]
+    return [window_bounds(claim.window, grids[metric], metric) for claim in claims]
 
 
-def _kept(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
-    """Every step of the windows; elsewhere some, with the first, the largest and the first non-finite one."""
+def _thin_series(series: Series, windows: Sequence[tuple[int, int]]) -> Series:
+    """Keep every step in the windows, and a sample elsewhere with the largest and first non-finite value."""
     size = len(series)
     keep = np.zeros(size, bool)
-    keep[np.linspace(0, size - 1, min(size, _KEPT_STEPS)).round().astype(int)] = True
+    keep[np.linspace(0, size - 1, min(size, _NUM_KEPT_STEPS)).round().astype(int)] = True
     keep[np.argmax(np.nan_to_num(series.values, nan=-np.inf))] = True
     keep[np.flatnonzero(~np.isfinite(series.values))[:1]] = True
-    for first, last in windows:
-        keep |= (first <= series.steps) & (series.steps <= last)
+    for first_step, last_step in windows:
+        keep |= (first_step <= series.steps) & (series.steps <= last_step)
     return Series(series.steps[keep], series.values[keep], series.recounted)
 
 
-def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
+def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> RecordedRun:
     seed, rerun = row["seed"], row["rerun"]
     if type(seed) is not int or type(rerun) is not int:
-        raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; both are whole numbers")
-    metrics = {metric: _series(metric, one) for metric, one in row["metrics"].items()}
+        raise ValueError(f"got seed {shortened(seed)}, rerun {shortened(rerun)}; expected whole numbers")
+    metrics = {
+        metric: _load_series(metric, stored_series) for metric, stored_series in row["metrics"].items()
+    }
     environment = {**content["environment"], **row["environment"]}
     checked(Environment, environment, path)
     return RecordedRun(
-        name=RunName(arm=ARM, seed=seed, rerun=rerun),
+        name=RunName(arm=REFERENCE_ARM, seed=seed, rerun=rerun),
         place=str(path),
         status="finished",
         config={**content["config"], **row["config"]},
@@ -267,35 +275,39 @@ def _thawed(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) -> R
     )
 
 
-def _series(metric: str, one: Mapping[str, Any]) -> Series:
-    steps = np.array(one["steps"], np.int64)
-    values = np.array([decode_non_finite(value) for value in one["values"]], np.float64)
+def _load_series(metric: str, stored_series: Mapping[str, Any]) -> Series:
+    steps = np.array(stored_series["steps"], np.int64)
+    values = np.array([decode_non_finite(value) for value in stored_series["values"]], np.float64)
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
-        raise ValueError(f"{shortened(metric)}: steps that go up, and a value for each, are expected")
-    return Series(steps, values, int(one.get("recounted", 0)))
+        raise ValueError(f"{shortened(metric)}: expected increasing steps with one value each")
+    return Series(steps, values, int(stored_series.get("recounted", 0)))
 
 
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what belongs to one machine or one person."""
+def _public_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without values specific to one machine or person."""
     return {
         key: value
         for key, value in config.items()
-        if not key.startswith(_PRIVATE) and not (isinstance(value, str) and os.path.isabs(value))
+        if not key.startswith(_PRIVATE_PREFIXES) and not (isinstance(value, str) and os.path.isabs(value))
     }
 
 
-def _environment(run: RecordedRun) -> dict[str, Any]:
-    return {key: (run.environment or {}).get(key) for key in _ENVIRONMENT}
+def _frozen_environment(run: RecordedRun) -> dict[str, Any]:
+    return {key: (run.environment or {}).get(key) for key in _ENVIRONMENT_KEYS}
 
 
-def _others(values: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def _without_common(values: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in common}
 
 
-def _common(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    first, *others = configs
-    return {key: value for key, value in first.items() if all(one.get(key) == value for one in others)}
+def _common_values(configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first_config, *other_configs = configs
+    return {
+        key: value
+        for key, value in first_config.items()
+        if all(config.get(key) == value for config in other_configs)
+    }
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]

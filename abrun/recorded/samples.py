@@ -1,4 +1,4 @@
-"""Completions of two runs to the same prompts, step by step."""
+"""Completions of two runs for the same prompts, step by step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from abrun.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 
-Kept = Mapping[int, tuple[Sample, ...]]  # of one run, by step
+SamplesByStep = Mapping[int, tuple[Sample, ...]]  # samples of one run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideBySide:
-    """What two runs said to one prompt; None: that run has kept none of it."""
+class SamplePair:
+    """Completions of two runs for one prompt; None if a run kept none."""
 
     step: int
     prompt: str
@@ -22,27 +22,30 @@ class SideBySide:
     right: Sample | None
 
 
-def samples_in(place: Path) -> Kept:
-    """Of a run's folder: abrun's own, or as another trainer has kept them there; none of a single file."""
+def read_run_samples(place: Path) -> SamplesByStep:
+    """Return the samples in a run's folder, of abrun or of another trainer; empty for a single file."""
     if not is_directory(place):
         return {}
     return RunDir(place).samples() or read_completions(place)
 
 
-def side_by_side(left: Kept, right: Kept, step: int | None = None) -> list[SideBySide]:
-    """In the order of steps and of the left run's prompts, then what the right run alone has.
+def pair_samples(left: SamplesByStep, right: SamplesByStep, step: int | None = None) -> list[SamplePair]:
+    """Return sample pairs by step, in the order of the left run's prompts, then those only the right run has.
 
-    `step`: of this one alone. Raises StoreError where a file is corrupt.
+    `step`: only this step. Raises StoreError if a file is damaged.
     """
     both = left, right
     steps = sorted(both[0].keys() | both[1].keys()) if step is None else [step]
-    found = []
-    for each in steps:
-        of_prompt = [{one.prompt: one for one in of.get(each, ())} for of in both]
-        found += [
-            SideBySide(
-                step=each, prompt=prompt, left=of_prompt[0].get(prompt), right=of_prompt[1].get(prompt)
+    sample_pairs = []
+    for current_step in steps:
+        by_prompt = [{sample.prompt: sample for sample in samples.get(current_step, ())} for samples in both]
+        sample_pairs += [
+            SamplePair(
+                step=current_step,
+                prompt=prompt,
+                left=by_prompt[0].get(prompt),
+                right=by_prompt[1].get(prompt),
             )
-            for prompt in dict.fromkeys([*of_prompt[0], *of_prompt[1]])
+            for prompt in dict.fromkeys([*by_prompt[0], *by_prompt[1]])
         ]
-    return found
+    return sample_pairs

@@ -1,4 +1,4 @@
-"""How runs are found and selected, and which are left out of a comparison."""
+"""Options that find and select runs, and the list of runs left out of a comparison."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import NoReturn
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.log import listed, printable
-from abrun.logs.starts import join_starts
+from abrun.logs.log import list_names, printable
+from abrun.logs.starts import merge_starts
 from abrun.metric_names import STEP_ONE
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import repeated_steps
+from abrun.recorded.experiment import count_repeated_steps
 from abrun.runs.layout import RunName
 
 MAX_SEEDS_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How to find arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
+class ReadingOptions:
+    """Options for finding arms, seeds and metrics in runs that abrun did not launch; see abrun.logs."""
 
     runs_dir: Path = Path("runs")
     baseline: str | None = None
@@ -28,21 +28,21 @@ class Reading:
     group: str | None = None
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
-    seeds: tuple[int, ...] | None = None  # of these runs alone; None: all
-    exclude: tuple[str, ...] = ()  # patterns of the runs that are left out
-    versions_differ: bool = False  # versions that follow the arm are the treatment
-    unpaired: bool = False  # runs are independent, whatever their seeds
-    may_unpair: bool = False  # where seeds are not known, or not shared, runs are independent
-    interim: tuple[int, ...] = ()  # interim analyses, at these numbers of pairs
-    alone: bool = False  # one arm is enough: its counterpart is a reference
+    seeds: tuple[int, ...] | None = None  # only runs of these seeds; None: all
+    exclude: tuple[str, ...] = ()  # patterns of runs to leave out
+    versions_differ: bool = False  # version differences between the arms are the treatment
+    unpaired: bool = False  # treat runs as independent, whatever their seeds
+    may_unpair: bool = False  # treat runs as independent if seeds are unknown or not shared
+    interim: tuple[int, ...] = ()  # numbers of pairs at the interim analyses
+    allows_one_arm: bool = False  # one arm is enough, because it is compared with a reference
 
     @property
     def selection(self) -> "Selection":
         return Selection(seeds=self.seeds, exclude=self.exclude)
 
     @property
-    def given(self) -> dict[str, str]:
-        """Return the options that were given on how runs are to be found, with their values."""
+    def given_options(self) -> dict[str, str]:
+        """Return the options that differ from their defaults, with their values."""
         options = {
             "--baseline": self.baseline,
             "--pattern": self.pattern,
@@ -57,8 +57,8 @@ class Reading:
         return {option: value for option, value in options.items() if value is not None}
 
     def refuse_for_stored(self, directory: Path) -> None:
-        """An experiment of the store says all this itself: an option would be without effect."""
-        for option, value in self.given.items():
+        """Raise ComparisonError for any option, since none affects an experiment of the store."""
+        for option, value in self.given_options.items():
             raise ComparisonError(
                 Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
             )
@@ -66,64 +66,66 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The runs to compare: those of `seeds` (None: all), without those that a pattern of `exclude` names."""
+    """The runs to compare: those of `seeds` (None: all), without those matched by a pattern in `exclude`."""
 
     seeds: Sequence[int] | None = None
     exclude: Sequence[str] = ()
 
-    def selects(self, run: RunName) -> bool:
+    def includes(self, run: RunName) -> bool:
         in_seeds = self.seeds is None or run.seed in self.seeds
         return in_seeds and not any(fnmatchcase(str(run), pattern) for pattern in self.exclude)
 
     def excludes(self, log: Log) -> bool:
-        """Return True for a log whose name, wandb id or place a pattern names."""
+        """Return True for a log whose name, wandb id or place matches a pattern in `exclude`."""
         names = [name for name in (log.name, log.run_id, log.place) if name]
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def without_excluded(self, logs_of: Sequence[Sequence[Log]]) -> tuple[list[list[Log]], list[Log]]:
-        """Return the logs of each source that no pattern names, and those that one does."""
+        """Return the logs of each source that match no pattern in `exclude`, and those that do."""
         excluded = [log for logs in logs_of for log in logs if self.excludes(log)]
         rest = [[log for log in logs if not self.excludes(log)] for logs in logs_of]
         if not any(rest):
-            self.refuse_nothing([])
+            self.refuse_empty_selection([])
         return rest, excluded
 
-    def apply(
+    def select(
         self, named: Sequence[tuple[RunName, Log]], excluded: Sequence[Log], *, paired: bool
     ) -> tuple[dict[RunName, Log], list[Reason]]:
-        """Return the selected runs, each of all its starts, and each thing left out.
+        """Return the selected runs, with their starts merged, and reasons for everything left out.
 
-        Where runs are paired, an excluded run takes its seed's other runs with it. `excluded`: logs that have
-        been left out before they were named. Raises ComparisonError where nothing is left.
+        If runs are paired, excluding a run also excludes the other runs of its seed. `excluded`: logs that
+        were left out before they were named. Raises ComparisonError if nothing is left.
         """
         self._refuse_unmatched([run for run, _ in named], excluded)
         logs_of: dict[RunName, list[Log]] = {}
         for run, log in named:
             logs_of.setdefault(run, []).append(log)
-        selected = {run: logs for run, logs in logs_of.items() if self.selects(run)}
-        by_name = [run for run in logs_of if not self.selects(run) and self._in_seeds(run)]
+        selected = {run: logs for run, logs in logs_of.items() if self.includes(run)}
+        excluded_names = [run for run in logs_of if not self.includes(run) and self._in_seeds(run)]
         partners: list[RunName] = []
         if paired:
             arms = {run.arm for run in selected}
-            seeds = {run.seed for run in by_name if run.arm in arms and not run.rerun}
+            seeds = {run.seed for run in excluded_names if run.arm in arms and not run.rerun}
             partners = [run for run in selected if run.seed in seeds]
             selected = {run: logs for run, logs in selected.items() if run.seed not in seeds}
         if not selected:
-            self.refuse_nothing(logs_of.keys())
-        runs = {run: _whole(run, logs) for run, logs in selected.items()}
+            self.refuse_empty_selection(logs_of.keys())
+        runs = {run: _merge_run_starts(run, logs) for run, logs in selected.items()}
         end = max(map(last_step, [*runs.values(), *(log for _, log in named)]), default=0)
         left_out = self._left_out_by_seeds(logs_of, end)
-        out = [f"{_called(log)}{_ending(log, end)}" for log in excluded]
-        out += [f"{run}{_ending(_whole(run, logs_of[run]), end)}" for run in by_name]
-        if out:
-            left_out.append(Code.EXCLUDED(runs=out, partners=[str(run) for run in partners]))
+        excluded_runs = [f"{_display_name(log)}{_describe_ending(log, end)}" for log in excluded]
+        excluded_runs += [
+            f"{run}{_describe_ending(_merge_run_starts(run, logs_of[run]), end)}" for run in excluded_names
+        ]
+        if excluded_runs:
+            left_out.append(Code.EXCLUDED(runs=excluded_runs, partners=[str(run) for run in partners]))
         left_out += [reason for log in runs.values() for reason in log.left_out]
         return runs, left_out
 
-    def refuse_nothing(self, runs: Collection[RunName]) -> NoReturn:
-        """Raise ComparisonError: the options leave no run of these."""
+    def refuse_empty_selection(self, runs: Collection[RunName]) -> NoReturn:
+        """Raise ComparisonError because the options select none of these runs."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
-            raise ComparisonError(Code.ALL_EXCLUDED(patterns=listed(list(self.exclude))))
+            raise ComparisonError(Code.ALL_EXCLUDED(patterns=list_names(list(self.exclude))))
         seeds = sorted({run.seed for run in runs})[:MAX_SEEDS_LISTED]
         raise ComparisonError(Code.SEEDS_NOT_RECORDED(seeds=self.seeds, recorded=seeds))
 
@@ -137,47 +139,49 @@ class Selection:
         broken = [
             f"{run}{text}"
             for run, logs in logs_of.items()
-            if not self._in_seeds(run) and (text := _ending(_whole(run, logs), end))
+            if not self._in_seeds(run) and (text := _describe_ending(_merge_run_starts(run, logs), end))
         ]
         return [Code.SEEDS_LEFT_OUT(seeds=seeds, broken=broken)]
 
     def _refuse_unmatched(self, runs: Sequence[RunName], excluded: Sequence[Log]) -> None:
         for pattern in self.exclude:
-            one = Selection(exclude=(pattern,))
-            if not any(map(one.excludes, excluded)) and all(map(one.selects, runs)):
-                names = listed(list(dict.fromkeys(map(str, runs))), 8)
+            single = Selection(exclude=(pattern,))
+            if not any(map(single.excludes, excluded)) and all(map(single.includes, runs)):
+                names = list_names(list(dict.fromkeys(map(str, runs))), 8)
                 raise ComparisonError(Code.EXCLUDES_NOTHING(pattern=printable(pattern), runs=names))
 
 
-def restarted(runs: Mapping[RunName, Log]) -> list[Reason]:
-    """Return a reason on the runs whose step counter begins anew, or none."""
-    found = [(run, log, count) for run, log in runs.items() if (count := repeated_steps(log.metrics))]
-    if not found:
+def restarted_counter_reasons(runs: Mapping[RunName, Log]) -> list[Reason]:
+    """Return a reason that names the runs with a restarted step counter, or an empty list."""
+    restarted = [
+        (run, log, count) for run, log in runs.items() if (count := count_repeated_steps(log.metrics))
+    ]
+    if not restarted:
         return []
-    _, log, count = found[0]
+    _, log, count = restarted[0]
     steps = max(len(series) for series in log.metrics.values() if series.recounted == count)
-    runs_anew = [str(run) for run, _, _ in found]
-    return [Code.COUNTER_RESTARTED(runs=runs_anew, num_repeated=count, num_steps=steps)]
+    run_names = [str(run) for run, _, _ in restarted]
+    return [Code.COUNTER_RESTARTED(runs=run_names, num_repeated=count, num_steps=steps)]
 
 
-def _called(log: Log) -> str:
+def _display_name(log: Log) -> str:
     return printable(f"{log.name} ({log.run_id})" if log.run_id else log.name)
 
 
-def _whole(run: RunName, logs: Sequence[Log]) -> Log:
-    return join_starts(logs, str(run)) or logs[-1]
+def _merge_run_starts(run: RunName, logs: Sequence[Log]) -> Log:
+    return merge_starts(logs, str(run)) or logs[-1]
 
 
 def last_step(log: Log) -> int:
-    """Return the last step of the training: timers may have steps of their own."""
+    """Return the last training step; timers may use other steps."""
     trained = [log.metrics[metric] for metric in STEP_ONE if metric in log.metrics]
     longest = max(trained or log.metrics.values(), key=len, default=None)
     return int(longest.steps[-1]) if longest is not None and len(longest) else 0
 
 
-def _ending(log: Log, end: int) -> str:
-    """Return how a run ended, where it did not reach the last step or failed."""
-    last = last_step(log)
-    early = f" ends at step {last} of {end}" if last < end else ""
+def _describe_ending(log: Log, end: int) -> str:
+    """Return a description of a run that ended early or failed, else an empty text."""
+    run_end = last_step(log)
+    early = f" ends at step {run_end} of {end}" if run_end < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""
     return printable(f"{early},{failed}" if early and failed else f"{early}{failed}")

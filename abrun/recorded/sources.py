@@ -1,4 +1,4 @@
-"""Where runs to compare come from: an experiment of the store, or whatever any framework logged."""
+"""Sources of runs to compare: an experiment of the store, or logs of any framework."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,16 @@ from typing import Any
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, is_interim_schedule
-from abrun.recorded.experiment import Experiment, claims_on_recorded
-from abrun.recorded.foreign import Sources, foreign_experiment, read_foreign
-from abrun.recorded.selection import Reading
+from abrun.recorded.experiment import RecordedExperiment, resolve_claims
+from abrun.recorded.foreign import Sources, build_foreign_experiment, read_foreign
+from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import exists
 from abrun.runs.experiment import find_experiment, is_experiment
 
 
-def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
-    """The directory of an experiment of the store, where that is what the sources name."""
+def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | None:
+    """Return the directory of a stored experiment if the sources name one, else None."""
     if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
         return None
     directory = find_experiment(sources[0], runs_dir)
@@ -26,28 +26,28 @@ def stored_in(sources: Sequence[str], runs_dir: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceContents:
-    """What sources hold, read once: each comparison takes the runs out of it as it needs them."""
+    """Content of sources, read once and used by any number of comparisons."""
 
     sources: Sequence[str]
-    reading: Reading
+    reading: ReadingOptions
     directory: Path | None  # of an experiment of the store
-    recorded: Experiment | Sources
+    recorded: RecordedExperiment | Sources
 
-    def experiment(self, **changes: Any) -> Experiment:
-        """Return the runs; `changes` are of what the reading says, but for what it takes from the logs.
+    def experiment(self, **changes: Any) -> RecordedExperiment:
+        """Return the experiment; `changes` replace fields of `reading` that do not affect reading the logs.
 
-        Raises ComparisonError where logs do not say which run is which.
+        Raises ComparisonError if arms or seeds cannot be determined.
         """
-        if isinstance(self.recorded, Experiment):
+        if isinstance(self.recorded, RecordedExperiment):
             return self.recorded
         reading = replace(self.reading, **changes)
-        experiment = foreign_experiment(self.recorded, reading)
-        return _with_interim(experiment, reading) if reading.interim else experiment
+        experiment = build_foreign_experiment(self.recorded, reading)
+        return _add_interim(experiment, reading) if reading.interim else experiment
 
 
-def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
-    """Read the runs that sources name. Raises StoreError or ComparisonError for what cannot be read."""
-    directory = stored_in(sources, reading.runs_dir)
+def read_sources(sources: Sequence[str], reading: ReadingOptions) -> SourceContents:
+    """Read the runs of sources. Raises StoreError or ComparisonError if that fails."""
+    directory = find_stored_experiment(sources, reading.runs_dir)
     if directory is not None:
         reading.refuse_for_stored(directory)
     recorded = read_foreign(sources, reading) if directory is None else load_experiment(directory)
@@ -55,33 +55,33 @@ def read_sources(sources: Sequence[str], reading: Reading) -> SourceContents:
 
 
 def open_sources(
-    sources: Sequence[str], reading: Reading, claims: Sequence[Claim] | None = None
-) -> Experiment:
-    """The runs that sources name; `claims` replace the declared claims.
+    sources: Sequence[str], reading: ReadingOptions, claims: Sequence[Claim] | None = None
+) -> RecordedExperiment:
+    """Return the runs of sources as an experiment; `claims` replace the declared claims.
 
-    Raises StoreError or ComparisonError for what cannot be read or does not say which run is which.
+    Raises StoreError or ComparisonError if runs cannot be read, or if arms or seeds cannot be determined.
     """
     experiment = read_sources(sources, reading).experiment()
     if claims is None:
         return experiment
-    claims = claims_on_recorded(experiment, claims)
+    claims = resolve_claims(experiment, claims)
     compare = experiment.compare.model_copy(update={"claims": claims})
     return replace(experiment, compare=compare)
 
 
-def _with_interim(experiment: Experiment, reading: Reading) -> Experiment:
-    """The experiment with interim analyses. Raises ComparisonError where its runs do not fit them."""
-    given, counts = reading.given["--interim"], reading.interim
+def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> RecordedExperiment:
+    """Return the experiment with interim analyses. Raises ComparisonError if its runs do not fit them."""
+    option, counts = reading.given_options["--interim"], reading.interim
     if not is_interim_schedule(counts):
-        raise ComparisonError(Code.INTERIM_REFUSED(interim=given))
-    if reading.alone:
-        raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=given))
+        raise ComparisonError(Code.INTERIM_REFUSED(interim=option))
+    if reading.allows_one_arm:
+        raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=option))
     if not experiment.compare.paired:
-        raise ComparisonError(Code.INTERIM_UNPAIRED(interim=given))
+        raise ComparisonError(Code.INTERIM_UNPAIRED(interim=option))
     num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
     if num_pairs < counts[0]:
-        raise ComparisonError(Code.INTERIM_TOO_LATE(interim=given, num_pairs=num_pairs))
+        raise ComparisonError(Code.INTERIM_TOO_LATE(interim=option, num_pairs=num_pairs))
     if num_pairs > counts[-1]:
-        raise ComparisonError(Code.INTERIM_TOO_EARLY(interim=given, num_pairs=num_pairs))
+        raise ComparisonError(Code.INTERIM_TOO_EARLY(interim=option, num_pairs=num_pairs))
     compare = experiment.compare.model_copy(update={"interim": list(counts)})
     return replace(experiment, compare=compare)

@@ -1,4 +1,4 @@
-"""An experiment of the run store, ready to compare."""
+"""Loading of experiments from the run store for a comparison."""
 
 import re
 from dataclasses import asdict
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError, StoreError
-from abrun.experiment.plan import decisions
+from abrun.experiment.plan import describe_decisions
 from abrun.reasons import Code
-from abrun.recipe.experiment import BASELINE, stored_recipe, stored_run
+from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.reference import load_reference
-from abrun.redaction import printable, shown, shown_tree
+from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.regular_files import is_directory
 from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
@@ -21,11 +21,11 @@ from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 
-ADDRESS = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
+URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
 
-def load_experiment(experiment_dir: Path) -> Experiment:
-    """Raises StoreError where a file is missing, corrupt or not abrun's."""
+def load_experiment(experiment_dir: Path) -> RecordedExperiment:
+    """Return a stored experiment. Raises StoreError if a file is missing, damaged or not abrun's."""
     path = experiment_dir / EXPERIMENT
     content = open_experiment(experiment_dir)
     missing = [
@@ -34,24 +34,25 @@ def load_experiment(experiment_dir: Path) -> Experiment:
         if key not in content
     ]
     if missing:
-        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again under another --name")
+        raise StoreError(f"{path}: {missing[0]}: missing; launch the recipe again with another --name")
     try:
-        recipe = stored_recipe(content["recipe"])
+        recipe = parse_stored_recipe(content["recipe"])
     except RecipeError as error:
-        raise StoreError(f"{path}: {error}; compare with the abrun that launched it") from None
+        raise StoreError(f"{path}: {error}; use the abrun version that launched it to compare") from None
     names = planned_runs(experiment_dir)
     loaded = {name: _load_run(RunDir(run_dir(experiment_dir, name)), name) for name in names}
     injected = recipe.control_arms
-    return Experiment(
+    return RecordedExperiment(
         name=printable(str(content["experiment"])),
         directory=experiment_dir,
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
         compare=recipe.compare,
-        treatment_diff=shown_tree(content["treatment_diff"]),
+        treatment_diff=display_safe_tree(content["treatment_diff"]),
         launched_compare_sha256=content["compare_sha256"],
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
         decided=tuple(
-            Code.DECIDED_AT_LAUNCH(decision=shown(line)) for line in decisions(content.get("decided", {}))
+            Code.DECIDED_AT_LAUNCH(decision=display_safe(line))
+            for line in describe_decisions(content.get("decided", {}))
         ),
         reference=load_reference(experiment_dir / REFERENCE) if recipe.compare.reference else None,
         runs={name: run for name, run in loaded.items() if name.arm not in injected},
@@ -61,7 +62,7 @@ def load_experiment(experiment_dir: Path) -> Experiment:
 
 
 def _load_run(run: RunDir, name: RunName) -> RecordedRun:
-    """A run whose files cannot be read is unreadable: the verdict says which and why."""
+    """Return a run; one whose files cannot be read gets the status `unreadable` and the cause."""
     try:
         with wrap_read_errors(run.path):
             return _read_run(run, name)
@@ -70,7 +71,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
             name=name,
             place=str(run.path),
             status="unreadable",
-            failure=shown(str(error)),
+            failure=display_safe(str(error)),
             forbidden=isinstance(error, UnreadableError),
             metrics={},
         )
@@ -84,16 +85,16 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         name=name,
         place=str(run.path),
         status=state.status if is_directory(run.path) else "missing",
-        failure=shown(_failure(state)) if state.status == "failed" else "",
+        failure=display_safe(_describe_failure(state)) if state.status == "failed" else "",
         identity=asdict(record.name) if record else None,
-        config=shown_tree(_config(record)) if record else None,
-        environment=shown_tree(run.environment()),
-        metrics={shown(metric): series for metric, series in metrics.items()},
-        code=tuple(map(shown, run.code_versions())),
-        unread={shown(metric): shown(text.at) for metric, text in run.text_values.items()},
-        dropped={shown(metric): text.steps for metric, text in run.text_values.items()},
+        config=display_safe_tree(_dotted_config(record)) if record else None,
+        environment=display_safe_tree(run.environment()),
+        metrics={display_safe(metric): series for metric, series in metrics.items()},
+        code=tuple(map(display_safe, run.code_versions())),
+        unread={display_safe(metric): display_safe(text.at) for metric, text in run.text_values.items()},
+        dropped={display_safe(metric): text.steps for metric, text in run.text_values.items()},
         final_weights_hash=run.final_weights_hash,
-        wandb=_address(run),
+        wandb=_mirror_url(run),
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,
         span_s=_span_s(run),
@@ -108,37 +109,37 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
 
 
 def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
-    """Return devices x seconds that a run occupied, where its configuration and every attempt say so."""
-    spans = [(one.started_s, one.ended_s) for one in run.attempts()]
+    """Return devices x seconds that a run occupied; None if an attempt or the configuration is incomplete."""
+    spans = [(attempt.started_s, attempt.ended_s) for attempt in run.attempts()]
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
-        config = stored_run(record.config) if record else None
-    except RecipeError:  # another version's
+        config = parse_stored_run(record.config) if record else None
+    except RecipeError:  # of another version
         config = None
     if config is None or not spans or len(seconds) < len(spans):
         return None
     return sum(seconds) * config.cluster.nodes * config.devices_per_node
 
 
-def _address(run: RunDir) -> str | None:
-    """Of its mirror in wandb, where that is nothing but one: a file could say anything."""
+def _mirror_url(run: RunDir) -> str | None:
+    """Return the URL of a run's wandb mirror, if valid: the file could hold anything."""
     url = run.wandb_location().get("url", "")
-    return url if re.fullmatch(ADDRESS, url) else None
+    return url if re.fullmatch(URL_PATTERN, url) else None
 
 
-def _config(record: RunRecord) -> dict[str, Any]:
-    """Dotted keys; one that abrun has gained since is there with its default, which keeps what was before."""
+def _dotted_config(record: RunRecord) -> dict[str, Any]:
+    """Return the configuration by dotted key; keys that abrun gained since have compatible defaults."""
     config = dotted({**record.config, "initial_weights": record.initial_weights})
     try:
-        return dotted(stored_run(record.config).model_dump(mode="json")) | config
+        return dotted(parse_stored_run(record.config).model_dump(mode="json")) | config
     except RecipeError:  # another version's: compared as it is
         return config
 
 
-def _failure(state: RunState) -> str:
-    """How the last attempt ended, in a few words: `exit code 1: CUDA out of memory`."""
+def _describe_failure(state: RunState) -> str:
+    """Return a short description of how the last attempt ended: `exit code 1: CUDA out of memory`."""
     ending, message = state.ending or "no exit code", state.message
     if not message:
         return ending
-    said_already = state.ending is None or state.has_ending_in_reason
-    return message if said_already else f"{ending}: {message}"
+    is_ending_named = state.ending is None or state.has_ending_in_reason
+    return message if is_ending_named else f"{ending}: {message}"

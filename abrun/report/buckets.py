@@ -1,5 +1,8 @@
-"""Long runs in buckets of steps: a run by a bucket's smallest and largest value, which shows every spike,
-and a mean over runs by the bucket's mean, which can be read."""
+"""Bucketing of long runs for drawing.
+
+A run shows the smallest and largest value of each bucket, so that no spike is lost. A mean over runs shows
+the mean of each bucket, so that it stays readable.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +13,10 @@ NUM_BUCKETS = 250
 
 
 def bucket_indices(num_steps: int, num_buckets: int = NUM_BUCKETS) -> NDArray[np.int64] | None:
-    """Which steps a bucket holds, [B, W], a shorter bucket repeating its last; None for few enough steps."""
+    """Return the step indices of each bucket, [B, W]; None if there are too few steps to need buckets.
+
+    A bucket shorter than W repeats its last index.
+    """
     if num_steps <= 2 * num_buckets:
         return None
     edges = np.linspace(0, num_steps, num_buckets + 1).astype(np.int64)
@@ -19,7 +25,7 @@ def bucket_indices(num_steps: int, num_buckets: int = NUM_BUCKETS) -> NDArray[np
 
 
 def bucket_extremes(values: Array, buckets: NDArray[np.int64]) -> Array:
-    """[R, S] -> [R, 2 B]: two values a bucket, in the order in which they occurred; NaN where it has none."""
+    """Return the two extremes of each bucket as they occurred, [R, S] -> [R, 2 B]; NaN if it is empty."""
     bucketed = values[:, buckets]
     missing = np.isnan(bucketed)
     smallest = np.where(missing, np.inf, bucketed).argmin(axis=-1)
@@ -29,7 +35,10 @@ def bucket_extremes(values: Array, buckets: NDArray[np.int64]) -> Array:
 
 
 def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
-    """[S] -> [2 B]: where a bucket's two values are drawn; the ends stay, for marks that stand at them."""
+    """Return the steps at which the two values of each bucket are drawn, [S] -> [2 B].
+
+    The first and last step stay, because marks are drawn at them.
+    """
     width = buckets.shape[1]
     positions = buckets[:, [width // 4, 3 * width // 4]].reshape(-1)
     positions[[0, -1]] = 0, len(steps) - 1
@@ -37,7 +46,7 @@ def bucket_steps(steps: Steps, buckets: NDArray[np.int64]) -> Steps:
 
 
 def bucket_means(values: Array, buckets: NDArray[np.int64]) -> Array:
-    """[R, S] -> [R, B]: the mean of a bucket's finite values; NaN where it has none."""
+    """Return the mean of the finite values of each bucket, [R, S] -> [R, B]; NaN if it has none."""
     is_finite, starts = np.isfinite(values), buckets[:, 0]
     counts = np.add.reduceat(is_finite, starts, axis=-1, dtype=np.int64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -45,7 +54,7 @@ def bucket_means(values: Array, buckets: NDArray[np.int64]) -> Array:
 
 
 def average_in_buckets(steps: Steps, values: Array) -> tuple[Steps, Array]:
-    """Steps [D] and rows [R, D] to draw of [S] and [R, S]: themselves, or means where there are many."""
+    """Return steps [D] and rows [R, D] to draw: [S] and [R, S] unchanged, or bucket means of many steps."""
     buckets = bucket_indices(len(steps))
     if buckets is None:
         return steps, values

@@ -1,4 +1,4 @@
-"""Commands of next steps that depend on the experiment: fresh runs, claims as options, launches."""
+"""The commands that next steps suggest, with RECIPE, RUNS and NEW as placeholders."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
 from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
 from abrun.verdict.description import build_claim
@@ -17,13 +17,13 @@ from abrun.verdict.description import build_claim
 
 @dataclass(frozen=True, slots=True)
 class FreshRunsCommand:
-    """A command on fresh runs; `add_origin` adds to a text where they come from, if not from the command."""
+    """A command on fresh runs. `add_origin` adds to a reason how to get them, if the command does not."""
 
     command: str
     add_origin: Callable[[Reason], Reason] | None = None
 
 
-def fresh_runs_command(experiment: Experiment, num_pairs: int | None = None) -> FreshRunsCommand:
+def fresh_runs_command(experiment: RecordedExperiment, num_pairs: int | None = None) -> FreshRunsCommand:
     """Seeds that no interim analysis has used, as many as there were unless more are needed."""
     first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
     count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
@@ -46,22 +46,22 @@ def fresh_runs_command(experiment: Experiment, num_pairs: int | None = None) -> 
     )
 
 
-def folder_name(experiment: Experiment, suffix: str = "") -> str:
+def folder_name(experiment: RecordedExperiment, suffix: str = "") -> str:
     assert experiment.directory
     return shlex.quote(experiment.directory.name + suffix)
 
 
-def with_claims(experiment: Experiment, claims: Sequence[Claim]) -> Experiment:
-    """Return the experiment with other claims."""
+def with_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> RecordedExperiment:
+    """Return the experiment with these claims."""
     return replace(experiment, compare=experiment.compare.model_copy(update={"claims": [*claims]}))
 
 
-def claim_options(experiment: Experiment) -> str:
+def claim_options(experiment: RecordedExperiment) -> str:
     """Return the claims as options of a command."""
     return "".join(f" --claim {shlex.quote(claim_option(claim))}" for claim in experiment.compare.claims)
 
 
-def comparison_options(experiment: Experiment, num_pairs: int | None = None) -> str:
+def comparison_options(experiment: RecordedExperiment, num_pairs: int | None = None) -> str:
     """Return the option that sets the comparison, unless it is the launched one and its analyses fit."""
     compare = experiment.compare
     interim = compare.interim if num_pairs in (None, *compare.interim[-1:]) else []
@@ -73,7 +73,7 @@ def comparison_options(experiment: Experiment, num_pairs: int | None = None) -> 
     return "" if interim == compare.interim else " --set compare.interim=[]"
 
 
-# --- commands of one rule each ---
+# --- one command per rule ---
 
 
 def run_fresh_seeds(facts: NextStepFacts) -> FreshRunsCommand:
@@ -126,7 +126,7 @@ def at_next_analysis(facts: NextStepFacts) -> str:
 
 
 def compare_with_other_seeds(facts: NextStepFacts) -> str:
-    """Of a reference, where later runs lack some: several are compared alone."""
+    """Return a command that covers the reference's missing seeds; several are compared alone."""
     reference_seeds, run_seeds = facts.reference_seeds
     if len(reference_seeds - run_seeds) > 1:
         seeds = join_numbers(sorted(reference_seeds - run_seeds))
@@ -160,7 +160,8 @@ def resume_launch(facts: NextStepFacts) -> str:
 def launch_longer(facts: NextStepFacts) -> str:
     grid = facts.experiment.all_steps()
     steps = f"--set steps={2 * int(grid[-1]) if len(grid) else 1}{comparison_options(facts.experiment)}"
-    return f"abrun launch RECIPE {steps} {_stage_options(facts)}--name {folder_name(facts.experiment, '-longer')}"
+    name = folder_name(facts.experiment, "-longer")
+    return f"abrun launch RECIPE {steps} {_stage_options(facts)}--name {name}"
 
 
 def launch_in_float32(facts: NextStepFacts) -> str:
@@ -193,7 +194,8 @@ def measure_mismatch(facts: NextStepFacts) -> str:
 
 def show_samples(facts: NextStepFacts) -> str:
     step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
-    baseline_run = f"{experiment_argument(facts.experiment)}/{facts.experiment.baseline}/seed-{facts.first_failing_run[1]}"
+    experiment, seed = experiment_argument(facts.experiment), facts.first_failing_run[1]
+    baseline_run = f"{experiment}/{facts.experiment.baseline}/seed-{seed}"
     return f"abrun samples {_first_failing_run_path(facts)} --against {baseline_run}{step}"
 
 
@@ -206,12 +208,12 @@ def _first_failing_run_path(facts: NextStepFacts) -> str:
     return f"{experiment_argument(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
 
 
-def _with_suggested_claim(facts: NextStepFacts) -> Experiment:
+def _with_suggested_claim(facts: NextStepFacts) -> RecordedExperiment:
     assert facts.claimable
     return with_claims(facts.experiment, [build_claim(facts.claimable)])
 
 
-def _plan_command(experiment: Experiment) -> str:
+def _plan_command(experiment: RecordedExperiment) -> str:
     return f"abrun plan RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
 
 

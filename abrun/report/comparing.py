@@ -1,7 +1,7 @@
-"""Compare the arms of an experiment: `compare` decides over runs from any source, and writes the report.
+"""Comparison of the arms of an experiment, from sources to the written report.
 
-Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and report. Importing this pulls in
-numpy and scipy: the command line imports it when it compares, not before.
+Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and report. Importing this module
+loads numpy and scipy, so the command line imports it only to compare.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.claim_tests import claim_test_of, earlier_claim_tests
-from abrun.recorded.experiment import Experiment, Reference, claims_on_recorded
+from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
+from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
-from abrun.recorded.reference import against_reference, freeze, load_reference
-from abrun.recorded.sources import Reading, SourceContents, read_sources
+from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.regular_files import exists, is_file
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FORMATS, choose_report_folder, render_terminal, writable_formats, write_report
@@ -36,20 +36,22 @@ from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file,
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"  # folders in an experiment's
-# Behind them, with the comparison's hash: of options that change what was declared, whose report stays
+# Folders of reports in the directory of an experiment.
+REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"
+# Suffix, followed by the hash of the comparison, if options change the declared comparison. The report of the
+# declared one stays.
 POST_HOC = "-post-hoc-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The verdict over all treatments, with its evidence and the files of the report."""
+    """The verdict on all treatments, with its evidence and the files of the report."""
 
     content: VerdictFile
     arms: list[ArmVerdict]
     files: list[Path]
     next_steps: list[NextStep]
-    declared: Path | None = None  # the report of what was declared, beside which this one stands
+    declared: Path | None = None  # folder of the report on the declared comparison, if this one is post hoc
 
     @property
     def verdict(self) -> Verdict:
@@ -60,16 +62,16 @@ class Comparison:
         return self.content.exit_code
 
     def as_json(self) -> dict[str, Any]:
-        """What verdict.json holds."""
+        """Return the content of verdict.json."""
         return as_json(self.content)
 
     def summary(self) -> "RenderableType":
-        """For a terminal: the verdict first, then why, then the evidence, then the files."""
+        """Return the verdict, its reasons, the evidence and the files, for a terminal."""
         return render_terminal(self.content, self.files, self.next_steps, self.declared)
 
 
 class CompareOptions(TypedDict, total=False):
-    """What `compare_contents` may be told besides the runs; see there."""
+    """Keyword arguments of `compare_contents`."""
 
     claims: Sequence[Claim] | None
     reference: Path | None
@@ -81,7 +83,7 @@ class CompareOptions(TypedDict, total=False):
 
 
 def compare_sources(
-    sources: Sequence[str], reading: Reading, **options: Unpack[CompareOptions]
+    sources: Sequence[str], reading: ReadingOptions, **options: Unpack[CompareOptions]
 ) -> Comparison:
     """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
     return compare_contents(read_sources(sources, reading), **options)
@@ -100,14 +102,15 @@ def compare_contents(
 ) -> Comparison:
     """Judge runs that have been read, and write the report.
 
-    With a `reference` (or one arm alone, whose recipe names one), `arm` is compared with the frozen ensemble,
-    by its claims; an experiment of several arms needs it. `claims` replace the declared claims. The report
-    of a stored experiment goes into its directory by default, beside that of what was declared where the
-    options change that, and names the `command` it was made by; of other runs see `report_folder`. Raises
-    StoreError or ComparisonError for what cannot be read.
+    With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
+    by the claims of the reference; an experiment with several arms requires `arm`. `claims` replace the
+    declared claims. By default the report of a stored experiment goes into its directory, into a folder of
+    its own if the options change the declared comparison; for other runs see `choose_report_folder`. The
+    report names the `command` that made it. Raise StoreError or ComparisonError for runs that cannot be
+    read.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(alone=reference is not None, may_unpair=claims is None)
+    experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
     folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
@@ -117,7 +120,7 @@ def compare_contents(
         has_several_arms = len(experiment.arms) > 1
         if arm is None and has_several_arms:
             raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
-        experiment = against_reference(experiment, frozen, arm or experiment.baseline)
+        experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
         folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if has_several_arms else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
@@ -127,9 +130,9 @@ def compare_contents(
     compare_sha256 = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
     if directory is None:
         source_names = [*contents.sources, *([str(reference)] if reference else [])]
-        reading_options = [*map(str, reading.given.items()), str(arm), compare_sha256]
+        reading_options = [*map(str, reading.given_options.items()), str(arm), compare_sha256]
         experiment = replace(
-            experiment, asked_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
+            experiment, request_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
         )
     default_folder = directory / folder if directory else choose_report_folder(experiment)
     declared_folder = None
@@ -154,7 +157,7 @@ def _sha256(lines: Iterable[str]) -> str:
 
 
 def read_last_verdict(experiment_dir: Path) -> Verdict | None:
-    """The verdict that the last report in an experiment's directory gives; None where there is none."""
+    """Return the verdict of the report in an experiment's directory; None if there is no report."""
     for folder in (REPORT, REPORT_AGAINST_REFERENCE):
         path = experiment_dir / folder / "verdict.json"
         if is_file(path):
@@ -162,9 +165,10 @@ def read_last_verdict(experiment_dir: Path) -> Verdict | None:
     return None
 
 
-@np.errstate(all="ignore")  # what overflows is judged as infinite
+# Values that overflow are judged as infinite.
+@np.errstate(all="ignore")
 def compare(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     *,
     output: Path,
     declared: Compare | None = None,
@@ -173,14 +177,14 @@ def compare(
 ) -> Comparison:
     """Judge every treatment against the baseline, and write the report.
 
-    `declared`: the comparison before `with_options`, where that changed it. Raises ComparisonError for what
-    holds nothing to compare.
+    `declared` is the comparison before `with_options` changed it. Raise ComparisonError if there is nothing
+    to compare.
     """
     formats = writable_formats() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
         raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
-    if set(formats) & set(FIGURE_FORMATS) and (missing := lacking("figures")):
+    if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
@@ -188,21 +192,21 @@ def compare(
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
     post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
-    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier_claim_tests(output))
-    readings = [claim_test_of(experiment, arm.arm) for arm in tested_arms(arms)]
+    content = build_verdict_file(experiment, arms, post_hoc_reason, find_earlier_claim_tests(output))
+    readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
     files = write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 
 
 def with_options(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     claims: Sequence[Claim] | None = None,
     *,
     step_one: bool = True,
     unpaired: bool = False,
-) -> Experiment:
-    """Return the experiment with its comparison as options change it.
+) -> RecordedExperiment:
+    """Return the experiment with the comparison that these options ask for.
 
     `claims` replace the declared claims, which in another order are the same. Other claims than those
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
@@ -210,7 +214,7 @@ def with_options(
     """
     changes: dict[str, Any] = {}
     if claims is not None:
-        claims = claims_on_recorded(experiment, claims)
+        claims = resolve_claims(experiment, claims)
         if _count_claims(claims) != _count_claims(experiment.compare.claims):
             changes["claims"] = claims
     if not step_one:
@@ -222,7 +226,11 @@ def with_options(
 
 @np.errstate(all="ignore")
 def freeze_arm(
-    experiment: Experiment, arm: str, path: Path, *, begin_ledger: Callable[[Compare], Ledger] | None = None
+    experiment: RecordedExperiment,
+    arm: str,
+    path: Path,
+    *,
+    begin_ledger: Callable[[Compare], Ledger] | None = None,
 ) -> Reference | None:
     """Write the runs of an arm as a reference, with the experiment's claims on them; margins become absolute.
 
@@ -234,10 +242,10 @@ def freeze_arm(
     return freeze(experiment, arm, path, claims, ledger)
 
 
-def find_post_hoc_reason(experiment: Experiment, declared: Compare) -> Reason | None:
-    """Return why the comparison is not the one hashed at launch; None: it is.
+def find_post_hoc_reason(experiment: RecordedExperiment, declared: Compare) -> Reason | None:
+    """Return why the comparison is not the one hashed at launch; None if it is.
 
-    Planning assumptions are no claim.
+    Planning assumptions do not count as a change.
     """
     if experiment.launched_compare_sha256 is None:
         return Code.NOTHING_DECLARED()
@@ -266,7 +274,7 @@ _CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"
 
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
-    """What is claimed, in whatever order, without the assumptions of planning."""
+    """Count equal claims, ignoring their order and planning assumptions."""
     return Counter(
         (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
         for claim in claims

@@ -1,4 +1,4 @@
-"""What the arms said to the same prompts, as the page holds it: of one seed, of some steps, texts cut."""
+"""Completions of the arms for the same prompts, for the page: one seed, a few steps, long texts cut."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -8,37 +8,37 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.recorded.experiment import Experiment
-from abrun.recorded.samples import Kept, samples_in
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.recorded.samples import SamplesByStep, read_run_samples
+from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
-MAX_STEPS = 8  # the first and the last among them
-MAX_PROMPTS = 4  # of a step
-MAX_CHARACTERS = 1500  # of a text, from its beginning and its end
+MAX_STEPS = 8  # including the first and the last
+MAX_PROMPTS = 4  # per step
+MAX_CHARACTERS = 1500  # per text, from its beginning and its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCompletions:
-    """One prompt and what each arm said to it; None: the arm has kept none of it."""
+    """One prompt and each arm's completion of it; None if the arm did not keep one."""
 
     prompt: str
-    completions: list[dict[str, Any] | None]  # by arm, in the order of `Completions.arms`
+    completions: list[dict[str, Any] | None]  # in the order of `ReportedCompletions.arms`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedCompletions:
-    """Of the first seed of which the baseline and a treatment have kept some; or why they cannot be read."""
+    """Completions of the first seed for which two arms kept some, or why they cannot be read."""
 
     seed: int | None
-    arms: list[int]  # indices, the baseline first
+    arms: list[int]  # indices into the experiment's arms, the baseline first
     steps: list[tuple[int, list[PromptCompletions]]]
-    num_steps: int  # that all of them kept, of which these are
+    num_steps: int  # with completions in all these arms; `steps` has some of them
     problem: str | None = None
 
 
-def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
-    """None where no seed has any in two arms, as of runs that another framework logged."""
+def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions | None:
+    """Return completions to show side by side; None if no seed has any in two arms."""
     try:
         for seed in experiment.arm(experiment.baseline):
             samples_by_arm = {
@@ -47,17 +47,19 @@ def collect_completions(experiment: Experiment) -> ReportedCompletions | None:
             if experiment.baseline in samples_by_arm and len(samples_by_arm) > 1:
                 return _collect_seed(experiment, seed, samples_by_arm)
     except StoreError as error:
-        return ReportedCompletions(seed=None, arms=[], steps=[], num_steps=0, problem=shown(str(error)))
+        return ReportedCompletions(
+            seed=None, arms=[], steps=[], num_steps=0, problem=display_safe(str(error))
+        )
     return None
 
 
-def _read_samples(experiment: Experiment, arm: str, seed: int) -> Kept:
+def _read_samples(experiment: RecordedExperiment, arm: str, seed: int) -> SamplesByStep:
     run = experiment.arm(arm).get(seed)
-    return samples_in(Path(run.place)) if run and not run.thinned else {}
+    return read_run_samples(Path(run.place)) if run and not run.thinned else {}
 
 
 def _collect_seed(
-    experiment: Experiment, seed: int, samples_by_arm: Mapping[str, Kept]
+    experiment: RecordedExperiment, seed: int, samples_by_arm: Mapping[str, SamplesByStep]
 ) -> ReportedCompletions | None:
     shared_steps = sorted(set.intersection(*(set(samples) for samples in samples_by_arm.values())))
     if not shared_steps:
@@ -103,9 +105,9 @@ def _completion_json(sample: Sample | None) -> dict[str, Any] | None:
 
 
 def _shorten_text(text: str) -> str:
-    """Lines stay lines; of a long text its beginning and its end, where the answer is."""
+    """Keep the beginning and the end of a long text: the answer is usually at the end."""
     num_cut = len(text) - MAX_CHARACTERS
     if num_cut > 0:
         head, tail = text[: MAX_CHARACTERS * 2 // 3], text[-(MAX_CHARACTERS // 3) :]
         text = f"{head}\n[{num_cut} characters left out]\n{tail}"
-    return "\n".join(shown(line) for line in text.splitlines())
+    return "\n".join(display_safe(line) for line in text.splitlines())

@@ -1,12 +1,12 @@
-"""What a report says beside the verdict: when and where the runs were made, their levels, what to do next."""
+"""The context of a verdict: when and where the runs were made, levels of the arms, next steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
 from abrun.report.injected import sensitivity_summary
@@ -18,21 +18,21 @@ SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A function of the runs and of `command`: the same ones give the same report."""
+    """Facts about the runs. The same runs and `command` give the same context."""
 
-    command: str  # that made the report
-    time_range: str | None  # from the first start of a run to the finish end; None: unknown
-    environment: str | None  # devices and the versions that matter most
+    command: str  # the command that made the report
+    time_range: str | None  # from the first start to the last end of a run; None if unknown
+    environment: str | None  # devices and main versions
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: ReportedCompletions | None
-    has_recipe: bool  # in which what the report lacks can be asked for
-    injected_faults: str | None  # in a few words; None: without a recipe there can be none
+    has_recipe: bool  # if so, the page names the recipe keys of missing controls
+    injected_faults: str | None  # a short summary; None without a recipe
 
 
-def make_context(experiment: Experiment, content: VerdictFile, command: str | None) -> Context:
+def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
-        command=shown(command or f"abrun compare {experiment.name}"),
+        command=display_safe(command or f"abrun compare {experiment.name}"),
         time_range=_time_range(experiment),
         environment=_describe_environments(experiment, content),
         levels=claim_levels(content),
@@ -43,7 +43,7 @@ def make_context(experiment: Experiment, content: VerdictFile, command: str | No
     )
 
 
-def _time_range(experiment: Experiment) -> str | None:
+def _time_range(experiment: RecordedExperiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
@@ -55,18 +55,18 @@ def _time_range(experiment: Experiment) -> str | None:
     return f"{start:%Y-%m-%d %H:%M} to {end} UTC"
 
 
-def _describe_environments(experiment: Experiment, content: VerdictFile) -> str | None:
-    """Of the first runs that say it, and how many others read differently; the report has them all."""
+def _describe_environments(experiment: RecordedExperiment, content: VerdictFile) -> str | None:
+    """Describe the first known environment, and count the others; the page lists them all."""
     runs = experiment.runs.values()
-    packages = [name for name in SHOWN_VERSIONS if any(run.imports(name) for run in runs)]
+    packages = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
     descriptions = dict.fromkeys(
         _describe_machine(group.environment, packages) for group in content.environments
     )
-    first_description, *other_descriptions = [text for text in descriptions if text] or [None]
+    description, *other_texts = [text for text in descriptions if text] or [None]
     return (
-        f"{first_description}; {len(other_descriptions)} more environment{'s' * (len(other_descriptions) > 1)}"
-        if other_descriptions
-        else first_description
+        f"{description}; {len(other_texts)} more environment{'s' * (len(other_texts) > 1)}"
+        if other_texts
+        else description
     )
 
 

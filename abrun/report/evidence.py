@@ -1,4 +1,4 @@
-"""Facts beside a verdict's claims, in one place for the terminal, markdown, the page and plans."""
+"""The evidence of a verdict as labelled lines, for the terminal, Markdown, the page and plans."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import difference_text, interval_level_text
-from abrun.recorded.reference import ARM as REFERENCE
+from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.redaction import in_yaml
 from abrun.report.injected import caught_sentence
 from abrun.verdict.claims import ClaimResult
@@ -22,11 +22,11 @@ from abrun.verdict.step_one import StepOne, deviation_text
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile, select_arm
 
-MAX_LEVELS = 2  # of an arm's claims; the page has all
+MAX_LEVELS = 2  # per arm; the page has all
 
 
 def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
-    """The evidence beside the claims, a line each and arm."""
+    """Yield a label and a text for each kind of evidence and arm, other than the claims."""
     for arm, section in content.arms.items():
         label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
         if label_prefix:
@@ -47,12 +47,12 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         yield f"{label_prefix}guards", _guards_text(arm_content.guards)
         if not section.num_runs:
             yield f"{label_prefix}divergence", _divergence_text(arm_content.divergence)
-        yield from (
-            (f"{label_prefix}final weights", _final_weights_text(one)) for one in arm_content.final_weights
-        )
-        savings = "; ".join(_saving_text(one) for one in arm_content.savings if "," not in one.quantity)
+        for weights in arm_content.final_weights:
+            yield f"{label_prefix}final weights", _final_weights_text(weights)
+        overall = [saving for saving in arm_content.savings if "," not in saving.quantity]
+        savings = "; ".join(map(_saving_text, overall))
         if savings:
-            yield f"{arm} / {content.baseline}", savings
+            yield f"{label_prefix}cost", f"{arm} relative to {content.baseline}: {savings}"
         completed = [analysis for analysis in section.interim_analyses if analysis.verdict]
         if section.interim_analyses:
             analyses_done = (
@@ -75,12 +75,12 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
 def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
     num_shared, num_all = coverage.shared_steps, coverage.all_steps
     is_thinned = content.reference and content.baseline == REFERENCE and num_shared < num_all
-    explanation = " (a reference keeps every step of its claims' windows, and fewer outside)"
+    explanation = " (the reference keeps all steps in the windows of its claims, and fewer outside)"
     return f"{num_shared} of {num_all} steps shared{explanation * bool(is_thinned)}"
 
 
 def _pairs_text(section: ArmSection) -> str:
-    """Return how many pairs the verdict is over: with interim analyses, those of the last one taken."""
+    """Return the number of pairs judged: with interim analyses, those of the last completed one."""
     if section.interim_analyses:
         return f"{section.num_pairs} compared, of {section.num_planned_pairs} planned"
     return f"{section.num_pairs} of {section.num_planned_pairs} finished"
@@ -94,7 +94,7 @@ def _metrics_text(described: Sequence[Description], counts: Sequence[int]) -> st
 
 
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return what a treatment changes, a clause for each key."""
+    """Return a `key: old -> new` text for each key that a treatment changes."""
     return [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
 
 
@@ -107,7 +107,7 @@ def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
 
 def _step_one_text(checks: Sequence[StepOne]) -> str:
     if not checks:
-        return "not read"
+        return "not checked"
     failed_metrics = [check.metric for check in checks if check.result == "fail"]
     open_metrics = [check.metric for check in checks if check.result == "open"]
     untested = [check for check in checks if check.result == "not tested"]
@@ -123,9 +123,7 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
     if tested and not any(check.deviation for check in tested):
         clauses.append(f"{state} exactly")
     elif tested:
-        clauses.append(
-            f"{state}; {'of these ' * bool(untested)}the arms differ most in {_largest_deviation_text(tested)}"
-        )
+        clauses.append(f"{state}; largest deviation: {_largest_deviation_text(tested)}")
     if untested:
         omitted = f", and {len(untested) - 1} more" * (len(untested) > 1)
         clauses.append(f"not tested: {_largest_deviation_text(untested)}{omitted}")
@@ -133,10 +131,10 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
 
 
 def _largest_deviation_text(checks: Sequence[StepOne]) -> str:
-    """The metric closest to its tolerance, or furthest beyond it: it speaks for the rest."""
+    """Return the deviation that is largest relative to its tolerance."""
     check = max(checks, key=lambda check: check.deviation / check.tolerance)
     share = deviation_text(check.deviation, check.scale, check.scale_from)
-    return f"{check.metric}: by {share}, where {check.tolerance:.2g} is allowed ({check.tolerance_from})"
+    return f"{check.metric}, {share}; tolerance {check.tolerance:.2g} ({check.tolerance_from})"
 
 
 def _guards_text(guards: Sequence[Guard]) -> str:
@@ -165,23 +163,23 @@ def _divergence_text(divergences: Sequence[Divergence]) -> str:
         clauses.append(f"{first_divergence.metric}: {_ulp_text(first_divergence.ulp)}")
     if first_divergence.share_of_seed_spread is not None:
         share = f"{first_divergence.share_of_seed_spread:.2g} of its spread over seeds"
-        clauses.append(f"mean |difference| of {first_divergence.metric} {share}")
+        clauses.append(f"mean |difference| of {first_divergence.metric} is {share}")
     return "; ".join(clauses)
 
 
 def _ulp_text(growth: UlpGrowth) -> str:
     if growth.ratio is None:
-        return "against what one ULP grows into: no ratio, as one of them is 0"
+        return "no ratio to the divergence caused by one ULP, as one of the two is 0"
     interval = f" [{growth.ci95[0]:.2g}, {growth.ci95[1]:.2g}]" if growth.ci95 else ""
-    return f"{growth.ratio:.2g}x{interval} what one ULP grows into"
+    return f"{growth.ratio:.2g}x{interval} the divergence caused by one ULP"
 
 
 def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
-    """Said once of all metrics of which reruns of the baseline are no distance away."""
+    """Return one clause for all metrics in which baseline reruns are bit-identical."""
     steps = [
         divergence.first_step_apart for divergence in divergences if divergence.first_step_apart is not None
     ]
-    treatment = "so does the treatment"
+    treatment = "so is the treatment"
     if steps:
         first_step = min(steps)
         earliest = [
@@ -194,7 +192,7 @@ def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
     metrics_text = (
         f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0].metric}"
     )
-    return f"reruns of the baseline repeat it bit for bit{metrics_text}; {treatment}"
+    return f"baseline reruns are bit-identical{metrics_text}; {treatment}"
 
 
 def _noise_floor_text(divergence: Divergence) -> str:
@@ -202,23 +200,23 @@ def _noise_floor_text(divergence: Divergence) -> str:
 
 
 def _final_weights_text(weights: FinalWeights) -> str:
-    equal_text = f"equal bit for bit in {weights.num_equal} of {weights.num_pairs} pairs"
+    equal_text = f"bit-identical in {weights.num_equal} of {weights.num_pairs} pairs"
     if weights.num_equal == weights.num_pairs or weights.seed is None:
         return equal_text
     aa_difference = weights.aa_relative_difference
-    controls_text = "" if aa_difference is None else f"; A/A: {aa_difference:.2g}"
+    controls_text = "" if aa_difference is None else f"; A/A {aa_difference:.2g}"
     ulp_difference = weights.ulp_relative_difference
-    controls_text += "" if ulp_difference is None else f"; what one ULP grows into: {ulp_difference:.2g}"
+    controls_text += "" if ulp_difference is None else f"; one ULP {ulp_difference:.2g}"
     return (
-        f"{equal_text}; distance {weights.relative_difference:.2g} of the baseline's norm (seed {weights.seed}"
+        f"{equal_text}; relative distance {weights.relative_difference:.2g} (seed {weights.seed}"
         f"{controls_text}); estimated from a sketch, within 8 %"
     )
 
 
 def _saving_text(saving: Saving) -> str:
     ci95 = saving.ci95
-    interval = f" [95 %: {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
-    return f"{saving.quantity} {saving.ratio:.3g}{interval}"
+    interval = f" [95 % CI {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    return f"{saving.quantity} {saving.ratio:.3g}x{interval}"
 
 
 # --- levels of the arms in the windows of claims ---
@@ -226,13 +224,13 @@ def _saving_text(saving: Saving) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """Levels of both arms in the window of a claim."""
+    """The levels of both arms in the window of a claim, as text."""
 
-    claim: int  # its place among verdict.json's claims
+    claim: int  # index into verdict.json's claims
     arm: str
     where: str  # metric and steps
-    means: str  # of both arms, with the reach of the interval
-    details: str  # the margin as a share of them, and the spreads; may be empty
+    means: str  # of both arms, with the difference and its interval
+    details: str  # the margin as a share of the level, and the spreads; may be empty
 
     @property
     def text(self) -> str:
@@ -240,7 +238,7 @@ class Levels:
 
 
 def claim_levels(content: VerdictFile) -> list[Levels]:
-    """Of verdict.json's claims that have levels of both arms, in their order."""
+    """Return the levels for each claim that has them in both arms, in the order of verdict.json."""
     baseline = content.baseline
     claim_texts = []
     for index, claim in enumerate(content.claims):
@@ -273,11 +271,12 @@ def _means_text(claim: ClaimResult, baseline: str) -> str | None:
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
     qualifier = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
-    return f"{both} (geometric means), ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
+    ratio_text = f"ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
+    return f"{both} (geometric means), {ratio_text}"
 
 
 def _wider_interval_text(claim: ClaimResult) -> str:
-    """Say where the steps in which a metric moves make an interval wider than its differences do."""
+    """Return a note if discrete values of the metric make the interval wider than its differences do."""
     error, sds, sizes = claim.estimate.standard_error, [claim.estimate.sd_difference], [claim.claim.num_pairs]
     if claim.claim.num_runs:
         sds, sizes = [claim.estimate.baseline_sd, claim.estimate.treatment_sd], claim.claim.num_runs
@@ -286,7 +285,7 @@ def _wider_interval_text(claim: ClaimResult) -> str:
         return ""
     spread_error = math.hypot(*(sd / math.sqrt(size) for sd, size in zip(known_sds, sizes, strict=True)))
     is_wider = error > (1 + 1e-9) * spread_error
-    return ", which allows for the steps in which the metric moves" if is_wider else ""
+    return ", widened because the metric takes discrete values" if is_wider else ""
 
 
 def _level_text(mean: float, claim: ClaimResult) -> str:
@@ -295,7 +294,7 @@ def _level_text(mean: float, claim: ClaimResult) -> str:
 
 
 def _margin_text(claim: ClaimResult) -> str | None:
-    """What the margin is a share of; on the scale of logarithms it is a factor by itself."""
+    """Return the margin as a share of the level and climb, or as a factor if the claim is on a log scale."""
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
         return None
@@ -325,13 +324,13 @@ def _spread_text(claim: ClaimResult) -> str | None:
         return None
     if claim.claim.num_runs:
         return f"sd over the baseline's runs {baseline_sd:.2g}, unpaired"
-    unpaired_sd = (
-        0.0 if treatment_sd is None else math.hypot(baseline_sd, treatment_sd)
-    )  # None: of an older record
-    rounding = 1e-6 * unpaired_sd  # of which no such factor says anything
+    # Records of older versions have no sd of the treatment.
+    unpaired_sd = 0.0 if treatment_sd is None else math.hypot(baseline_sd, treatment_sd)
+    # A paired sd this small is rounding, and a ratio to it means nothing.
+    rounding = 1e-6 * unpaired_sd
     gain_text = (
         f" ({unpaired_sd / paired_sd:.2g}x narrower than unpaired)"
         if rounding < paired_sd < unpaired_sd
         else ""
     )
-    return f"sd over seeds {baseline_sd:.2g}, of the paired differences {paired_sd:.2g}{gain_text}"
+    return f"sd over seeds {baseline_sd:.2g}, of paired differences {paired_sd:.2g}{gain_text}"

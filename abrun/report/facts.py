@@ -1,4 +1,4 @@
-"""What the rules of next steps ask of an experiment and its verdict, each found once and when it is asked."""
+"""Facts about an experiment and its verdict, computed on demand for the rules of next steps."""
 
 import difflib
 import math
@@ -13,8 +13,8 @@ from abrun.experiment.plan import compare_hash
 from abrun.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment, RecordedRun
-from abrun.recorded.samples import samples_in
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.recorded.samples import read_run_samples
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import ClaimResult
@@ -27,9 +27,12 @@ ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
 
 @dataclass(frozen=True)
 class NextStepFacts:
-    """An experiment and its verdict, and what follows from them."""
+    """An experiment, its verdict, and facts derived from them.
 
-    experiment: Experiment
+    The messages of next steps take their values from the properties of the same name.
+    """
+
+    experiment: RecordedExperiment
     content: VerdictFile
 
     @property
@@ -48,7 +51,7 @@ class NextStepFacts:
     def is_declared(self) -> bool:
         return compare_hash(self.experiment.compare) == self.experiment.launched_compare_sha256
 
-    # --- what fails ---
+    # --- failures ---
 
     @cached_property
     def failed_guards(self) -> list[Guard]:
@@ -69,7 +72,7 @@ class NextStepFacts:
 
     @cached_property
     def first_failing_run(self) -> tuple[str, int]:
-        """The arm and a seed that fail first: a step-one check names its seed, a claim has several."""
+        """The first failing arm, and the seed of its step-one check, else its first seed."""
         failures = [*self.failed_checks, *self.failed_guards, *self.failed_claims]
         arm = failures[0].arm if failures else self.experiment.treatments[0]
         if self.failed_checks:
@@ -78,23 +81,23 @@ class NextStepFacts:
 
     @property
     def has_completions(self) -> bool:
-        """None are kept where a run draws none, or failed before its first step."""
+        """True if the failing run and the baseline's run of that seed both kept completions."""
         arm, seed = self.first_failing_run
         runs = [self.experiment.arm(name).get(seed) for name in (arm, self.experiment.baseline)]
         with suppress(StoreError):
-            return all(run is not None and samples_in(Path(run.place)) for run in runs)
+            return all(run is not None and read_run_samples(Path(run.place)) for run in runs)
         return False
 
-    # --- what is open ---
+    # --- open questions ---
 
     @cached_property
     def arms_with_open_checks(self) -> set[str]:
-        """Arms with a first step that no further pairs settle."""
+        """Arms with an open step-one check, which more pairs cannot settle."""
         return {check.arm for check in self.content.step_one if check.result == "open"}
 
     @cached_property
     def waiting_arms(self) -> set[str]:
-        """Arms with a declared interim analysis that is still to come."""
+        """Undecided arms with a declared interim analysis still to come."""
         sections = self.content.arms.items()
         return {
             arm
@@ -105,7 +108,7 @@ class NextStepFacts:
 
     @cached_property
     def treatment_seeds(self) -> list[int]:
-        """Those of the treatment with most pairs."""
+        """Seeds of the treatment with the most pairs."""
         seeds_by_arm = (
             [pair.seed for pair in self.experiment.pairs(arm)] for arm in self.experiment.treatments
         )
@@ -113,7 +116,7 @@ class NextStepFacts:
 
     @property
     def seeds_to_come(self) -> list[int]:
-        """Seeds that the next declared interim analysis of others' runs waits for."""
+        """Seeds that the next declared interim analysis needs, for runs not launched by abrun."""
         missing = next(n for n in self.experiment.compare.interim if n > len(self.treatment_seeds)) - len(
             self.treatment_seeds
         )
@@ -134,7 +137,7 @@ class NextStepFacts:
 
     @cached_property
     def pairs_that_decide(self) -> tuple[Reason, int | None]:
-        """How many fresh pairs decide the undecided claims, and their number; None: no such number."""
+        """The number of fresh pairs that would decide the undecided claims, as a reason and a count."""
         undecided, paired = self.undecided_claims, self.content.paired
         needed = [claim.power.pairs_needed for claim in undecided if claim.power.pairs_needed is not None]
         if self.is_beyond_margin:
@@ -172,7 +175,7 @@ class NextStepFacts:
 
     @cached_property
     def rounding_tolerances(self) -> dict[str, float]:
-        """Tolerances of the first step that these runs would have kept, and those that are declared."""
+        """Declared step-one tolerances, and for open checks tolerances that these runs would have met."""
         declared = self.experiment.compare.step_one_tolerance
         open_checks = [check for check in self.content.step_one if check.result == "open"]
         tolerances = {check.metric: math.ceil(125 * check.deviation) / 100 for check in open_checks}
@@ -180,7 +183,7 @@ class NextStepFacts:
 
     @property
     def untested_metrics(self) -> list[str]:
-        """Metrics of the first step that stay untested: they are not told from noise.
+        """Step-one metrics without a test, because their deviation cannot be distinguished from noise.
 
         The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
         """
@@ -189,11 +192,11 @@ class NextStepFacts:
         )
         return [metric for metric in untested if metric not in self.rounding_tolerances]
 
-    # --- what could be claimed ---
+    # --- possible claims ---
 
     @cached_property
     def nothing_shown(self) -> Reason | None:
-        """Why launched runs without a claim could have shown nothing of their reward."""
+        """The reason why the reward of launched runs without a claim carries no signal, if so."""
         if self.content.claims:
             return None
         sides = self.experiment.sides(self.experiment.treatments[0]).finished
@@ -205,7 +208,7 @@ class NextStepFacts:
 
     @cached_property
     def margin(self) -> Reason:
-        """The margin of what is claimable, which owes nothing to the treatment."""
+        """The suggested margin, derived from the baseline alone."""
         description = self.claimable
         assert description
         bound, margin = description.certified_bound, description.margin
@@ -215,7 +218,7 @@ class NextStepFacts:
 
     @property
     def has_several_runs(self) -> bool:
-        """Whether what is claimable was seen in several runs of each arm."""
+        """True if each arm has several runs of the claimable metric."""
         return self.claimable is not None and self.claimable.interval is not None
 
     @property
@@ -230,7 +233,7 @@ class NextStepFacts:
 
     @property
     def claim_needs(self) -> Reason | None:
-        """How many pairs decide the claim; None: not known of one run of each arm."""
+        """The number of pairs that would decide the suggested claim; None with one run per arm."""
         description = self.claimable
         assert description
         if not self.has_several_runs:
@@ -239,7 +242,7 @@ class NextStepFacts:
 
     @cached_property
     def testable_claims(self) -> list[Claim]:
-        """The claims that these runs can show."""
+        """Declared claims that these runs can test."""
         untestable = {
             (claim.claim.metric, claim.claim.window) for claim in self.content.claims if claim.problem
         }
@@ -248,21 +251,21 @@ class NextStepFacts:
 
     @cached_property
     def replacement_claims(self) -> list[Claim]:
-        """Claims in the place of those that these runs cannot show, however many seeds there are."""
+        """Claims to make instead, if some declared ones cannot be tested with any number of seeds."""
         if not self.has_untestable_claims:
             return []
         return self.testable_claims or ([build_claim(self.claimable)] if self.claimable else [])
 
     @property
     def other_margin(self) -> Reason | None:
-        """The margin of a claim that replaces all; None: it is enough to leave some out."""
+        """The margin of a claim that replaces all declared ones; None if some of those can be tested."""
         return None if self.testable_claims else self.margin
 
-    # --- seeds and steps that arms share ---
+    # --- shared seeds ---
 
     @cached_property
     def reference_seeds(self) -> tuple[set[int], set[int]]:
-        """The seeds of the reference, and those of the later runs."""
+        """The seeds of the reference, and those of the runs compared with it."""
         arm = self.experiment.arm
         return set(arm(self.experiment.baseline)), set(arm(self.experiment.treatments[0]))
 
@@ -282,7 +285,7 @@ class NextStepFacts:
         seeds_by_arm = [{pair.seed for pair in experiment.pairs(arm)} for arm in experiment.treatments]
         return sorted(set.intersection(*seeds_by_arm)) if seeds_by_arm else []
 
-    # --- what broke ---
+    # --- broken runs ---
 
     @cached_property
     def unfinished_runs(self) -> list[RecordedRun]:
@@ -296,7 +299,7 @@ class NextStepFacts:
 
     @cached_property
     def suggested_aliases(self) -> dict[str, str]:
-        """The names that runs log for claimed metrics, where the aliases of their recipe name others."""
+        """Claimed metric -> closest logged name, for recipe aliases that name no logged metric."""
         runs = [run for run in self.experiment.runs.values() if run.finished]
         if not runs:
             return {}
@@ -318,7 +321,7 @@ def _closest_name(name: str, recorded: Sequence[str]) -> str:
 
 
 def _is_beyond_margin(claim: ClaimResult) -> bool:
-    """Return whether a difference was detected, and the observed one is no smaller than the margin."""
+    """Return True if a difference was detected and is at least as large as the margin."""
     estimate, margin = claim.estimate, claim.claim.margin
     if estimate.interval is None or estimate.mean_difference is None or margin is None:
         return False

@@ -1,4 +1,4 @@
-"""What a comparison would have caught, as a table and in one sentence; and the library itself."""
+"""The injected faults that a comparison would have caught, and the library of faults, as text and tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -9,12 +9,12 @@ from abrun.messages import sentence
 from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escape_markdown
-from abrun.recipe.claims import Compare, claim_text
-from abrun.recipe.faults import FAULTS, NEEDS, Fault, what_it_takes
-from abrun.recorded.experiment import Experiment
+from abrun.recipe.claims import Compare, describe_claim
+from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
-from abrun.verdict.injected import FaultFound, Sensitivity
+from abrun.verdict.injected import FaultResult, Sensitivity
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,9 +25,9 @@ JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 def write_sensitivity(
     sensitivity: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
-    """All of it as JSON, and as a page to read, whose path is returned.
+    """Write the result as JSON and as Markdown; return the path of the Markdown file.
 
-    `not_injected`: what the recipe lacks of what a fault needs.
+    `not_injected` maps a fault to what the recipe lacks for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -39,7 +39,7 @@ def write_sensitivity(
 
 
 def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
-    """Return both sizes in one sentence: the experiment's, and that of each fault missed."""
+    """Return how many faults were caught, with the size of the experiment and of each missed fault."""
     if not sensitivity.num_judged:
         injected = _count_text(len(sensitivity.faults), "injected fault")
         return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
@@ -58,10 +58,13 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     return text
 
 
-def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None) -> str | None:
-    """In a few words; None of runs without a recipe, in which nothing could be injected."""
+def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
+    """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
     if sensitivity is None:
-        arm_faults, recipe_key = experiment.faults_of_arms(), " (controls.faults)" * experiment.can_inject
+        arm_faults, recipe_key = (
+            experiment.describe_arm_faults(),
+            " (optional: controls.faults)" * experiment.can_inject,
+        )
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
     if not sensitivity.num_judged:
@@ -70,7 +73,7 @@ def sensitivity_summary(experiment: Experiment, sensitivity: Sensitivity | None)
 
 
 def advice_lines(sensitivity: Sensitivity) -> Iterator[str]:
-    """For each fault that was not caught, what could show it."""
+    """Yield a line of advice for each fault that was not caught."""
     for fault in sensitivity.faults:
         if fault.advice is not None:
             yield f"{_name_with_size(fault)} could be seen by {sentence(fault.advice)}"
@@ -81,7 +84,7 @@ def sensitivity_columns(*, paired: bool) -> tuple[str, ...]:
 
 
 def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
-    """In the order of `columns`."""
+    """Return a row per fault, in the order of `sensitivity_columns`."""
     return [
         (
             fault.fault,
@@ -97,7 +100,7 @@ def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
 
 
 def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableType":
-    """For a terminal."""
+    """Return the table of injected faults for a terminal."""
     return _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity)).to_rich(
         padding=(0, 1)
     )
@@ -106,7 +109,7 @@ def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableT
 def _markdown_lines(
     sensitivity: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
-    claims = (f"{claim.metric} over {claim.window} {claim_text(claim)}" for claim in compare.claims)
+    claims = (f"{claim.metric} over {claim.window} {describe_claim(claim)}" for claim in compare.claims)
     declared = ", ".join(claims) or "none"
     yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
@@ -114,8 +117,8 @@ def _markdown_lines(
     yield ""
     yield (
         "Each fault was injected in the baseline, alone and at the same seeds, and judged as a treatment is: "
-        f"by step one, the guards and the declared claims ({escape_markdown(declared)}). `caught by` is the earliest "
-        "of them that makes the verdict MISMATCH, `at step` where it is first known."
+        f"by step one, the guards and the declared claims ({escape_markdown(declared)}). `caught by` names "
+        "the earliest test that makes the verdict MISMATCH, `at step` the step at which it does."
     )
     yield ""
     yield from _make_table(
@@ -130,7 +133,7 @@ def _markdown_lines(
 
 
 def fault_library_table() -> "RenderableType":
-    """For a terminal: without the sizes and sources, which each fault's own page has."""
+    """Return the table of all faults for a terminal; `fault_lines` adds sizes and sources."""
     cells = [(fault.name, fault.does, ", ".join(fault.needs) or "-", fault.shows) for fault in FAULTS]
     return _make_table(("name", "what it does", "needs", "what should show it"), cells).to_rich(
         padding=(0, 1)
@@ -138,23 +141,25 @@ def fault_library_table() -> "RenderableType":
 
 
 def fault_algorithms_text() -> str:
-    """Which of them an algorithm can have."""
+    """Return a sentence on the faults that each algorithm can have."""
     general = ", ".join(fault.name for fault in FAULTS if fault.any_algorithm)
     return f"SFT and DPO can have {general}; the others need algorithm.type grpo or ppo."
 
 
 def fault_library_json(faults: Sequence[Fault] = FAULTS) -> list[dict[str, Any]]:
-    """All that is known of each; `needs`: by what, the setting that gives it."""
-    return [{**asdict(fault), "needs": what_it_takes(fault), "source": _issue_url(fault)} for fault in faults]
+    """Return the faults as JSON; `needs` maps each requirement to the setting that meets it."""
+    return [
+        {**asdict(fault), "needs": describe_needs(fault), "source": _issue_url(fault)} for fault in faults
+    ]
 
 
 def fault_lines(fault: Fault) -> Iterator[str]:
-    """One fault, in lines."""
+    """Yield the description of one fault, line by line."""
     yield f"{fault.name}: {fault.does}"
     yield f"  seam     {fault.seam}"
     if fault.size is not None:
         maximum_text = "" if fault.most is None else f"; at most {fault.most:g}"
-        yield f"  size     {fault.size:g} {fault.unit} where none is given{maximum_text}"
+        yield f"  size     {fault.size:g} {fault.unit} by default{maximum_text}"
     needs = [NEEDS[need][1] for need in fault.needs]
     if not (fault.any_algorithm or {"GRPO", "PPO"} & set(fault.needs)):
         needs.insert(0, "algorithm.type: grpo or ppo")
@@ -168,12 +173,12 @@ def fault_lines(fault: Fault) -> Iterator[str]:
 
 
 def _issue_url(fault: Fault) -> str:
-    """GitHub sends an issue's address on to a pull request's."""
+    """Return the URL of the fault's source; GitHub redirects it if the number is a pull request."""
     repository, _, number = fault.source.partition("#")
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def _name_with_size(fault: FaultFound) -> str:
+def _name_with_size(fault: FaultResult) -> str:
     return fault.fault if fault.size is None else f"{fault.fault} ({fault.size:g} {fault.unit})"
 
 
@@ -181,7 +186,7 @@ def _count_text(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _caught_by_text(fault: FaultFound) -> str:
+def _caught_by_text(fault: FaultResult) -> str:
     if fault.verdict == "INVALID":
         return f"not judged: {sentence(fault.reason)}"
     if fault.caught_by == "nothing":

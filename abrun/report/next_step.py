@@ -1,4 +1,4 @@
-"""What to do after a verdict: rules of when to suggest what, with a command that works when pasted."""
+"""The next steps suggested after a verdict, as rules: a condition, a text and a command ready to paste."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Experiment, no_shared_step
-from abrun.redaction import shown
+from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
+from abrun.redaction import display_safe
 from abrun.report import commands
 from abrun.report.commands import FreshRunsCommand
 from abrun.report.facts import NextStepFacts
@@ -23,7 +23,7 @@ MAX_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStep:
-    """RUNS in a command stands for what was compared, where it is not known; NEW for what is yet to come."""
+    """A suggestion and its command. RUNS stands for unknown compared runs, NEW for runs to be made."""
 
     reason: Reason
     command: str
@@ -38,10 +38,10 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class NextStepRule:
-    """A step, and when it is suggested. After one that is `last`, none of the rules below it counts."""
+    """A next step and the condition for suggesting it. A matching rule that `is_final` ends the search."""
 
     condition: Callable[[NextStepFacts], Any]
-    text: Code  # which takes its values from the facts, by their names
+    text: Code  # its values are the facts of the same name
     command: str | Callable[[NextStepFacts], str | FreshRunsCommand]
     is_final: bool = False
 
@@ -55,18 +55,20 @@ class NextStepRule:
         return NextStep(reason=reason, command=command)
 
 
-def next_steps(experiment: Experiment, content: VerdictFile, typed: str | None = None) -> list[NextStep]:
-    """The most useful first; at least one. `typed`: the command line that asked for the comparison."""
+def next_steps(
+    experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
+) -> list[NextStep]:
+    """Return one or two next steps, the most useful first. `typed` is the command line of the comparison."""
     facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
     steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
     return [
-        NextStep(reason=step.reason, command=shown(fill_placeholders(step.command, experiment, words)))
+        NextStep(reason=step.reason, command=display_safe(fill_placeholders(step.command, experiment, words)))
         for step in steps
     ]
 
 
 def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
-    """Yield the rules that hold, in their order."""
+    """Yield the rules whose conditions hold, in order, up to the first final one."""
     for rule in rules_for(facts):
         if rule.condition(facts):
             yield rule
@@ -75,7 +77,7 @@ def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
 
 
 def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
-    """Return the rules of a verdict, which depend on who made the runs and on whether anything is claimed."""
+    """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
     match facts.content.verdict:
         case "MATCH":
             return MATCH
@@ -122,7 +124,8 @@ MATCH = (
         is_final=True,
     ),
     NextStepRule(lambda f: f.regression, Code.COMPARE_NEXT_CHANGE, COMPARE_WITH_REFERENCE, is_final=True),
-    NextStepRule(  # a reference takes claims alone: later runs are compared seed by seed, their first step too
+    # A reference keeps only the claims. Later runs are compared with it seed by seed, step one included.
+    NextStepRule(
         lambda f: f.is_declared or (f.paired and f.experiment.compare.step_one),
         Code.FREEZE_RUNS,
         commands.freeze_runs,
@@ -131,7 +134,7 @@ MATCH = (
 
 MISMATCH = (
     NextStepRule(
-        lambda f: any(one.guard == "finished" for one in f.failed_guards),
+        lambda f: any(guard.guard == "finished" for guard in f.failed_guards),
         Code.READ_ENDINGS,
         commands.show_status,
     ),
@@ -150,7 +153,8 @@ MISMATCH_OF_OTHERS = (
     CONFIRM,
 )
 
-OPEN = (  # of INCONCLUSIVE
+# The rules for INCONCLUSIVE.
+OPEN = (
     NextStepRule(
         lambda f: f.content.descriptions,
         Code.TRAIN_THREE_SEEDS,
@@ -189,7 +193,8 @@ OPEN = (  # of INCONCLUSIVE
         commands.run_fresh_seeds,
     ),
 )
-UNCLAIMED = (  # which no number of seeds decides
+# Without a claim, no number of seeds gives a verdict.
+UNCLAIMED = (
     NextStepRule(lambda f: f.nothing_shown, Code.TRAIN_LONGER, commands.launch_longer, is_final=True),
     NextStepRule(
         lambda f: not f.claimable,
@@ -200,7 +205,8 @@ UNCLAIMED = (  # which no number of seeds decides
     NextStepRule(lambda f: f.is_claim_decidable, Code.DECLARE_MARGIN, commands.run_fresh_seeds_with_claim),
     NextStepRule(lambda f: f.has_several_runs, Code.PLAN_SEEDS, commands.plan_with_claim),
 )
-OPEN_WITH_REFERENCE = (  # which pairs the seeds that it has, and no others
+# A reference can only be paired with runs of its own seeds.
+OPEN_WITH_REFERENCE = (
     STEP_ONE_OPEN,
     NextStepRule(
         lambda f: not f.content.claims,
@@ -240,7 +246,8 @@ UNCLAIMED_OF_OTHERS = (
     ),
     NextStepRule(lambda f: True, Code.NAME_METRICS, f"{COMPARE} --alias train/reward=NAME"),
 )
-OPEN_OF_OTHERS = (  # fresh runs are judged alone: a test that is repeated on the same runs errs more
+# Suggest fresh runs: repeating a test on the same runs inflates its error rate.
+OPEN_OF_OTHERS = (
     STEP_ONE_OPEN,
     OTHER_CLAIMS,
     INTERIM_TO_COME,
@@ -263,7 +270,7 @@ INVALID = (
         commands.show_first_log,
     ),
     NextStepRule(lambda f: f.unfinished_runs, Code.RESUME_RUNS, commands.resume_launch, is_final=True),
-    # A launch with the wrong alias would end its runs again
+    # Launching again with the wrong alias would lose the metric again.
     NextStepRule(
         lambda f: f.is_claim_unrecorded and f.suggested_aliases,
         Code.READ_BY_OTHER_NAME,
@@ -289,7 +296,7 @@ INVALID_OF_OTHERS = (
     ),
     NextStepRule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
     NextStepRule(
-        lambda f: not f.can_unpair and no_shared_step([*f.experiment.runs.values()]),
+        lambda f: not f.can_unpair and no_shared_step_reason([*f.experiment.runs.values()]),
         Code.NAME_STEP_COLUMN,
         f"{COMPARE} --step-column NAME",
     ),

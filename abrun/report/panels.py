@@ -1,8 +1,8 @@
-"""What is drawn of a metric, described once for both renderers: the figures and the page.
+"""The drawing of a metric as data, shared by the figures and the page.
 
-Curves and bands of every arm, paired differences on the scale of the claims, windows with intervals, margins.
-A band is a picture, not a test: it is labelled as exactly what it is (±1 sd over seeds), and the paired
-difference with its intervals stands below it.
+A panel has curves and bands of each arm, paired differences on the scale of the claims, windows with
+intervals, and margins. A band is a picture and not a test: it is labelled ±1 sd over seeds, and the paired
+difference with its intervals is drawn below it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from scipy import special
 
 from abrun.messages.numbers import difference_scale
 from abrun.metric_names import Transform, phase_of, unit_of
-from abrun.recorded.experiment import Experiment, Pair, RecordedRun, Sides, stack, union
+from abrun.recorded.experiment import Pair, RecordedExperiment, RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
@@ -22,88 +22,88 @@ from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metri
 from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
 NUM_WINDOWS = 8  # of the Bonferroni-t bars
-MAX_LINES = 32  # of one kind that are drawn: more hide each other; means, bands and windows are of all
+MAX_LINES = 32  # drawn per kind, so that they do not hide each other; statistics include all
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesLine:
-    """One run's values, or one pair's differences."""
+    """The values of one run, or the differences of one pair."""
 
     name: str
     seed: int
     finished: bool = True
     steps: Steps  # [S]
-    values: Array  # [S] NaN: a gap
+    values: Array  # [S]; NaN is a gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One arm. Mean and sd are of its finished runs, at the steps that all of them recorded."""
+    """One arm, with the mean and sd of its finished runs at the steps that all of them recorded."""
 
     arm: str
-    index: int  # among the arms, which is its colour
-    seeds: tuple[SeriesLine, ...]  # runs that recorded the metric, at most MOST_LINES
-    num_seeds: int  # of which these are
-    num_steps: int  # at which any finished run recorded it
-    count: int  # runs that the mean is of
-    steps: Steps  # [S] empty where there is no mean
+    index: int  # of the arm, which selects its colour
+    seeds: tuple[SeriesLine, ...]  # at most MAX_LINES runs that recorded the metric
+    num_seeds: int  # runs that recorded the metric
+    num_steps: int  # steps at which any finished run recorded it
+    count: int  # finished runs in the mean
+    steps: Steps  # [S]; empty without a mean
     mean: Array  # [S]
-    sd: Array | None  # [S] None for a single run
+    sd: Array | None  # [S]; None for a single run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """One of NUM_WINDOWS parts of the run: each pair's difference of summaries, and their interval."""
+    """One of NUM_WINDOWS windows over the whole run, with the difference of each pair and their interval."""
 
     steps: tuple[int, int]
-    pairs: Array  # [P] none where runs are not paired
-    interval: tuple[float, float] | None  # Bonferroni-t: all windows at once are covered with 95 %
+    pairs: Array  # [P]; empty if runs are not paired
+    interval: tuple[float, float] | None  # Bonferroni-t, simultaneous 95 % over all windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPanel:
-    """A claim's window and margin, and the interval that is compared with the margin."""
+    """A claim's window and margin, and the interval to be compared with the margin."""
 
     steps: tuple[int, int]
     margin: float
     margin_text: str
     interval: tuple[float, float] | None
-    level: float  # of the interval
+    level: float  # confidence level of the interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A treatment minus its baseline, paired by seed or of means, on the scale of a claim."""
+    """Treatment minus baseline on the scale of a claim, paired by seed or between means."""
 
     arm: str
     index: int
     transform: Transform
-    scale: str  # how a difference is read, such as "log ratio"; empty: as it is
-    steps: Steps  # [S] that every pair recorded
-    pairs: tuple[SeriesLine, ...]  # at most MOST_LINES
-    num_pairs: int  # of which these are
-    num_runs: tuple[int, int] | None  # of both arms, where they are not paired
+    scale: str  # such as "log ratio"; empty for untransformed values
+    steps: Steps  # [S] recorded by every pair
+    pairs: tuple[SeriesLine, ...]  # at most MAX_LINES
+    num_pairs: int
+    num_runs: tuple[int, int] | None  # of both arms, if they are not paired
     mean: Array  # [S]
-    reruns: tuple[SeriesLine, ...]  # a baseline's rerun minus itself
+    reruns: tuple[SeriesLine, ...]  # A/A rerun minus its baseline run
     windows: tuple[Window, ...]
     claims: tuple[ClaimPanel, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A metric in all arms, and what was claimed of it."""
+    """A metric in all arms, with the claims on it."""
 
     metric: str
-    unit: str  # for people; the curves are in it
-    steps: Steps  # at which any run recorded it
-    curves: tuple[Curve, ...]  # of the arms that recorded it
+    unit: str  # display unit of the curves
+    steps: Steps  # recorded by any run
+    curves: tuple[Curve, ...]  # one per arm that recorded it
     windows: tuple[tuple[int, int], ...]  # of the claims
-    differences: tuple[Difference, ...]  # for each treatment and scale that a claim is about
+    differences: tuple[Difference, ...]  # one per claimed treatment and scale
 
 
-def make_panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
-    """The description of one metric; `claims` are those about it."""
+def make_panel(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Panel:
+    """Return the panel of one metric; `claims` are those on this metric."""
     runs = [run for run in experiment.runs.values() if len(run.series(metric))]
     highest = max((_largest_finite(run.series(metric).values) for run in runs), default=0.0)
     unit, divisor = display_unit(metric, highest)
@@ -111,14 +111,14 @@ def make_panel(experiment: Experiment, metric: str, claims: Sequence[ClaimResult
     return Panel(
         metric=metric,
         unit=unit,
-        steps=union(run.series(metric).steps for run in runs),
+        steps=union_steps(run.series(metric).steps for run in runs),
         curves=tuple(curve for curve in curves if curve.seeds),
         windows=tuple(sorted({claim.claim.steps for claim in claims if claim.claim.steps})),
         differences=tuple(_make_differences(experiment, metric, claims)),
     )
 
 
-def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float) -> Curve:
+def _make_curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
     arm = experiment.arms[index]
     runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
     drawn = [
@@ -128,7 +128,7 @@ def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float)
     drawn = [run for run in runs if run in drawn[:MAX_LINES]]
     seeds = [_make_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
     finished = [run for run in runs if run.finished]
-    steps, values = stack(finished, metric)
+    steps, values = stack_runs(finished, metric)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values / divisor
         mean = values.mean(axis=0) if len(steps) else np.empty(0)
@@ -138,7 +138,7 @@ def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float)
         index=index,
         seeds=tuple(seeds),
         num_seeds=len(runs),
-        num_steps=len(union(run.series(metric).steps for run in finished)),
+        num_steps=len(union_steps(run.series(metric).steps for run in finished)),
         count=len(values),
         steps=steps,
         mean=mean,
@@ -147,7 +147,7 @@ def _make_curve(experiment: Experiment, index: int, metric: str, divisor: float)
 
 
 def _thin_out(sequence: Sequence[T]) -> list[T]:
-    """At most MOST_LINES of them, evenly."""
+    """Select at most MAX_LINES items, evenly spaced."""
     count = min(len(sequence), MAX_LINES)
     return [sequence[index * len(sequence) // count] for index in range(count)]
 
@@ -157,7 +157,7 @@ def _make_line(run: RecordedRun, steps: Steps, values: Array) -> SeriesLine:
 
 
 def _make_differences(
-    experiment: Experiment, metric: str, claims: Sequence[ClaimResult]
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]
 ) -> Iterator[Difference]:
     arm_transforms: dict[tuple[str, Transform], None] = dict.fromkeys(
         (claim.arm, claim.claim.transform) for claim in claims if claim.arm in experiment.arms
@@ -181,7 +181,7 @@ def _make_difference(
     transform: Transform,
     claims: Sequence[ClaimResult],
 ) -> Difference:
-    steps, values = stack(sides.runs, metric)
+    steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     baselines, treatments = (
         transform_with_gaps(arm_values, transform)
@@ -220,7 +220,7 @@ def _make_difference(
 def _rerun_lines(pairs: Sequence[Pair], metric: str, transform: Transform) -> Iterator[SeriesLine]:
     for pair in pairs:
         for rerun in pair.reruns:
-            shared_steps, values = stack([pair.baseline, rerun], metric)
+            shared_steps, values = stack_runs([pair.baseline, rerun], metric)
             if rerun.finished and len(shared_steps):
                 first_run, second_run = transform_with_gaps(values, transform)
                 yield _make_line(rerun, shared_steps, second_run - first_run)
@@ -250,7 +250,7 @@ def _make_windows(
 
 
 def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
-    """None where there is no margin zone to draw."""
+    """Return the claim's panel; None if there is no margin to draw."""
     if not claim.claim.steps or claim.claim.margin is None:
         return None
     interval = claim.estimate.interval
@@ -268,17 +268,17 @@ def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Peak memory of every arm, overall and by phase: the mean over its finished runs."""
+    """Peak memory of each arm, overall and by phase, averaged over its finished runs."""
 
-    counter: str  # which of the allocator's or the tracker's, for people
+    counter: str  # display name of the metric: the allocator's or the tracker's
     unit: str
     phases: list[str]  # "overall" first
-    means: list[list[float] | None]  # by arm; None: no run of it finished
+    means: list[list[float] | None]  # by arm; None if no run of it finished
     held_by: list[str | None]  # by arm, the phase with the highest peak
 
 
-def memory_peaks(experiment: Experiment) -> Peaks | None:
-    """None where not every finished run recorded the same counter."""
+def memory_peaks(experiment: RecordedExperiment) -> Peaks | None:
+    """Return peak memory by arm; None unless every finished run recorded the same counter."""
     runs = [run for arm in experiment.arms for run in experiment.arm(arm).values() if run.finished]
     counter = shared_peak_counter(runs)
     if counter is None:
@@ -298,11 +298,11 @@ def memory_peaks(experiment: Experiment) -> Peaks | None:
     )
 
 
-# --- units for people ---
+# --- display units ---
 
 
 def display_unit(metric: str, largest: float) -> tuple[str, float]:
-    """Label and divisor for showing a metric to people; files keep seconds and bytes."""
+    """Return the label and divisor to display a metric with; files keep seconds and bytes."""
     unit = unit_of(metric)
     if unit == "bytes":
         return ("GiB", 2.0**30) if largest >= 2**28 else ("MiB", 2.0**20)

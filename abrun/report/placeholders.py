@@ -1,4 +1,4 @@
-"""Commands to paste: what was typed in the place of what stands for it."""
+"""Placeholders in suggested commands, filled from the command line that the user typed."""
 
 import os
 import shlex
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 
-RUNS_DIR = Path("runs")  # where commands look without --runs-dir
+RUNS_DIR = Path("runs")  # default of --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
 COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
 LAUNCH_COMMANDS = ("launch", "sensitivity")  # commands that start runs
@@ -22,8 +22,8 @@ READING_OPTIONS = (
 )  # of foreign runs
 
 
-def fill_placeholders(command: str, experiment: Experiment, words: Sequence[str]) -> str:
-    """With what is launched in the place of RECIPE, and what was typed in that of RUNS, as far as known."""
+def fill_placeholders(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
+    """Replace RECIPE and RUNS by the user's recipe and sources, as far as they are known."""
     if experiment.directory:
         command = command.replace("RECIPE", _recipe_arguments(command, experiment.directory, words), 1)
     compare_words = list(words[2:]) if list(words[:2]) == ["abrun", "compare"] else []
@@ -55,8 +55,8 @@ def fill_placeholders(command: str, experiment: Experiment, words: Sequence[str]
     return command.replace("RUNS", shlex.join(sources) or "RUNS")
 
 
-def experiment_argument(experiment: Experiment) -> str:
-    """By which commands find an experiment of the store; of other runs, a name for files."""
+def experiment_argument(experiment: RecordedExperiment) -> str:
+    """Return the argument by which commands find an experiment; for other runs, a name for files."""
     if experiment.directory is None:
         return shlex.quote(experiment.name)
     path = _relative_path(experiment.directory)
@@ -64,12 +64,12 @@ def experiment_argument(experiment: Experiment) -> str:
 
 
 def relative_folder(directory: Path) -> str:
-    """The folder of an experiment, from here where it is below."""
+    """Return the folder of an experiment, relative if it is below the working directory."""
     return str(_relative_path(directory))
 
 
 def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> str:
-    """Of the launch that was typed, with what was set; else the experiment's folder, which holds that."""
+    """Return the recipe and options of the typed launch, or the experiment's folder, which stores them."""
     launch_words = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
     typed_recipe = [word for word in launch_words[:1] if not word.startswith("-")]
     typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
@@ -85,7 +85,7 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
 
 
 def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of a command line the options of those names, with their values, and all the rest."""
+    """Split words into the named options with their values, and the rest."""
     selected: list[str] = []
     remaining: list[str] = []
     words_left = iter(words)
@@ -99,7 +99,7 @@ def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str
 
 
 def _relative_path(directory: Path) -> Path:
-    """From here, where it is below; a path of one part could be taken for a name."""
+    """Return the relative path of a directory below, unless it looks like a name; else the full path."""
     directory = directory.resolve()
     if directory.parent == RUNS_DIR.resolve():
         return RUNS_DIR / directory.name

@@ -1,4 +1,4 @@
-"""`abrun plan`: how many seeds the declared margins take, before any GPU is spent."""
+"""`abrun plan`: power and sample size of the declared claims before launch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,14 +8,14 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, claim_power
+from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.messages.numbers import pairs_or_more_text, units
 from abrun.present.tables import Table, columns
-from abrun.recipe.claims import Claim, Compare, claim_text
-from abrun.recipe.experiment import BASELINE, Declared
+from abrun.recipe.claims import Claim, Compare, describe_claim
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shortened, shown_tree
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe_tree, shortened
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
@@ -23,16 +23,16 @@ from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 15, 20)
-SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # keys that a spread depends on most
+SPREAD_KEYS = ("trainer.type", "model.", "algorithm.", "task.")  # recipe keys that determine the spread most
 MAX_NAMED_KEYS = 3
-COMPARE_NOTE = "abrun compare takes the sd as measured"
+COMPARE_NOTE = "abrun compare uses the measured sd"
 
 
 @np.errstate(all="ignore")
-def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True) -> Spread | None:
-    """From an earlier experiment, by pairs or by runs; of several treatments, the one that varies most."""
+def measure_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool = True) -> Spread | None:
+    """Measure the spread in an earlier experiment, by pairs or by runs; of several treatments, the widest."""
     experiment = replace(experiment, compare=experiment.compare.model_copy(update={"paired": paired}))
-    grid = experiment.steps_of(claim.metric)
+    grid = experiment.metric_steps(claim.metric)
     results = [
         judge_equivalence(arm, experiment.sides(arm), claim, resolve_margin(claim, None), grid)
         for arm in experiment.treatments
@@ -50,19 +50,21 @@ def measure_spread(experiment: Experiment, claim: Claim, *, paired: bool = True)
         correlation=estimate.pair_correlation or 0.0,
         sd_difference=sd,
         num_pairs=count,
-        source=f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}",
+        source=(
+            f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}"
+        ),
         level=estimate.baseline_mean,
         climb=estimate.climb,
     )
 
 
-def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
-    """A line on what an earlier experiment trained otherwise, and its spread may be another by; else None."""
+def pilot_differences_text(recipe: ExperimentDeclaration, earlier: RecordedExperiment) -> str | None:
+    """Return a note on settings that differ from the pilot's and may change the spread, if any do."""
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
-    config = recipe.closed().run_config(BASELINE)
-    planned_config = shown_tree(dotted(config.model_dump(mode="json")))
+    config = recipe.with_auto_values().run_config(BASELINE)
+    planned_config = display_safe_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]
     type_keys = [key for key in differing if key.endswith(".type")]
@@ -73,24 +75,24 @@ def pilot_differences_text(recipe: Declared, earlier: Experiment) -> str | None:
     if not keys_to_name:
         return None
     clauses = [
-        f"{key} {shortened(pilot_config.get(key))} there and {shortened(planned_config.get(key))} here"
+        f"{key}: {shortened(pilot_config.get(key))} in the pilot, {shortened(planned_config.get(key))} here"
         for key in keys_to_name[:MAX_NAMED_KEYS]
     ]
     clauses += [f"{len(keys_to_name) - MAX_NAMED_KEYS} more"] if len(keys_to_name) > MAX_NAMED_KEYS else []
     return (
-        f"--from: {earlier.name} trained otherwise than {recipe.name} will ({'; '.join(clauses)}), and the "
-        "spread over seeds depends on that: take its numbers of pairs for a first guess"
+        f"--from: {earlier.name} was trained differently from {recipe.name} ({'; '.join(clauses)}), which "
+        "can change the spread over seeds; treat the numbers of pairs as a first estimate"
     )
 
 
 def _steps_text(steps: tuple[int, int] | None) -> str:
-    """Its steps: of a pilot that was shorter than the plan the spread is another."""
+    """Return the steps of a pilot: the spread of a shorter one may differ."""
     return f", steps {steps[0]}-{steps[1]}" if steps else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedClaim:
-    """A claim, the spread that it is planned with, and what that gives; None: not known, or no margin."""
+    """A claim, the spread assumed for it, and the resulting power; None if unknown or without a margin."""
 
     claim: Claim
     spread: Spread | None
@@ -98,7 +100,7 @@ class PlannedClaim:
 
 
 def _plan_claims(
-    compare: Compare, earlier: Experiment | None, sigma: float | None, correlation: float | None
+    compare: Compare, earlier: RecordedExperiment | None, sigma: float | None, correlation: float | None
 ) -> Iterator[PlannedClaim]:
     alpha = _alpha_levels(compare)[-1]
     for claim in compare.claims:
@@ -106,12 +108,12 @@ def _plan_claims(
             _claim_spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
         )
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        power = None if measured_nothing else claim_power(claim, compare, spread, alpha)
+        power = None if measured_nothing else plan_claim_power(claim, compare, spread, alpha)
         yield PlannedClaim(claim=claim, spread=spread, power=power)
 
 
 def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the level of a match at each interim analysis; without any, the whole."""
+    """Return the test level at each interim analysis; without any, [ALPHA]."""
     return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
 
 
@@ -119,7 +121,7 @@ def _level_text(compare: Compare) -> str:
     levels = [f"{level:.3g}" for level in _alpha_levels(compare)]
     if compare.alpha_spending == "equal":
         return f"each tests at level {levels[0]}"
-    return f"they test at levels {', '.join(levels)} (the table: at the last)"
+    return f"they test at levels {', '.join(levels)} (the table uses the last)"
 
 
 def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[str]:
@@ -128,8 +130,10 @@ def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[
     for plan in plans:
         if plan.power:
             pairs, chance = plan.power.expected_with_interim(compare.interim, levels)
-            stopped = f"stopped at a match, {pairs:.1f} pairs are expected if the arms are truly equal"
-            yield f"  {plan.claim.metric}: {stopped}; P(match at any of them) {chance:.0%}"
+            expected = (
+                f"{pairs:.1f} pairs are expected if a match stops the launch and the arms are truly equal"
+            )
+            yield f"  {plan.claim.metric}: {expected}; P(match at any of them) {chance:.0%}"
 
 
 def render_plan(
@@ -137,19 +141,19 @@ def render_plan(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     assuming: str = "abrun plan RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> RenderableType:
-    """For each claim: its spread and where that is from, the power by pairs, and the pairs for 80 %.
+    """Return the plan of each claim: its spread and source, the power by pairs, the pairs for 80 % power.
 
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
     the command that plans without it.
     """
     if not compare.claims:
         return Text(
-            f"{name}: no claim declared (compare.claims): step one and the guards alone will be judged"
+            f"{name}: no claim declared (compare.claims): only step one and the guards will be judged"
         )
     unit = units(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {unit} planned", style="bold"), Text("")]
@@ -159,7 +163,7 @@ def render_plan(
     for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
         if claim.margin is None:
-            lines.append(Text(f"{claim.metric} over {claim.window}: {claim_text(claim)}: not planned"))
+            lines.append(Text(f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"))
             continue
         spread_text = _spread_text(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
@@ -169,7 +173,7 @@ def render_plan(
             rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, unit)))
     if powers:
         by_number = f"\nP(match) if the arms are truly equal, by number of {unit}"
-        numbers = [*(f"n={count}" for count in counts), "80 % at"]
+        numbers = [*(f"n={count}" for count in counts), "80 % power at"]
         table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         lines += [Text(by_number, style="bold"), table]
     if len(powers) > 1:
@@ -189,11 +193,11 @@ def plan_json(
     compare: Compare,
     num_pairs: int,
     *,
-    earlier: Experiment | None = None,
+    earlier: RecordedExperiment | None = None,
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> dict[str, Any]:
-    """The same for machines; what is not known, or cannot be planned, is None."""
+    """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
     counts = sorted({*COUNTS, num_pairs, *compare.interim})
     claims = []
     for plan in _plan_claims(compare, earlier, sigma, correlation):
@@ -202,7 +206,7 @@ def plan_json(
             {
                 "metric": claim.metric,
                 "window": claim.window,
-                "claim": claim_text(claim),
+                "claim": describe_claim(claim),
                 "spread": asdict(spread) if spread else None,
                 "power": {str(count): power.power(count) for count in counts} if power else None,
                 "power_now": power.power(num_pairs) if power else None,
@@ -223,7 +227,7 @@ def plan_json(
 def _claim_spread(
     claim: Claim,
     compare: Compare,
-    earlier: Experiment | None,
+    earlier: RecordedExperiment | None,
     sigma: float | None,
     correlation: float | None,
 ) -> Spread | None:
@@ -235,11 +239,11 @@ def _claim_spread(
 
 
 def _spread_text(
-    spread: Spread | None, claim: Claim, compare: Compare, earlier: Experiment | None, assuming: str
+    spread: Spread | None, claim: Claim, compare: Compare, earlier: RecordedExperiment | None, assuming: str
 ) -> str:
     rho = spread.correlation if spread else claim.correlation
     pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
-    if claim.sigmas is not None and not compare.reference:
+    if claim.sigma_margin is not None and not compare.reference:
         is_measured = spread is not None and spread.num_pairs
         planning_note = (
             f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {COMPARE_NOTE})"
@@ -248,7 +252,7 @@ def _spread_text(
         )
         return f"margin in sigmas of the baseline, {pairing_text}{planning_note}"
     if spread is None and earlier is not None:
-        return f"{earlier.name} has not measured its sigma over seeds; assume one: {assuming}"
+        return f"{earlier.name} did not measure sigma over seeds; assume one: {assuming}"
     if spread is None:
         return (
             "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
@@ -258,7 +262,9 @@ def _spread_text(
     planning_note = ""
     if spread.num_pairs and not spread.sd_difference > 0:
         problem = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
-        planning_note = f"{problem}, which plans nothing; take a longer pilot, or assume a spread: {assuming}"
+        planning_note = (
+            f"{problem}, so nothing can be planned; run a longer pilot, or assume a spread: {assuming}"
+        )
     elif spread.num_pairs:
         bound = f"its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
         planning_note = f"; planned with {bound}; {COMPARE_NOTE}"
@@ -274,9 +280,9 @@ def _pairs_needed_text(power: ClaimPower, unit: str) -> str:
 
 
 def _sigma_margins_table() -> Iterator[RenderableType]:
-    """For want of a sigma: margins in sigmas against correlations."""
+    """Yield a table of power by margin in sigmas and pair correlation, for use without a known sigma."""
     yield Text("P(match) by margin and pair correlation, in sigmas over seeds", style="bold")
-    titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % at")
+    titles = ("margin", "correlation", *(f"n={count}" for count in COUNTS), "80 % power at")
     rows = []
     for margin in (1.0, 1.5, 2.0):
         for correlation in (0.0, 0.5, 0.8):

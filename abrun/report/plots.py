@@ -1,4 +1,4 @@
-"""Panels as figures: functions draw on an `ax`; `metric_figure` composes them."""
+"""Figures of panels. `draw_metric` and `draw_forest` make figures, the other functions draw on an `ax`."""
 
 import textwrap
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from abrun.present.figures import COLORS, add_legend_below, shorten
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
 from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, make_panel
 from abrun.verdict.claims import ClaimResult
 
-WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # inches, of a figure and of the height of a panel of curves
-LEGEND_COLUMN_CHARS = 54  # characters that leave room for a second column
-LABEL_GAP = 0.085  # of a panel's height, between names at the ends of its lines
-MARGIN_COLOR = "#F0E442"  # the palette's yellow, which no arm uses
+WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # width of a figure, height of a panel
+LEGEND_COLUMN_CHARS = 54  # longest label of a two-column legend
+LABEL_GAP = 0.085  # between labels at the ends of lines, as a share of the panel's height
+MARGIN_COLOR = "#F0E442"  # the palette's yellow, used for no arm
 
 
-def draw_metric(experiment: Experiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
-    """One metric: bands of all arms, and below them the paired differences that claims are about.
+def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
+    """Draw one metric: bands of all arms, and below them the differences that the claims are about.
 
-    `claims` are those on this metric, of every arm. None where no pair has finished.
+    `claims` are those on this metric, of all arms. Return None if no pair has finished.
     """
     panel = make_panel(experiment, metric, claims)
     if not panel.curves or not panel.differences:
@@ -36,8 +36,8 @@ def draw_metric(experiment: Experiment, metric: str, claims: Sequence[ClaimResul
     add_direct_labels(axes[0], panel)
     axes[0].set_title(_wrap_title(f"{metric}, {shorten(experiment.name, 60)}"))
     for ax, difference in zip(axes[1:], differences, strict=True):
-        note = "; bars are cut off at the edge" if draw_paired_difference(ax, difference, metric) else ""
-        arms_text = f"{shorten(difference.arm, 60)} - {experiment.baseline}"
+        note = "; bars cut off at the edge" if draw_paired_difference(ax, difference, metric) else ""
+        arms_text = f"{shorten(difference.arm, 60)} minus {experiment.baseline}"
         ax.set_title(_wrap_title(f"{arms_text}, {_sample_size_text(difference)}{note}"))
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
@@ -52,8 +52,8 @@ def _sample_size_text(difference: Difference) -> str:
     return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
 
 
-def draw_forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure | None:
-    """Every claim's interval in units of its own margin, on one axis; None for fewer than two such claims."""
+def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
+    """Draw the interval of each claim in units of its margin; return None for fewer than two such claims."""
     bounded_claims = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     bounded_claims = [
         c for c in bounded_claims if np.isfinite(np.divide(c.estimate.interval, c.claim.margin)).all()
@@ -85,13 +85,16 @@ def draw_forest(experiment: Experiment, claims: Sequence[ClaimResult]) -> Figure
     ax.set_yticks(range(len(bounded_claims)), names)
     ax.set_ylim(len(bounded_claims) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
-    ax.set_xlabel("treatment - baseline, in margins of the claim:\nmean and interval")
+    treatment = shorten(experiment.treatments[0], 40) if len(experiment.treatments) == 1 else "treatment"
+    ax.set_xlabel(
+        f"{treatment} minus {experiment.baseline}, in units of the claim's margin:\nmean and interval"
+    )
     ax.grid(axis="y", visible=False)
     return figure
 
 
 def _add_legend(figure: Figure) -> None:
-    """What lines, bands and bars are, once for all panels; inside, it would hide some of them."""
+    """Add one legend for all panels, outside of them so that it hides nothing."""
     handles = {}
     for ax in figure.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
@@ -99,7 +102,7 @@ def _add_legend(figure: Figure) -> None:
 
 
 def _axis_name(metric: str) -> str:
-    """Beside an axis, whose title has the whole of it."""
+    """Return a short name for an axis; the title has the full one."""
     return shorten(metric.split("/", 1)[-1], 24)
 
 
@@ -108,9 +111,9 @@ def _wrap_title(title: str) -> str:
 
 
 def draw_bands(ax: Axes, panel: Panel) -> None:
-    """Thin lines for seeds, a bold arm mean, shaded ±1 sd over seeds; the windows of claims are grey.
+    """Draw thin lines for seeds, a bold mean, a ±1 sd band over seeds, and grey windows of claims.
 
-    Of many steps means over buckets are drawn, and no seeds: what each did is on the page.
+    Long runs are drawn as bucket means without seeds; the page has those.
     """
     is_bucketed = bucket_indices(len(panel.steps)) is not None
     for order, curve in enumerate(panel.curves):
@@ -134,9 +137,9 @@ def draw_bands(ax: Axes, panel: Panel) -> None:
 
 
 def add_direct_labels(ax: Axes, panel: Panel) -> None:
-    """Each arm's name beside the end of its mean, with its level over the last claim's window.
+    """Write each arm's name at the end of its mean, with its level in the last claim's window.
 
-    Drawn last: the axis keeps the range that it has now.
+    Call this last: it fixes the range of the axis.
     """
     ends = []
     for curve in panel.curves:
@@ -149,19 +152,19 @@ def add_direct_labels(ax: Axes, panel: Panel) -> None:
     for height, (_, curve) in zip(
         _separate_labels([(end - low) / (high - low) for end, _ in ends]), ends, strict=True
     ):
-        text = shorten(curve.arm, 24)  # the legend has more of it
+        text = shorten(curve.arm, 24)
         if panel.windows:
             first_step, last_step = panel.windows[-1]
             window_means = curve.mean[(first_step <= curve.steps) & (curve.steps <= last_step)]
-            text += f" {window_means.mean():.3g}" if len(window_means) else ""
+            text += f" {window_means.mean():.4g}" if len(window_means) else ""
         color = COLORS[curve.index % len(COLORS)]
         ax.annotate(text, (1.01, height), xycoords="axes fraction", color=color, va="center", fontsize=8)
     if panel.windows:
-        ax.plot([], [], alpha=0, label="numbers: arm means over the window of the last claim")
+        ax.plot([], [], alpha=0, label="numbers at lines: arm means in the window of the last claim")
 
 
 def _separate_labels(heights: Sequence[float]) -> list[float]:
-    """Ascending places of labels on an axis from 0 to 1, moved as little as keeps them on it and apart."""
+    """Move ascending label heights as little as needed to keep them apart and within the axis (0 to 1)."""
     if not len(heights):
         return []
     gaps = LABEL_GAP * np.arange(len(heights))
@@ -181,7 +184,8 @@ def _seed_lines_label(panel: Panel) -> str:
 
 
 def _draw_mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
-    style = "-" if order == 0 else (0, (5, 1.5))  # dashed on top: two equal curves are both seen
+    # Later arms are dashed, so that of two equal curves both are visible.
+    style = "-" if order == 0 else (0, (5, 1.5))
     label = f"{shorten(curve.arm, 60)}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
     sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
     steps, (mean, low, high) = average_in_buckets(
@@ -193,20 +197,21 @@ def _draw_mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
 
 
 def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> bool:
-    """Windows of paired differences, and what was claimed of them; True where bars leave the panel.
+    """Draw windows of paired differences and the claims on them; return True if bars leave the panel.
 
     The windows' Bonferroni-t bars cover all true window means at once with 95 %. A claim is the margin zone
     over its own window, and at its end the interval that is compared with the margin.
     """
     color, windows = COLORS[difference.index % len(COLORS)], difference.windows
-    label = f"mean, Bonferroni-t: 95 % over all {len(windows)} windows"
+    label = f"mean, simultaneous 95 % over {len(windows)} windows (Bonferroni-t)"
     span = float(windows[-1].steps[1] - windows[0].steps[0]) if windows else 0.0
     ax.axhline(0, color="black", linewidth=0.8)
     visible_values, interval_ends = [0.0], []
     for window in windows:
         center = sum(window.steps) / 2
         visible_values += window.pairs.tolist()
-        dots = np.full(len(window.pairs), center - 0.008 * span)  # beside the bar, not under it
+        # Draw dots beside the bar, which would cover them.
+        dots = np.full(len(window.pairs), center - 0.008 * span)
         ax.plot(dots, window.pairs, ".", markersize=5, color=color, alpha=0.7, mew=0, label="one pair")
         if window.interval:
             interval_ends += window.interval
@@ -219,7 +224,7 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
         )
     for claim in difference.claims:
         visible_values += _draw_claim(ax, claim)
-    # With two or three pairs a bar can be fifty times the margin: the panel shows pairs and claims, cut bars.
+    # With two or three pairs a bar can be fifty times the margin, so bars may be cut off at the edge.
     low, high = min(visible_values), max(visible_values)
     room = 0.25 * (high - low) or 1.0
     ax.set_ylim(low - room, high + room)
@@ -229,7 +234,7 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
 
 
 def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
-    """Draws a claim's margin zone and interval; returns what the panel must show of it."""
+    """Draw the margin zone and interval of a claim; return the values that must stay visible."""
     left_edge, right_edge, margin = claim.steps[0] - 0.5, claim.steps[1] + 0.5, claim.margin
     zone = Rectangle(
         (left_edge, -margin),
@@ -242,7 +247,7 @@ def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     ax.add_patch(zone)
     if claim.interval is None:
         return [-margin, margin]
-    label = f"claim's window: mean, {100 * claim.level:.3g} % t interval (TOST)"
+    label = f"claim: mean, {100 * claim.level:.3g} % interval (TOST)"
     _draw_interval(ax, right_edge, *claim.interval, "black", 2.2, "D", label)
     return [-margin, margin, *claim.interval]
 

@@ -1,4 +1,4 @@
-"""Completions on a terminal: of one run, or of two runs side by side."""
+"""Completions of one run, or of two runs side by side, for a terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -7,20 +7,20 @@ from rich.console import Group
 from rich.text import Text
 
 from abrun.present.tables import Table, columns
-from abrun.recorded.samples import SideBySide
-from abrun.redaction import shown
+from abrun.recorded.samples import SamplePair
+from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def render_samples(names: Sequence[str], pairs: Sequence[SideBySide]) -> "RenderableType":
-    """`names`: of the runs, one or two."""
+def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
+    """Return the completions of one or two runs with these names."""
     return Group(*_sample_renderables(names, pairs))
 
 
-def _sample_renderables(names: Sequence[str], pairs: Sequence[SideBySide]) -> Iterator["RenderableType"]:
+def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
     for pair in pairs:
         yield Text(f"step {pair.step}: {_join_lines(pair.prompt)}", style="bold")
         samples = (pair.left, pair.right)[: len(names)]
@@ -43,8 +43,8 @@ def _sample_facts(sample: Sample) -> str:
 
 
 def _clean_lines(text: str) -> str:
-    return "\n".join(shown(line) for line in text.splitlines())
+    return "\n".join(display_safe(line) for line in text.splitlines())
 
 
 def _join_lines(text: str) -> str:
-    return shown(" ".join(text.split()))
+    return display_safe(" ".join(text.split()))

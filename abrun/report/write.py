@@ -1,6 +1,6 @@
-"""A comparison for people and machines: verdict.json, report.md, figures, and the terminal's summary.
+"""The files of a report (verdict.json, report.html, report.md, figures) and its summary on the terminal.
 
-Everything is a function of the content of the runs: the same runs give the same bytes, without dates.
+The same runs give the same bytes: no file has the date of the report.
 """
 
 import re
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from abrun.errors import ComparisonError, StoreError
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import (
     beside_limit,
     bound_text,
+    certified_text,
     confidence_text,
     difference_text,
     interval_level_text,
@@ -24,9 +25,9 @@ from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.recorded.claim_tests import STAMP, ClaimTest, claim_tests_in
-from abrun.recorded.experiment import Experiment
-from abrun.redaction import shown
+from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
@@ -43,33 +44,37 @@ if TYPE_CHECKING:
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
 VERDICT_COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
-CLAIMS_FIGURE = "claims"  # the figure of all claims
-MAX_LINES = 30  # of the markdown, without images
-MAX_DESCRIBED = 6  # metrics of two runs, in markdown and on a terminal; the page has all
+CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
+MAX_LINES = 30  # of report.md, without images
+MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
-    ["mean distance step by step"],
-    ["smallest margin these runs show", "a suggested margin, were the arms equal"],
+    ["mean |difference| over steps"],
+    ["certified bound", "suggested margin: sample size if the arms are equal"],
 )
 MAX_LINKS = 20  # to runs in wandb
 
 
 def writable_formats() -> tuple[str, ...]:
-    """The formats that this environment can write."""
-    return tuple(form for form in FORMATS if form not in FIGURE_FORMATS) if lacking("figures") else FORMATS
+    """Return the formats that the installed packages can write."""
+    return (
+        tuple(form for form in FORMATS if form not in FIGURE_FORMATS)
+        if missing_package("figures")
+        else FORMATS
+    )
 
 
 def write_report(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     content: VerdictFile,
     output: Path,
     formats: Collection[str],
     command: str | None = None,
     readings: Sequence[ClaimTest] = (),
 ) -> list[Path]:
-    """Write the asked formats; returns the files. Raises ComparisonError where `output` cannot be written.
+    """Write the report in these formats and return the files. Raise ComparisonError if that fails.
 
-    Every file is drawn from the runs: what already lies in the folder may be somebody else's. The stamp keeps
-    the `readings` of this report and of those that were in its folder.
+    Everything is computed from the runs: files already in the folder may be someone else's. The stamp file
+    keeps the `readings` of this report and of earlier ones in the folder.
     """
     if not formats:
         return []
@@ -84,8 +89,8 @@ def write_report(
             from abrun.report.page import render_page
 
             write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
-        history = sorted((test.as_json() for test in {*readings, *claim_tests_in(output)}), key=str)
-        write_json(output / STAMP, {"asked": experiment.asked_sha256, "readings": history})
+        history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
+        write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -101,25 +106,26 @@ def write_report(
     return [*(path for form, path in written if form in formats), *figures]
 
 
-def choose_report_folder(experiment: Experiment) -> Path:
-    """Where the report of runs goes that abrun did not launch: `<name>-report`.
+def choose_report_folder(experiment: RecordedExperiment) -> Path:
+    """Return the report folder for runs that abrun did not launch: `<name>-report`.
 
-    Where the report of other sources is there, or of another comparison of these, it has a hash behind it.
+    If that folder has the report of another comparison, a hash is appended.
     """
     folder = Path(f"{make_slug(experiment.name)}-report")
     with suppress(StoreError):
-        existing_sha256 = read_json(folder / STAMP).get("asked", experiment.asked_sha256)
-        if existing_sha256 != experiment.asked_sha256:
-            return Path(f"{folder}-{experiment.asked_sha256[:8]}")
+        existing_sha256 = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
+        if existing_sha256 != experiment.request_sha256:
+            return Path(f"{folder}-{experiment.request_sha256[:8]}")
     return folder
 
 
 def _draw_claims(
-    experiment: Experiment, content: VerdictFile, output: Path, images: Sequence[str]
+    experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
     if not content.claims:
         return
-    from abrun.report import plots  # half a second
+    # Importing matplotlib takes half a second.
+    from abrun.report import plots
 
     with figure_style():
         yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
@@ -136,7 +142,7 @@ def _save_figure(figure: "Figure | None", stem: Path, images: Sequence[str]) -> 
 
 
 def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
-    """A file name for each metric: `train/reward` is `train-reward`; colliding names are numbered."""
+    """Return a file name for each metric, such as `train-reward`; colliding names are numbered."""
     named: dict[str, str] = {}
     for metric in dict.fromkeys(metrics):
         plain = make_slug(metric) or "metric"
@@ -148,7 +154,7 @@ def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
 
 
 def make_slug(name: str) -> str:
-    """What of a name can be a file's."""
+    """Return the name with only letters, digits, `_` and `-`, at most 100 characters."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
 
 
@@ -156,7 +162,7 @@ def make_slug(name: str) -> str:
 
 
 def render_markdown(content: VerdictFile, report_context: Context, images: Sequence[str]) -> str:
-    """A page of at most MOST_LINES lines, then the figures."""
+    """Return a Markdown page of at most MAX_LINES lines, followed by the figures."""
     lines = [
         f"# {escape_markdown(_headline(content))}",
         "",
@@ -189,7 +195,7 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
 
 
 def _make_tables(content: VerdictFile) -> list[Table]:
-    """Return the claims' table and the descriptions', each only if it has rows."""
+    """Return the tables of claims and of descriptions, each only if it has rows."""
     has_several_arms, tables = len(content.arms) > 1, []
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
@@ -208,29 +214,29 @@ def _description_columns(content: VerdictFile) -> list[str]:
 
 
 def _comparison_note(content: VerdictFile) -> str:
-    """Say which arm a difference is taken from, and what 90 % and 95 % stand for in a report."""
+    """Return a sentence on which arm is subtracted from which, and on the confidence level."""
     roles = [
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
     ]
     alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
-    text = f"differences are {roles[0]} minus {roles[1]}"
+    text = f"Differences are {roles[0]} minus {roles[1]}."
     if not alphas:
         return text
     level = max(alphas)
     return (
-        f"{text}; claims are tested at {confidence_text(level)} confidence: {100 * level:.3g} % lie beyond "
-        f"each end of a {interval_level_text(level)} interval"
+        f"{text} Claims are tested one-sided at {confidence_text(level)} confidence, which corresponds to "
+        f"{interval_level_text(level)} intervals."
     )
 
 
 def treatment_name(content: VerdictFile) -> str:
-    """Return the name of the treatment for heads of columns; 'treatment' where there are several."""
+    """Return the treatment's name for column headings; 'treatment' if there are several."""
     return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
 
 
 def _description_rows(content: VerdictFile) -> list[list[str]]:
-    """The first few of every arm."""
+    """Return the rows of the first few descriptions of each arm."""
     has_several_arms = len(content.arms) > 1
     descriptions_by_arm = [
         [description for description in content.descriptions if description.arm == arm]
@@ -251,7 +257,8 @@ def _description_cells(description: Description) -> list[str]:
     cells = [description.metric, f"{description.steps[0]}-{description.steps[1]}"]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
-        distance_text = f"{description.mean_distance:.3g}, at most {description.largest_distance:.3g} (step {description.largest_at})"
+        maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
+        distance_text = f"{description.mean_distance:.3g}, at most {maximum_text}"
         return [*cells, f"{description.difference:+.3g}", distance_text]
     if description.interval is None or description.certified_bound is None:
         return [*cells, f"{description.difference:+.3g}", "-", "two runs of each arm"]
@@ -260,9 +267,9 @@ def _description_cells(description: Description) -> list[str]:
         count = description.runs_needed or "more than 1000"
         margin_text = f"±{description.margin:.3g}: {count} {units(paired=description.paired)}"
         if description.detected:
-            margin_text += f", but it is {description.detected.direction}"
+            margin_text += f", but a difference was detected: {description.detected.direction}"
         if min(abs(end) for end in description.interval) > description.margin and description.detected:
-            margin_text = f"±{description.margin:.3g}: the difference is beyond it"
+            margin_text = f"±{description.margin:.3g}: the difference exceeds it"
     return [
         *cells,
         difference_text(description.difference, description.interval),
@@ -294,19 +301,14 @@ def claim_cells(claim: ClaimResult) -> list[str]:
     difference = "-"
     if claim.estimate.interval and claim.estimate.mean_difference is not None:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
-    bound = "-" if claim.estimate.certified_bound is None else bound_text(claim.estimate.certified_bound)
-    if claim.claim.margin_unit and claim.estimate.certified_number is not None:
-        number = claim.estimate.certified_number
-        bound = (
-            f"{bound_text(number)} sigma"
-            if claim.claim.margin_unit == "sigma"
-            else f"{bound_text(100 * number)}%"
-        )
+    estimate = claim.estimate
+    bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
     if claim.estimate.limited is not None:
         estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
         middle, *ends = (beside_limit(value, claim.claim.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    is_limit = claim.estimate.limited is not None  # a limit says in its own words what it is of
+    # The heading of a limit names its scale.
+    is_limit = claim.estimate.limited is not None
     scale = (
         ""
         if is_limit or claim.claim.transform == "identity"
@@ -320,7 +322,7 @@ def claim_cells(claim: ClaimResult) -> list[str]:
 
 
 def outcome_text(claim: ClaimResult) -> str:
-    """A claim's result in the words of its kind: a limit is broken, and not different."""
+    """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
     failed_texts = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
     return failed_texts.get(claim.claim.test, claim.result) if claim.result == "different" else claim.result
 
@@ -334,7 +336,7 @@ def render_terminal(
     next_steps: Sequence[NextStep],
     declared: Path | None = None,
 ) -> "RenderableType":
-    """The verdict first, then why, the claims as a table, the rest as lines, what to do, the files.
+    """Return the verdict, its reasons, the table of claims, the evidence, next steps and files.
 
     `declared`: the report of what was declared at launch, where this one is post hoc and leaves it as it is.
     """
@@ -343,33 +345,36 @@ def render_terminal(
     from rich.text import Text
 
     color = VERDICT_COLORS[content.verdict]
-    reasons_text = Text("\n".join(map(shown, sentences(content.reasons))))
+    reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
     renderables: list[RenderableType] = [
         Panel(
             reasons_text,
-            title=Text(shown(_headline(content)), style=f"bold {color}"),
+            title=Text(display_safe(_headline(content)), style=f"bold {color}"),
             title_align="left",
             border_style=color,
         )
     ]
     tables = _make_tables(content)
     if tables:
-        renderables.append(Text(shown(_comparison_note(content)), style="dim"))
+        renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
     for table in tables:
         renderables += [table.to_rich(padding=(0, 1)), Text("")]
     facts = [
-        (label, "\n".join(map(shown, sentences(content.not_tested) if label == "not tested" else [text])))
+        (
+            label,
+            "\n".join(map(display_safe, sentences(content.not_tested) if label == "not tested" else [text])),
+        )
         for label, text in evidence_lines(content)
     ]
-    facts += [("next", shown(f"{step.text}: {step.command}")) for step in next_steps]
-    if files and (missing := lacking("figures")):
+    facts += [("next", display_safe(f"{step.text}: {step.command}")) for step in next_steps]
+    if files and (missing := missing_package("figures")):
         facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
-    renderables.append(Table((), [(Text(shown(label), style="bold"), Text(text)) for label, text in facts]))
+    renderables.append(
+        Table((), [(Text(display_safe(label), style="bold"), Text(text)) for label, text in facts])
+    )
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))
         if declared:
-            renderables.append(
-                Text(f"        what was declared is reported in {declared}, which stays as it is")
-            )
+            renderables.append(Text(f"        the report on the declared comparison stays in {declared}"))
     return Group(*renderables)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from abrun.backends import Backend
 from abrun.models import Text
-from abrun.recipe.implementations import ENGINES, load
+from abrun.recipe.implementations import ENGINES, load_implementation
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.draws import Draws
 
@@ -62,4 +62,4 @@ class RolloutEngine(Protocol):
 
 def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
     """Return the engine of a recipe. Raises RecipeError if it cannot sample from this policy."""
-    return load(ENGINES[config.rollout.engine])(config, backend, text)
+    return load_implementation(ENGINES[config.rollout.engine])(config, backend, text)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Draws:
     def uniforms(self, max_new_tokens: int) -> Tensor:
         """Return numbers in [0, 1), one for each token to draw: [rows, max_new_tokens] float64, on CPU."""
         names = (self.stream, self.step, self.fetch) if self.fetch else (self.stream, self.step)
-        generator = torch.Generator().manual_seed(derive(self.seed, *names))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, *names))
         # Numbers are drawn in row order, so rows after these have no effect.
         shape = self.rows.stop, max_new_tokens
         return torch.rand(shape, dtype=torch.float64, generator=generator)[self.rows.start :]
 
     def seeds(self) -> list[int]:
         """Return a seed for each row, for engines with their own random generators."""
-        return [derive(self.seed, self.stream, self.step, self.fetch, row) for row in self.rows]
+        return [derive_seed(self.seed, self.stream, self.step, self.fetch, row) for row in self.rows]

@@ -159,7 +159,9 @@ class TorchEngine:
         while num_drawn < max_new_tokens and not sequences.all_ended():
             num_places = min(max(num_drawn, INITIAL_PLACES), max_new_tokens - num_drawn)
             cache = (
-                cache.grown(num_places) if isinstance(cache, InPlaceCache) else InPlaceCache(cache, is_token, num_places)
+                cache.grown(num_places)
+                if isinstance(cache, InPlaceCache)
+                else InPlaceCache(cache, is_token, num_places)
             )
             with self._make_step(decoder, sequences, cache) as step:
                 for _ in range(num_places):

@@ -10,7 +10,7 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.messages.records import coded, print_reason, printed_reason, stored_reason
 from abrun.reasons import Reason
-from abrun.redaction import told
+from abrun.redaction import one_line
 from abrun.runs import layout
 from abrun.runs.files import read_json, write_json
 from abrun.runs.rundir import RunDir
@@ -24,7 +24,7 @@ def write_ending(run: RunDir, writer: str, previous_attempt: int, reason: Reason
     The reason is printed if there is no run directory (in a probe, or on a node that cannot see it) or if
     the file cannot be written.
     """
-    reason = reason.map_texts(told)
+    reason = reason.map_texts(one_line)
     if run.exists:
         with contextlib.suppress(StoreError):  # for example on a full disk
             content = {"after": previous_attempt, "reason": coded(reason)}

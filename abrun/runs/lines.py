@@ -13,7 +13,7 @@ import orjson
 from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
-from abrun.regular_files import lines_of, open_regular
+from abrun.regular_files import iter_lines, open_regular
 from abrun.runs.access import read_error
 from abrun.runs.files import (
     decode_non_finite,
@@ -68,10 +68,10 @@ class LineWriter:
     def is_in_place(self) -> bool:
         """True while the path still names this file and nobody has truncated it."""
         try:
-            there, here = self.path.lstat(), os.fstat(self._file)
+            path_status, file_status = self.path.lstat(), os.fstat(self._file)
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, here) and here.st_size >= self._end
+        return os.path.samestat(path_status, file_status) and file_status.st_size >= self._end
 
     def sync(self) -> None:
         """Flush all rows to the disk, so that they survive a power loss."""
@@ -164,7 +164,7 @@ class LineReader:
         """
         with open_regular(self.path) as file:
             file.seek(self._offset)
-            for text in lines_of(file):
+            for text in iter_lines(file):
                 if not (text.endswith(b"\n") or ended):
                     return
                 start = self._offset

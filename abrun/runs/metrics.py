@@ -157,14 +157,16 @@ def _build_series(tables: Sequence[_MetricRows]) -> dict[str, Series]:
 def _newest_attempt_rows(tables: Sequence[_MetricRows]) -> list[NDArray[np.bool_] | slice]:
     """Return a mask per table of the rows from the newest attempt that recorded their step."""
     attempts = [np.asarray(table.attempts, np.int64) for table in tables]
-    if len({*(value for each in attempts for value in (each.min(), each.max()))}) < 2:
+    if len({*(value for values in attempts for value in (values.min(), values.max()))}) < 2:
         return [slice(None)] * len(tables)
     steps = [np.asarray(table.steps, np.int64) for table in tables]
     distinct, step_indices = np.unique(np.concatenate(steps), return_inverse=True)
     newest = np.full(len(distinct), np.iinfo(np.int64).min)
     np.maximum.at(newest, step_indices, np.concatenate(attempts))
-    ends = np.cumsum([len(each) for each in steps])[:-1]
-    return [each == newest[where] for each, where in zip(attempts, np.split(step_indices, ends), strict=True)]
+    ends = np.cumsum([len(values) for values in steps])[:-1]
+    return [
+        values == newest[where] for values, where in zip(attempts, np.split(step_indices, ends), strict=True)
+    ]
 
 
 def _last_line_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:

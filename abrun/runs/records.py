@@ -11,8 +11,7 @@ from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.messages.records import coded, stored_reason
 from abrun.reasons import Code, Reason
-from abrun.redaction import shortened
-from abrun.redaction import told as one_line
+from abrun.redaction import one_line, shortened
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
 from abrun.runs.access import UnreadableError, unreadable_error
 from abrun.runs.files import read_as, read_json_or_empty
@@ -39,7 +38,7 @@ class RunRecord:
     experiment: str
     name: RunName
     initial_weights: str | None  # a folder, relative to the run directory
-    config: dict[str, Any]  # resolved; abrun.recipe.experiment.stored_run parses it
+    config: dict[str, Any]  # resolved; abrun.recipe.experiment.parse_stored_run parses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +384,7 @@ class StartCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a run depends on besides its configuration: `environment.json`. None: unknown."""
+    """Software, devices and inputs of a run besides its configuration: `environment.json`. None: unknown."""
 
     attempt: Count | None = None
     python: str | None = None

@@ -227,10 +227,8 @@ class RunDir:
         bad_lines = find_bad_lines(self.path / layout.METRICS)
         if bad_lines:
             overwrite_lines(self.path / layout.METRICS, bad_lines)
-            description = (
-                f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
-            )
-            writer.event("repair", message=f"lines of {layout.METRICS}: {description}")
+            text = f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
+            writer.event("repair", message=f"lines of {layout.METRICS}: {text}")
         return writer
 
     def _attempts_with_rows(self) -> Iterator[int]:

@@ -114,7 +114,7 @@ def check_samples(
         or min(len(baseline_values), len(treatment_values)) < 2
     ):
         raise ValueError(
-            "expected two vectors of equal length, at least 2 (unpaired: any lengths from 2); "
+            "expected two vectors of at least 2 values, of equal length if paired; "
             f"got shapes {baseline_values.shape} and {treatment_values.shape}"
         )
     if not (np.isfinite(baseline_values).all() and np.isfinite(treatment_values).all() and margin > 0):

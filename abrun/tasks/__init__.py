@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from abrun.recipe.tasks import GENERATED, Arithmetic, ReasoningGym, TaskConfig, Validation, WordProblems
+from abrun.recipe.tasks import Arithmetic, GeneratedTask, ReasoningGym, TaskConfig, Validation, WordProblems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def hold_out(config: TaskConfig, validation: Validation) -> tuple[TrainingTask, 
     Training excludes all copies of a validation prompt, such as duplicate lines.
     """
     task = make_task(config)
-    if validation.path is None or isinstance(config, GENERATED):
+    if validation.path is None or isinstance(config, GeneratedTask):
         examples = task.held_out(validation.num_prompts)
     else:
         from abrun.tasks.problems import read_problems

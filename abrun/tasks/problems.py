@@ -13,7 +13,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe.tasks import Completions, Gsm8k, Jsonl, Preferences
+from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask
 from abrun.regular_files import open_regular
 from abrun.tasks import Example
 from abrun.tasks.final_answers import number
@@ -24,7 +24,7 @@ MAX_CHECKED_BYTES = 1 << 20  # bytes of a file that `check_problems` reads
 
 JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": judge_by_value}
 
-FileConfig = Gsm8k | Jsonl | Completions | Preferences
+FileConfig = Gsm8k | Jsonl | CompletionsTask | PreferencesTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ProblemFile:
 def make_problem_file(config: FileConfig) -> ProblemFile:
     """Return the task of a file. Raises RecipeError if the file or the verifier is invalid."""
     problems = read_problems(config, config.path, "task.path")
-    if isinstance(config, Completions | Preferences):
+    if isinstance(config, CompletionsTask | PreferencesTask):
         return problems
     if config.verifier:
         return replace(problems, judge=load_verifier(config.verifier))
@@ -104,9 +104,9 @@ def _parse_problems(config: FileConfig, content: bytes, path: str, field: str) -
                 (config.prompt_field, config.answer_field),
                 partial(_answer_example, _reference_check(config)),
             )
-        case Completions():
+        case CompletionsTask():
             fields, read = (config.prompt_field, config.completion_field), _completion_example
-        case Preferences():
+        case PreferencesTask():
             fields, read = (
                 (config.prompt_field, config.chosen_field, config.rejected_field),
                 _preference_example,

@@ -69,9 +69,9 @@ FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
-def start_rank_anew(words: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
+def start_rank_anew(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
     """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
-    command = [sys.executable, "-u", *MODULE_OPTIONS, *words]
+    command = [sys.executable, "-u", *MODULE_OPTIONS, *arguments]
     return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
@@ -86,13 +86,15 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     mask = current_mask()
     with (
         catch_stop_signals() as requests,
-        capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes) as pass_on,
+        capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes) as start_capture,
     ):
         previous_attempt = run.last_attempt
         try:
-            with _scratch(_local_ranks(options)) as (scratch, lines):
+            with _scratch(_local_ranks(options)) as (scratch, status_lines):
                 notes = _NodeNotes(run, previous_attempt, options.node, options.nodes)
-                status, reason = _run_and_watch(options, start_rank, requests, scratch, lines, notes, pass_on)
+                status, reason = _run_and_watch(
+                    options, start_rank, requests, scratch, status_lines, notes, start_capture
+                )
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
@@ -125,20 +127,20 @@ def _run_and_watch(
     start_rank: StartRank,
     requests: StopRequests,
     scratch: Path,
-    lines: Mapping[int, int],
+    status_lines: Mapping[int, int],
     notes: "_NodeNotes",
-    pass_on: Callable[[], None],
+    start_capture: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
-    watch = _Watchdog(requests, options, scratch, lines, notes)
+    watch = _Watchdog(requests, options, scratch, status_lines, notes)
 
-    def begin() -> None:
-        pass_on()
+    def on_started() -> None:
+        start_capture()
         watch.start()
 
     try:
-        status, reason = _run_ranks(options, start_rank, scratch, begin)
+        status, reason = _run_ranks(options, start_rank, scratch, on_started)
     finally:
         watch.done.set()
         if watch.is_alive():
@@ -181,16 +183,16 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _run_ranks(
-    options: argparse.Namespace, start_rank: StartRank, scratch: Path, begin: Callable[[], None]
+    options: argparse.Namespace, start_rank: StartRank, scratch: Path, on_started: Callable[[], None]
 ) -> tuple[int, Reason | None]:
     """Return exit status (as `subprocess` gives it) and reason of the first rank that failed, or 0 and None.
 
-    `begin` is called after the ranks have been started.
+    `on_started` is called after the ranks have been started.
     """
     oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
     try:
         with _start_ranks(options, start_rank, scratch) as processes:
-            begin()
+            on_started()
             failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
         raise LaunchError(Code.RANKS_NOT_STARTED(node=options.node, error=str(error))) from None
@@ -218,8 +220,8 @@ def _start_ranks(
     ranks, inherited = _local_ranks(options), dict[int, int]()
     with contextlib.ExitStack() as stack:
         if 0 in ranks:
-            listening = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
-            port, inherited[0] = listening.getsockname()[1], listening.fileno()
+            rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
+            port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
         yield {
             rank: start_rank(
                 [options.module, str(options.directory)],
@@ -293,19 +295,14 @@ class _NodeNotes:
     """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
     def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
-        self._run, self._previous_attempt, self._node, self._num_nodes = (
-            run,
-            previous_attempt,
-            node,
-            num_nodes,
-        )
+        self._run, self._previous_attempt = run, previous_attempt
+        self._node, self._num_nodes = node, num_nodes
         self._attempt = 0
         self._written_s = -math.inf
         self._silent_ranks: list[SilentRank] | None = None
         self._last_read_s = -math.inf
-        self._notes_by_node: dict[
-            int, tuple[NodeStatus, float]
-        ] = {}  # with the time of reading, by this node's clock
+        # Each with the time of reading, by this node's clock
+        self._notes_by_node: dict[int, tuple[NodeStatus, float]] = {}
 
     def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
         """Write this node's note if it is due; call this often.

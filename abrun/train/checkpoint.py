@@ -67,7 +67,7 @@ def save(
     Rank 0 has the attempt's `writer`. Its earlier records are synced to disk first, and no checkpoint is
     published once a newer attempt owns the run.
     """
-    with _in_step(ranks, directory) as shared:
+    with _collective_section(ranks, directory) as shared:
         if ranks.is_first:  # named by attempt, because ranks of an older attempt may still be writing
             shared.local = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
             _empty_folder(shared.local)
@@ -86,14 +86,14 @@ def _save_into(
     keep: int,
     writer: RunWriter | None,
 ) -> None:
-    with _in_step(ranks, partial) as shared:
+    with _collective_section(ranks, partial) as shared:
         state = {
             name: tensor.contiguous() for name, tensor in (trained.local_state() | _get_rng_state()).items()
         }
         path = partial / f"rank-{ranks.rank}.safetensors"
         save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
         shared.local = {path.name: _sync_and_fingerprint(path)}
-    with _in_step(ranks, partial):
+    with _collective_section(ranks, partial):
         if writer:
             files = {
                 name: file_fingerprint
@@ -112,9 +112,8 @@ def _save_into(
             _publish(partial, directory / f"step-{step:06d}", writer)
             checkpoints = _list_checkpoints(directory)
             steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
-            for old_step in (
-                checkpoints.keys() - steps_to_keep
-            ):  # those after this step, too: restore has passed them over
+            # Later steps are removed too: `restore` has skipped their checkpoints.
+            for old_step in checkpoints.keys() - steps_to_keep:
                 _remove(checkpoints[old_step])
 
 
@@ -127,7 +126,7 @@ def restore(
     with steps that are not recorded, or were recorded again by a later attempt. Raises StoreError if there
     are checkpoints and all are damaged.
     """
-    with _in_step(ranks, directory) as shared:
+    with _collective_section(ranks, directory) as shared:
         if writer:
             _remove_partial(directory)
             run_dir = RunDir(writer.path)
@@ -167,11 +166,11 @@ def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer:
     Returns the fingerprint (see abrun.runs.files) of each file on rank 0.
     """
     partial = final.with_name(f".{final.name}.partial")
-    with _in_step(ranks, partial):
+    with _collective_section(ranks, partial):
         if ranks.is_first:
             _empty_folder(partial)
     fingerprints = {}
-    with _removing_on_failure(partial, ranks), _in_step(ranks, partial):
+    with _removing_on_failure(partial, ranks), _collective_section(ranks, partial):
         write(partial)
         if writer:
             files = sorted(path for path in partial.rglob("*") if is_file(path))
@@ -193,7 +192,7 @@ class _Exchange:
 
 
 @contextlib.contextmanager
-def _in_step(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
+def _collective_section(ranks: Ranks, path: Path) -> Iterator[_Exchange]:
     """Run a section in which all ranks succeed, or all raise the error of one of them. Collective.
 
     Yields an _Exchange: set `local` inside of the section; `by_rank` has the values of all ranks after it.
@@ -348,11 +347,11 @@ class _RandomNumbers:
 
 
 def _get_rng_state() -> dict[str, Tensor]:
-    _, words, _ = random.getstate()
+    _, python_state, _ = random.getstate()
     numpy_state = np.random.get_state(legacy=False)["state"]
     state = {
         "rng/torch": torch.get_rng_state(),
-        "rng/python": torch.tensor(words, dtype=torch.int64),
+        "rng/python": torch.tensor(python_state, dtype=torch.int64),
         "rng/numpy": torch.tensor([*numpy_state["key"].tolist(), numpy_state["pos"]], dtype=torch.int64),
     }
     if torch.cuda.is_available():

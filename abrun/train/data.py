@@ -10,7 +10,7 @@ from abrun.models import Text
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.tasks import Example, TrainingTask, hold_out, make_task
 
 Texts = Sequence[tuple[str, str]]  # prompts with their completions
@@ -34,7 +34,9 @@ class Data:
         examples therefore do not depend on how often earlier steps fetched.
         """
         names = ("data", fetch) if fetch else ("data",)
-        return self.task.examples(derive(self.seed, *names), (step - 1) * self.batch_size, self.batch_size)
+        return self.task.examples(
+            derive_seed(self.seed, *names), (step - 1) * self.batch_size, self.batch_size
+        )
 
     def local_examples(self, step: int) -> list[Example]:
         """Return this rank's examples of a step."""

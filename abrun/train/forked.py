@@ -26,15 +26,15 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    words = fork_server.serve_forks(socket.socket(fileno=int(socket_fd)), _can_fork)
+    arguments = fork_server.serve_forks(socket.socket(fileno=int(socket_fd)), _can_fork)
     # From here on this is a copy.
     ignore_output_errors()
-    sys.argv = words
+    sys.argv = arguments
     status = agent.main(start_copy)
     os._exit(status)  # the agent has nothing to save, and a regular exit is slow after large imports
 
 
-def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -> ForkedChild:
+def start_copy(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> ForkedChild:
     """Start a rank as a fork of this process, which already has the inherited files open."""
 
     def run() -> None:
@@ -43,9 +43,9 @@ def start_copy(words: list[str], env: Mapping[str, str], inherited: list[int]) -
         os.environ.clear()
         os.environ.update(env)
         np.random.seed()  # NumPy seeded itself before the fork; Python reseeds its own generator
-        sys.argv = words
-        sys.modules.pop(f"{words[0]}.__main__", None)  # otherwise runpy warns in the log of the run
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        sys.argv = arguments
+        sys.modules.pop(f"{arguments[0]}.__main__", None)  # otherwise runpy warns in the log of the run
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
     return fork_server.fork_child(run, death_signal=signal.SIGKILL)
 

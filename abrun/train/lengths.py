@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from abrun.errors import RecipeError
 from abrun.models import Text
-from abrun.models.text import AT_ONCE
+from abrun.models.text import TEXTS_PER_CALL
 from abrun.processes import progress
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.run import OwnRunConfig
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.tasks import Example
 from abrun.tasks.problems import ProblemFile
 from abrun.train.data import Data, check_length
@@ -25,8 +25,8 @@ def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: in
     `num_sampled` replaces the length of the completion if it is sampled; 0 uses the example's own
     completions. Examples are tokenized in chunks, because token ids take much more memory than texts.
     """
-    for start in range(0, len(examples), AT_ONCE):
-        chunk = examples[start : start + AT_ONCE]
+    for start in range(0, len(examples), TEXTS_PER_CALL):
+        chunk = examples[start : start + TEXTS_PER_CALL]
         completions = [num_sampled] * len(chunk)
         if not num_sampled:
             chosen = text.encode_completions([example.completion for example in chunk])
@@ -37,7 +37,7 @@ def sequence_lengths_of(text: Text, examples: Sequence[Example], num_sampled: in
             yield len(prompt) + completion
 
 
-def check_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
+def check_example_lengths(data: Data, config: OwnRunConfig, first_step: int) -> None:
     """Raise RecipeError, on all ranks, for a line of a file that is too long for the model. Collective.
 
     It checks the lines for validation and for the steps from `first_step` on. Lines that the tokenizer or a
@@ -76,8 +76,8 @@ def _examples_to_check(data: Data, config: OwnRunConfig, first_step: int) -> lis
     if not isinstance(task, ProblemFile):
         return []
     start, stop = (first_step - 1) * data.batch_size, config.steps * data.batch_size
-    drawn = task.examples(derive(data.seed, "data"), start, stop - start) if start < stop else []
-    if isinstance(algorithm, PolicyGradientSettings) and algorithm.draws_again:
+    drawn = task.examples(derive_seed(data.seed, "data"), start, stop - start) if start < stop else []
+    if isinstance(algorithm, PolicyGradientSettings) and algorithm.may_draw_again:
         drawn = task.problems  # any of them may be drawn
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())
 

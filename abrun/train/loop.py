@@ -20,7 +20,7 @@ from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.train import checkpoint, startup
 from abrun.train.branch import StartCheckpoint, start_from
-from abrun.train.lengths import check_lengths
+from abrun.train.lengths import check_example_lengths
 from abrun.train.recorder import Recorder, prompts_sha256
 from abrun.train.setup import RunSetup, make_setup
 from abrun.train.validation import Validator
@@ -80,7 +80,7 @@ def _train(
     saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, start_step=first_step)
     if start > first_step:
         recorder.event("resumed", step=start)
-    check_lengths(setup.data, config, first_step=start + 1)
+    check_example_lengths(setup.data, config, first_step=start + 1)
     validator = Validator(setup, config.validation, recorder, algorithm) if config.validation else None
     if validator and start == first_step:
         recorder.metrics(first_step, validator.validate(first_step))

@@ -57,7 +57,7 @@ class Recorder:
         Call it before the first update. `started_from`: the checkpoint of another run from which it began.
         """
         ranks = policy.ranks
-        places = ranks.all_gather_world(
+        hosts = ranks.all_gather_world(
             (socket.gethostname(), _device_name(ranks.device), _driver_version(ranks.device))
         )
         sketch: dict[str, Tensor] = {}
@@ -70,9 +70,9 @@ class Recorder:
                 "python": platform.python_version(),
                 "versions": {name: installed_version(name) for name in RECORDED_PACKAGES}
                 | {"torch": torch.__version__},
-                "devices": [name for _, name, _ in places],
-                "hosts": sorted({host for host, _, _ in places}),
-                "drivers": sorted({driver for _, _, driver in places if driver}),
+                "devices": [name for _, name, _ in hosts],
+                "hosts": sorted({host for host, _, _ in hosts}),
+                "drivers": sorted({driver for _, _, driver in hosts if driver}),
                 "dtype": config.policy.dtype,
                 "precision": _head_precision(config, ranks.device),
                 "prompts_sha256": prompts_sha256(prompts),

@@ -11,9 +11,9 @@ from abrun.backends.ranks import Ranks, make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_text
 from abrun.recipe.algorithms import Ppo
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.rollout import make_engine
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.train.data import Data, make_data
 from abrun.train.learner import Learner
 from abrun.train.phases import Phases
@@ -43,17 +43,17 @@ def make_setup(
 
     Raises RecipeError if they do not fit together, or for a feature that is not built yet.
     """
-    for line in not_built(config):
+    for line in unsupported_settings(config):
         raise RecipeError(line)
     algorithm = config.algorithm
     backend = config.policy.backend
     ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_groups)
     text = load_text(config.model, weights=initial_weights)
     data = make_data(config, text, ranks, seed)
-    policy = make_backend(config, ranks, weights=initial_weights, seed=derive(seed, "init"))
+    policy = make_backend(config, ranks, weights=initial_weights, seed=derive_seed(seed, "init"))
     value_model = None
     if isinstance(algorithm, Ppo):
-        value_model = policy.make_value_model(algorithm, derive(seed, "value_head"))
+        value_model = policy.make_value_model(algorithm, derive_seed(seed, "value_head"))
     trained = [policy] if value_model is None else [policy, value_model]
     phases = Phases(
         device,
@@ -81,7 +81,7 @@ def make_reference(setup: RunSetup) -> Backend:
         setup.config,
         setup.ranks,
         weights=setup.initial_weights,
-        seed=derive(setup.seed, "init"),
+        seed=derive_seed(setup.seed, "init"),
         trainable=False,
     )
     setup.phases.add_resident(reference.resident_tensors)

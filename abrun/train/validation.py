@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from abrun.processes import progress
-from abrun.recipe.tasks import Completions, Preferences, Validation
+from abrun.recipe.tasks import CompletionsTask, PreferencesTask, Validation
 from abrun.rollout.draws import Draws
 from abrun.tasks import Example
 from abrun.train.data import check_length
@@ -44,7 +44,7 @@ class Validator:
         self._setup = setup
         self._settings = settings
         self._recorder = recorder
-        if isinstance(setup.config.task, Completions | Preferences):
+        if isinstance(setup.config.task, CompletionsTask | PreferencesTask):
             assert isinstance(algorithm, Evaluator), "recipe validation allows no other algorithm"
             self._evaluator: Evaluator = algorithm
         else:

@@ -12,7 +12,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack, union
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     TostResult,
@@ -74,7 +74,7 @@ def judge_equivalence(
     bounds = window_bounds(claim.window, grid, metric) if len(grid) else None
     steps, baseline, treatment = _select_window(finished, claim, bounds)
     bounds = clip_to_shared_steps(claim.window, bounds, steps)
-    usable = finished.of(_find_usable_runs(baseline), _find_usable_runs(treatment))
+    usable = finished.select(_find_usable_runs(baseline), _find_usable_runs(treatment))
     in_window = (
         baseline[[run in usable.baselines for run in finished.baselines]],
         treatment[[run in usable.treatments for run in finished.treatments]],
@@ -198,10 +198,10 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
 
 def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
     """Return the steps [W] of the window and both arms' values [R, W] there."""
-    steps, values = stack(sides.runs, claim.metric)
+    steps, values = stack_runs(sides.runs, claim.metric)
     first_step, last_step = bounds or (0, 0)
     inside = (steps >= first_step) & (steps <= last_step)
-    recorded = union(run.series(claim.metric).steps for run in sides.runs)
+    recorded = union_steps(run.series(claim.metric).steps for run in sides.runs)
     if len(recorded) and not ((first_step <= recorded) & (recorded <= last_step)).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment, Sides, no_shared_step
+from abrun.recorded.experiment import RecordedExperiment, Sides, no_shared_step_reason
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import apply_holm, judge_equivalence
@@ -84,7 +84,7 @@ class ArmVerdict(ArmSection):
 
 
 def judge(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     claims: Sequence[Claim],
     *,
     alpha: float = ALPHA,
@@ -113,7 +113,7 @@ def judge(
         for arm in arms:
             sides = experiment.sides(arm, analysis.num_pairs)
             for claim, margin in zip(claims, margins, strict=True):
-                grid = experiment.steps_of(claim.metric)
+                grid = experiment.metric_steps(claim.metric)
                 if margin:
                     result = judge_equivalence(arm, sides, claim, margin, grid, rates, may_repeat=may_repeat)
                 else:
@@ -134,7 +134,7 @@ def judge(
 
 
 def planned_analyses(
-    experiment: Experiment, num_claims: int = 1, alpha: float = ALPHA
+    experiment: RecordedExperiment, num_claims: int = 1, alpha: float = ALPHA
 ) -> list[InterimAnalysis]:
     """Return the declared interim analyses; without any, a single analysis at all pairs.
 
@@ -161,14 +161,14 @@ def planned_analyses(
     ]
 
 
-def _has_ended(experiment: Experiment, arm: str, analysis: InterimAnalysis) -> bool:
+def _has_ended(experiment: RecordedExperiment, arm: str, analysis: InterimAnalysis) -> bool:
     pairs = experiment.pairs(arm)[: analysis.num_pairs]
     runs = [run for pair in pairs for run in (pair.baseline, pair.treatment)]
     return len(pairs) >= analysis.num_pairs and all(run.finished or run.status == "failed" for run in runs)
 
 
 def judge_arm(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arm: str,
     claims: Sequence[Claim],
     results: Sequence[ClaimResult],
@@ -198,7 +198,9 @@ def judge_arm(
         results,
         reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        no_shared_step=no_shared_step([run for pair in pairs for run in (pair.baseline, pair.treatment)]),
+        no_shared_step=no_shared_step_reason(
+            [run for pair in pairs for run in (pair.baseline, pair.treatment)]
+        ),
         has_recipe=experiment.has_recipe,
     )
     described = describe_metrics(experiment, arm, claims)
@@ -229,7 +231,7 @@ def judge_arm(
 
 
 def _add_description_reasons(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     sides: Sides,
     described: Sequence[Description],
     verdict: Verdict,

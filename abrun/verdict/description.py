@@ -24,13 +24,13 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
-from abrun.recorded.experiment import Experiment, Sides, stack
+from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import Detected, detect
+from abrun.verdict.results import DetectedDifference, detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -67,7 +67,7 @@ class Description:
     largest_distance: float | None
     largest_at: int | None  # at this step
     # None with one run of each arm.
-    detected: Detected | None  # None if the interval includes zero
+    detected: DetectedDifference | None  # None if the interval includes zero
     interval: tuple[float, float] | None  # 90 % confidence interval of the difference
     certified_bound: float | None  # smallest margin that would pass now
     margin: float | None  # suggested from the baseline alone; None if the baseline is 0
@@ -75,7 +75,7 @@ class Description:
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
 
 
-def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
+def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
     """Describe the claimed metrics, then others; with several runs per arm only if nothing is claimed.
 
     Returns an empty list if abrun launched the runs and there are several, or if an arm has none.
@@ -94,7 +94,7 @@ def describe_metrics(experiment: Experiment, arm: str, claims: Sequence[Claim]) 
     return [description for description in described if description]
 
 
-def find_claimable_metric(experiment: Experiment) -> Description | None:
+def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     """Return the first metric for which the first treatment's runs could have shown a sensible difference.
 
     The margin is in the metric's own units.
@@ -111,7 +111,7 @@ def find_claimable_metric(experiment: Experiment) -> Description | None:
             continue
         claim = build_claim(description)
         margin = resolve_margin(claim, None)
-        grid = experiment.steps_of(metric)
+        grid = experiment.metric_steps(metric)
         if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
             return description
     return None
@@ -157,14 +157,14 @@ def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
 
 
 def _describe_metric(
-    arm: str, sides: Sides, metric: str, window: str, declared: Experiment | None
+    arm: str, sides: Sides, metric: str, window: str, declared: RecordedExperiment | None
 ) -> Description | None:
     """Describe one metric; None if the window holds no finite value of every run.
 
     If nothing was declared, the window is taken over the steps at which every run recorded the metric.
     """
-    steps, values = stack(sides.runs, metric)
-    grid = declared.steps_of(metric) if declared else steps
+    steps, values = stack_runs(sides.runs, metric)
+    grid = declared.metric_steps(metric) if declared else steps
     is_finite = np.isfinite(values).all(axis=0)
     steps, values = steps[is_finite], values[:, is_finite]
     try:

@@ -8,7 +8,7 @@ import numpy as np
 
 from abrun.metric_names import STEP_ONE
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Pair, RecordedRun, stack, stack_pairs
+from abrun.recorded.experiment import Pair, RecordedRun, stack_pairs, stack_runs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
 
@@ -103,7 +103,7 @@ def _rerun_distances(
 ) -> Iterator[float]:
     """Yield the mean distance of each finished rerun from the baseline, if it is finite at these steps."""
     for rerun in reruns:
-        shared, values = stack([baseline, rerun], metric)
+        shared, values = stack_runs([baseline, rerun], metric)
         distances = np.abs(values[1] - values[0])[np.isin(shared, steps)]
         if rerun.finished and len(distances) == len(steps) and np.isfinite(distances).all():
             yield float(distances.mean())

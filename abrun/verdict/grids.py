@@ -7,7 +7,7 @@ import numpy as np
 from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment, RecordedRun, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
 from abrun.stats.series import Steps, intersect_steps, window_bounds
 
 # Share of the sparsest run's steps in a window that all runs must have.
@@ -45,12 +45,12 @@ def _find_recorded(
 ) -> tuple[list[RecordedRun], Steps]:
     """Return the runs that recorded a metric, and the steps at which any of them did, inside a window."""
     recorded = [run for run in runs if len(run.series(metric))]
-    steps = union(run.series(metric).steps for run in recorded)
+    steps = union_steps(run.series(metric).steps for run in recorded)
     return recorded, _clip_steps(steps, *bounds) if bounds else steps
 
 
 def find_text_values(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield metrics whose log holds text values in a window: dropping them could hide a difference.
 
@@ -61,8 +61,8 @@ def find_text_values(
         dropped = {run.name: np.array(run.dropped.get(metric, ()), np.int64) for run in finished}
         if not any(len(steps) for steps in dropped.values()):
             continue
-        recorded = experiment.steps_of(metric)
-        grids = [grid for grid in (recorded, union([recorded, *dropped.values()])) if len(grid)]
+        recorded = experiment.metric_steps(metric)
+        grids = [grid for grid in (recorded, union_steps([recorded, *dropped.values()])) if len(grid)]
         bounds = [window_bounds(window, grid, metric) for grid in grids]
         first_step, last_step = min(start for start, _ in bounds), max(end for _, end in bounds)
         for run in finished:
@@ -122,7 +122,7 @@ def _steps_missing_reason(
     )
 
 
-def grid_notes(experiment: Experiment, arms: Collection[str]) -> list[Reason]:
+def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Reason]:
     """Return a note for each claimed metric that an arm recorded at other steps; without claims, for step
     one.
     """
@@ -152,7 +152,9 @@ def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str)
     if not len(shared):
         return None
     arm_steps = {
-        arm_runs[0].name.arm: union(run.series(metric).steps for run in arm_runs if len(run.series(metric)))
+        arm_runs[0].name.arm: union_steps(
+            run.series(metric).steps for run in arm_runs if len(run.series(metric))
+        )
         for arm_runs in arms
         if arm_runs
     }

@@ -303,7 +303,7 @@ def _find_new_non_finite(
 def _find_more_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[Reason]:
     """Yield the watched metrics that are non-finite at more of the treatment's steps, at `alpha` over all."""
     for metric in watched:
-        recorded = sides.of(
+        recorded = sides.select(
             [run.finished and metric in run.metrics for run in sides.baselines],
             [metric in run.metrics for run in sides.treatments],
         )
@@ -350,7 +350,7 @@ def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> 
     above it.
     """
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
-    recorded_sides = sides.of(
+    recorded_sides = sides.select(
         [run.finished and len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.baselines],
         [len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.treatments],
     )

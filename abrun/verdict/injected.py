@@ -10,7 +10,7 @@ from abrun.messages.numbers import certified_text
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
-from abrun.recorded.experiment import Experiment, Pair
+from abrun.recorded.experiment import Pair, RecordedExperiment
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.results import ClaimResult
 
@@ -18,7 +18,7 @@ Evidence = Literal["step one", "guard", "claim", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultFound:
+class FaultResult:
     """One injected fault, judged against the baseline by the ordinary judge."""
 
     fault: str
@@ -48,10 +48,10 @@ class Sensitivity:
     num_judged: int  # all but INVALID ones
     num_pairs: int  # maximum over faults
     num_steps: int  # of the longest run
-    faults: list[FaultFound]
+    faults: list[FaultResult]
 
 
-def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
+def measure_sensitivity(experiment: RecordedExperiment) -> Sensitivity | None:
     """Judge each injected fault by itself; None if there is none. Never part of a verdict."""
     faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
     if not faults or experiment.regression:
@@ -66,7 +66,7 @@ def measure_sensitivity(experiment: Experiment) -> Sensitivity | None:
     )
 
 
-def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> FaultFound:
+def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFault) -> FaultResult:
     fault_experiment = replace(
         experiment,
         arms=(experiment.baseline, arm),
@@ -83,7 +83,7 @@ def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> F
     caught_by, metric, step, figures = _find_evidence(judged, fault_experiment)
     fault = LIBRARY[injected.name]
     is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
-    return FaultFound(
+    return FaultResult(
         fault=fault.name,
         arm=arm,
         size=None if fault.size is None else injected.amount,
@@ -107,7 +107,7 @@ def _judge_fault(experiment: Experiment, arm: str, injected: InjectedFault) -> F
 
 
 def _find_evidence(
-    judged: ArmVerdict, experiment: Experiment
+    judged: ArmVerdict, experiment: RecordedExperiment
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
     """Return the earliest evidence of a mismatch (step one, then guards, then claims) with its figures."""
     if judged.verdict != "MISMATCH":
@@ -177,7 +177,7 @@ def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
     )
 
 
-def _max_num_steps(experiment: Experiment) -> int:
+def _max_num_steps(experiment: RecordedExperiment) -> int:
     """Return the number of steps of the longest run."""
     steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
     return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)

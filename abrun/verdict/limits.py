@@ -9,13 +9,13 @@ from abrun.metric_names import (
     MEMORY_PEAK,
     Transform,
     default_reduction,
-    find,
+    find_metric,
     is_clock,
     unit_of,
 )
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim, claim_text
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recipe.claims import Claim, describe_claim
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, window_bounds
 from abrun.verdict.claims import pairs_missing_reason
@@ -26,7 +26,7 @@ from abrun.verdict.results import (
     ClaimEstimate,
     ClaimResult,
     ClaimTerms,
-    Detected,
+    DetectedDifference,
     ErrorRates,
     WindowReduction,
     detect,
@@ -61,18 +61,18 @@ def judge_limit(
         window=claim.window,
         steps=bounds,
         num_steps=0,
-        transform="log_excess" if claim.limits_excess else "identity",
+        transform="log_excess" if claim.is_limit_on_excess else "identity",
         reduction=_limit_reduction(claim.metric),
         test="exact" if claim.exact else "ratio limit" if is_ratio else "limit",
         margin=None,
         margin_unit="",
         margin_number=claim.limit[0] if claim.limit else 0.0,
-        margin_text=claim_text(claim),
+        margin_text=describe_claim(claim),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(finished)
     problem = _find_problem(claim, sides)
-    if bounds and not claim.exact and len(shared := stack(finished.runs, claim.metric)[0]):
+    if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         steps_in_window = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
         bounds = clip_to_shared_steps(claim.window, bounds, steps_in_window)
         terms = replace(terms, steps=bounds)
@@ -174,7 +174,7 @@ def _judge_level_or_ratio(
     baseline, treatment = levels("identity")
     transform: Transform = "identity"
     baseline_sample, treatment_sample = baseline, treatment
-    if claim.limits_excess:
+    if claim.is_limit_on_excess:
         transform = "log_excess"
         baseline_sample, treatment_sample = levels(transform)
     elif is_ratio:
@@ -185,7 +185,7 @@ def _judge_level_or_ratio(
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
     if not np.isfinite(needed).all():
-        needed_values = "excess" if claim.limits_excess else "positive" if is_ratio else "number"
+        needed_values = "excess" if claim.is_limit_on_excess else "positive" if is_ratio else "number"
         return replace(result, problem=Code.VALUES_UNFIT(needed=needed_values))
     scale = claim.model_copy(update={"transform": transform})
     window = _averaged_values(result.claim, sides, bounds, is_ratio=is_ratio)
@@ -215,7 +215,7 @@ def _judge_level_or_ratio(
 
 def _detect_difference(
     baseline: Array, treatment: Array, alpha: float, resolution: float, *, paired: bool
-) -> Detected | None:
+) -> DetectedDifference | None:
     """Compare both arms of a limit: a treatment may keep it and still be worse than its baseline."""
     if min(len(baseline), len(treatment)) < 2 or not np.isfinite(np.concatenate([baseline, treatment])).all():
         return None
@@ -226,7 +226,7 @@ def _detect_difference(
 def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *, is_ratio: bool) -> Array:
     """Return the recorded values whose mean is limited [N, W]; for ratios of pairs, their differences."""
     runs = sides.runs if is_ratio else sides.treatments
-    steps, values = stack(runs, terms.metric)
+    steps, values = stack_runs(runs, terms.metric)
     values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
     if terms.reduction != "mean":
         return values[:, :0]
@@ -313,7 +313,7 @@ def _clip_series(series: Series, bounds: tuple[int, int]) -> Series:
 
 def _limit_reduction(metric: str) -> WindowReduction:
     """Return "maximum" for a batch maximum, peak or bytes, else the metric's usual reduction."""
-    definition = find(metric)
+    definition = find_metric(metric)
     if (
         metric == MEMORY_PEAK
         or unit_of(metric) == "bytes"

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.run import precision_difference
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recipe.run import compare_precisions
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
 SOFTWARE_KEYS = ("versions", "python")
@@ -14,7 +14,7 @@ MACHINE_KEYS = (*SOFTWARE_KEYS, "devices")
 PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
-def has_treated_machine(experiment: Experiment, arm: str) -> bool:
+def has_treated_machine(experiment: RecordedExperiment, arm: str) -> bool:
     """Return True if the arms ran with other versions or devices by design; then not even step one
     repeats.
     """
@@ -24,7 +24,7 @@ def has_treated_machine(experiment: Experiment, arm: str) -> bool:
     )
 
 
-def treated_machine_keys(experiment: Experiment) -> Sequence[str]:
+def treated_machine_keys(experiment: RecordedExperiment) -> Sequence[str]:
     """Return the environment keys that may differ between the arms, as part of what is tested."""
     return MACHINE_KEYS if experiment.regression else SOFTWARE_KEYS if experiment.versions_differ else ()
 
@@ -58,11 +58,11 @@ def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> 
     return {
         name: (a, b)
         for name, (a, b) in version_pairs.items()
-        if a != b and (baseline.imports(name) or treatment.imports(name))
+        if a != b and (baseline.uses_package(name) or treatment.uses_package(name))
     }
 
 
-def versions_follow_arms(experiment: Experiment) -> bool:
+def versions_follow_arms(experiment: RecordedExperiment) -> bool:
     """Return True if versions are constant within arms, differ between them, and are not a declared
     treatment.
     """
@@ -100,19 +100,19 @@ def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: st
         yield Code.ENVIRONMENT_DIFFERS(key=key, baseline=str(baseline), run=str(run), values=values)
 
 
-def environment_notes(experiment: Experiment) -> Iterator[Reason]:
+def environment_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield notes on runs of different code, and on arms of different precision."""
     yield from code_notes(experiment)
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
-        difference = precision_difference(
+        difference = compare_precisions(
             arm, _recorded_precision(sides.baselines), _recorded_precision(sides.treatments)
         )
         if difference:
             yield difference
 
 
-def code_notes(experiment: Experiment) -> list[Reason]:
+def code_notes(experiment: RecordedExperiment) -> list[Reason]:
     """Return a note if runs, or attempts of one run, are of different code.
 
     Different code does not make runs INVALID: an edit of a plot changes no number, and a reference was made

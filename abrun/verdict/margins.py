@@ -9,7 +9,7 @@ from abrun.errors import ComparisonError
 from abrun.messages.numbers import margin_of_reference_text, margin_text
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare, Unit
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, stack, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -56,7 +56,7 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
     return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
 
 
-def freeze_claims(experiment: Experiment, arm: str) -> Compare:
+def freeze_claims(experiment: RecordedExperiment, arm: str) -> Compare:
     """Return the experiment's comparison with margins in sigmas of `arm` made absolute, as references store
     them.
 
@@ -85,9 +85,9 @@ def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, 
 
 def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
     """Return one number per run [R] for a claim's window."""
-    grid = union(run.series(claim.metric).steps for run in runs)
+    grid = union_steps(run.series(claim.metric).steps for run in runs)
     first_step, last_step = window_bounds(claim.window, grid, claim.metric)
-    steps, values = stack(runs, claim.metric)
+    steps, values = stack_runs(runs, claim.metric)
     return summarize_runs(values[:, (first_step <= steps) & (steps <= last_step)], claim)
 
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from abrun.reasons import Code, Reason
-from abrun.recorded.claim_tests import ClaimTest, claim_test_of
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.claim_tests import ClaimTest, make_claim_test
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import simulate_familywise_error
 
@@ -21,9 +21,9 @@ class Readings:
     num_comparisons: int  # comparisons of these runs with different claims
 
 
-def count_readings(experiment: Experiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:
+def count_readings(experiment: RecordedExperiment, arm: str, earlier: Collection[ClaimTest]) -> Readings:
     """Count the earlier readings that share a pair with this one."""
-    reading = claim_test_of(experiment, arm)
+    reading = make_claim_test(experiment, arm)
     same_runs = {
         reading,
         *(earlier_reading for earlier_reading in earlier if earlier_reading.pairs & reading.pairs),

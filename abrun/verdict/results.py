@@ -24,7 +24,7 @@ ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detected:
+class DetectedDifference:
     """A detected difference treatment - baseline, on the scale of its claim (for a ratio, its logarithm)."""
 
     direction: Literal["lower", "higher"]  # treatment relative to baseline
@@ -38,13 +38,13 @@ class Detected:
 
 def detect(
     baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
-) -> Detected | None:
+) -> DetectedDifference | None:
     """Return the difference if its confidence interval excludes zero, else None."""
     if not (interval[0] > 0 or interval[1] < 0):
         return None
     sign = 1 if interval[0] > 0 else -1
     differences = treatment - (baseline if paired else baseline.mean())
-    return Detected(
+    return DetectedDifference(
         direction="higher" if sign > 0 else "lower",
         difference=difference,
         interval=interval,
@@ -119,7 +119,7 @@ class ClaimEstimate:
     certified_bound: float | None = None  # the smallest absolute margin that would have passed
     certified_number: float | None = None  # the same in `margin_unit`
     certified_jointly: float | None = None  # absolute bound that holds jointly with all other claims'
-    detected: Detected | None = None  # None if the interval includes zero
+    detected: DetectedDifference | None = None  # None if the interval includes zero
     # Limits: the treatment's mean over seeds, or its ratio to the baseline.
     limited: float | None = None
     limited_interval: tuple[float, float] | None = None  # level 1 - 2 alpha

@@ -18,13 +18,13 @@ from abrun.metric_names import (
     LEARNING_RATE,
     SIGNAL_SHARE,
     default_transform,
-    find,
+    find_metric,
     is_clock,
     unit_of,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack
+from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import EMPTY_SERIES, Array, Series
 from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
@@ -39,7 +39,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
 
     `may_repeat`: bit-identical arms were declared, and are not a treatment that was never applied.
     """
-    definition = find(metric)
+    definition = find_metric(metric)
     if definition and "given" in definition.roles:
         return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
@@ -185,7 +185,7 @@ def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
     others.
     """
     runs = sides.runs
-    values = stack(runs, metric)[1]
+    values = stack_runs(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
     metrics, is_copy = (
         ([metric], find_copies(values)) if detailed else _find_copies_in_other_metrics(runs, metric)
@@ -206,7 +206,7 @@ def _find_copies_in_other_metrics(
     """
     compared_metrics, is_copy = [], np.ones((len(runs), len(runs)), bool)
     for other_metric in runs[0].metrics if runs else ():
-        definition = find(other_metric)
+        definition = find_metric(other_metric)
         is_configured = definition is not None and "given" in definition.roles
         if (
             other_metric == metric
@@ -215,7 +215,7 @@ def _find_copies_in_other_metrics(
             or unit_of(other_metric) == "bytes"
         ):
             continue
-        values = stack(runs, other_metric)[1]
+        values = stack_runs(runs, other_metric)[1]
         is_equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
         if has_detail(values).all() and not is_equal:
             compared_metrics.append(other_metric)

@@ -21,7 +21,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step
+from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
 from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
@@ -82,7 +82,8 @@ def check_step_one(
     pairs = [
         pair
         for pair in pairs
-        if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment) and not pair.begins_anew
+        if first_step(pair.baseline) <= 1 + start_step(pair.baseline.environment)
+        and not pair.has_restarted_counter
     ]
     share = alpha / len(STEP_ONE)
     checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
@@ -331,7 +332,7 @@ def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: flo
 
 def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
     """Return why the first step is not evaluated in runs that abrun did not launch."""
-    if pairs and all(no_shared_step([pair.baseline, pair.treatment]) for pair in pairs):
+    if pairs and all(no_shared_step_reason([pair.baseline, pair.treatment]) for pair in pairs):
         return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
     differing = next((steps for steps in firsts if steps[0] != steps[1]), None)

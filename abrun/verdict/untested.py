@@ -8,7 +8,7 @@ from abrun.metric_names import MEMORY_PEAK, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recipe.faults import ONE_ULP
-from abrun.recorded.experiment import Experiment, RecordedRun, Sides
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
@@ -17,7 +17,9 @@ from abrun.verdict.sensitivity import learning_metrics
 from abrun.verdict.step_one import RAISED_BY_ROUNDING, StepOne, first_step_unread_reason, has_shared_prompts
 
 
-def step_one_unread_reason(experiment: Experiment, arm: str, first_steps: Sequence[StepOne]) -> Reason | None:
+def step_one_unread_reason(
+    experiment: RecordedExperiment, arm: str, first_steps: Sequence[StepOne]
+) -> Reason | None:
     """Return why step one says nothing about the treatment; None if it does."""
     if not experiment.compare.paired:
         return Code.FIRST_STEP_NOT_PAIRED()
@@ -29,7 +31,7 @@ def step_one_unread_reason(experiment: Experiment, arm: str, first_steps: Sequen
             return Code.FIRST_STEP_OTHER_REFERENCE()
         return Code.FIRST_STEP_OTHER_VERSIONS()
     pairs = experiment.pairs(arm)
-    if pairs and all(pair.begins_anew for pair in pairs):
+    if pairs and all(pair.has_restarted_counter for pair in pairs):
         return Code.FIRST_STEP_COUNTED_ANEW()
     if not first_steps and experiment.launched_compare_sha256 is None:
         return first_step_unread_reason(experiment.pairs(arm), experiment.metrics())
@@ -58,7 +60,7 @@ def _claimed_metrics(sides: Sides, claims: Sequence[Claim]) -> set[str]:
 
 
 def list_not_tested(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     sides: Sides,
     claims: Sequence[Claim],
     first_steps: Sequence[StepOne],
@@ -97,7 +99,7 @@ def list_not_tested(
     reasons += _note_unclaimed(claims)
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if claims and launched and all(injected.name == ONE_ULP for injected in experiment.injected.values()):
-        faults = experiment.faults_of_arms()
+        faults = experiment.describe_arm_faults()
         reasons.append(Code.NO_FAULT_INJECTED(faults=faults, can_inject=experiment.can_inject))
     if claims and num_unclaimed > 0:
         reasons.append(Code.METRICS_WITHOUT_CLAIM(num_metrics=num_unclaimed))
@@ -125,7 +127,7 @@ def _note_unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason
         yield Code.TOKEN_ERROR_NOT_MEASURED(metric=TOKEN_MULT_PROB_ERROR, recorded=True)
 
 
-def _note_unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]:
+def _note_unused_seeds(experiment: RecordedExperiment, sides: Sides) -> Iterator[Reason]:
     """Yield the seeds of a reference that the later runs do not have."""
     seeds = {run.name.seed for run in sides.treatments}
     if experiment.regression and sides.paired and seeds:
@@ -134,7 +136,7 @@ def _note_unused_seeds(experiment: Experiment, sides: Sides) -> Iterator[Reason]
             yield Code.REFERENCE_SEEDS_UNUSED(seeds=unused_seeds)
 
 
-def _note_unfinished_ulp_runs(experiment: Experiment) -> Iterator[Reason]:
+def _note_unfinished_ulp_runs(experiment: RecordedExperiment) -> Iterator[Reason]:
     for name, run in experiment.controls.items():
         if experiment.injected[name.arm].name == ONE_ULP and not run.finished:
             yield Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)

@@ -18,7 +18,13 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recipe.run import can_change_numbers
-from abrun.recorded.experiment import Experiment, RecordedRun, Sides, no_shared_step, union
+from abrun.recorded.experiment import (
+    RecordedExperiment,
+    RecordedRun,
+    Sides,
+    no_shared_step_reason,
+    union_steps,
+)
 from abrun.redaction import in_yaml
 from abrun.stats.series import Array, Steps, intersect_steps, window_bounds
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
@@ -39,7 +45,7 @@ TRAINER_KEYS = ("trainer.type", "trainer.python", "trainer.argv")
 
 
 def invalid_reasons(
-    experiment: Experiment, arm: str, num_pairs: int, claims: Sequence[Claim]
+    experiment: RecordedExperiment, arm: str, num_pairs: int, claims: Sequence[Claim]
 ) -> list[Reason]:
     """Return everything that makes this arm and the baseline incomparable; empty if they are comparable.
 
@@ -71,7 +77,7 @@ def invalid_reasons(
 
 
 def _check_recorded_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield what finished runs miss at the steps that claims and guards read."""
     yield from _check_steps(experiment, [run for run in finished if not run.thinned], claims)
@@ -80,7 +86,7 @@ def _check_recorded_steps(
     yield from find_text_values(experiment, finished, claims)
 
 
-def find_treatment_diff(experiment: Experiment, arm: str) -> dict[str, list[Any]]:
+def find_treatment_diff(experiment: RecordedExperiment, arm: str) -> dict[str, list[Any]]:
     """Return the arm's config differences: dotted key -> [baseline's value, the arm's], declared or found."""
     if experiment.treatment_diff is not None:
         return {key: list(values) for key, values in experiment.treatment_diff.get(arm, {}).items()}
@@ -109,12 +115,12 @@ class Coverage:
 
 def measure_coverage(sides: Sides) -> Coverage:
     finished = sides.finished.runs
-    all_steps = union(run.steps for run in finished)
+    all_steps = union_steps(run.steps for run in finished)
     shared = intersect_steps(all_steps, *(run.steps for run in finished))
     return Coverage(shared_steps=len(shared), all_steps=len(all_steps))
 
 
-def _check_seeds(experiment: Experiment, arm: str) -> Iterator[Reason]:
+def _check_seeds(experiment: RecordedExperiment, arm: str) -> Iterator[Reason]:
     baseline, treatment = experiment.arm(experiment.baseline), experiment.arm(arm)
     can_unpair = not experiment.launched_compare_sha256
     if not baseline.keys() & treatment.keys():
@@ -198,7 +204,7 @@ def _is_equal_to_float32(values: Array, other_values: Array) -> bool:
 
 
 def _check_configs(
-    experiment: Experiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
+    experiment: RecordedExperiment, arm: str, sides: Sides, reruns: Sequence[RecordedRun]
 ) -> Iterator[Reason]:
     """Yield config differences of a run beyond the declared treatment.
 
@@ -288,7 +294,7 @@ def _is_mixed(baseline: list[Any], treatment: list[Any], *, paired: bool) -> boo
     return any(len({repr(value) for value in sample}) < len(sample) for sample in samples)
 
 
-def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Iterator[Reason]:
+def _check_environments(experiment: RecordedExperiment, arm: str, sides: Sides) -> Iterator[Reason]:
     """Yield environment differences within pairs, or among independent runs.
 
     Against a reference, other versions and devices are what is tested. If the treatment is another trainer,
@@ -320,19 +326,21 @@ def _check_environments(experiment: Experiment, arm: str, sides: Sides) -> Itera
             yield from find_environment_difference(baseline, run, key)
 
 
-def _claim_windows(experiment: Experiment, claims: Sequence[Claim]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _claim_windows(
+    experiment: RecordedExperiment, claims: Sequence[Claim]
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
-        grid = experiment.steps_of(claim.metric)
+        grid = experiment.metric_steps(claim.metric)
         if len(grid):
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
 def _check_steps(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield runs that lack a claim's window; runs of abrun's own trainer must hold every step."""
-    if reason := no_shared_step(finished):
+    if reason := no_shared_step_reason(finished):
         yield reason
         return
     windows: dict[str, tuple[int, int] | None] = {}
@@ -349,7 +357,7 @@ def _check_steps(
 
 
 def _check_reference_windows(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield windows in which the later runs hold other steps than the reference."""
     for metric, (first_step, last_step) in _claim_windows(
@@ -357,7 +365,7 @@ def _check_reference_windows(
     ):
         held_steps: dict[bool, Steps] = {}
         for thinned in (True, False):
-            steps = union(run.series(metric).steps for run in finished if run.thinned == thinned)
+            steps = union_steps(run.series(metric).steps for run in finished if run.thinned == thinned)
             held_steps[thinned] = steps[(first_step <= steps) & (steps <= last_step)]
         if not np.array_equal(held_steps[True], held_steps[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
@@ -370,7 +378,7 @@ def _check_reference_windows(
 
 
 def _check_metrics(
-    experiment: Experiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     guards = experiment.compare.guards
     run_level_metrics = (MEMORY_PEAK, FINAL_WEIGHTS)  # checked when they are judged
@@ -380,7 +388,7 @@ def _check_metrics(
     if any(TOKEN_MULT_PROB_ERROR in run.metrics for run in finished):
         needed.setdefault(TOKEN_MULT_PROB_ERROR, "guard")  # an arm must not pass by not recording it
     for metric, role in needed.items():
-        all_steps = union(run.series(metric).steps for run in finished)
+        all_steps = union_steps(run.series(metric).steps for run in finished)
         if finished and not len(all_steps):
             yield _metric_missing_reason(metric, role, None, None, finished[0])
             continue
@@ -413,7 +421,7 @@ def _metric_missing_reason(
 
 
 def _check_baseline_finite(
-    experiment: Experiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
+    experiment: RecordedExperiment, baselines: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     for metric, (first_step, last_step) in _claim_windows(experiment, claims):
         for run in baselines:

@@ -9,7 +9,7 @@ from abrun.errors import StoreError
 from abrun.messages import records
 from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_as, read_json
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
@@ -41,7 +41,7 @@ _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentOfRuns:
+class RunEnvironment:
     """Versions and devices, and the runs that had them."""
 
     runs: list[str]
@@ -75,13 +75,13 @@ class VerdictFile:
     # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]
     wandb: dict[str, str]  # run -> URL of its wandb run
-    environments: list[EnvironmentOfRuns]
+    environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
 
 
 def build_verdict_file(
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
@@ -144,7 +144,7 @@ def build_verdict_file(
     )
 
 
-def _run_notes(experiment: Experiment) -> Iterator[Reason]:
+def _run_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield each note on the runs' logs once, with the runs that it applies to."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
@@ -164,7 +164,7 @@ def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
 
 
 def _reading_notes(
-    experiment: Experiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
+    experiment: RecordedExperiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
 ) -> list[Reason]:
     """Return the notes on earlier comparisons; none if the claims were declared before the runs."""
     if post_hoc is None and experiment.directory is not None and not experiment.regression:
@@ -327,13 +327,13 @@ def _allow_non_finite_numbers(schema: Any) -> Any:
     return {key: _allow_non_finite_numbers(value) for key, value in schema.items()}
 
 
-def _group_environments(experiment: Experiment) -> list[EnvironmentOfRuns]:
-    distinct: dict[str, EnvironmentOfRuns] = {}
+def _group_environments(experiment: RecordedExperiment) -> list[RunEnvironment]:
+    distinct: dict[str, RunEnvironment] = {}
     for run in experiment.runs.values():
         environment = run.environment or {}
         recorded = {key: environment[key] for key in _ENVIRONMENT if environment.get(key)}
         recorded |= {"code": list(run.code)} if run.code else {}
         if recorded:
-            group = distinct.setdefault(repr(recorded), EnvironmentOfRuns(runs=[], environment=recorded))
+            group = distinct.setdefault(repr(recorded), RunEnvironment(runs=[], environment=recorded))
             group.runs.append(str(run))
     return list(distinct.values())

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import Transform, find
+from abrun.metric_names import Transform, find_metric
 from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Sides, stack
+from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps
 from abrun.verdict.summaries import find_outside_domain, learning_direction, reduce_window, transform_values
@@ -105,7 +105,7 @@ def curve_warnings(
     """Yield what a window hides: a running mean, and for a claim that holds collapse and earlier
     differences.
     """
-    steps, values = stack(sides.runs, metric)
+    steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
     if not len(steps) or not np.isfinite(values).all() or find_outside_domain(values, transform):
         return
@@ -117,7 +117,7 @@ def curve_warnings(
     scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
     direction = learning_direction(sides.baselines[0], metric)
-    if direction or find(metric) is None:
+    if direction or find_metric(metric) is None:
         for arm, rows in arms.items():
             yield from _find_collapse(
                 arm, steps, values[rows], scaled[rows], metric, bounds, margin, direction

@@ -13,7 +13,7 @@ from pathlib import Path
 from abrun.errors import AbrunError
 from abrun.messages.records import print_reason
 from abrun.reasons import Code
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import make_private_folder
 from abrun.runs.rundir import RunDir
@@ -29,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     run = RunDir(options.directory)
     try:
-        config = stored_run(run.record().config)
+        config = parse_stored_run(run.record().config)
         assert isinstance(config, OwnRunConfig) and config.wandb
         os.umask(make_private_folder(run.path / "wandb"))
         rows = AttemptRows(run)

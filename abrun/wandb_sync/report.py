@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.records import print_reason
 from abrun.reasons import Code
@@ -29,7 +29,7 @@ JOB_TYPE = "compare"
 
 def upload_report(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
     """Upload a report and return a sentence: where it is, or why it was not uploaded."""
-    if missing := lacking("wandb"):
+    if missing := missing_package("wandb"):
         return f"--wandb: the report was not uploaded: {sentence(missing)}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = verdict.experiment

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.extras import lacking
+from abrun.extras import missing_package
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import stored_run
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import wrap_read_errors
@@ -23,7 +23,7 @@ def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
     mirrored_runs = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
     if not mirrored_runs:
         raise StoreError(Code.SYNC_NEEDS_SECTION(directory=experiment_dir))
-    if missing := lacking("wandb"):
+    if missing := missing_package("wandb"):
         raise StoreError(Code.SYNC_NEEDS_PACKAGE(directory=experiment_dir, problem=missing))
     failures = []
     for name, run in mirrored_runs.items():
@@ -44,5 +44,5 @@ def _describe_problem(reason: Reason) -> str:
 
 def _is_mirrored(run: RunDir) -> bool:
     with wrap_read_errors(run.path):
-        config = stored_run(run.record().config)
+        config = parse_stored_run(run.record().config)
     return isinstance(config, OwnRunConfig) and config.wandb is not None

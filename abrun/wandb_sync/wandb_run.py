@@ -112,12 +112,12 @@ def new_id(record: RunRecord, directory: Path) -> str:
 
 def last_offline_step(run: RunDir, run_id: str) -> int:
     """Return the last step that earlier starts of this run recorded offline, or -1."""
-    from abrun.logs.wandb_files import read_run_files
+    from abrun.logs.wandb_files import read_wandb_files
 
     last_step = -1
     for path in sorted((run.path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
         try:
-            metrics = read_run_files([path], run_id).metrics
+            metrics = read_wandb_files([path], run_id).metrics
         except StoreError:
             continue
         last_step = max([last_step, *(int(series.steps[-1]) for series in metrics.values() if len(series))])

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import describe_launcher
 from abrun.watch.log import read_log
@@ -81,7 +81,7 @@ class View:
             self._live.start()
 
     def say(self, line: str) -> None:
-        self._console.print(shown(line), soft_wrap=True, highlight=False, markup=False)
+        self._console.print(display_safe(line), soft_wrap=True, highlight=False, markup=False)
 
     def tick(self, *, now: bool = False) -> list[WatchedRun]:
         """Redraw if REFRESH_S have passed or `now` is set. Return the runs, or [] if nothing was redrawn."""
@@ -157,4 +157,4 @@ class _PlainLines:
 
     def _say(self, line: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {line}"
-        self._console.print(shown(line), soft_wrap=True, highlight=False, markup=False)
+        self._console.print(display_safe(line), soft_wrap=True, highlight=False, markup=False)

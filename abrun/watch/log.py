@@ -6,7 +6,7 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.reasons import Code
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.regular_files import open_regular
 from abrun.runs.access import read_error
 from abrun.runs.experiment import is_experiment, planned_runs
@@ -89,8 +89,8 @@ def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:
 
 def _recorded_status(state: RunState, log: Path) -> str:
     why = f": {state.message}" if state.message else ""
-    return shown(f"{state.name}: {state.status}{why}; {log} is empty") + "\n"
+    return display_safe(f"{state.name}: {state.status}{why}; {log} is empty") + "\n"
 
 
 def _decode_line(line: bytes) -> str:
-    return shown(line.decode(errors="replace").rstrip("\r").expandtabs()) + "\n"
+    return display_safe(line.decode(errors="replace").rstrip("\r").expandtabs()) + "\n"

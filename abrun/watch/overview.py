@@ -14,7 +14,7 @@ from abrun.errors import StoreError
 from abrun.messages.records import coded
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
 from abrun.runs.lock import describe_launcher
@@ -95,7 +95,7 @@ def render_experiments(
         for overview in overviews
     ]
     table = Table(columns("experiment", "runs", "steps", "launched by"), rows)
-    problem_lines = [Text(shown(line), style="red") for line in problems]
+    problem_lines = [Text(display_safe(line), style="red") for line in problems]
     return (
         Group(table, *problem_lines)
         if overviews or problem_lines

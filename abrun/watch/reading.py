@@ -36,7 +36,7 @@ class JobStates(Protocol):
 
 FindJobStates = Callable[
     [Path], JobStates | None
-]  # experiment directory -> jobs; abrun.launch.cluster.queued_jobs
+]  # experiment directory -> jobs; abrun.launch.cluster.find_cluster_jobs
 
 
 @dataclass(slots=True, kw_only=True)

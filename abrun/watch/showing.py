@@ -13,7 +13,7 @@ from rich.text import Text
 
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.present.tables import Column, Table
-from abrun.redaction import shown
+from abrun.redaction import display_safe
 from abrun.watch.reading import WatchedRun, estimate_time_left_s
 
 # Terminal widths from which the table has full headings, wider gaps and elapsed times; and tokens per second.
@@ -78,7 +78,7 @@ def _message_lines(runs: Sequence[WatchedRun], *, wrap: bool) -> list[Text]:
             style = "dim" if run.state.status == "waiting" else "red"
             messages_by_style[style].append((run.label, run.state.message))
     return [
-        Text(shown(line), style=style, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
+        Text(display_safe(line), style=style, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
         for style, labelled_messages in messages_by_style.items()
         for line in merge_same_messages(labelled_messages)
     ]
@@ -107,7 +107,7 @@ def _select_runs(runs: Sequence[WatchedRun], max_rows: int | None) -> list[Watch
 
 def _title_line(name: str, runs: Sequence[WatchedRun]) -> Text:
     counts = Counter(run.status for run in runs)
-    title = Text(shown(name), style="bold")
+    title = Text(display_safe(name), style="bold")
     for status, count in counts.items():
         title.append("  ")
         title.append(f"{count} {status}", style=COLOURS.get(status, "yellow"))
@@ -210,7 +210,7 @@ def _choose_curve_metric(runs: Sequence[WatchedRun]) -> str:
 
 
 def _arm_label(run: WatchedRun) -> str:
-    return shown(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
+    return display_safe(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
 def _progress_bar(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> RichTable:

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from abrun.backends.megatron import check
+from abrun.backends.megatron import check_megatron
 from abrun.backends.ranks import make_ranks
 from abrun.models import published
 from abrun.recipe.policy import Filters, Policy
@@ -77,7 +77,7 @@ def make_backend(
     **policy: Any,
 ) -> Any:
     """On the ranks of the process group, cut as `cut` says; of a small network, or of what `load` makes."""
-    check()
+    check_megatron()
     from abrun.backends.megatron.backend import MegatronBackend
 
     settings = Policy.model_validate({"backend": {"type": "megatron", **(cut or {})}, **policy})

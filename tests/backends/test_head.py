@@ -44,7 +44,7 @@ def error(logits: Tensor) -> float:
 def test_an_engine_samples_from_logits_of_its_own_precision(
     trainer: dict[str, Any], engine: str | None, is_exact: bool
 ) -> None:
-    assert (error(make_head(engine, **trainer).logits(HIDDEN, WEIGHT)) < 1e-4) == is_exact
+    assert (error(make_head(engine, **trainer).compute_logits(HIDDEN, WEIGHT)) < 1e-4) == is_exact
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     installed = importlib.metadata.version("megatron-core")
     monkeypatch.setitem(library.REQUIRED_ARGUMENTS, "megatron.core.models.gpt:GPTModel.forward", ("renamed",))
     with pytest.raises(RecipeError, match=rf"core {installed}, whose GPTModel\.forward .* renamed"):
-        library.check()
+        library.check_megatron()
     for version in ("0.16.1", "0.17.0", "0.19.2"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
         assert megatron_refusal() is None
@@ -330,4 +330,4 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(RecipeError, match=r"megatron-core; pip install 'abrun\[megatron\]'"):
-        library.check()
+        library.check_megatron()

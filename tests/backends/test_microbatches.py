@@ -14,7 +14,7 @@ from abrun.backends.ranks import make_ranks
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Policy
 from abrun.rl.batch import Sequences
-from abrun.rl.sampling import packed
+from abrun.rl.sampling import pack_bits
 from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend
 from tests.backends.test_dtensor import assert_same
 from tests.backends.test_packing import of_prompts
@@ -126,7 +126,7 @@ def everything(packing: dict[str, Any]) -> dict[str, Any]:
     routes[..., 1::2] = 1 + routes[..., ::2] % 8  # two different experts a layer
     routes = routes[[0, 0, 0, 0, 4, 4]]  # the same of the same prompt
     kept = kept[:, :width].scatter(-1, whole.token_ids[..., None], True) & whole.token_mask[..., None]
-    whole = replace(whole, routes=routes.to(torch.int16), support=packed(kept))
+    whole = replace(whole, routes=routes.to(torch.int16), support=pack_bits(kept))
     settings = {"replay_routing": True, "router_aux_loss_coefficient": 0.1, **packing}
     backend = make_backend("experts", temperature=0.7, top_p=0.8, **settings)
     ppo = Ppo.model_validate({"type": "ppo"})

@@ -46,7 +46,9 @@ def test_a_network_whose_stream_differs_is_refused(case: str) -> None:
         with pytest.raises(RecipeError) as caught:
             enable_streams(network, Policy.model_validate(policy))
         line = str(caught.value)
-        assert line.startswith(f"{asked} with {type(network).__name__}, whose {module} gives different results")
+        assert line.startswith(
+            f"{asked} with {type(network).__name__}, whose {module} gives different results"
+        )
         assert "\n" not in line and line.endswith(("use packing: false", "use context_parallel: 1"))
 
 

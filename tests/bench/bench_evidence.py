@@ -29,7 +29,7 @@ from abrun.launch.local import LocalEngine
 from abrun.launch.supervisor import run_plan
 from abrun.processes import start_process
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import read_run_state
 from abrun.runs.rundir import RunDir
@@ -102,7 +102,7 @@ class Evidence:
 
     def launch(self) -> int:
         """Launch or resume it in this process, and judge it once all of its runs have ended."""
-        LAUNCHERS["sharing"] = "__main__:SharingEngine"
+        LOCAL_LAUNCHERS["sharing"] = "__main__:SharingEngine"
         plan = make_plan(load_recipe(self.recipe, self._overrides))
         for _ in range(TRIES):
             options = LaunchOptions(runs_dir=self._runs_dir, resume=self.directory.exists())

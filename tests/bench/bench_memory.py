@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from abrun.experiment.probe import probe_alone
+from abrun.experiment.probe import run_probe_on_cpu
 from abrun.memory.cells import GIB, Cell, Point, SizeLimit
 from abrun.memory.profile import measure_cell
 from abrun.memory.search import FIRST_FILL_SHARE, search_size_limit
@@ -166,7 +166,9 @@ def predicted(case: Case, device: str, output: Path) -> Peaks:
         lengths += BEYOND
         case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
     job = {"lengths": lengths, "num_sequences": case.sequences}
-    rows = probe_alone("abrun.memory.trace", output / "predicted" / case.folder, case.config(device), job)
+    rows = run_probe_on_cpu(
+        "abrun.memory.trace", output / "predicted" / case.folder, case.config(device), job
+    )
     return {row["length"]: max(sum(kinds.values()) for kinds in row["by_phase"].values()) for row in rows}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from abrun.experiment.probe import probe_alone
+from abrun.experiment.probe import run_probe_on_cpu
 from abrun.kernels import linear_logprobs
 from abrun.memory.fake_device import LOGPROBS, fake_gpu
 from abrun.recipe.run import OwnRunConfig
@@ -106,7 +106,7 @@ class Step:
             }
         )
         job = {"lengths": [self.length], "num_sequences": self.sequences, "master_dtype": self.states}
-        (row,) = probe_alone("abrun.memory.trace", Path(tempfile.mkdtemp(dir=folder)), config, job)
+        (row,) = run_probe_on_cpu("abrun.memory.trace", Path(tempfile.mkdtemp(dir=folder)), config, job)
         return row["by_phase"]
 
 

@@ -99,7 +99,7 @@ def main() -> None:
         before = earned(task)
         for step in range(1, asked.steps + 1):
             examples = task.examples(0, 32 * step, 32)
-            batch = setup.data.encoded([(one.prompt, one.completion) for one in examples])
+            batch = setup.data.encode([(one.prompt, one.completion) for one in examples])
             learner.update(batch, SupervisedObjective(num_tokens=float(batch.token_mask.sum())), step)
         after = earned(task)
         took = time.perf_counter() - began

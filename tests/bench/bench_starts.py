@@ -22,7 +22,7 @@ from abrun.launch import supervisor
 from abrun.launch.engine import make_engine
 from abrun.processes import ForkedChild
 from abrun.processes.fork_server import ForkServer
-from abrun.recipe.experiment import stored_recipe
+from abrun.recipe.experiment import parse_stored_recipe
 from abrun.runs.rundir import RunDir
 from tests.bench.common import PrintedLines, make_model, make_parser
 
@@ -32,7 +32,7 @@ SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-ti
 
 def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
     _, _, batch_size, _, micro_batch_tokens = SHAPES[device]
-    return stored_recipe(
+    return parse_stored_recipe(
         {
             "name": name,
             "algorithm": {"type": "sft", "batch_size": batch_size},

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from abrun.recipe.merging import overridden
+from abrun.recipe.merging import apply_override
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
@@ -200,7 +200,7 @@ class Bench:
         }
         for override in (*LEVERS[lever], *self.overrides):
             filled = override.replace("ROWS", str(self.rows)).replace("HALF", str(budget // 2))
-            tree = overridden(tree, filled)
+            tree = apply_override(tree, filled)
         return OwnRunConfig.model_validate(tree).model_dump(mode="json")
 
     def of_abrun(self, lever: str) -> dict[str, Any]:

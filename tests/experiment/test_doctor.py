@@ -16,7 +16,7 @@ from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnosis_of, 
 from abrun.experiment.preflight.machine import Machine
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
 from tests.snapshot import Snapshot
 from tests.test_cli import Run, run
 
@@ -52,7 +52,7 @@ def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
     expected = {
         (kind, name)
-        for kind, names in (kinds | {"launcher": (*LAUNCHERS, *SCHEDULERS)}).items()
+        for kind, names in (kinds | {"launcher": (*LOCAL_LAUNCHERS, *SCHEDULERS)}).items()
         for name in names
     }
     assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()

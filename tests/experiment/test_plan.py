@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from abrun.errors import RecipeError
-from abrun.experiment.plan import Plan, compare_hash, make_plan
+from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
 from abrun.launch.preview import check_feasibility, render_preview
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
@@ -19,17 +19,17 @@ FOREIGN = Path(__file__).parents[1] / "external" / "foreign.yaml"
 WARM = "warm_start={steps: 50}"
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, overrides))
 
 
-def dry_run(plan: Plan) -> str:
+def dry_run(plan: ExperimentPlan) -> str:
     shown = io.StringIO()
     Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan)))
     return shown.getvalue()
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: ExperimentPlan) -> list[str]:
     return [str(run.name) for run in plan.runs]
 
 

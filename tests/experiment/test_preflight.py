@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from abrun.experiment.command import command_of, environment
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.command import run_command, run_environment
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.checks import anywhere_refusals, find_problems
 from abrun.experiment.preflight.machine import Machine, find_gpus, usable_cores
-from abrun.experiment.preflight.model_files import missing_of_hub
+from abrun.experiment.preflight.model_files import hub_model_refusal
 from abrun.extras import installed_packages
 from abrun.launch.local import Slots
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.run import Cluster, OwnRunConfig, RunConfig
+from abrun.recipe.run import ClusterConfig, OwnRunConfig, RunConfig
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +220,7 @@ def test_cores_stay_within_the_container_s_quota(tmp_path: Path) -> None:
 
 
 def run_on(**cluster: int) -> RunConfig:
-    return RunConfig(steps=1, cluster=Cluster(**cluster))
+    return RunConfig(steps=1, cluster=ClusterConfig(**cluster))
 
 
 def sampling_on(devices: int, **cluster: int) -> OwnRunConfig:
@@ -255,9 +255,9 @@ def test_engines_of_their_own_take_further_devices(tmp_path: Path) -> None:
     assert taken(slots, run_on(gpus_per_node=1)) is None
     assert taken(slots, sampling_on(1, cpu_ranks=2)) is None
     assert taken(slots, sampling_on(1, cpu_ranks=1)) == ("cpu", "cpu")
-    command = command_of(tmp_path, on_gpus)
+    command = run_command(tmp_path, on_gpus)
     assert command[command.index("--ranks") + 1] == "1"  # those are no ranks
-    assert environment(tmp_path, ("3", "1", "2"), on_gpus)["CUDA_VISIBLE_DEVICES"] == "3,1,2"
+    assert run_environment(tmp_path, ("3", "1", "2"), on_gpus)["CUDA_VISIBLE_DEVICES"] == "3,1,2"
 
 
 def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +369,7 @@ def test_a_hub_is_asked_as_the_run_would_ask_it(tmp_path: Path, snapshot: Snapsh
         )
         config = recipe.run_config("baseline")
         assert isinstance(config, OwnRunConfig)
-        return missing_of_hub(config, lambda name: Code.HUB_MODEL_UNKNOWN())
+        return hub_model_refusal(config, lambda name: Code.HUB_MODEL_UNKNOWN())
 
     unknown = Code.MODEL_NOT_ON_HUB(path="a/b", problem=Code.HUB_MODEL_UNKNOWN())
     assert missing("a/b", "NCCL_DEBUG") == unknown
@@ -568,7 +568,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(snapshot:
         "arms.treatment.policy.backend={type: megatron, tensor_parallel: 2}",
         "arms.other.policy.backend={type: dtensor, tensor_parallel: 2, context_parallel: 2}",
     ]
-    plan: Plan = make_plan(load_recipe(SMALL, overrides))
+    plan: ExperimentPlan = make_plan(load_recipe(SMALL, overrides))
     problems = find_problems(plan, gpus(2, vllm="0.28.0", megatron_core="0.16.1"))
     assert [(problem.reason["arms"], problem.reason["problem"].code) for problem in problems] == [
         (["baseline", "treatment", "other"], code)

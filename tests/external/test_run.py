@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import MetricsFollower
 from abrun.launch import supervisor
@@ -29,9 +29,9 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.reading import Loader
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.recorded.stored import load_experiment
 from abrun.runs.experiment import read_run_state
 from abrun.runs.files import read_json, write_json
@@ -56,7 +56,7 @@ def others_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_run, "find_descendants", lambda pid: find_descendants(pid) - others)
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(FOREIGN, [SCRIPT, *overrides]))
 
 
@@ -152,7 +152,7 @@ def test_text_in_the_window_of_a_claim_is_invalid(tmp_path: Path, form: str, sna
     directory = tmp_path / "foreign"
     arms = [f"{arm}={directory / arm}" for arm in ("baseline", "treatment")]
     claim = Compare(claims=[parse_claim("train/reward:last 40%:0.05")])
-    for experiment in (load_experiment(directory), open_sources(arms, Reading())):
+    for experiment in (load_experiment(directory), open_sources(arms, ReadingOptions())):
         reasons = invalid_reasons(experiment, "treatment", 3, claim.claims)
         assert [reason.code for reason in reasons] == [Code.TEXT_VALUES] * 6
         snapshot(sentence(reasons[0]))
@@ -225,7 +225,7 @@ def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pyte
     diff = plan.treatment_diff["foreign"]
     assert diff["trainer.type"] == ("abrun", "command") and diff["model.preset"] == ("qwen2-tiny", None)
     assert "steps" not in diff and not any(key.startswith("cluster") for key in diff)
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     outcome = run_to_end(plan, tmp_path / "runs", launcher="fake")
     assert outcome.exit_code == 0
     for arm in ("baseline", "foreign"):

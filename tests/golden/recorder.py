@@ -87,7 +87,7 @@ def _environment(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            redaction.show_values()
+            redaction.forget_hidden_values()
     time.tzset()
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.submit import submit_plan
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
@@ -39,7 +39,7 @@ class Silent:
 
 
 def run_to_end(
-    plan: Plan,
+    plan: ExperimentPlan,
     runs_dir: Path,
     *,
     observer: Observer | None = None,
@@ -53,9 +53,9 @@ def run_to_end(
     return run_plan(plan, asked, engine=engine, observer=observer or Silent(), grace_s=grace_s)
 
 
-def submit(plan: Plan, runs_dir: Path, launcher: str, **options: Any) -> Path:
+def submit(plan: ExperimentPlan, runs_dir: Path, launcher: str, **options: Any) -> Path:
     """Hand a plan over to a cluster; returns the experiment's directory."""
-    settings = launcher_settings(plan.recipe.launcher, launcher)
+    settings = resolve_launcher_settings(plan.recipe.launcher, launcher)
     cluster = make_cluster(settings, runs_dir / plan.recipe.name, None)
     assert cluster is not None
     submit_plan(plan, LaunchOptions(runs_dir=runs_dir, **options), cluster=cluster, observer=Silent())

@@ -23,18 +23,18 @@ from abrun.memory.sweep import microbatch_size
 from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
+    AUTO_SETTINGS,
     CHECKPOINTING,
     KEEP_GATHERED,
     MICRO_BATCH_TOKENS,
-    OPEN,
     CommandRecipe,
     Recipe,
     load_recipe,
 )
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.reading import dotted
-from abrun.recipe.run import Cluster, OwnRunConfig
-from abrun.recorded.sources import Reading
+from abrun.recipe.run import ClusterConfig, OwnRunConfig
+from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, run_dir
 from abrun.runs.rundir import RunDir
@@ -192,7 +192,7 @@ Command = Callable[..., tuple[int, str, str]]
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Command) -> Command:
     """A command in an empty folder, on two pretended GPUs, by the fake trainer: exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(LAUNCHERS, "local", FAKE[1])
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FAKE[1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
@@ -233,7 +233,7 @@ def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
     assert kept["recipe"]["policy"]["activation_checkpointing"] == "full"
     configs = [RunDir(run_dir(experiment_dir, name)).record().config for name in planned_runs(experiment_dir)]
     assert {config["policy"]["activation_checkpointing"] for config in configs} == {"full"}
-    comparison = compare_sources([str(experiment_dir)], Reading(), formats=[])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=[])
     assert comparison.as_json()["notes"][0] == f"{CHECKPOINTING}: {why}"
 
     asked = predicts({})  # resumed with a seed more, it is what it was, whatever the memory is now
@@ -300,7 +300,7 @@ def test_other_commands_say_what_to_write(command: Command, words: list[Any], sa
 
 
 def test_no_run_is_ever_told_auto(snapshot: Snapshot) -> None:
-    config = recipe().closed().run_config("baseline").model_dump()
+    config = recipe().with_auto_values().run_config("baseline").model_dump()
     config["policy"]["activation_checkpointing"] = "auto"
     with pytest.raises(ValueError, match="'none', 'selective' or 'full'"):
         OwnRunConfig.model_validate(config)
@@ -338,7 +338,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found = []
         for arm, config in configs.items():
             given = dotted(config.model_dump())
-            values = {key: given[key] for key in OPEN}
+            values = {key: given[key] for key in AUTO_SETTINGS}
             asked.extend([values] if values not in asked else [])
             row: dict[str, Any] = {"length": values[MICRO_BATCH_TOKENS], "num_sequences": 1}
             row |= {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
@@ -360,7 +360,7 @@ def preferred(*, compiled: bool) -> list[dict[str, Any]]:
             for tokens in (32768, 16384, 8192):
                 found.append((recomputed, gathered, tokens))
     found += [("full", False, 4096), ("full", False, LONGEST)]
-    return [dict(zip(OPEN, one, strict=True)) for one in found]
+    return [dict(zip(AUTO_SETTINGS, one, strict=True)) for one in found]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -369,7 +369,7 @@ def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any
     for memory in range(24, 332, 4):
         first = next(
             (one for one in preferred(compiled=compiled) if peak(one) <= 0.9 * memory),
-            dict(zip(OPEN, ("full", False, LONGEST), strict=True)),
+            dict(zip(AUTO_SETTINGS, ("full", False, LONGEST), strict=True)),
         )
         made_up.clear()
         one = decide_values(
@@ -467,7 +467,7 @@ def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot
     assert refused.value.code is Code.RULE_BROKEN
     snapshot(refused.value)
     padded = "{policy.packing: false, policy.micro_batch_size: 4, policy.micro_batch_tokens: null}"
-    config = recipe(*TOKENS, f"arms.treatment={padded}").closed().run_config("treatment")
+    config = recipe(*TOKENS, f"arms.treatment={padded}").with_auto_values().run_config("treatment")
     assert isinstance(config, OwnRunConfig) and config.policy.micro_batch_size == 4
 
 
@@ -655,7 +655,7 @@ def test_a_real_measurement_is_that_of_the_prediction(
     real = auto.measure_cell
 
     def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
-        return real(directory, arm, point, config.model_copy(update={"cluster": Cluster()}), job)
+        return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), job)
 
     monkeypatch.setattr(auto, "measure_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")

@@ -19,7 +19,7 @@ from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import ForkedChild, find_children, find_run_processes
 from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.rundir import RunDir
 from abrun.train import forked
 from tests.launch.fakes import FAKE_UNDER_AGENT, Silent, run_to_end
@@ -30,7 +30,7 @@ SMALL = Path(__file__).parent / "small.yaml"
 LAUNCHER = """
 import sys
 from pathlib import Path
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from tests.launch.fakes import FAKE_UNDER_AGENT
 from tests.launch.test_copies import launch
 LAUNCHERS.update([FAKE_UNDER_AGENT])
@@ -110,7 +110,7 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
 def test_where_the_server_is_killed_its_runs_go_on_and_later_ones_are_no_copies(
     tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, *FAKE_UNDER_AGENT)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE_UNDER_AGENT)
     monkeypatch.setenv("FAKE_TRAINER", '{"step_s": 0.05}')
     second = RunDir(tmp_path / "small" / "treatment" / "seed-0")
 

@@ -79,7 +79,7 @@ def test_plain_grpo_with_one_update_is_none_of_it(override: str) -> None:
 def test_a_dry_run_and_a_launch_say_it(tmp_path: Path) -> None:
     arguments = ["launch", str(QUICKSTART), "--dry-run", "--set", "algorithm.loss=gspo"]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).output
-    assert "Settings without effect" in shown and "got 'gspo' with one" in " ".join(shown.split())
+    assert "Settings without effect" in shown and "got 'gspo', but with one" in " ".join(shown.split())
     shown = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False).stdout
     (line,) = json.loads(shown[shown.index("{") :])["notes"]
     assert "got 'gspo'" in line

@@ -18,14 +18,14 @@ import pytest
 from psutil import Process
 
 from abrun.experiment.command import AGENT
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.external import run as external_run
 from abrun.launch.local import FORK_MODULE
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import find_children, find_descendants, find_run_processes
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import RunState
@@ -85,7 +85,7 @@ VICTIMS = {
 }
 
 
-def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> Plan:
+def plan_of(recipe: tuple[Path, tuple[str, ...]]) -> ExperimentPlan:
     plan = make_plan(load_recipe(recipe[0], list(recipe[1])))
     return replace(plan, runs=plan.runs[:1]) if ONE_RUN in recipe[1] else plan
 
@@ -163,7 +163,7 @@ def wait_for(pid: int, timeout_s: float) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def fakes() -> None:
-    LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
+    LOCAL_LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
 
 
 @pytest.fixture

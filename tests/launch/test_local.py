@@ -19,8 +19,8 @@ import pytest
 from psutil import Process
 
 from abrun.errors import LaunchError, StoreError
-from abrun.experiment.command import environment
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.command import run_environment
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
@@ -29,8 +29,8 @@ from abrun.messages import sentence
 from abrun.messages.records import coded
 from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import load_recipe, stored_run
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.experiment import load_recipe, parse_stored_run
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs import experiment, files, lock, rundir
 from abrun.runs.endings import read_endings, write_ending
 from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
@@ -48,7 +48,7 @@ SMALL = Path(__file__).parent / "small.yaml"
 SLOW = pytest.mark.slow
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, overrides))
 
 
@@ -94,7 +94,7 @@ def state_of(experiment_dir: Path, run: str) -> RunState:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
@@ -198,7 +198,7 @@ def test_a_warm_start_that_is_not_whole_is_trained_again(tmp_path: Path, damage:
     (said,) = observer.said
     expected = {
         "removed": "final is missing",
-        "other bits": "the checksum of",
+        "other bits": "its recorded checksum",
         "rows": "metrics.jsonl lacks 1 of 2 steps, the first is 2",
     }
     assert "trained again: " in said and expected[damage] in said
@@ -581,7 +581,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     behave(step_s=0.05)
     launcher = start(tmp_path, set=["steps=400"])
     until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
-    with pytest.raises(StoreError, match=f"process {launcher.pid} on host .* is already launching this; wait"):
+    with pytest.raises(StoreError, match=f"process {launcher.pid} on .* is already launching this; wait"):
         launch(tmp_path, "steps=400", resume=True)
     launcher.kill()
     launcher.communicate()
@@ -701,7 +701,8 @@ def test_resume_refuses_another_experiment(
 def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None:
     launch(tmp_path)
     with pytest.raises(
-        LaunchError, match=r"already exists here \(4 of 4 runs finished\); continue it with --resume, or .* --name"
+        LaunchError,
+        match=r"already exists here \(4 of 4 runs finished\); continue .* --resume, or .* --name",
     ):
         launch(tmp_path)
     (tmp_path / "photos").mkdir()
@@ -803,7 +804,7 @@ def test_limits_may_change_between_launches(tmp_path: Path) -> None:
 def test_an_agent_passes_signals_on_and_reports_the_rank(
     tmp_path: Path, behave: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "fake", "tests.launch.fakes:FakesUnderAgent")
     behave(step_s=0.1, baseline_0="sigkill")
     sent: list[int] = []
 
@@ -826,24 +827,26 @@ def test_an_agent_passes_signals_on_and_reports_the_rank(
 
 def test_a_foreign_run_gets_its_devices_and_keeps_the_user_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = {"trainer": {}, "algorithm": {"type": "grpo"}, "model": {"preset": "qwen2-tiny"}, "steps": 1}
-    own = stored_run(own | {"task": {"type": "arithmetic"}})
+    own = parse_stored_run(own | {"task": {"type": "arithmetic"}})
     metrics = {"format": "csv", "path": "{run_dir}/metrics.csv"}
-    foreign = stored_run({"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1})
+    foreign = parse_stored_run(
+        {"trainer": {"type": "command", "argv": ["x"], "metrics": metrics}, "steps": 1}
+    )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
-    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"
+    assert run_environment(Path("run"), ["cpu", "cpu"], own)["OMP_NUM_THREADS"] == "1"
+    assert run_environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "7"
-    on_gpus = environment(Path("run"), ["2", "3"], foreign)
+    assert run_environment(Path("run"), ["cpu", "cpu"], foreign)["OMP_NUM_THREADS"] == "7"
+    on_gpus = run_environment(Path("run"), ["2", "3"], foreign)
     assert on_gpus["CUDA_VISIBLE_DEVICES"] == "2,3" and on_gpus["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_run_of_our_own_gets_the_variables_of_its_recipe() -> None:
     recipe = load_recipe(SMALL, ["trainer.env={SOME_SWITCH: on-, OMP_NUM_THREADS: '5'}"])
-    found = environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
+    found = run_environment(Path("run"), ["cpu"], recipe.run_config("baseline"))
     assert found["SOME_SWITCH"] == "on-"
     assert found["OMP_NUM_THREADS"] == "1"  # a rank on CPU cores has one thread, whatever a recipe says
-    assert environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
+    assert run_environment(Path("run"), ["0"], recipe.run_config("baseline"))["OMP_NUM_THREADS"] == "5"
 
 
 @pytest.mark.parametrize(("asked_after_s", "expected"), [(1.0, "failed"), (-1.0, "interrupted")])
@@ -857,7 +860,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
     failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
     run_dir.begin_attempt().fail(failure, exit_code=2)
     job = queue.LaunchJob(label="run", run=run_dir, config=run_config())
-    job.is_stopping, job.asked_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
+    job.is_stopping, job.stop_requested_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
     reason = failure if expected == "failed" else Code.STOPPED_BY_SIGNAL()
     assert supervisor._determine_ending(job, -signal.SIGTERM) == (expected, reason)
 

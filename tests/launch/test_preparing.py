@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, run_dir
@@ -18,17 +18,17 @@ SMALL = Path(__file__).parent / "small.yaml"
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, ["warm_start={steps: 2}"]))
 
 
-def prepare(plan: Plan, experiment_dir: Path) -> None:
+def prepare(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """As a user would: launch, or resume where there is something to be resumed."""
     with own_experiment(plan, experiment_dir, resume=is_experiment(experiment_dir)):
         pass
 
 
-def check(plan: Plan, experiment_dir: Path) -> None:
+def check(plan: ExperimentPlan, experiment_dir: Path) -> None:
     prepare(plan, experiment_dir)
     assert planned_runs(experiment_dir) == [run.name for run in plan.runs]
     for run in plan.runs:
@@ -36,7 +36,7 @@ def check(plan: Plan, experiment_dir: Path) -> None:
     assert not describe_launcher(experiment_dir)
 
 
-def num_calls(plan: Plan, root: Path) -> int:
+def num_calls(plan: ExperimentPlan, root: Path) -> int:
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(root, patch, last=10**9)
@@ -45,7 +45,7 @@ def num_calls(plan: Plan, root: Path) -> int:
     return disk.count
 
 
-def test_any_call_that_fails_leaves_what_can_be_launched_again(tmp_path: Path, plan: Plan) -> None:
+def test_any_call_that_fails_leaves_what_can_be_launched_again(tmp_path: Path, plan: ExperimentPlan) -> None:
     for first in range(1, num_calls(plan, tmp_path / "counted") + 1):
         for error in (errno.ENOSPC, errno.EIO):
             runs_dir = tmp_path / f"{first}-{error}"
@@ -57,7 +57,9 @@ def test_any_call_that_fails_leaves_what_can_be_launched_again(tmp_path: Path, p
             check(plan, runs_dir / "x")
 
 
-def test_a_loss_of_power_at_any_call_leaves_what_can_be_launched_again(tmp_path: Path, plan: Plan) -> None:
+def test_a_loss_of_power_at_any_call_leaves_what_can_be_launched_again(
+    tmp_path: Path, plan: ExperimentPlan
+) -> None:
     for last in range(1, num_calls(plan, tmp_path / "counted") + 1):
         (tmp_path / f"disk-{last}").mkdir()
         with pytest.MonkeyPatch.context() as patch:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.engine import Devices
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE_TRAINER, run_to_end
@@ -48,7 +48,7 @@ class ToyEngine:
     def __init__(self, num_jobs: int | None) -> None:
         self.started: list[ToyRun] = []
 
-    def find_problems(self, plan: Plan) -> list[str]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         return [] if len(plan.recipe.seeds) == 1 else [f"seeds: got {plan.recipe.seeds}; a toy takes one"]
 
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ def launch_toy(recipe: Path, runs_dir: Path, *overrides: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_it_launches_the_quickstart_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
     overrides = ("steps=2", "warm_start=null", "controls.aa_reruns=0")
     statuses = launch_toy(RECIPES / "quickstart.yaml", tmp_path, *overrides)
     assert statuses == {"baseline/seed-0": "finished", "treatment/seed-0": "finished"}
@@ -91,13 +91,13 @@ def test_it_launches_the_quickstart_to_its_end(tmp_path: Path, monkeypatch: pyte
 
 
 def test_it_launches_fakes_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngineOfFakes")
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngineOfFakes")
     statuses = launch_toy(Path(__file__).parent / "small.yaml", tmp_path, "warm_start={steps: 2}")
     assert statuses == {"baseline/seed-0": "finished", "treatment/seed-0": "finished"}
 
 
 def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "toy", "tests.launch.test_second_launcher:ToyEngine")
     plan = make_plan(load_recipe(Path(__file__).parent / "small.yaml"))
     with pytest.raises(LaunchError, match=r"small: seeds: got .* toy"):
         run_to_end(plan, tmp_path, launcher="toy")

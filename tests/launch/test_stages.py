@@ -90,7 +90,7 @@ def test_equal_arms_stop_at_the_first_look_and_what_was_not_needed_is_not_begun(
     assert content["verdict"] == "MATCH" and not content["post_hoc"]
     interim = content["arms"]["treatment"]["interim_analyses"]
     assert [(one["num_pairs"], one["verdict"]) for one in interim] == [(3, "MATCH"), (4, None), (5, None)]
-    said = next(line for line in content["not_tested"] if "do not say" in line)
+    said = next(line for line in content["not_tested"] if "not recorded by the runs" in line)
     assert "exit status" not in said  # of those that were never begun nothing is missed
     # Decided is decided: taken up again, nothing more runs
     code, output, _ = run(*STAGED, "--resume")
@@ -126,7 +126,7 @@ def test_a_mismatch_stops_at_the_first_look(run: Run) -> None:
 def test_a_failed_run_decides_until_it_is_mended(run: Run) -> None:
     fails = ("--set", "trainer.parameters.fails=1")
     code, output, _ = run(*STAGED, *fails)
-    assert code == 1 and "Continue with: abrun launch recipe.yaml --jobs 4 --until-decided" in output
+    assert code == 1 and "Resume with: abrun launch recipe.yaml --jobs 4 --until-decided" in output
     assert verdict()["verdict"] == "MISMATCH" and begun() == {0, 1, 7}
     Path("mended").touch()
     code, output, _ = run(*STAGED, *fails, "--resume")

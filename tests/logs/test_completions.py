@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import StoreError
 from abrun.logs.completions import read_completions
-from abrun.recorded.samples import samples_in
+from abrun.recorded.samples import read_run_samples
 
 
 def verl(folder, step, answers):
@@ -68,7 +68,7 @@ def test_nemo_rl_s_training_data_are_read(tmp_path, snapshot):
 
 def test_metrics_of_a_seed_are_no_completions(tmp_path):
     (tmp_path / "0.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    assert not read_completions(tmp_path) and not samples_in(tmp_path / "0.jsonl")
+    assert not read_completions(tmp_path) and not read_run_samples(tmp_path / "0.jsonl")
 
 
 def test_a_torn_dump_is_one_line(tmp_path, snapshot):

@@ -5,7 +5,7 @@ import pytest
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.aliases import FRAMEWORKS, TOLD_BY, apply, apply_to_all, parse
+from abrun.logs.aliases import FRAMEWORK_MARKERS, FRAMEWORKS, parse_aliases, rename_all, rename_metrics
 from abrun.logs.guessing import guess_baseline, guess_runs
 from abrun.logs.naming import DEFAULT_PATTERNS, name_runs, name_seeds
 from abrun.runs.layout import RunName
@@ -59,7 +59,7 @@ def test_patterns_given_by_hand(snapshot: Snapshot) -> None:
     "pattern", ["{arm}", "{seed}", "{arm}{x}{seed}", "{arm}{arm}{seed}", "{arm", "{}", "{seed:d}{arm}"]
 )
 def test_patterns_that_are_none(pattern: str) -> None:
-    with pytest.raises(ComparisonError, match=r"--pattern: got '.*(allowed|write)"):
+    with pytest.raises(ComparisonError, match=r"--pattern: got '.*(allowed|example)"):
         named("a-s0", pattern=pattern)
 
 
@@ -117,12 +117,12 @@ def series(*values: float) -> Series:
 
 def test_presets_rename_and_never_replace() -> None:
     metrics = {"critic/score/mean": series(1), "timing_s/step": series(2), "other": series(3)}
-    (renamed,) = apply_to_all([metrics], parse(["verl"])).metrics
+    (renamed,) = rename_all([metrics], parse_aliases(["verl"])).metrics
     assert renamed["train/reward"] is metrics["critic/score/mean"]
     assert sorted(renamed) == ["other", "timing/train/total_step_time_s", "train/reward"]
     ours = {**metrics, "train/reward": series(9)}
-    left, right = apply_to_all(
-        [ours, metrics], parse(["verl"])
+    left, right = rename_all(
+        [ours, metrics], parse_aliases(["verl"])
     ).metrics  # alike in both, or it would compare two things
     assert (
         left["train/reward"].value_at(0) == 9 and "train/reward" not in right and "critic/score/mean" in right
@@ -155,27 +155,27 @@ def test_presets_name_no_metric_twice(preset: str) -> None:
 )
 def test_metrics_of_another_definition_keep_their_names(framework: str, name: str) -> None:
     """By preset and by recognition: see docs/definitions.md for what each is instead."""
-    told_by = next(names for known, names in TOLD_BY if known == framework)
+    told_by = next(names for known, names in FRAMEWORK_MARKERS if known == framework)
     metrics = {**{told: series(0) for told in told_by}, name: series(1)}
     for chosen in ([framework], []):
-        (renamed,) = apply_to_all([metrics], parse(chosen)).metrics
+        (renamed,) = rename_all([metrics], parse_aliases(chosen)).metrics
         assert renamed[name].value_at(0) == 1
 
 
 def test_explicit_aliases(snapshot: Snapshot) -> None:
     metrics = {"a": series(1), "b": series(2)}
-    assert apply(metrics, {"a": "b", "b": "a"}) == {"a": metrics["b"], "b": metrics["a"]}
-    assert list(apply(metrics, {"train/reward": "a", "x": "nothing"})) == ["b", "train/reward"]
-    (renamed,) = apply_to_all(
-        [{"critic/score/mean": series(1), "r": series(2)}], parse(["verl", "train/reward=r"])
+    assert rename_metrics(metrics, {"a": "b", "b": "a"}) == {"a": metrics["b"], "b": metrics["a"]}
+    assert list(rename_metrics(metrics, {"train/reward": "a", "x": "nothing"})) == ["b", "train/reward"]
+    (renamed,) = rename_all(
+        [{"critic/score/mean": series(1), "r": series(2)}], parse_aliases(["verl", "train/reward=r"])
     ).metrics
     assert renamed["train/reward"].value_at(0) == 2
-    (renamed,) = apply_to_all([{"a=b": series(1)}], parse(["x=a=b"])).metrics
+    (renamed,) = rename_all([{"a=b": series(1)}], parse_aliases(["x=a=b"])).metrics
     assert list(renamed) == ["x"]
     with pytest.raises(ComparisonError) as refusal:
-        apply_to_all([metrics], parse(["x=aa"]))
+        rename_all([metrics], parse_aliases(["x=aa"]))
     snapshot(refusal.value)
-    assert apply_to_all([{}, {}], parse(["x=aa"])).metrics == [
+    assert rename_all([{}, {}], parse_aliases(["x=aa"])).metrics == [
         {},
         {},
     ]  # runs that recorded nothing are another matter
@@ -186,12 +186,12 @@ def test_aliases_that_are_none(text: str) -> None:
     with pytest.raises(
         ComparisonError, match=r"--alias: got .* allowed: trl, verl, nemo-rl, skyrl, .*, or OURS=THEIRS"
     ):
-        parse([text])
+        parse_aliases([text])
 
 
 def test_one_of_our_names_for_two_of_theirs() -> None:
     with pytest.raises(ComparisonError, match="--alias: got 'x' twice"):
-        parse(["x=a", "x=b"])
+        parse_aliases(["x=a", "x=b"])
 
 
 def test_names_of_hydra_are_divided_at_commas() -> None:

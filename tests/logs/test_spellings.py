@@ -83,7 +83,7 @@ def test_the_last_of_two_values_at_a_step_counts_text_or_not(tmp_path: Path) -> 
         (["500", "1k", "1500"], "line 3, column step: got '1k' "),
         (["1", "Step 2", "3"], "line 3, column step: got 'Step 2' "),
         (["500", "1.000", "1.500"], "line 3, column step: got '1.000' "),  # 1, or a thousand
-        (["1.5", "2", "3"], "line 2: step: got 1.5; "),
+        (["1.5", "2", "3"], "line 2: step: got 1.5 as the step; "),
         (["Step 1", "Step 2", "Step 3"], "line 2, column step: got 'Step 1'; .*--step-column"),
         (["1", "2", "Average"], "line 4, column step: got 'Average' "),
     ],
@@ -297,7 +297,7 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path,
     assert [log.name for log in logs] == [f"seed_{seed}/progress.csv" for seed in (0, 1, 2)]
     said = guesses(logs)
     for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
-        assert f"left aside: {tmp_path}/seed_0/{name} " in said
+        assert f"ignored: {tmp_path}/seed_0/{name} " in said
     assert said.count("(and 2 more ") == 4
     with pytest.raises(StoreError) as refusal:
         read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
@@ -332,8 +332,8 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
     logs = read_logs(str(tmp_path))
     assert [log.name for log in logs] == ["metrics.csv"]
     assert guesses(logs).splitlines() == [
-        f"of {tmp_path} the csv logs; left aside: jsonl, json",
-        f"of {tmp_path} not read: 'sheet.xlsx'",
+        f"{tmp_path}: read the csv logs, ignored jsonl, json",
+        f"{tmp_path}: unsupported format, not read: 'sheet.xlsx'",
     ]
     (tmp_path / "metrics.csv").unlink()
     with pytest.raises(StoreError) as refusal:
@@ -341,7 +341,7 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
     snapshot(refusal.value)
     for path in tmp_path.glob("*.json*"):
         path.unlink()
-    with pytest.raises(StoreError, match=r"no runs there; .*; it holds 'sheet\.xlsx'"):
+    with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx'"):
         read_logs(str(tmp_path))
 
 
@@ -381,7 +381,7 @@ def test_a_rotated_log_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 def test_files_below_a_folder_without_runs_are_named(tmp_path: Path) -> None:
     written(tmp_path / "seed0/log_1718000000.txt", "Step 1 | loss:2.3\n")
-    with pytest.raises(StoreError, match=r"no runs there.*it holds 'seed0/log_1718000000.txt'"):
+    with pytest.raises(StoreError, match=r"no runs found.*it holds 'seed0/log_1718000000.txt'"):
         read_logs(str(tmp_path))
 
 

@@ -54,7 +54,7 @@ def test_the_index_of_pandas_is_no_metric_and_can_be_named_as_the_step(tmp_path:
     pd.DataFrame({"step": [10, 20], "loss": [3.0, 1.0]}).to_csv(tmp_path / "both.csv")
     assert list(one(tmp_path / "both.csv").metrics) == ["loss"]
     pd.DataFrame({"loss": [3.0, 1.0]}).to_csv(tmp_path / "index.csv")
-    with pytest.raises(StoreError, match="found are 'Unnamed: 0', 'loss'; name the column"):
+    with pytest.raises(StoreError, match="columns: 'Unnamed: 0', 'loss'; name the step column"):
         one(tmp_path / "index.csv")
     assert values(one(tmp_path / "index.csv", "Unnamed: 0"), "loss") == {0: 3.0, 1: 1.0}
 
@@ -213,7 +213,7 @@ def test_trainer_state_of_transformers(tmp_path: Path) -> None:
     assert values(log, "train/reward") == {10: 0.5, 20: 0.6}
     assert values(log, "eval/reward") == {10: 0.75}
     (tmp_path / "a-s0" / "trainer_state.json").write_text("{}")
-    with pytest.raises(StoreError, match="no log_history"):
+    with pytest.raises(StoreError, match="with a log_history"):
         one(tmp_path)
 
 
@@ -248,10 +248,10 @@ def test_torn_and_foreign_parquet(tmp_path: Path) -> None:
     path.write_bytes(whole[:-10])
     assert one(path).metrics == {} and "no footer" in one(path).notes[0]
     path.write_bytes(whole[:200] + b"\xff" * 300 + whole[500:])
-    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet"):
+    with pytest.raises(StoreError, match=r"a\.parquet: not valid Parquet"):
         one(path)
     path.write_bytes(os.urandom(100))
-    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet"):
+    with pytest.raises(StoreError, match=r"a\.parquet: not valid Parquet"):
         one(path)
 
 
@@ -265,7 +265,7 @@ def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path, snapshot: Sna
         for _ in range(10):
             writer.write_table(million)
     assert path.stat().st_size < 10**5
-    with pytest.raises(StoreError, match=r"a\.parquet: claims 20000000 numbers; allowed: 16777216"):
+    with pytest.raises(StoreError, match=r"a\.parquet: claims 20000000 values; allowed: at most 16777216"):
         one(path)
     pq.write_table(
         pa.Table.from_arrays([pa.array([1]), pa.array([2.0]), pa.array([3.0])], ["step", "a", "a"]), path
@@ -282,7 +282,7 @@ def test_parquet_whose_pages_have_checksums_is_checked(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[12_000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"a\.parquet: not readable as Parquet: .*(CRC|corrupt)"):
+    with pytest.raises(StoreError, match=r"a\.parquet: not valid Parquet: .*(CRC|corrupt)"):
         one(path)
 
 
@@ -338,7 +338,7 @@ def test_of_mixed_folders_the_kind_with_most_runs_is_read_and_it_is_said(tmp_pat
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
     (tmp_path / "b.jsonl").write_text('{"step": 1, "loss": 3}\n')
     (log,) = read_logs(str(tmp_path))
-    assert log.name == "b.jsonl" and log.guesses == (f"of {tmp_path} the jsonl logs; left aside: csv",)
+    assert log.name == "b.jsonl" and log.guesses == (f"{tmp_path}: read the jsonl logs, ignored csv",)
     (tmp_path / "c.csv").write_text("step,loss\n1,2\n")
     assert [log.name for log in read_logs(str(tmp_path))] == ["a.csv", "c.csv"]
     assert [log.name for log in read_logs(f"jsonl:{tmp_path}")] == ["b.jsonl"]

@@ -100,7 +100,7 @@ def test_a_failed_run_with_its_own_steps_and_an_odd_name(offline: Path) -> None:
 
 def test_groups(offline: Path) -> None:
     assert [log.name for log in read_logs(str(offline), group="g")] == ["baseline-s3"]
-    with pytest.raises(StoreError, match="--group: got 'x'; there are 'g', 'other'"):
+    with pytest.raises(StoreError, match="--group: got 'x'; available: 'g', 'other'"):
         read_logs(str(offline), group="x")
 
 
@@ -260,7 +260,7 @@ def test_without_a_key_it_says_so_and_does_not_ask(
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
-    with pytest.raises(StoreError, match="got no API key; set WANDB_API_KEY, or run: wandb login"):
+    with pytest.raises(StoreError, match="no API key; set WANDB_API_KEY, or run: wandb login"):
         read_logs("wandb:team/proj")
 
 

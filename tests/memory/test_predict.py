@@ -18,7 +18,7 @@ from abrun import backends
 from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import probe_alone
+from abrun.experiment.probe import run_probe_on_cpu
 from abrun.memory import fake_device, predict
 from abrun.memory.cells import Point
 from abrun.memory.measure import make_random_batch
@@ -326,7 +326,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
-    monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: probe_alone("refusing", *rest))
+    monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.command import environment
-from abrun.experiment.probe import _run as run_probe
+from abrun.experiment.command import run_environment
+from abrun.experiment.probe import _run_command as run_probe
 from abrun.memory.cells import Cell, MemoryProfile, Point, SizeLimit
 from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_recipe
@@ -19,7 +19,7 @@ from abrun.memory.show import describe_files, format_progress, make_tables
 from abrun.memory.sweep import SweepPlan, Variant, expand_sweep
 from abrun.processes import Popen, find_run_processes
 from abrun.reasons import Code
-from abrun.recipe.experiment import Declared, load_recipe
+from abrun.recipe.experiment import ExperimentDeclaration, load_recipe
 from abrun.recipe.run import OwnRunConfig
 from tests.snapshot import Snapshot
 from tests.train.runs import single_rank
@@ -49,17 +49,17 @@ def measured_here(
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
+    monkeypatch.setattr("abrun.memory.profile.run_probe", measured_here)
     # Fewer tokens than the measured step has, as on a GPU
     monkeypatch.setattr("abrun.memory.measure.WARM_UP_TOKENS", 16)
 
 
-def plan(recipe: Declared = RECIPE, **options: Any) -> SweepPlan:
+def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> SweepPlan:
     return SweepPlan(name=recipe.name, variants=[Variant(recipe=recipe)], rollouts=False, **options)
 
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.memory.profile.probe", measured_here)
+    monkeypatch.setattr("abrun.memory.profile.run_probe", measured_here)
     said: list[str] = []
     with_old_pass = load_recipe(SMALL, ["algorithm.ratio=old"])  # a pass for the log-probs of old
     profile = measure_recipe(plan(with_old_pass, lengths=[32, 256]), tmp_path, said.append)
@@ -104,7 +104,7 @@ def test_two_profiles_do_not_share_a_folder(
             refused.append(str(raised.value))
         raise LaunchError("enough")
 
-    monkeypatch.setattr("abrun.memory.profile.probe", busy)
+    monkeypatch.setattr("abrun.memory.profile.run_probe", busy)
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32]), tmp_path)
     snapshot(refusal.value)
@@ -132,7 +132,7 @@ def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
     assert torch.equal(weights.read(name, part), usual)
 
 
-def some_network(recipe: Declared) -> Any:
+def some_network(recipe: ExperimentDeclaration) -> Any:
     from abrun.models import load_network
 
     return load_network(recipe.run_config("baseline").model, weights=None, seed=0)  # pyright: ignore
@@ -345,5 +345,5 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").run_config("baseline")
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
-        run_probe(["sh", "-c", script], tmp_path, environment(tmp_path, [], config))
+        run_probe(["sh", "-c", script], tmp_path, run_environment(tmp_path, [], config))
     assert tidied.exists() and not find_run_processes(tmp_path)

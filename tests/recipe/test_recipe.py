@@ -17,8 +17,8 @@ from abrun.experiment.plan import make_plan
 from abrun.reasons import Code
 from abrun.recipe import reading
 from abrun.recipe.claims import parse_claim
-from abrun.recipe.command import CommandRunConfig, invocation
-from abrun.recipe.experiment import Declared, Recipe, load_recipe, stored_recipe
+from abrun.recipe.command import CommandRunConfig, build_invocation
+from abrun.recipe.experiment import ExperimentDeclaration, Recipe, load_recipe, parse_stored_recipe
 from abrun.recipe.policy import Policy
 from abrun.recipe.reading import Loader, dotted, nested
 from abrun.recipe.run import OwnRunConfig
@@ -36,13 +36,13 @@ def own(path: Path, *overrides: str) -> Recipe:
     return recipe
 
 
-def own_run(recipe: Declared, arm: str) -> OwnRunConfig:
+def own_run(recipe: ExperimentDeclaration, arm: str) -> OwnRunConfig:
     config = recipe.run_config(arm)
     assert isinstance(config, OwnRunConfig)
     return config
 
 
-def command_run(recipe: Declared, arm: str) -> CommandRunConfig:
+def command_run(recipe: ExperimentDeclaration, arm: str) -> CommandRunConfig:
     config = recipe.run_config(arm)
     assert isinstance(config, CommandRunConfig)
     return config
@@ -347,11 +347,11 @@ def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own(snaps
         ("{run_dir}/a/..//./log", "/runs/x/log"),
     ):
         recipe = load_recipe(FOREIGN, [f"trainer.metrics.path='{template}'"])
-        filled = invocation(command_run(recipe, "treatment"), arm="treatment", **run)
+        filled = build_invocation(command_run(recipe, "treatment"), arm="treatment", **run)
         assert filled.metrics_path == path
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='/runs/{arm}/{seed}{rerun}/../result.json'"])
     with pytest.raises(RecipeError) as refusal:
-        invocation(command_run(recipe, "treatment"), arm="x", **run)
+        build_invocation(command_run(recipe, "treatment"), arm="x", **run)
     snapshot(refusal.value)
 
 
@@ -380,15 +380,16 @@ def test_an_arm_named_like_a_file_of_abrun_does_not_write_it(snapshot: Snapshot)
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='{run_dir}/{arm}'", "trainer.parameters.format=csv"])
     run = {"experiment": "e", "seed": 0, "rerun": 0, "run_dir": "/runs/x"}
     assert (
-        invocation(command_run(recipe, "baseline"), arm="baseline", **run).metrics_path == "/runs/x/baseline"
+        build_invocation(command_run(recipe, "baseline"), arm="baseline", **run).metrics_path
+        == "/runs/x/baseline"
     )
     with pytest.raises(RecipeError) as refusal:
-        invocation(command_run(recipe, "baseline"), arm="result.json", **run)
+        build_invocation(command_run(recipe, "baseline"), arm="result.json", **run)
     snapshot(refusal.value)
     command = command_run(load_recipe(FOREIGN, ["trainer.env.OUT='{run_dir}/{arm}.json'"]), "baseline")
-    assert invocation(command, arm="a", **run).env["OUT"] == "/runs/x/a.json"
+    assert build_invocation(command, arm="a", **run).env["OUT"] == "/runs/x/a.json"
     with pytest.raises(RecipeError) as refusal:
-        invocation(command, arm="result", **run)
+        build_invocation(command, arm="result", **run)
     snapshot(refusal.value)
 
 
@@ -402,7 +403,7 @@ def test_templates_are_filled_in_with_the_run_and_its_parameters() -> None:
             "parameters: {flag: true, name: log, learning_rate: 1e-6}}",
         ],
     )
-    filled = invocation(
+    filled = build_invocation(
         command_run(recipe, "treatment"), experiment="e", arm="treatment", seed=3, rerun=0, run_dir="/runs/x"
     )
     assert filled.argv == ["a", "e/treatment-3-0", "5", "x={0.1}", "true"]
@@ -700,7 +701,7 @@ class TestAnotherType:
 
     def test_what_a_launch_decides_is_no_matter_of_a_type_without_it(self) -> None:
         arm = "arms.treatment.policy.backend.type=megatron"
-        recipe = load_recipe(SMALL, ["policy.backend.keep_gathered=auto", arm]).closed()
+        recipe = load_recipe(SMALL, ["policy.backend.keep_gathered=auto", arm]).with_auto_values()
         assert own_run(recipe, "treatment").policy.backend.type == "megatron"
         baseline: Any = own_run(recipe, "baseline").policy.backend
         assert baseline.keep_gathered is True
@@ -819,7 +820,7 @@ def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     texts = st.text().filter(lambda text: not any(words in text for words in PYDANTICS))  # it would be quoted
     owner[key] = data.draw(st.sampled_from(VALUES) | st.integers() | st.floats() | texts)
     try:
-        stored_recipe(tree)
+        parse_stored_recipe(tree)
     except RecipeError as error:
         line = str(error)
         assert line.isprintable() and not any(words in line for words in PYDANTICS), line
@@ -915,7 +916,7 @@ def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_l
     config = recipe.run_config("baseline")
     names = dict.fromkeys(("experiment", "arm", "rerun", "run_dir"), "/x")
     assert isinstance(config, CommandRunConfig)
-    assert invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
+    assert build_invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
     (there / "runs.json").touch()
     assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
     (here / "runs.json").touch()

@@ -16,7 +16,7 @@ from abrun.external import run as external_run
 from abrun.launch import git
 from abrun.launch.prepare import write_run_record
 from abrun.recipe.experiment import BASELINE, load_recipe
-from abrun.recipe.implementations import LAUNCHERS
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, run_to_end
@@ -124,18 +124,18 @@ def test_a_variable_that_is_not_set_is_one_line_before_anything_is_written(
     for options in ([], ["--dry-run"]):
         code, said = abrun("launch", str(recipe), *options)
         assert code == 2 and said.count("\n") == 1
-        assert "trainer.env.HF_TOKEN: got ${HF_TOKEN}, and HF_TOKEN is not set" in said
+        assert "trainer.env.HF_TOKEN: got ${HF_TOKEN}, but HF_TOKEN is not set" in said
     assert not (recipe.parent / "runs").exists()
 
 
 def test_a_reference_outside_of_env_is_explained(recipe) -> None:
-    with pytest.raises(RecipeError, match=r"read in trainer.env alone: HF_TOKEN: \$\{HF_TOKEN\}"):
+    with pytest.raises(RecipeError, match=r"read only in trainer.env; add HF_TOKEN: \$\{HF_TOKEN\}"):
         load_recipe(recipe, ["trainer.argv=[train, '${HF_TOKEN}']"])
 
 
 @pytest.mark.parametrize("text", ["${TOKEN:-x}", "${HF-TOKEN}", "${1}", "${A B}"])
 def test_a_reference_of_another_form_is_explained(recipe, text) -> None:
-    with pytest.raises(RecipeError, match=r"env.MODE: got .* a reference is \$\{NAME\}, of letters, digits"):
+    with pytest.raises(RecipeError, match=r"env.MODE: got .* write \$\{NAME\} with letters, digits"):
         load_recipe(recipe, [f"trainer.env.MODE='{text}'"])
 
 
@@ -281,7 +281,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_changes(
     checkout, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setitem(LAUNCHERS, *FAKE)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     (checkout / "code.py").write_text(f"lr = 2\nTOKEN = '{TOKEN}'\nDB_PASSWORD = 'correct-horse'\n")
     small = Path(__file__).parents[1] / "launch" / "small.yaml"
     runs_dir = tmp_path / "runs"

@@ -16,7 +16,7 @@ from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.preview import precision_differences
-from abrun.recipe.experiment import Recipe, load_recipe, stored_recipe, stored_run
+from abrun.recipe.experiment import Recipe, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import Loader, dotted
 from tests.snapshot import Snapshot
 
@@ -49,8 +49,8 @@ def test_it_loads_and_plans(path: Path, tmp_path: Path) -> None:
     num_arms, reruns = len(recipe.arms) + len(controls.faults), controls.aa_reruns + controls.ulp_reruns
     assert len(plan.runs) == num_arms * len(recipe.seeds) + reruns
     for run in plan.runs:
-        assert stored_run(run.config.model_dump(mode="json")) == run.config
-    assert stored_recipe(recipe.model_dump(mode="json")) == recipe
+        assert parse_stored_run(run.config.model_dump(mode="json")) == run.config
+    assert parse_stored_recipe(recipe.model_dump(mode="json")) == recipe
     launched = tmp_path / path.stem
     launched.mkdir()
     (launched / "experiment.json").write_text(json.dumps({"recipe": recipe.model_dump(mode="json")}))

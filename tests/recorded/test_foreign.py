@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from abrun.errors import AbrunError, ComparisonError, StoreError
-from abrun.logs.log import EMPTY
+from abrun.logs.log import NOTHING_RECORDED
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Experiment
-from abrun.recorded.selection import Reading
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import open_sources
 from abrun.report.comparing import compare, with_options
 from abrun.runs.files import write_json
@@ -32,11 +32,11 @@ def write(
     return path
 
 
-def load(*sources: object, **options: Any) -> Experiment:
-    return open_sources([str(source) for source in sources], Reading(may_unpair=True, **options))
+def load(*sources: object, **options: Any) -> RecordedExperiment:
+    return open_sources([str(source) for source in sources], ReadingOptions(may_unpair=True, **options))
 
 
-def names(experiment: Experiment) -> list[str]:
+def names(experiment: RecordedExperiment) -> list[str]:
     return [str(name) for name in experiment.runs]
 
 
@@ -116,11 +116,11 @@ def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
     (tmp_path / "b-s0.csv").touch()
     experiment = load(tmp_path)
     empty = experiment.runs[RunName(arm="b", seed=0)]
-    assert empty.metrics == {} and empty.notes == (EMPTY,)
+    assert empty.metrics == {} and empty.notes == (NOTHING_RECORDED,)
     (tmp_path / "b-s1.csv").write_text("step,loss\n")
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
         load(tmp_path)
-    assert error.value.reason["why"]["note"] == EMPTY
+    assert error.value.reason["why"]["note"] == NOTHING_RECORDED
     snapshot(error.value)
     (tmp_path / "b-s0.csv").unlink()
     with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=1) as error:
@@ -133,7 +133,7 @@ def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
     [
         (["a-s0", "b-s0"], {"baseline": "c"}),
         (["a-s0", "a-s1"], {}),
-        (["a", "b"], {"alone": True}),
+        (["a", "b"], {"allows_one_arm": True}),
         (["baseline-s0", "b-s0", "b-s0-aa1"], {}),
         (["baseline-s0", "b-s0"], {"group": "g"}),
         ([], {}),

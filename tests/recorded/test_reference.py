@@ -11,8 +11,8 @@ from scipy.stats import chi2
 from abrun.errors import ComparisonError, StoreError
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
-from abrun.recorded.reference import against_reference, freeze, load_reference
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence_lines
@@ -34,7 +34,7 @@ def later(
     """The verdict on a later experiment's arm against the frozen one."""
     experiment_dir = write_experiment(tmp_path / "later", **scenario)
     change(experiment_dir)
-    experiment = against_reference(load_experiment(experiment_dir), load_reference(frozen), arm)
+    experiment = make_regression_experiment(load_experiment(experiment_dir), load_reference(frozen), arm)
     return compare(experiment, output=tmp_path / "report", formats=("json",)).content
 
 
@@ -46,20 +46,26 @@ def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simula
         claims = [experiment.compare.claims[0].model_copy(update={"margin": margin})]
         chosen = replace(experiment, compare=experiment.compare.model_copy(update={"claims": claims}))
         freeze(chosen, "baseline", tmp_path / f"{number}.json")
-        held = against_reference(experiment, load_reference(tmp_path / f"{number}.json"), "treatment")
+        held = make_regression_experiment(
+            experiment, load_reference(tmp_path / f"{number}.json"), "treatment"
+        )
         content = compare(held, output=tmp_path / "report", formats=("json",)).content
         assert content.post_hoc == (number == 1), margin
 
 
 def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
     arm = str(simulated() / "treatment")
-    experiment = open_sources([arm], Reading(alone=True), [Claim(metric="train/reward", margin=0.05)])
+    experiment = open_sources(
+        [arm], ReadingOptions(allows_one_arm=True), [Claim(metric="train/reward", margin=0.05)]
+    )
     freeze(experiment, experiment.baseline, tmp_path / "ref.json")
     report = tmp_path / "report"
-    comparison = compare_sources([arm], Reading(), reference=tmp_path / "ref.json", output=report, formats=())
+    comparison = compare_sources(
+        [arm], ReadingOptions(), reference=tmp_path / "ref.json", output=report, formats=()
+    )
     assert comparison.verdict == "MATCH" and comparison.content.num_pairs == 5
     with refused(Code.ONE_ARM_OF_RUNS):
-        compare_sources([arm], Reading(), output=report)
+        compare_sources([arm], ReadingOptions(), output=report)
 
 
 def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
@@ -166,9 +172,9 @@ def test_several_arms_ask_for_one_and_each_has_its_report(simulated, tmp_path):
     reference, where = tmp_path / "fused.json", [str(experiment_dir)]
     freeze(load_experiment(experiment_dir), "baseline", reference)
     with refused(Code.REFERENCE_NEEDS_ARM, arms=["baseline", "treatment"]):
-        compare_sources(where, Reading(), reference=reference, formats=())
+        compare_sources(where, ReadingOptions(), reference=reference, formats=())
     for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
-        comparison = compare_sources(where, Reading(), reference=reference, arm=arm, formats=("json",))
+        comparison = compare_sources(where, ReadingOptions(), reference=reference, arm=arm, formats=("json",))
         assert arm == "baseline" or comparison.verdict == verdict
         assert comparison.content.experiment.startswith(f"simulated's arm '{arm}' against ")
         assert (experiment_dir / f"report-against-reference-{arm}" / "verdict.json").is_file()

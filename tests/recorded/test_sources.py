@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.starts import join_starts, without_moments
+from abrun.logs.starts import merge_starts, without_times
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recorded.selection import last_step
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
 from abrun.stats.series import build_series
 from tests.logs.layouts import rows, write_csv
@@ -40,7 +40,7 @@ def write_arms(folder: Path, **layout: str) -> None:
 def judged(sources: Sequence[object], output: Path, **reading: object) -> Comparison:
     return compare_sources(
         [str(source) for source in sources],
-        Reading(**reading),  # type: ignore[arg-type]
+        ReadingOptions(**reading),  # type: ignore[arg-type]
         claims=[parse_claim(CLAIM)],
         output=output,
         formats=("json", "markdown"),
@@ -61,7 +61,9 @@ def log(name: str, first: int, last: int, **fields: object) -> Log:
 
 
 def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
-    run = join_starts([log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2")
+    run = merge_starts(
+        [log("s2", 31, 60, status="finished"), log("s2", 1, 33, status="failed")], "new/seed-2"
+    )
     assert run is not None and run.status == "finished" and run.left_out == ()
     series = run.metrics["train/reward"]
     assert series.steps.tolist() == list(range(1, 61)) and series.recounted == 0
@@ -72,7 +74,7 @@ def test_starts_whose_steps_go_on_are_one_run(snapshot: Snapshot) -> None:
 
 def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -> None:
     first, whole = log("s2", 1, 33, status="failed"), log("s2", 1, 60, status="finished")
-    run = join_starts([first, whole], "new/seed-2")
+    run = merge_starts([first, whole], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60
     (left_out,) = run.left_out
     assert left_out == Code.START_LEFT_OUT(
@@ -80,7 +82,7 @@ def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -
     )
     snapshot(sentence(left_out))
     third = log("s2", 1, 20, status="failed")
-    run = join_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
+    run = merge_starts([third, log("s2", 1, 33), log("s2", 31, 60)], "new/seed-2")
     assert run is not None and len(run.metrics["train/reward"]) == 60 and len(run.left_out) == 1
 
 
@@ -96,7 +98,7 @@ def test_an_interrupted_start_that_is_repeated_is_left_out(snapshot: Snapshot) -
 )
 def test_runs_that_may_be_different_are_not_joined(other: Log) -> None:
     last = 60 if other.status == "finished" else 33
-    assert join_starts([log("s2", 1, last, status="finished"), other], "x") is None
+    assert merge_starts([log("s2", 1, last, status="finished"), other], "x") is None
 
 
 def test_where_a_job_is_started_again_its_times_and_checkpoint_differ() -> None:
@@ -105,7 +107,7 @@ def test_where_a_job_is_started_again_its_times_and_checkpoint_differ() -> None:
         for time, checkpoint in (("Nov24_23-59-00_vm", None), ("Nov25_04-00-00_node7", "checkpoint-30"))
     ]
     starts = [log("s2", 1, 33, config=configs[0]), log("s2", 31, 60, config=configs[1])]
-    assert join_starts(starts, "x") is not None
+    assert merge_starts(starts, "x") is not None
 
 
 def test_a_run_that_was_begun_over_in_another_folder(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> 
     ],
 )
 def test_moments_in_names(name: str, expected: str) -> None:
-    assert without_moments(name) == expected
+    assert without_times(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_one_folder_of_one_arm(tmp_path: Path, layout: str, snapshot: Snapshot) 
     with refused(Code.SOURCE_OF_ONE_ARM, num_seeds=3) as error:
         judged([tmp_path / "trl"], tmp_path / "report")
     snapshot(error.value)
-    experiment = open_sources([str(tmp_path / "trl")], Reading(alone=True))
+    experiment = open_sources([str(tmp_path / "trl")], ReadingOptions(allows_one_arm=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 
 
@@ -238,7 +240,9 @@ def test_unix_times_are_no_seeds(tmp_path: Path, layout: str) -> None:
         for seed in SEEDS:
             path = layout.format(arm=arm, time=1763632800 + 977 * seed)
             write_csv(tmp_path / "runs" / path, rows(arm, seed))
-    found = compare_sources([str(tmp_path / "runs")], Reading(), output=tmp_path / "report", formats=())
+    found = compare_sources(
+        [str(tmp_path / "runs")], ReadingOptions(), output=tmp_path / "report", formats=()
+    )
     arms = {arm.removesuffix("-m") for arm in (*found.content.arms, found.content.baseline)}
     assert not found.content.paired and arms == {"old", "new"}
 
@@ -247,7 +251,9 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
     write_arms(tmp_path, old="both/a-s{seed}.csv", new="both/b-s{seed}.csv")
     write_arms(tmp_path, new="other/s{seed}.csv")
     with refused(Code.SOURCE_OF_ARMS_AND_SEEDS, arms="'a', 'b'") as error:
-        compare_sources([str(tmp_path / "both"), str(tmp_path / "other")], Reading(), output=tmp_path / "x")
+        compare_sources(
+            [str(tmp_path / "both"), str(tmp_path / "other")], ReadingOptions(), output=tmp_path / "x"
+        )
     pattern = shlex.split(str(error.value).partition("--exclude ")[2])[0].rstrip(",")
     snapshot(error.value)
     found = judged([tmp_path / "both", tmp_path / "other"], tmp_path / "report", exclude=(pattern,))
@@ -259,7 +265,9 @@ def test_a_source_of_several_arms_is_not_one(tmp_path: Path, snapshot: Snapshot)
 
 def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/s{seed}.csv", new="new/s{seed}.csv")
-    experiment = open_sources([str(tmp_path / arm) for arm in ("old", "new")], Reading(may_unpair=True))
+    experiment = open_sources(
+        [str(tmp_path / arm) for arm in ("old", "new")], ReadingOptions(may_unpair=True)
+    )
     claims = Compare(claims=[parse_claim(CLAIM)])
 
     def run(versions_differ: bool, odd: str = "0.14") -> Comparison:
@@ -298,7 +306,7 @@ def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
     for path in tmp_path.glob("new/*.csv"):  # the last step once more
         path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
     sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
-    content = compare_sources(sources, Reading(), output=tmp_path / "out", formats=("json",)).content
+    content = compare_sources(sources, ReadingOptions(), output=tmp_path / "out", formats=("json",)).content
     note = only(content.notes, Code.NOTE_OF_RUNS)
     assert content.notes == [note] and note["runs"] == ["new/seed-1", "new/seed-2", "new/seed-3"]
     assert "3 points" in note["note"]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from abrun.reasons import Code
-from abrun.recorded.experiment import stack
+from abrun.recorded.experiment import stack_runs
 from abrun.recorded.stored import load_experiment
 from abrun.runs.layout import RunName
 from tests.verdict.simulate import edit, edit_rows, write, write_rows
@@ -59,7 +59,7 @@ def test_only_shared_steps_are_stacked(simulated):
     write_rows(experiment_dir / "baseline/seed-0", [{"step": s, "x": 1.0 * s} for s in (1, 2, 4)])
     write_rows(experiment_dir / "baseline/seed-1", [{"step": s, "x": 10.0 * s} for s in (2, 3, 4)])
     runs = load_experiment(experiment_dir).runs
-    steps, values = stack([runs[BASELINE], runs[RunName(arm="baseline", seed=1)]], "x")
+    steps, values = stack_runs([runs[BASELINE], runs[RunName(arm="baseline", seed=1)]], "x")
     assert steps.tolist() == [2, 4] and values.tolist() == [[2, 4], [20, 40]]
 
 

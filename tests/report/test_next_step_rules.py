@@ -184,7 +184,7 @@ CASES = {
 def functions(monkeypatch) -> None:
     """What the rules ask of runs is written into the experiment of a case."""
     monkeypatch.setattr(next_step, "versions_follow_arms", lambda experiment: experiment.versions_follow_arms)
-    monkeypatch.setattr(next_step, "no_shared_step", lambda runs: runs == [NO_SHARED_STEP])
+    monkeypatch.setattr(next_step, "no_shared_step_reason", lambda runs: runs == [NO_SHARED_STEP])
 
 
 def suggested_in(case: str) -> list[NextStepRule]:

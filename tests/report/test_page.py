@@ -13,7 +13,7 @@ import pytest
 
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report import page
 from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means
 from abrun.report.page import charts, render_page
@@ -21,7 +21,7 @@ from abrun.report.panels import NUM_WINDOWS, memory_peaks
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.guards import Guard
-from abrun.verdict.verdict_file import EnvironmentOfRuns
+from abrun.verdict.verdict_file import RunEnvironment
 from tests.snapshot import Snapshot
 from tests.verdict.verdicts import claim, section, verdict
 
@@ -33,7 +33,9 @@ HOSTILE = (
 )
 
 
-def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings) -> Experiment:
+def experiment(
+    values, arms=("baseline", "treatment"), name="simulated", failed=(), **settings
+) -> RecordedExperiment:
     """`values`: {(arm, seed[, rerun]): {metric: values or (steps, values)}}."""
     runs = {}
     for (arm, *numbers), metrics in values.items():
@@ -44,7 +46,7 @@ def experiment(values, arms=("baseline", "treatment"), name="simulated", failed=
             series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
         status = "failed" if (arm, *numbers) in failed else "finished"
         runs[key] = RecordedRun(name=key, place=str(key), status=status, metrics=series)
-    return Experiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
+    return RecordedExperiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
 
 
 def learning(num_steps=40, seeds=3, metrics=("train/reward",), arms=("baseline", "treatment")):
@@ -66,7 +68,7 @@ def hostile_page():
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
     guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=foreign(HOSTILE[3]))
-    environment = EnvironmentOfRuns(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
+    environment = RunEnvironment(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
     content = verdict(
         claims,
         experiment=HOSTILE[1],

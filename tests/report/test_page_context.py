@@ -12,7 +12,7 @@ from abrun.cli import app
 from abrun.messages.validity import alias_hint
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.reference import against_reference, freeze, load_reference
+from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
@@ -206,7 +206,9 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
 
     def proposed(**scenario):
         later = write_experiment(Path("later"), **scenario)
-        experiment = against_reference(load_experiment(later), load_reference(Path("ref.json")), "treatment")
+        experiment = make_regression_experiment(
+            load_experiment(later), load_reference(Path("ref.json")), "treatment"
+        )
         comparison = compare(experiment, output=later / "report", formats=("json",))
         return next_steps(experiment, comparison.content, typed)
 

@@ -11,7 +11,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.experiment.power import Spread, assumed_spread, claim_power
+from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
 from abrun.report.planning import measure_spread, render_plan
@@ -75,7 +75,7 @@ def test_looks_say_how_many_pairs_to_expect(margin):
     """Against experiments drawn pair by pair, and no more than the last look takes."""
     claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
     interim = (3, 6, 12)
-    expected = claim_power(claim, Compare(), assumed_spread(claim, False), alpha=0.02)
+    expected = plan_claim_power(claim, Compare(), assumed_spread(claim, False), alpha=0.02)
     assert expected
     pairs, chance = expected.expected_with_interim(interim, [0.02] * 3)
     single = [expected.power(count) for count in interim]
@@ -96,7 +96,7 @@ def test_a_measure_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(
     claim = reward_margin(margin="1 sigma")
     spread = measure_spread(experiment, claim)
     assert spread and spread.law.sd_difference == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
-    expected = claim_power(claim, Compare(), spread)
+    expected = plan_claim_power(claim, Compare(), spread)
     assert expected and expected.pairs_needed_range
     text = shown(render_plan("next", Compare(claims=[claim]), 4, earlier=experiment))
     snapshot(text.splitlines()[2])
@@ -108,12 +108,12 @@ def test_sigmas_of_a_reference_are_planned_by_the_bound_that_the_verdict_takes(t
     reference = tmp_path / "reference.json"
     reference.write_text(json.dumps({"runs": [{"seed": seed} for seed in range(5)]}))
     claim = reward_margin(margin="1.5 sigma", correlation=0.8)
-    expected = claim_power(claim, Compare(reference=str(reference)), assumed_spread(claim, True))
+    expected = plan_claim_power(claim, Compare(reference=str(reference)), assumed_spread(claim, True))
     assert expected and expected.power(5) == pytest.approx(
         power_at(1.5 * sigma_lower_bound(1.0, 5), sd_of_difference(1.0, 0.8), 5)
     )
     gone = Compare(reference=str(tmp_path / "none.json"))
-    assert claim_power(claim, gone, assumed_spread(claim, True)) is None
+    assert plan_claim_power(claim, gone, assumed_spread(claim, True)) is None
 
 
 def test_runs_that_are_not_paired_are_planned_as_such(simulated):
@@ -124,7 +124,9 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     )
     for paired in (True, False):
         told = compare.model_copy(update={"paired": paired})
-        expected = claim_power(told.claims[0], told, assumed_spread(told.claims[0], False, paired=paired))
+        expected = plan_claim_power(
+            told.claims[0], told, assumed_spread(told.claims[0], False, paired=paired)
+        )
         assert expected is not None
         assumed.append(expected.pairs_needed)
     independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), dof_per_pair=welch_dof_per_run((0.1, 0.1)))
@@ -173,7 +175,7 @@ def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
     rng, share, climb = np.random.default_rng(0), 0.5, (0.15, 0.05)
     sd = np.hypot(0.045, share * climb[1])  # of difference ± share of the climb, as a long pilot measures it
     measured = Spread(sigma=None, correlation=0.0, sd_difference=float(sd), climb=climb[0])
-    planned = claim_power(reward_margin(margin="50% of climb"), Compare(), measured)
+    planned = plan_claim_power(reward_margin(margin="50% of climb"), Compare(), measured)
     assert planned
     for num_pairs in (3, 5, 8, 10):
         differences = 0.045 * rng.standard_normal((20_000, num_pairs))
@@ -185,7 +187,7 @@ def test_power_of_a_share_of_the_climb_counts_the_spread_of_the_climb():
         ]
         matched = np.mean(above[0] & above[1])
         assert planned.power(num_pairs) == pytest.approx(matched, abs=0.06), num_pairs
-        forgetful = claim_power(
+        forgetful = plan_claim_power(
             reward_margin(margin="50% of climb"), Compare(), replace(measured, sd_difference=0.045)
         )
         assert forgetful and forgetful.power(num_pairs) > planned.power(num_pairs)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from abrun.errors import ComparisonError
 from abrun.recipe.claims import Claim
-from abrun.recorded.sources import Reading
+from abrun.recorded.sources import ReadingOptions
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, read_last_verdict
 from abrun.report.write import unique_slugs
@@ -39,16 +39,17 @@ def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option
     (name,) = option
     flag = {"aliases": "--alias", "step_column": "--step-column"}.get(name, f"--{name}")
     with pytest.raises(ComparisonError, match=f"^{flag}: got .* is an experiment that") as caught:
-        compare_sources([str(simulated(seeds=[0, 1]))], Reading(**option), output=tmp_path / "report")
+        compare_sources([str(simulated(seeds=[0, 1]))], ReadingOptions(**option), output=tmp_path / "report")
     assert "\n" not in str(caught.value) and not (tmp_path / "report").exists()
 
 
 def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
-    compare_sources([str(experiment_dir)], Reading(), output=tmp_path / "here")
+    compare_sources([str(experiment_dir)], ReadingOptions(), output=tmp_path / "here")
     code = (
-        "import sys; from pathlib import Path; from abrun.report.comparing import compare_sources, Reading; "
-        "compare_sources([sys.argv[1]], Reading(), output=Path(sys.argv[2])); "
+        "import sys; from pathlib import Path; "
+        "from abrun.report.comparing import compare_sources, ReadingOptions; "
+        "compare_sources([sys.argv[1]], ReadingOptions(), output=Path(sys.argv[2])); "
         "forbidden = {'torch', 'triton', 'transformers', 'vllm', 'megatron'} & set(sys.modules); "
         "assert not forbidden, forbidden"
     )
@@ -126,21 +127,21 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     asked = [Claim(metric="train/reward", margin=0.5)]
     narrower = [Claim(metric="train/reward", margin=0.4)]
     other = [{"claims": asked}, {"claims": narrower}, {"step_one": False}]
-    other += [{"reading": Reading(unpaired=True)}, {"claims": asked + narrower}]
+    other += [{"reading": ReadingOptions(unpaired=True)}, {"claims": asked + narrower}]
     other += [{"claims": narrower + asked}, {"claims": asked}]
-    shown_first = shown(compare_sources([str(experiment_dir)], Reading(), formats=["json"]))
-    assert "what was declared" not in shown_first
+    shown_first = shown(compare_sources([str(experiment_dir)], ReadingOptions(), formats=["json"]))
+    assert "declared comparison" not in shown_first
     before = (experiment_dir / "report/verdict.json").read_bytes()
     folders = []
     for options in other:
-        given = {"reading": Reading(), "formats": ["json"], **options}
+        given = {"reading": ReadingOptions(), "formats": ["json"], **options}
         found = compare_sources([str(experiment_dir)], **given)
         assert found.content.post_hoc
         (file,) = found.files
         folders.append(file.parent)
         assert (experiment_dir / "report/verdict.json").read_bytes() == before
         last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
-        assert "what was declared" in last and f" in {experiment_dir / 'report'}, which stays" in last
+        assert f"the report on the declared comparison stays in {experiment_dir / 'report'}" in last
     assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
     assert folders[4] == folders[5]  # in whatever order
     assert {folder.parent for folder in folders} == {experiment_dir}
@@ -148,8 +149,10 @@ def test_a_report_post_hoc_leaves_the_declared_one(simulated):
     (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
     assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
     again = [Claim(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
-    found = compare_sources([str(experiment_dir)], Reading(), claims=again, formats=["json"])
+    found = compare_sources([str(experiment_dir)], ReadingOptions(), claims=again, formats=["json"])
     assert found.files == [experiment_dir / "report/verdict.json"]
     chosen = experiment_dir / "report"
-    found = compare_sources([str(experiment_dir)], Reading(), claims=asked, formats=["json"], output=chosen)
+    found = compare_sources(
+        [str(experiment_dir)], ReadingOptions(), claims=asked, formats=["json"], output=chosen
+    )
     assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)

@@ -13,7 +13,7 @@ import pytest
 
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
-from abrun.recorded.sources import Reading
+from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from tests.reasons import refused
 from tests.verdict.simulate import write_experiment
@@ -52,7 +52,7 @@ def experiment_dir(tmp_path: Path) -> Path:
 
 def compare(experiment_dir: Path, *formats: str) -> dict[str, bytes]:
     wanted = formats or ("html", "png", "markdown")
-    compared = compare_sources([str(experiment_dir)], Reading(), formats=wanted)
+    compared = compare_sources([str(experiment_dir)], ReadingOptions(), formats=wanted)
     return {path.name: path.read_bytes() for path in compared.files}
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_written_through_a_hard_link_or_a_linked_folder(
     with refused(Code.REPORT_IS_LINK, folder=str(experiment_dir / "report")):
         compare(experiment_dir, "html")
     assert not (tmp_path / "report.html").exists()
-    compare_sources([str(experiment_dir)], Reading(), formats=("html",), output=tmp_path / "mine")
+    compare_sources([str(experiment_dir)], ReadingOptions(), formats=("html",), output=tmp_path / "mine")
     assert (tmp_path / "mine" / "report.html").exists()
 
 

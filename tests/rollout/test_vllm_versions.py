@@ -16,10 +16,10 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.recipe.packages import (
-    ENGINE_SETS_UP_LOG,
-    NEWEST_VLLM,
-    OLDEST_VLLM,
-    SAMPLING_MASKS,
+    MAX_VLLM,
+    MIN_VLLM,
+    MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG,
+    MIN_VLLM_WITH_SAMPLING_MASKS,
     VLLM_VERSIONS,
     vllm_release,
 )
@@ -62,7 +62,7 @@ class Library:
         monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", parallel_state)
         monkeypatch.setattr(startup, "vllm_refusal", lambda on_gpu: None)
         monkeypatch.setattr(startup, "installed_vllm_release", lambda: release)
-        if release < ENGINE_SETS_UP_LOG:
+        if release < MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
             logging.config.dictConfig(LOG)
 
     def _configure_log(self, config: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Library:
             logging.config.dictConfig(LOG)
 
     def _llm(self, **arguments: Any) -> Any:
-        if self._release >= ENGINE_SETS_UP_LOG:
+        if self._release >= MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
             self._configure_log({})
         logging.getLogger("vllm.engine").info("starting with seed %s", arguments["seed"])
         if not self.starts:
@@ -92,7 +92,7 @@ class Client:
         self._finalizer()
 
 
-@pytest.fixture(params=(OLDEST_VLLM, NEWEST_VLLM), ids=lambda release: ".".join(map(str, release)))
+@pytest.fixture(params=(MIN_VLLM, MAX_VLLM), ids=lambda release: ".".join(map(str, release)))
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
     return Library(request.param, monkeypatch)
 
@@ -148,9 +148,9 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     text = DOCS.read_text()
     rows = re.findall(r"^\| 0\.(\d+) \| \d+\.\d+\.\d+ \| (.*?) \|", text, re.MULTILINE)
     assert [(0, int(minor)) for minor, _ in rows] == [
-        (0, minor) for minor in range(OLDEST_VLLM[1], NEWEST_VLLM[1] + 1)
+        (0, minor) for minor in range(MIN_VLLM[1], MAX_VLLM[1] + 1)
     ]
     first = {label: (0, int(minor)) for minor, changes in rows for label in changes.split("; ")}
-    assert first["has sampling masks"] == SAMPLING_MASKS
-    assert first["an engine sets up the log as it starts"] == ENGINE_SETS_UP_LOG
+    assert first["has sampling masks"] == MIN_VLLM_WITH_SAMPLING_MASKS
+    assert first["an engine sets up the log as it starts"] == MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG
     assert VLLM_VERSIONS in text

@@ -494,13 +494,13 @@ def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Pa
     follower = run.metrics_reader()
     assert len(follower.read()) == 1
     path.write_bytes(b"\n".join([first, bad, third, b""]))
-    assert "lacks 1 of 3 steps, from step 2" in str(run.describe_missing_steps(3))
+    assert "lacks 1 of 3 steps, the first is 2" in str(run.describe_missing_steps(3))
     writer = run.begin_attempt()
     writer.metrics(2, {"x": 20.0})
     assert [row["step"] for row in follower.read()] == [3, 2]
     assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.describe_missing_steps(3) is None
     (repair,) = (row["message"] for row in run.events() if row["event"] == "repair")
-    assert repair.startswith("lines of metrics.jsonl: 1 ") and repair.endswith(" line 2")
+    assert repair.startswith("lines of metrics.jsonl: blanked 1 ") and repair.endswith(" line 2")
     with path.open("ab") as file:
         file.write(bad + b"\n")
     assert str(run.describe_missing_steps(3)).startswith("metrics.jsonl, line 5 is not a row of metrics")

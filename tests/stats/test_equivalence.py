@@ -244,7 +244,7 @@ def test_unpaired_arms_without_spread_are_decided_by_value():
     assert (same.equivalent, same.p_difference, same.certified_bound) == (True, 1.0, 0.0)
     apart = equivalence_test([1.0, 1.0], [1.5, 1.5, 1.5], 0.1, paired=False)
     assert (apart.equivalent, apart.p_beyond, apart.certified_bound) == (False, 0.0, 0.5)
-    with pytest.raises(ValueError, match="of at least 2"):
+    with pytest.raises(ValueError, match="of at least 2 values"):
         equivalence_test([1.0], [1.0, 2.0], 0.1, paired=False)
 
 

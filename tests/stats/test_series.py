@@ -31,5 +31,5 @@ def test_a_share_of_few_steps_is_rounded_up():
 
 @pytest.mark.parametrize("window", ["steps 50-101", "steps 101-200"])
 def test_a_window_beyond_the_runs_is_refused(window):
-    with pytest.raises(ComparisonError, match=r"train/reward: window: got 'steps .*steps 1-100"):
+    with pytest.raises(ComparisonError, match=r"train/reward: window 'steps .*steps 1-100"):
         window_bounds(window, GRID, "train/reward")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.recipe.tasks import Completions, Gsm8k, Jsonl, Preferences, Validation
+from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask, Validation
 from abrun.tasks import Example, TrainingTask, hold_out, make_task
 from tests.snapshot import Snapshot
 
@@ -117,13 +117,13 @@ PAIRS = [{"prompt": f"p{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for 
 def test_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     written(tmp_path / "x.jsonl", [{"q": "Hello?", "a": "", "n": 3}])
-    config = Completions(type="completions", path="~/x.jsonl", prompt_field="q", completion_field="a")
+    config = CompletionsTask(type="completions", path="~/x.jsonl", prompt_field="q", completion_field="a")
     assert make_task(config).examples(0, 0, 1) == [Example(prompt="Hello?", completion="")]
 
 
 def test_preferences_hold_out_their_last_lines(tmp_path: Path) -> None:
     path = written(tmp_path / "x.jsonl", [*PAIRS, PAIRS[0] | {"rejected": "worse"}])
-    config = Preferences(type="preferences", path=path)
+    config = PreferencesTask(type="preferences", path=path)
     assert make_task(config).examples(0, 0, 7) != make_task(config).examples(1, 0, 7)
     training, held_out = hold_out(config, Validation(every=1, num_prompts=2))
     assert held_out == [
@@ -148,7 +148,7 @@ def test_a_bad_pair_is_named(line: str, tmp_path: Path, snapshot: Snapshot) -> N
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(PAIRS[0]) + f"\n{line}\n")
     with pytest.raises(RecipeError) as raised:
-        make_task(Preferences(type="preferences", path=str(path)))
+        make_task(PreferencesTask(type="preferences", path=str(path)))
     message = str(raised.value)
     assert message.startswith(f"task.path: {path}, line 2: ") and "\n" not in message
     snapshot(message)

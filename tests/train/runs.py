@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yaml
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from abrun.metric_names import find
+from abrun.metric_names import find_metric
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.merging import merge
 from abrun.recipe.reading import nested
@@ -120,7 +120,7 @@ def train(directory: Path, config: OwnRunConfig, *, initial_weights: Path | None
 def metrics_by_step(directory: Path) -> Rows:
     rows: Rows = {}
     for key, series in RunDir(directory).metrics().items():
-        assert find(key), f"{key}: recorded, and not in abrun.metric_names"
+        assert find_metric(key), f"{key}: recorded, and not in abrun.metric_names"
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             rows.setdefault(step, {})[key] = value
     return dict(sorted(rows.items()))

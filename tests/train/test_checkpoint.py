@@ -183,7 +183,7 @@ def test_another_number_of_ranks_is_refused(run: RunDir) -> None:
     state = read_json(path)
     files = {f"rank-{rank}.safetensors": state["files"]["rank-0.safetensors"] for rank in range(2)}
     write_json(path, {**state, "num_ranks": 2, "files": files})
-    expected = r"written by 2 ranks .* has 1; .*resume with"
+    expected = r"written by 2 ranks, .* has 1; resume with 2"
     with pytest.raises(StoreError, match=expected) as raised:
         restore(run, OneTensor(0.0))
     assert "\n" not in str(raised.value)
@@ -232,10 +232,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_state(path, files={"rank-0.safetensors": {}}),
         "instead of the None written",
     ),
-    "other files": (lambda path: edit_state(path, files={"x": {}}), "files: got 1 for 1 ranks"),
-    "num_ranks": (lambda path: edit_state(path, num_ranks=3), "files: got 1 for 3 ranks"),
+    "other files": (lambda path: edit_state(path, files={"x": {}}), "state.json: lists 1 files for 1 ranks"),
+    "num_ranks": (lambda path: edit_state(path, num_ranks=3), "state.json: lists 1 files for 3 ranks"),
     "num_ranks is text": (lambda path: edit_state(path, num_ranks="x"), "num_ranks: got 'x'"),
-    "step": (lambda path: edit_state(path, step=6), "step: got 6; the folder is of step 7"),
+    "step": (lambda path: edit_state(path, step=6), "step: got 6; the folder is for step 7"),
     "no random numbers": (lambda path: rewrite(path, rng__numpy=None), "KeyError: 'rng/numpy'"),
     "short random numbers": (lambda path: rewrite(path, rng__python=torch.zeros(3)), "does not fit: "),
     "a position nowhere": (

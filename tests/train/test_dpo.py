@@ -288,4 +288,4 @@ def test_pairs_longer_than_the_model_are_one_line(tmp_path: Path) -> None:
     trainer = Trainer(make_run(tmp_path / "run", config))
     assert trainer.wait() == 2
     assert trainer.stderr.startswith(f"error: task: {path}, line 1: ") and trainer.stderr.count("\n") == 1
-    assert "1032 tokens" in trainer.stderr and "takes 1024" in trainer.stderr
+    assert "1032 tokens" in trainer.stderr and "allows 1024" in trainer.stderr

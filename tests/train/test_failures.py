@@ -65,7 +65,7 @@ def test_a_gpu_without_cuda(tmp_path: Path) -> None:
 
 def test_a_kernel_that_cannot_run_here(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "run", run_config("policy.logprobs.impl=triton"))
-    message = expect_failure(directory, "policy.logprobs.impl: 'triton' runs", env={"TRITON_INTERPRET": ""})
+    message = expect_failure(directory, "policy.logprobs.impl: 'triton' needs", env={"TRITON_INTERPRET": ""})
     expect_failed_event(directory, message)
 
 
@@ -85,7 +85,7 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
         tmp_path / "run", run_config(f"task={{type: jsonl, path: {problems}}}", "cluster.cpu_ranks=2")
     )
     message = expect_failure(directory, f"task: {problems}, line 2: ", ranks=2)
-    assert "1026 tokens with rollout.max_new_tokens 6" in message and "takes 1024" in message
+    assert "1026 tokens with rollout.max_new_tokens 6" in message and "allows 1024" in message
     expect_failed_event(directory, message)
 
 

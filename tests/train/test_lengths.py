@@ -14,7 +14,7 @@ from abrun.errors import RecipeError
 from abrun.models import load_text
 from abrun.recipe.policy import Model
 from abrun.train.data import make_data
-from abrun.train.lengths import check_lengths
+from abrun.train.lengths import check_example_lengths
 from tests.snapshot import Snapshot
 from tests.train.runs import run_config
 
@@ -50,7 +50,7 @@ def refused(
     text.tokenizer.chat_template = template
     data = make_data(config, text, make_ranks(torch.device("cpu"), {}), seed=0)
     try:
-        check_lengths(replace(data, ranks=ranks or data.ranks), config, first)
+        check_example_lengths(replace(data, ranks=ranks or data.ranks), config, first)
     except RecipeError as error:
         return str(error)
     return ""
@@ -69,7 +69,7 @@ def test_what_fills_the_model_to_its_last_token_is_trained_on(path: Path, snapsh
     # With its end: 1,024 tokens, of up to 3,058 bytes
     assert not refused(path, completions("3", "7" * 1019, "\N{BULLET}" * 1019), SFT)
     said = refused(path, completions("3", "7" * 1020), SFT)
-    assert said.startswith(f"task: {path}, line 2: ") and "1025 tokens; " in said and "takes 1024" in said
+    assert said.startswith(f"task: {path}, line 2: ") and "1025 tokens; " in said and "allows 1024" in said
     pair = {"prompt": "1", "chosen": "1", "rejected": "8" * 1022}
     assert not refused(path, [pair], "algorithm={type: dpo, batch_size: 2}")
     pair["rejected"] += "8"

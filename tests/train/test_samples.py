@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import StoreError
-from abrun.recorded.samples import side_by_side
+from abrun.recorded.samples import pair_samples
 from abrun.runs import layout
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.rundir import RunDir
@@ -58,7 +58,7 @@ def test_keeping_them_changes_no_number(tmp_path: Path, warm_weights: Path, grou
     assert metric_values(run.path) == metric_values(without.path)
     assert not (without.path / layout.SAMPLES).exists()
     wrong = trained(tmp_path / "wrong", warm_weights, "injected_fault=labels_off_by_one")
-    both = side_by_side(run.samples(), wrong.samples())
+    both = pair_samples(run.samples(), wrong.samples())
     assert [one.prompt for one in both[:2]] == [one.prompt for one in run.samples()[1]]
     assert all(one.left and one.right and one.left.text == one.right.text for one in both[:2])
     assert all(one.right and (one.right.logprob_error or 0) > 1 for one in both[:2])

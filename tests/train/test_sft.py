@@ -66,7 +66,7 @@ def test_the_final_checkpoint_answers_through_transformers_alone(warm_weights: P
 
 def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None) -> None:
     """Against the stock cross-entropy of transformers on the same examples."""
-    from abrun.seeds import derive
+    from abrun.seeds import derive_seed
     from abrun.tasks import make_task
 
     config = sft("task.max_operand=99", "steps=1")
@@ -74,9 +74,9 @@ def test_the_loss_is_the_mean_over_completion_tokens(tmp_path: Path, group: None
     row = train_here(directory)[1]
     preset = Model(preset="qwen2-tiny")
     text = load_text(preset, weights=None)
-    network: Any = load_network(preset, weights=None, seed=derive(3, "init"))
+    network: Any = load_network(preset, weights=None, seed=derive_seed(3, "init"))
     total, count = 0.0, 0
-    for example in make_task(config.task).examples(derive(3, "data"), 0, 16):
+    for example in make_task(config.task).examples(derive_seed(3, "data"), 0, 16):
         (prompt,) = text.encode_prompts([example.prompt])
         (completion,) = text.encode_completions([example.completion])
         labels = torch.tensor([[-100] * len(prompt) + completion])

@@ -18,7 +18,7 @@ from abrun.backends.dtensor import DtensorBackend
 from abrun.models import load_network
 from abrun.recipe.algorithms import Grpo
 from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.setup import make_setup
 from tests.spawn import run_ranks
@@ -130,7 +130,7 @@ def _one_case(case: Case, world_size: int) -> tuple[list[Gradient], dict[str, fl
 def updates_by_definition(case: Case) -> tuple[list[Gradient], float]:
     """The gradients, and the mean of the updates' losses."""
     config, batch = run_config(*case.overrides), a_batch()
-    network = load_network(config.model, weights=None, seed=derive(0, "init")).double()
+    network = load_network(config.model, weights=None, seed=derive_seed(0, "init")).double()
     advantages = []
     for start in range(0, len(batch), GROUP_SIZE):
         rewards = batch.rewards[start : start + GROUP_SIZE].double()

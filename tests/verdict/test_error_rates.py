@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import binom
 
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import power_at, sd_of_difference
@@ -74,7 +74,7 @@ def verdicts(
             for arm, of_arm in arms.items()
             for seed, values in enumerate(of_arm)
         ]
-        experiment = Experiment(
+        experiment = RecordedExperiment(
             name="simulated",
             arms=tuple(arms),
             compare=Compare(claims=[claim], **compare),

@@ -5,7 +5,7 @@ import pytest
 
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.power import pairs_needed, welch_dof_per_run
@@ -32,7 +32,7 @@ def verdict(claim: Claim | None, metric: str, paired: bool = True, **arms: np.nd
         for arm, of_arm in arms.items()
         for seed, values in enumerate(of_arm)
     ]
-    experiment = Experiment(
+    experiment = RecordedExperiment(
         name="simulated",
         arms=tuple(arms),
         compare=Compare(claims=claims, step_one=False, paired=paired),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import RecipeError
-from abrun.experiment.plan import make_plan, pairs
+from abrun.experiment.plan import group_pairs, make_plan
 from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
 from abrun.messages import sentence
 from abrun.reasons import Code
@@ -44,7 +44,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
     draws = {run.config.injected_fault.draw for run in controls if run.name.arm == "one-ulp-2"}  # pyright: ignore
     assert draws == {1}
     assert plan.treatment_diff[LATE]["injected_fault.size"] == (None, 0.25)
-    assert all(len(group) == 1 for group in pairs(plan.runs) if group[0].is_control)
+    assert all(len(group) == 1 for group in group_pairs(plan.runs) if group[0].is_control)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_plan_has_control_arms_after_all_pairs() -> None:
         ),
         (
             {"controls": {"ulp_reruns": 1}, "injected_fault": "misgrouped"},
-            "controls.ulp_reruns: got 'one_ulp' ",
+            "controls.ulp_reruns: got 'one_ulp', but",
         ),
     ],
 )
@@ -241,5 +241,5 @@ def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
     assert grown["ci95"] == pytest.approx((math.exp(mean - reach), math.exp(mean + reach)), rel=1e-5)
     assert one["seed_spread"] == pytest.approx(sum(spread) / 40)
     assert one["share_of_seed_spread"] == pytest.approx(one["mean_difference"] / one["seed_spread"])
-    assert "what one ULP grows into" in (directory / "report" / "report.md").read_text()
+    assert "the divergence caused by one ULP" in (directory / "report" / "report.md").read_text()
     assert content["sensitivity"] is None and content["num_pairs"] == 5

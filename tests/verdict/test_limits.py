@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recipe.claims import Claim, claim_option, claim_text, parse_claim
+from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
 from abrun.recorded.experiment import RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
@@ -226,8 +226,8 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
         found.estimate.limited == pytest.approx(np.median(treatment, axis=1).mean())
         and found.claim.test == "limit"
     )
-    assert claim_text(Claim(metric=ERROR, below=1.003)) == "below 1.003"
-    assert claim_text(Claim(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
+    assert describe_claim(Claim(metric=ERROR, below=1.003)) == "below 1.003"
+    assert describe_claim(Claim(metric=MEMORY, below="0.6x")) == "below 0.6 x the baseline"
     low = treatment.copy()
     low[2, 4] = 0.99
     refused = limited(baseline, low, below="1x")

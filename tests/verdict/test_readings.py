@@ -12,8 +12,8 @@ import pytest
 from abrun.messages import sentence
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.claim_tests import MAX_TESTS, earlier_claim_tests
-from abrun.recorded.sources import Reading, open_sources
+from abrun.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
+from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.sequential import interim_level, simulate_familywise_error
 from tests.bench.bench_readings import repeated, windows_tried
@@ -50,7 +50,7 @@ def compared(*arms: str, claim: str = CLAIM, output: Path | None = None, **readi
     )
     return compare_sources(
         arms,
-        Reading(**reading),
+        ReadingOptions(**reading),
         claims=[parse_claim(claim)],
         output=output,
         formats=("json",),
@@ -144,7 +144,7 @@ def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
     (here / "pipe").mkdir()
     os.mkfifo(here / "pipe/.report.json")
     (here / "folder/.report.json").mkdir(parents=True)
-    assert len(earlier_claim_tests(here / "old-vs-new-report")) <= 2 * MAX_TESTS
+    assert len(find_earlier_claim_tests(here / "old-vs-new-report")) <= 2 * MAX_TESTS
     assert not repeats(compared()) and json.loads(stamp.read_text())["readings"] == kept
 
 
@@ -187,11 +187,11 @@ def test_an_open_claim_asks_for_fresh_seeds_alone(here: Path) -> None:
 def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     write_runs(here / "r", range(8), noise=0.02)
     claim = parse_claim(CLAIM)
-    experiment = open_sources(("r/old",), Reading(alone=True), [claim])
+    experiment = open_sources(("r/old",), ReadingOptions(allows_one_arm=True), [claim])
     freeze_arm(experiment, "old", here / "old.json")
     for number in (3, 4, 5, 6, 7):
         (here / f"r/new/seed-{number}.csv").unlink()
-    found = compare_sources(("r/new",), Reading(), reference=here / "old.json", formats=("json",))
+    found = compare_sources(("r/new",), ReadingOptions(), reference=here / "old.json", formats=("json",))
     assert found.verdict == "INCONCLUSIVE"
     (step,) = found.next_steps
     assert step.reason == Code.OTHER_SEEDS_ALONE(seeds_left=[3, 4, 5, 6, 7]) and step.command.endswith(

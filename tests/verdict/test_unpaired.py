@@ -10,7 +10,7 @@ from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare, parse_claim
-from abrun.recorded.sources import Reading
+from abrun.recorded.sources import ReadingOptions
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
 from abrun.report.injected import sensitivity_columns, write_sensitivity
@@ -40,7 +40,7 @@ def compared(tmp_path):
     def run(*sources, margin="0.05", unpaired=True, formats=("json", "markdown"), **reading):
         return compare_sources(
             sources,
-            Reading(unpaired=unpaired, **reading),
+            ReadingOptions(unpaired=unpaired, **reading),
             claims=[parse_claim(f"train/reward:last 20%:{margin}")],
             output=tmp_path / "out",
             formats=formats,

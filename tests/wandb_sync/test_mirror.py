@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs.wandb_files import read_run_files
+from abrun.logs.wandb_files import read_wandb_files
 from abrun.reasons import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
@@ -71,7 +71,7 @@ def offline(run: RunDir) -> list[tuple[int, float]]:
     files = sorted((run.path / "wandb").glob("offline-run-*/run-*.wandb"))
     found = []
     for file in files:
-        log = read_run_files([file], "run")
+        log = read_wandb_files([file], "run")
         series = log.metrics["train/reward"]
         assert (log.group, log.job_type, log.name) == ("x", "baseline", "baseline-s0")
         found += list(zip(map(int, series.steps), map(float, series.values), strict=True))

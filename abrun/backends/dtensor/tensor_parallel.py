@@ -52,9 +52,9 @@ class TensorParallel:
         """
         check_fits(network, self.size, sequence_parallel=self._sequence_parallel)
         base: Any = facts.base
-        tied = facts.head.weight is base.embed_tokens.weight
+        is_tied = facts.head.weight is base.embed_tokens.weight
         self._shard_embedding(base.embed_tokens)
-        if tied:
+        if is_tied:
             facts.head.weight = base.embed_tokens.weight
         else:
             self._distribute(facts.head, Shard(0))
@@ -96,9 +96,9 @@ class TensorParallel:
 
     def leave(self, partial: Tensor) -> Tensor:  # [B, S, H]
         """Return the sum of the ranks' partial outputs, in the layout of states between blocks."""
-        missing = -partial.shape[1] % self.size
-        if self._shards_positions and missing:
-            partial = nn.functional.pad(partial, (0, 0, 0, missing))
+        num_padding = -partial.shape[1] % self.size
+        if self._shards_positions and num_padding:
+            partial = nn.functional.pad(partial, (0, 0, 0, num_padding))
         all_reduce_sum: Any = _LeaveBlock.apply(partial, self.group, self._shards_positions)
         return all_reduce_sum
 
@@ -142,11 +142,11 @@ class TensorParallel:
     def _shard_attention(self, module: Any) -> None:
         """Shard attention by heads; if there are more ranks than key heads, several ranks share one."""
         config, forward = module.config, module.forward
-        heads = config.num_key_value_heads
+        num_key_heads = config.num_key_value_heads
         self._shard_columns(module.q_proj)
         for projection in (module.k_proj, module.v_proj):
-            if heads < self.size:
-                self._share_columns(projection, heads)
+            if num_key_heads < self.size:
+                self._share_columns(projection, num_key_heads)
             else:
                 self._shard_columns(projection)
         self._shard_rows(module.o_proj)
@@ -156,7 +156,7 @@ class TensorParallel:
         ):  # they apply per head, so each rank's gradient covers its heads only
             if hasattr(module, name):
                 self.replicate(getattr(module, name), Partial())
-        module.num_key_value_groups = config.num_attention_heads // max(heads, self.size)
+        module.num_key_value_groups = config.num_attention_heads // max(num_key_heads, self.size)
 
         def run(hidden_states: Tensor, position_embeddings: Any, **settings: Any) -> Any:
             length = position_embeddings[0].shape[

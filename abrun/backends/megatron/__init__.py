@@ -7,12 +7,12 @@ Modules: `library` (supported versions), `cpu` (running without CUDA), `groups` 
 
 from typing import Any
 
-from abrun.backends.megatron.library import check, suppress_warnings
+from abrun.backends.megatron.library import check_megatron, suppress_warnings
 
 
 def make_backend(*arguments: Any, **settings: Any) -> Any:
     """Make a MegatronBackend; raise RecipeError if megatron-core is missing or unknown."""
-    check()
+    check_megatron()
     with suppress_warnings():
         from abrun.backends.megatron.backend import MegatronBackend
 

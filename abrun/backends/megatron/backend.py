@@ -75,7 +75,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         self._head = LmHead(policy.logprobs, **settings, **shared)
         self._full_head = LmHead(policy.logprobs, engine_dtype=engine_dtype, **settings)
         self._load = load_network
-        self._skeleton = WeightlessNetwork(network)
+        self._weightless_network = WeightlessNetwork(network)
         self._stages, self._module = Stages(policy.backend, ranks), self._parameters.module
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -85,7 +85,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
     def decoding(self) -> Iterator[Decoder]:
         """Open a decoder with full weights on every rank; decoding needs no collective."""
         dtype = dtype_of(self.settings.dtype)
-        network = self._skeleton.fill(self._full_weights(), dtype, self.ranks.device)
+        network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
         with open_decoder(network, self._full_head) as decoder:
             yield decoder
 
@@ -111,7 +111,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
 
     @property
     def _network(self) -> Any:
-        return self._skeleton.network
+        return self._weightless_network.network
 
     def _forward(
         self,

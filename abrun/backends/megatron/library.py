@@ -61,7 +61,7 @@ REQUIRED_ARGUMENTS = {
 }
 
 
-def check() -> None:
+def check_megatron() -> None:
     """Raise RecipeError if megatron-core is missing or its version is not supported."""
     refusal = megatron_refusal()
     if refusal:

@@ -117,15 +117,15 @@ class WeightNames:
                 "decoder.final_layernorm.weight": ParameterSource(("model.norm.weight",)),
                 "output_layer.weight": ParameterSource((head,), "rows"),
             }[name]
-        index, _, inside = name.removeprefix(LAYER).partition(".")
+        index, _, layer_name = name.removeprefix(LAYER).partition(".")
         number = self._model.decoder.layers[int(index)].layer_number - 1  # index over all stages
         prefix = f"model.layers.{number}."
-        if inside.startswith(EXPERT):
-            local, kind = inside.removeprefix(EXPERT).split(".")[:2]
+        if layer_name.startswith(EXPERT):
+            local, kind = layer_name.removeprefix(EXPERT).split(".")[:2]
             first_expert = self._expert_group.rank() * self._config.num_experts // self._expert_group.size()
             projection = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[kind]
             return ParameterSource((f"{prefix}mlp.experts.{projection}",), expert=first_expert + int(local))
-        source = _LAYER_SOURCES[inside]
+        source = _LAYER_SOURCES[layer_name]
         return ParameterSource(tuple(prefix + hf_name for hf_name in source.hf_names), source.sharding)
 
 

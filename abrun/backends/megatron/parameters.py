@@ -65,9 +65,9 @@ class MegatronParameters:
         """Set this rank's shard of a parameter and, if it is not float32, of its master weight."""
         parameter: Any = self._parameters[name]
         parameter.copy_(value)
-        main = getattr(parameter, "main_param", None)
-        if main is not None:
-            main.copy_(value.flatten()[self._master_range(parameter)].view_as(main))
+        master = getattr(parameter, "main_param", None)
+        if master is not None:
+            master.copy_(value.flatten()[self._master_range(parameter)].view_as(master))
 
     @torch.no_grad()
     def gather_master(self, name: str) -> Tensor:
@@ -87,10 +87,10 @@ class MegatronParameters:
         if not self._distributed:
             return slice(None)
         try:
-            span = self._find_optimizer(parameter)._get_model_param_range_map(parameter)["param"]
+            element_range = self._find_optimizer(parameter)._get_model_param_range_map(parameter)["param"]
         except KeyError:
             return slice(0, 0)
-        return slice(span.start, span.end)
+        return slice(element_range.start, element_range.end)
 
     def _find_optimizer(self, parameter: Tensor) -> Any:
         """Return the parameter's optimizer: there is one for experts and one for all other parameters."""
@@ -122,10 +122,10 @@ class MegatronParameters:
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """See abrun.backends.Trainable."""
-        for index, (inner, parameter) in enumerate(self._optimized_parameters()):
-            inner.state.pop(parameter, None)
+        for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
+            torch_optimizer.state.pop(parameter, None)
             if f"optimizer/step/{index}" in state:
-                inner.state[parameter] = {
+                torch_optimizer.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
@@ -168,18 +168,18 @@ class MegatronParameters:
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimizer's state, named by the parameter's index in the optimizer."""
         weights = {_storage(parameter) for parameter in self._parameters.values()}
-        for index, (inner, parameter) in enumerate(self._optimized_parameters()):
+        for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
             if _storage(parameter) not in weights:
                 yield f"optimizer/master/{index}", parameter.detach()
-            for key, value in inner.state.get(parameter, {}).items():
+            for key, value in torch_optimizer.state.get(parameter, {}).items():
                 yield f"optimizer/{key}/{index}", value
 
     def _optimized_parameters(self) -> Iterator[tuple[Any, Tensor]]:
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for optimizer in chained if self._optimizer is not None else ():
-            inner = optimizer.optimizer
-            for group in inner.param_groups if inner is not None else ():
-                yield from ((inner, parameter) for parameter in group["params"])
+            torch_optimizer = optimizer.optimizer
+            for group in torch_optimizer.param_groups if torch_optimizer is not None else ():
+                yield from ((torch_optimizer, parameter) for parameter in group["params"])
 
 
 def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:

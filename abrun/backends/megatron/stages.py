@@ -84,9 +84,11 @@ class Stages:
         else:
             token_ids = packing.to_local(packing.pack(token_ids))
             positions = packing.to_local(packing.position_ids)[0]
-        extra = self._num_padding(token_ids.shape[1])
-        params = MicrobatchParams(positions=pad(positions, (0, extra)), packing=packing, routing=routing)
-        hidden = module(pad(token_ids, (0, extra)), None, None, packed_seq_params=params)
+        num_padding = self._num_padding(token_ids.shape[1])
+        params = MicrobatchParams(
+            positions=pad(positions, (0, num_padding)), packing=packing, routing=routing
+        )
+        hidden = module(pad(token_ids, (0, num_padding)), None, None, packed_seq_params=params)
         return hidden.contiguous()  # required to send it to the next stage
 
     def token_positions(
@@ -132,12 +134,12 @@ class Stages:
         if self._ranks.pipeline is None:
             assert metrics is not None
             return metrics
-        numbers = (
+        floats = (
             None
             if metrics is None
             else [_to_floats(values) for values in (metrics.sums, metrics.maxima, metrics.minima)]
         )
-        box: list[Any] = [numbers]
+        box: list[Any] = [floats]
         dist.broadcast_object_list(box, src=self._last_rank(), group=self._ranks.pipeline)
         sums, maxima, minima = ({k: self._to_tensor(v) for k, v in values.items()} for values in box[0])
         return MetricParts(sums=sums, maxima=maxima, minima=minima)

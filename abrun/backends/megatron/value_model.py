@@ -68,7 +68,7 @@ class MegatronValueModel(StagedModel, ValueBackend):
             backbone.add_module(VALUE_HEAD, self.head)  # in one module, so that one gradient norm covers both
         else:
             self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
-        self._names = WeightNames(backbone, network) if has_own_backbone else None
+        self._weight_names = WeightNames(backbone, network) if has_own_backbone else None
         self._parameters = MegatronParameters(
             backbone if has_own_backbone else self.head,
             self._shard_spec,
@@ -77,20 +77,24 @@ class MegatronValueModel(StagedModel, ValueBackend):
             device=ranks.device,
             replicated=not has_own_backbone,
         )
-        if self._names is not None:
-            self._names.load(network, self._parameters.assign)
+        if self._weight_names is not None:
+            self._weight_names.load(network, self._parameters.assign)
         self._module = self._parameters.module if has_own_backbone else backbone
         # Pipeline stages wait for each other's gradients, so with a pipeline the gradients are 0 instead.
         self._detached = self._coefficient == 0 and ranks.pipeline is None
 
     def _shard_spec(self, name: str) -> ShardSpec:
         """Return a parameter's spec, with the same tensor names as the dtensor backend's value model."""
-        inside = name.removeprefix(f"{VALUE_HEAD}.")
-        if inside in ("weight", "bias"):
-            return ShardSpec.from_piece(f"head.{inside}", Piece.full(getattr(self.head, inside).shape))
-        assert self._names is not None
-        held = self._names.shard_spec(name)
-        return replace(held, pieces=tuple((of.removeprefix("model."), piece) for of, piece in held.pieces))
+        local_name = name.removeprefix(f"{VALUE_HEAD}.")
+        if local_name in ("weight", "bias"):
+            return ShardSpec.from_piece(
+                f"head.{local_name}", Piece.full(getattr(self.head, local_name).shape)
+            )
+        assert self._weight_names is not None
+        spec = self._weight_names.shard_spec(name)
+        return replace(
+            spec, pieces=tuple((hf_name.removeprefix("model."), piece) for hf_name, piece in spec.pieces)
+        )
 
     def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
         with torch.no_grad() if self._detached else nullcontext():

@@ -1,9 +1,9 @@
-"""A bisection in words: what it would do (`--dry-run`), and what it found."""
+"""Terminal output of a bisection: its plan (`--dry-run`) and its result."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.diagnose.bisect.command import Bisection, Outcome
+from abrun.diagnose.bisect.command import Bisection, BisectionOutcome
 from abrun.diagnose.bisect.search import Design
 from abrun.present.tables import Table, columns
 from abrun.stats.sequential import interim_level
@@ -11,32 +11,32 @@ from abrun.stats.sequential import interim_level
 SHOWN = 40
 
 
-def planned(bisection: Bisection) -> RenderableType:
-    """Candidates, tests, levels and the most runs there can be."""
+def render_plan(bisection: Bisection) -> RenderableType:
+    """Return candidates, tests, error rates and the maximum number of runs."""
     design, candidates = bisection.design, bisection.candidates
-    last = len(candidates) - 1
+    last_index = len(candidates) - 1
     rows = [
         (
-            "good" if index == 0 else "bad" if index == last else str(index),
+            "good" if index == 0 else "bad" if index == last_index else str(index),
             candidate.title,
             "baseline" if index == 0 else candidate.arm,
         )
         for index, candidate in enumerate(candidates)
-        if index < SHOWN or index == last
+        if index < SHOWN or index == last_index
     ]
     table = Table(columns("", "candidate", "arm", fold=True), rows)
-    hidden = [f"{len(candidates) - SHOWN - 1} more are not shown"] if last > SHOWN else []
+    hidden = [f"{len(candidates) - SHOWN - 1} more are not shown"] if last_index > SHOWN else []
     lines = [
         *hidden,
-        f"tests       good against its own reruns, bad against good, then at most {design.tests - 1} between",
+        f"tests       good against its own reruns, bad against good, then at most {design.tests - 1} others",
         f"levels      {_levels(design)}",
-        f"runs        at most {bisection.most_runs}, good and its reruns among them",
+        f"runs        at most {bisection.max_runs}, including the good candidate and its reruns",
     ]
     return Group(table, *map(Text, lines))
 
 
-def shown(bisection: Bisection, outcome: Outcome) -> RenderableType:
-    """Return every test in its order, then the result."""
+def render_outcome(bisection: Bisection, outcome: BisectionOutcome) -> RenderableType:
+    """Return every test in order, then the result."""
     titles = bisection.titles
     rows = [(titles[test.candidate], test.answer, str(test.num_pairs), test.reason) for test in outcome.tests]
     table = Table(columns("candidate", "answer", "pairs", "why", fold=True), rows)

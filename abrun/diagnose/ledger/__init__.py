@@ -1,1 +1,1 @@
-"""`abrun ledger`: what the accepted changes of a reference may have drifted in all."""
+"""`abrun ledger`: cumulative drift of accepted changes from a reference, against a budget."""

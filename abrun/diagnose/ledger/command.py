@@ -1,4 +1,4 @@
-"""What `abrun ledger --add` and `abrun freeze --budget` do with a reference's ledger."""
+"""Changes to a reference's ledger, for `abrun ledger --add` and `abrun freeze --budget`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from abrun.diagnose.ledger.drift import new_ledger, next_entry
 from abrun.errors import ComparisonError
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Experiment, Reference
+from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import add_entry
 from abrun.recorded.stored import load_experiment
@@ -20,30 +20,37 @@ from abrun.runs.rundir import RunDir
 
 @np.errstate(all="ignore")
 def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int) -> Reference:
-    """Add an experiment's treatment to a reference's ledger; returns the reference with it.
+    """Add an experiment's treatment to a reference's ledger, and return the new reference.
 
-    Raises ComparisonError where it did not match, or was not compared with the last entry.
+    Raises ComparisonError if it did not match or was not compared with the last entry.
     """
     experiment = load_experiment(experiment_dir)
     late = find_post_hoc_reason(experiment, experiment.compare)
     if late:
         raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
-    commits = {each: commit_of(experiment_dir, experiment, each) for each in experiment.arms}
-    return add_entry(path, lambda there: next_entry(there, experiment, arm, tried=tried, commits=commits))
+    commits = {arm_name: commit_of(experiment_dir, experiment, arm_name) for arm_name in experiment.arms}
+    return add_entry(
+        path, lambda reference: next_entry(reference, experiment, arm, tried=tried, commits=commits)
+    )
 
 
-def commit_of(experiment_dir: Path, experiment: Experiment, arm: str) -> str | None:
-    """The commit of the checkout that an arm's runs were launched from; None: unknown, or several."""
+def commit_of(experiment_dir: Path, experiment: RecordedExperiment, arm: str) -> str | None:
+    """Return the commit that an arm's runs were launched from; None if unknown or several."""
     git = [RunDir(run_dir(experiment_dir, run.name)).git() or {} for run in experiment.arm(arm).values()]
-    found = {one.get("sha") for one in git}
-    sha = found.pop() if len(found) == 1 else None
+    shas = {state.get("sha") for state in git}
+    sha = shas.pop() if len(shas) == 1 else None
     return sha if isinstance(sha, str) else None
 
 
-def ledger_begun_by(
-    experiment: Experiment, arm: str, budget: str | None, *, chain_alone: bool, experiment_dir: Path | None
+def ledger_maker(
+    experiment: RecordedExperiment,
+    arm: str,
+    budget: str | None,
+    *,
+    chain_alone: bool,
+    experiment_dir: Path | None,
 ) -> Callable[[Compare], Ledger] | None:
-    """Return what makes the ledger of a freeze from the claims that the reference keeps; None: no budget."""
+    """Return a function that makes the ledger from the reference's claims; None without a budget."""
     if budget is None:
         return None
     commit = commit_of(experiment_dir, experiment, arm) if experiment_dir else None

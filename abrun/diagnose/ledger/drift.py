@@ -1,16 +1,16 @@
-"""What a ledger's entries add up to, and what a change must have shown to become one.
+"""Cumulative drift of a ledger's entries, and the conditions for a new entry.
 
-The drift since the anchor is the sum of the true differences of its entries. Each entry's t-interval at the
-one-sided level alpha / n (Bonferroni over the n changes that were judged, those not accepted among them)
-holds it, so that the sum of the intervals holds the drift, whatever runs the entries share. The last entry's
-runs against the anchor's are a second, direct bound. Where the smaller of the two counts, which is declared
-at the freeze, each has half of alpha. Changes that were judged count, not only those accepted: of many that
-drift, those that pass are the ones whose interval errs (Benjamini and Yekutieli 2005).
+The drift since the anchor is the sum of the true differences of all entries. Each entry has a t-interval at
+the one-sided level alpha / n (Bonferroni over all n judged changes, accepted or not), so the sum of the
+intervals covers the drift, whatever runs the entries share. The last entry's runs against the anchor's give
+a second, direct bound. If the smaller of the two counts (declared at the freeze), each has half of alpha.
+Rejected changes count as well: among many changes that drift, those that pass are the ones whose interval
+errs (Benjamini and Yekutieli 2005).
 
-A change may move each seed by an amount that stays in every later link. The direct bound then adds up what
-selection took from every entry: the accepted chain is one of the product of the entries' `tried` chains that
-could have been accepted, and its level is divided by that (Bonferroni). After a few rejected changes it is
-wider than the chain's.
+A change may move each seed by an amount that persists in every later entry. The direct bound therefore also
+accumulates selection: the accepted chain is one of the product of the entries' `tried` possible chains, and
+its level is divided by that product (Bonferroni). After a few rejected changes it is wider than the chain's
+bound.
 """
 
 import datetime
@@ -26,7 +26,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import Experiment, RecordedRun, Reference, union
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
 from abrun.recorded.ledger import Entry, Ledger
 from abrun.recorded.reference import public_config, public_diff
 from abrun.redaction import shortened
@@ -43,47 +43,53 @@ EXCEEDED = 3  # exit code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How far the last entry may be from the anchor, with confidence 1 - alpha."""
+    """A bound on the distance between the last entry and the anchor, with confidence 1 - alpha."""
 
     bound: float
-    chain: tuple[float, float]  # the sum of the entries' intervals
-    direct: tuple[float, float] | None  # the last entry's runs less the anchor's; None: they do not compare
-    direct_by: str  # "chain" where it does not count
+    chain: tuple[float, float]  # sum of the entries' intervals
+    direct: tuple[float, float] | None  # last entry's runs minus the anchor's; None if not computed
+    direct_by: str  # how the direct bound was computed; "chain" if it does not count
 
     @property
     def by(self) -> str:
-        """Which bound counts."""
-        return "the direct comparison" if self.bound < _reach(self.chain) else "the chain"
+        """Return the name of the bound that counts."""
+        return "the direct comparison" if self.bound < _largest_distance(self.chain) else "the chain"
 
     @property
     def disagree(self) -> bool:
-        """Whether chain and direct comparison exclude each other: something moved that is in no entry."""
+        """Return True if the two intervals exclude each other: a change outside the entries had an effect."""
         return self.direct is not None and (self.direct[0] > self.chain[1] or self.direct[1] < self.chain[0])
 
 
 def new_ledger(
-    experiment: Experiment, arm: str, claims: Compare, budget: str, *, chain_alone: bool, commit: str | None
+    experiment: RecordedExperiment,
+    arm: str,
+    claims: Compare,
+    budget: str,
+    *,
+    chain_alone: bool,
+    commit: str | None,
 ) -> Ledger:
-    """The ledger that a freeze begins. `budget`: a number, or METRIC=NUMBER where several claims have one.
+    """Return the first ledger of a frozen reference. `budget`: NUMBER, or METRIC=NUMBER for several claims.
 
-    Raises ComparisonError where it does not say what of which claim.
+    Raises ComparisonError for a budget that is not a positive number or does not select one claim.
     """
     metric, _, number = budget.rpartition("=")
-    fits = [one for one in claims.claims if one.margin is not None and metric in ("", one.metric)]
+    fitting = [claim for claim in claims.claims if claim.margin is not None and metric in ("", claim.metric)]
     try:
         amount = float(number)
     except ValueError:
         amount = float("nan")
-    if not 0 < amount < float("inf") or len(fits) != 1:
-        metrics = [one.metric for one in claims.claims if one.margin is not None]
+    if not 0 < amount < float("inf") or len(fitting) != 1:
+        metrics = [claim.metric for claim in claims.claims if claim.margin is not None]
         raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
-    (claim,) = fits
+    (claim,) = fitting
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
     return Ledger(
         metric=claim.metric,
         window=claim.window,
         steps=window_bounds(
-            claim.window, union(run.series(claim.metric).steps for run in runs), claim.metric
+            claim.window, union_steps(run.series(claim.metric).steps for run in runs), claim.metric
         ),
         transform=claim.transform or default_transform(claim.metric),
         budget=amount,
@@ -94,29 +100,30 @@ def new_ledger(
 
 
 def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
-    """The bound that the entries leave, given the anchor's window by seed. There is an entry at least."""
+    """Return the bound on the drift, given the anchor's window mean by seed. Needs at least one entry."""
     share = ledger.alpha / 2 if ledger.rule == "smaller" else ledger.alpha
     intervals = [
-        t_interval(one.differences, 1 - 2 * _level(one, share / ledger.num_tried)) for one in ledger.entries
+        t_interval(entry.differences, 1 - 2 * _level(entry, share / ledger.num_tried))
+        for entry in ledger.entries
     ]
     chain = sum(low for low, _ in intervals), sum(high for _, high in intervals)
     if ledger.rule == "chain":
-        return Drift(bound=_reach(chain), chain=chain, direct=None, direct_by="chain")
-    last = ledger.entries[-1]
-    confidence = 1 - 2 * _level(last, share / ledger.num_chains)
-    if anchor.keys() >= {*last.seeds}:
-        direct_by = f"{len(last.seeds)} pairs"
-        before = [anchor[seed] for seed in last.seeds]
-        direct = t_interval(np.array(last.levels) - np.array(before), confidence)
+        return Drift(bound=_largest_distance(chain), chain=chain, direct=None, direct_by="chain")
+    last_entry = ledger.entries[-1]
+    confidence = 1 - 2 * _level(last_entry, share / ledger.num_chains)
+    if anchor.keys() >= {*last_entry.seeds}:
+        direct_by = f"{len(last_entry.seeds)} pairs"
+        anchor_levels_of_seeds = [anchor[seed] for seed in last_entry.seeds]
+        direct = t_interval(np.array(last_entry.levels) - np.array(anchor_levels_of_seeds), confidence)
     else:
         direct_by = "unpaired seeds"
-        direct = welch_interval(list(anchor.values()), last.levels, confidence)
-    bound = min(_reach(chain), _reach(direct))
+        direct = welch_interval(list(anchor.values()), last_entry.levels, confidence)
+    bound = min(_largest_distance(chain), _largest_distance(direct))
     return Drift(bound=bound, chain=chain, direct=direct, direct_by=direct_by)
 
 
 def anchor_levels(reference: Reference) -> dict[int, float]:
-    """The anchor's window by seed. The reference has a ledger."""
+    """Return the anchor's window mean by seed. The reference must have a ledger."""
     ledger = reference.ledger
     assert ledger is not None
     runs = [run for run in reference.runs if not run.name.rerun]
@@ -125,19 +132,19 @@ def anchor_levels(reference: Reference) -> dict[int, float]:
 
 def next_entry(
     reference: Reference,
-    experiment: Experiment,
+    experiment: RecordedExperiment,
     arm: str | None,
     *,
     tried: int,
     commits: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """The entry of a change, without its place in the chain. `commits`: that of each arm's checkout.
+    """Return the entry of a change, without its hashes. `commits`: the commit of each arm's checkout.
 
-    Raises ComparisonError, one line, where the change did not match, or was not compared with the last link.
+    Raises ComparisonError if the change did not match or was not compared with the last entry.
     """
-    ledger, arm = _addable(reference, experiment, arm)
+    ledger, arm = _ledger_and_arm(reference, experiment, arm)
     _refuse_other_baseline(reference, ledger, experiment)
-    judged = {one.arm: one for one in judge(experiment, experiment.compare.claims)}[arm]
+    judged = {verdict.arm: verdict for verdict in judge(experiment, experiment.compare.claims)}[arm]
     result = _result(judged, ledger, experiment)
     seeds = list(result.claim.seeds)
     treated = experiment.arm(arm)
@@ -156,7 +163,7 @@ def next_entry(
         "treatment": treatment,
         "commit": commits.get(arm),
         "environment_sha256": _environment_sha256(list(treated.values())),
-        "moved": _moved(reference, ledger, experiment, commits.get(experiment.baseline)),
+        "moved": _changes_besides_config(reference, ledger, experiment, commits.get(experiment.baseline)),
         "margin": result.claim.margin_text,
         "interim": list(experiment.compare.interim),
         "alpha_spending": experiment.compare.alpha_spending,
@@ -170,25 +177,25 @@ def next_entry(
         "tried": tried,
     }
     draft = Entry.model_validate({**content, "previous": "", "sha256": ""})
-    with_it = ledger.model_copy(update={"entries": (*ledger.entries, draft)})
-    content["drift"] = drift_of(with_it, anchor_levels(reference)).bound
+    extended = ledger.model_copy(update={"entries": (*ledger.entries, draft)})
+    content["drift"] = drift_of(extended, anchor_levels(reference)).bound
     return content
 
 
 def ledger_state(reference: Reference) -> Reason:
-    """Return how many changes have spent how much of the budget. The reference has a ledger."""
+    """Return the state of a reference's ledger: its entries, and the drift against the budget."""
     ledger = reference.ledger
     assert ledger is not None
-    first, last = ledger.steps
+    first_step, last_step = ledger.steps
     if not ledger.entries:
-        return Code.LEDGER_EMPTY(metric=ledger.metric, first=first, last=last, budget=ledger.budget)
+        return Code.LEDGER_EMPTY(metric=ledger.metric, first=first_step, last=last_step, budget=ledger.budget)
     drift = drift_of(ledger, anchor_levels(reference))
-    # Of very many rejected changes the direct bound says nothing
+    # After very many rejected changes the direct bound is infinite.
     direct = drift.direct if drift.direct and np.isfinite(drift.direct).all() else None
     return Code.LEDGER(
         metric=ledger.metric,
-        first=first,
-        last=last,
+        first=first_step,
+        last=last_step,
         num_entries=len(ledger.entries),
         num_tried=ledger.num_tried,
         budget=ledger.budget,
@@ -203,15 +210,17 @@ def ledger_state(reference: Reference) -> Reason:
     )
 
 
-def exceeded(reference: Reference) -> bool:
+def is_over_budget(reference: Reference) -> bool:
     ledger = reference.ledger
     if ledger is None or not ledger.entries:
         return False
     return drift_of(ledger, anchor_levels(reference)).bound > ledger.budget
 
 
-def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> tuple[Ledger, str]:
-    """The ledger and the arm; refuses what has no place there, whatever its runs say."""
+def _ledger_and_arm(
+    reference: Reference, experiment: RecordedExperiment, arm: str | None
+) -> tuple[Ledger, str]:
+    """Return the ledger and the arm to add. Raises ComparisonError if there is no such ledger or arm."""
     ledger = reference.ledger
     if ledger is None:
         raise ComparisonError(Code.NO_LEDGER(reference=reference.name))
@@ -227,8 +236,8 @@ def _addable(reference: Reference, experiment: Experiment, arm: str | None) -> t
     return ledger, arm
 
 
-def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> ClaimResult:
-    """The result of the ledger's claim in an experiment that matched."""
+def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) -> ClaimResult:
+    """Return the result of the ledger's claim. Raises ComparisonError if the experiment did not match."""
     if judged.verdict != "MATCH":
         raise ComparisonError(
             Code.LEDGER_TAKES_MATCHES(
@@ -240,13 +249,13 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Claim
         )
     for result in judged.claims:
         claim = result.claim
-        of_ledger = (claim.metric, claim.transform, claim.steps) == (
+        is_ledger_claim = (claim.metric, claim.transform, claim.steps) == (
             ledger.metric,
             ledger.transform,
             ledger.steps,
         )
-        tested = result.estimate.mean_difference is not None
-        if of_ledger and tested and claim.test in ("paired TOST", "sigma test"):
+        is_tested = result.estimate.mean_difference is not None
+        if is_ledger_claim and is_tested and claim.test in ("paired TOST", "sigma test"):
             return result
     claims = [result.claim for result in judged.claims]
     claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
@@ -262,18 +271,22 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: Experiment) -> Claim
     )
 
 
-def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Experiment) -> None:
-    """The baseline must be configured as the last link is, as far as the reference can tell."""
+def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: RecordedExperiment) -> None:
+    """Raise ComparisonError unless the baseline is configured as the last entry is."""
     link = dict(reference.config)
     for entry in ledger.entries:
         link |= {key: after for key, (_, after) in entry.treatment.items()}
     config = public_config(list(experiment.arm(experiment.baseline).values()))
-    last = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
+    link_text = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
     if not config:
-        raise ComparisonError(Code.BASELINE_WITHOUT_CONFIG(experiment=experiment.name, link=last))
+        raise ComparisonError(Code.BASELINE_WITHOUT_CONFIG(experiment=experiment.name, link=link_text))
     for key in sorted(link):
         if config.get(key) != link[key]:
-            named = [at for at, one in enumerate(ledger.entries, 1) if one.experiment == experiment.name]
+            entry_numbers = [
+                number
+                for number, entry in enumerate(ledger.entries, 1)
+                if entry.experiment == experiment.name
+            ]
             raise ComparisonError(
                 Code.BASELINE_NOT_THE_LINK(
                     experiment=experiment.name,
@@ -281,29 +294,31 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Exp
                     key=key,
                     value=shortened(config.get(key)),
                     expected=shortened(link[key]),
-                    link=last,
-                    entry=named[0] if named else None,
+                    link=link_text,
+                    entry=entry_numbers[0] if entry_numbers else None,
                 )
             )
 
 
-def _moved(reference: Reference, ledger: Ledger, experiment: Experiment, commit: str | None) -> str | None:
-    """What the baseline has that the last link had not, besides its configuration."""
-    last = ledger.entries[-1] if ledger.entries else None
-    before = last.commit if last else ledger.commit
+def _changes_besides_config(
+    reference: Reference, ledger: Ledger, experiment: RecordedExperiment, commit: str | None
+) -> str | None:
+    """Return how the baseline's code and machine differ from the last entry's; None if they do not."""
+    last_entry = ledger.entries[-1] if ledger.entries else None
+    linked_commit = last_entry.commit if last_entry else ledger.commit
     moved = []
-    if commit != before:
-        moved.append(f"commit {(before or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
+    if commit != linked_commit:
+        moved.append(f"commit {(linked_commit or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
     baselines = list(experiment.arm(experiment.baseline).values())
-    machine = last.environment_sha256 if last else _sha256(_machine(reference.environment))
+    machine = last_entry.environment_sha256 if last_entry else _sha256(_machine(reference.environment))
     if _environment_sha256(baselines) != machine:
         moved.append("package versions or devices")
     return ", ".join(moved) or None
 
 
 def _environment_sha256(runs: Sequence[RecordedRun]) -> str:
-    found = {_sha256(_machine(run.environment or {})) for run in runs}
-    return found.pop() if len(found) == 1 else _sha256({"several": sorted(found)})
+    hashes = {_sha256(_machine(run.environment or {})) for run in runs}
+    return hashes.pop() if len(hashes) == 1 else _sha256({"several": sorted(hashes)})
 
 
 def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +344,7 @@ def _level(entry: Entry, level: float) -> float:
     return interim_levels(entry.interim, level, entry.alpha_spending)[at]
 
 
-def _reach(interval: tuple[float, float]) -> float:
+def _largest_distance(interval: tuple[float, float]) -> float:
     return max(abs(interval[0]), abs(interval[1]))
 
 

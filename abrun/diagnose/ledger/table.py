@@ -1,4 +1,4 @@
-"""A reference's ledger as a table: `abrun ledger`."""
+"""The table of a reference's ledger, for `abrun ledger`."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,8 +12,8 @@ from abrun.redaction import printable
 from abrun.report.evidence import describe_changes
 
 
-def ledger_shown(reference: Reference) -> RenderableType:
-    """The sentence, then a row for each entry. The reference has a ledger."""
+def render_ledger(reference: Reference) -> RenderableType:
+    """Return the entries as a table, then the ledger's state. The reference must have a ledger."""
     assert reference.ledger is not None
     rows = []
     for number, entry in enumerate(reference.ledger.entries, 1):

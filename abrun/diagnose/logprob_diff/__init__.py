@@ -1,1 +1,1 @@
-"""The mismatch budget: what makes the log-probs of a run's trainer and of its rollout engine differ."""
+"""The mismatch budget: causes of the difference between a trainer's and its rollout engine's log-probs."""

@@ -1,4 +1,4 @@
-"""abrun mismatch: which run and weights, the processes that score, and the budget that comes of it."""
+"""abrun mismatch: choose run and weights, score the tokens in processes, and compute the budget."""
 
 import contextlib
 import os
@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
-from abrun.diagnose.logprob_diff.variations import Scoring, changes_of, on_one_rank
+from abrun.diagnose.logprob_diff.findings import Budget, MeasuredRun, Scored, budget_of
+from abrun.diagnose.logprob_diff.variations import Scoring, on_one_rank, variations_of
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.probe import probe
+from abrun.experiment.probe import run_probe
 from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
-from abrun.recipe.experiment import BASELINE, stored_run
-from abrun.recipe.run import OwnRunConfig, not_built
+from abrun.recipe.experiment import BASELINE, parse_stored_run
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments, planned_runs, run_dir
@@ -35,15 +35,15 @@ FOLDER, FILE, SCRATCH = "mismatch", "mismatch.json", ".scratch-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """Which run, and after which of its steps."""
+class ChosenRun:
+    """The run to measure, and the step after which it is measured."""
 
     run: RunDir
     name: RunName
     experiment: str
     config: OwnRunConfig
     step: int
-    checkpoint: Path | None  # None: the weights that the run began with
+    checkpoint: Path | None  # None: the run's initial weights
 
 
 def measure_run(
@@ -56,14 +56,14 @@ def measure_run(
     output: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Budget, Path]:
-    """Measure a run's mismatch budget, and write mismatch.json into `output`; return both.
+    """Measure a run's mismatch budget and write mismatch.json; return the budget and the output folder.
 
-    Raises AbrunError, one line, where there is no such run, or it cannot go on here.
+    Raises AbrunError if the run does not exist or cannot be continued on this machine.
     """
-    chosen = choose(run, runs_dir, step)
+    chosen = choose_run(run, runs_dir, step)
     config = on_one_rank(chosen.config)
     config = config.model_copy(update={"steps": max(config.steps, chosen.step + 2)})
-    changes = changes_of(config, sets)
+    changes = variations_of(config, sets)
     scorings = {change.key: change.scoring for change in changes if change.scoring is not None}
     output = output or chosen.run.path / FOLDER
     with _scratch(output) as folder:
@@ -73,7 +73,7 @@ def measure_run(
             recorded = {name: arrays[name] for name in arrays.files}
     mask = recorded["token_mask"]
     sequences, _ = mask.nonzero()
-    facts = Facts(
+    facts = MeasuredRun(
         run=str(chosen.run.path),
         experiment=chosen.experiment,
         name=chosen.name,
@@ -83,13 +83,13 @@ def measure_run(
         dtype=config.policy.dtype,
         spread=chosen.config.cluster.ranks,
         num_sequences_sampled=record["num_sequences_sampled"],
-        seen=_seen(chosen, record),
+        seen=_repeated_steps(chosen, record),
         worst=record["worst"],
     )
     budget = budget_of(
         facts,
         inference=recorded["inference_logprobs"][mask].astype(float),
-        own=Scored(logprobs=recorded["own_logprobs"].astype(float), routes=recorded.get("own_routes")),
+        trainer=Scored(logprobs=recorded["own_logprobs"].astype(float), routes=recorded.get("own_routes")),
         sequences=sequences,
         prompts=recorded["prompts"][sequences],
         changes=[(change, scored.get(change.key)) for change in changes],
@@ -100,9 +100,9 @@ def measure_run(
 
 @contextlib.contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """Make a folder in `output` for weights and tokens, and remove those of killed measurements.
+    """Yield a temporary folder in `output` for weights and tokens; removes those of killed measurements.
 
-    Raises StoreError while another measurement works there.
+    Raises StoreError while another measurement uses `output`.
     """
     with folder_lock(output, "abrun mismatch"):
         with wrap_write_errors(output):
@@ -116,40 +116,40 @@ def _scratch(output: Path) -> Iterator[Path]:
 def _score(
     folder: Path,
     jobs: Path,
-    chosen: Chosen,
+    chosen: ChosenRun,
     config: OwnRunConfig,
     scorings: Mapping[str, Scoring],
     num_sequences: int | None,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Scored | str]]:
-    """Return the first row, of the recorded tokens, and by key each scoring, or the reason of its failure."""
+    """Return the record of the tokens, and by key each scoring or why it failed."""
     recorded = str(folder.resolve())
-    here = {key: scoring for key, scoring in scorings.items() if not scoring.has_process}
+    in_process = {key: scoring for key, scoring in scorings.items() if not scoring.has_process}
     job: dict[str, Any] = {
         "recorded": recorded,
         "run": str(chosen.run.path.resolve()),
         "seed": chosen.name.seed,
         "checkpoint": str(chosen.checkpoint.resolve()) if chosen.checkpoint else None,
         "sequences": num_sequences,
-        "scorings": {key: scoring.as_job() for key, scoring in here.items()},
+        "scorings": {key: scoring.as_job() for key, scoring in in_process.items()},
     }
-    first, *rows = probe(MODULE, jobs / "record", config, job)
+    record, *rows = run_probe(MODULE, jobs / "record", config, job)
     scored = _read(jobs / "record", rows)
     for key, scoring in scorings.items():
-        if key in here:
+        if key in in_process:
             continue
         ranks = scoring.config.cluster.ranks
-        say(f"in a process of its own: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
+        say(f"in a separate process: {scoring.method}" + f" on {ranks} ranks" * (ranks > 1))
         job = {"recorded": recorded, "scorings": {key: scoring.as_job()}}
         try:
-            scored |= _read(jobs / key, probe(MODULE, jobs / key, scoring.config, job))
+            scored |= _read(jobs / key, run_probe(MODULE, jobs / key, scoring.config, job))
         except LaunchError as error:
             scored[key] = str(error)
-    return first, scored
+    return record, scored
 
 
 def _read(directory: Path, rows: list[dict[str, Any]]) -> dict[str, Scored | str]:
-    """Read the scorings of a job, and remove their files."""
+    """Read the scorings of a job and delete their files."""
     scored: dict[str, Scored | str] = {}
     for row in rows:
         key = row["scoring"]
@@ -163,87 +163,95 @@ def _read(directory: Path, rows: list[dict[str, Any]]) -> dict[str, Scored | str
     return scored
 
 
-def _seen(chosen: Chosen, record: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the metric of the steps repeated here, beside the run's record of it."""
+def _repeated_steps(chosen: ChosenRun, record: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the metric of each repeated step: its value here and the one that the run recorded."""
     with wrap_read_errors(chosen.run.path):
         series = chosen.run.metrics().get(TOKEN_MULT_PROB_ERROR) if chosen.run.has_metrics else None
-    of_run = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    recorded_values = (
+        {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+    )
     return [
-        {"step": step, "here": here, "run": of_run[step]}
-        for step, here in record["metrics"]
-        if here is not None and step in of_run
+        {"step": step, "here": value, "run": recorded_values[step]}
+        for step, value in record["metrics"]
+        if value is not None and step in recorded_values
     ]
 
 
 # --- which run ---
 
 
-def choose(run: str, runs_dir: Path, step: int | None) -> Chosen:
-    """A run directory, or of an experiment the first run that has a checkpoint, the baseline's first.
+def choose_run(run: str, runs_dir: Path, step: int | None) -> ChosenRun:
+    """Return a run given by directory, or an experiment's first run with a checkpoint, baseline first.
 
-    Raises AbrunError.
+    Raises AbrunError if there is none.
     """
     for path in (Path(run), runs_dir / run):
         if RunDir(path).exists:
-            return _chosen(RunDir(path), step)
+            return _checked_choice(RunDir(path), step)
     experiment = find_experiment(run, runs_dir)
     if not is_experiment(experiment):
-        known = [path.name for path in list_experiments(runs_dir)]
-        there = f"experiments under {runs_dir}: {', '.join(known)}" if known else "launch a recipe first"
+        names_of_experiments = [path.name for path in list_experiments(runs_dir)]
+        there = (
+            f"experiments under {runs_dir}: {', '.join(names_of_experiments)}"
+            if names_of_experiments
+            else "launch a recipe first"
+        )
         raise StoreError(Code.NO_RUN(run=run, runs_dir=runs_dir, runs=there))
     names = sorted(planned_runs(experiment), key=lambda name: name.arm != BASELINE)
     runs = [RunDir(run_dir(experiment, name)) for name in names]
-    there = [each for each in runs if each.exists]
-    if not there:
+    started = [candidate for candidate in runs if candidate.exists]
+    if not started:
         raise StoreError(Code.NO_RUN_STARTED(experiment=experiment))
-    return _chosen(next((each for each in there if _checkpoints(each)), there[0]), step)
+    return _checked_choice(
+        next((candidate for candidate in started if _checkpoints(candidate)), started[0]), step
+    )
 
 
-def _chosen(run: RunDir, step: int | None) -> Chosen:
+def _checked_choice(run: RunDir, step: int | None) -> ChosenRun:
     record = run.record()
-    config = stored_run(record.config, str(run.path))
+    config = parse_stored_run(record.config, str(run.path))
     if not isinstance(config, OwnRunConfig):
         raise RecipeError(Code.WEIGHTS_NOT_KNOWN(run=run.path))
     if not isinstance(config.algorithm, PolicyGradientSettings):
         raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
-    for line in not_built(config):
+    for line in unsupported_settings(config):
         raise RecipeError(Code.OF_SUBJECT(subject=run.path, problem=line))
-    there = _checkpoints(run)
-    if step is None and not there and run.step_attempts():
+    checkpoints = _checkpoints(run)
+    if step is None and not checkpoints and run.step_attempts():
         raise StoreError(Code.NO_CHECKPOINT(run=run.path))
-    first = run.start_step
-    at = (max(there) if there else first) if step is None else step
-    if at not in there and at != first:
-        known = ", ".join(map(str, sorted({first, *there})))
-        raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=known))
-    checkpoint = there.get(at)
-    if checkpoint is not None and (wrote := read_saved_state(checkpoint).run) != run.identity():
+    start_step = run.start_step
+    chosen_step = (max(checkpoints) if checkpoints else start_step) if step is None else step
+    if chosen_step not in checkpoints and chosen_step != start_step:
+        steps_text = ", ".join(map(str, sorted({start_step, *checkpoints})))
+        raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=steps_text))
+    checkpoint = checkpoints.get(chosen_step)
+    if checkpoint is not None and (writer := read_saved_state(checkpoint).run) != run.identity():
         raise StoreError(
-            Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=wrote, run=run.identity())
+            Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=writer, run=run.identity())
         )
     if checkpoint is None and config.checkpoint.start_from:
         checkpoint = Path(config.checkpoint.start_from).expanduser()
     weights = run.initial_weights
     if checkpoint is None and weights is not None and not is_directory(weights):
         raise StoreError(Code.FIRST_WEIGHTS_GONE(weights=weights, run=run.path))
-    return Chosen(
+    return ChosenRun(
         run=run,
         name=record.name,
         experiment=record.experiment,
         config=config,
-        step=at,
+        step=chosen_step,
         checkpoint=checkpoint,
     )
 
 
 def _checkpoints(run: RunDir) -> dict[int, Path]:
-    """By step, those that are whole as far as their state says."""
+    """Return the complete checkpoints by step."""
     try:
         names = os.listdir(run.checkpoints)
     except OSError:
         return {}
-    found = {}
+    checkpoints = {}
     for name in names:
         if re.fullmatch(r"step-\d{6,18}", name) and is_file(run.checkpoints / name / SAVED_STATE):
-            found[int(name[5:])] = run.checkpoints / name
-    return found
+            checkpoints[int(name[5:])] = run.checkpoints / name
+    return checkpoints

@@ -1,15 +1,15 @@
-"""Rollouts of a run as it would go on, scored in other ways.
+"""Rollouts of a continued run, scored in several ways.
 
 Started as `python -m abrun.diagnose.logprob_diff.measure JOB_DIR`.
 
-The first job of a budget goes on with the run for one step. Weights before and after it, and the completions
-that the next step samples, are what all jobs score; they lie in the folder that a job calls `recorded`:
+The first job of a budget continues the run for one step. It saves the weights before and after that step and
+the completions that the next step samples; all jobs score these. They lie in the folder `recorded` of a job:
 
     before/, now/                 weights and tokenizer, as Hugging Face checkpoints
-    recorded.npz                  the completions, and what engine and trainer made of them
+    recorded.npz                  the completions with the engine's and the trainer's log-probs
 
-A job leaves <scoring>.npz in its own folder, log-probs of the completion tokens and where they were routed,
-and a row each: done, or why not.
+A job writes <scoring>.npz into its folder, with the log-probs of the completion tokens and their routes, and
+one row per scoring: done, or why not.
 """
 
 import gc
@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from abrun.backends import Backend, make_backend
 from abrun.backends.ranks import Ranks, join_ranks, make_ranks
 from abrun.errors import AbrunError, RecipeError
-from abrun.experiment.probe import read_job, refuse, row_writer
+from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.models import Text, load_text
 from abrun.processes import progress
 from abrun.recipe.algorithms import Grpo, Ppo
@@ -44,7 +44,7 @@ from abrun.train.setup import RunSetup, make_setup
 
 RECORDED, BEFORE, NOW = "recorded.npz", "before", "now"
 NUM_WORST = 10
-CONTEXT = 24  # tokens before a worst one
+CONTEXT = 24  # tokens shown before each of the worst
 METRIC = "train/token_mult_prob_error"
 
 
@@ -55,29 +55,29 @@ def main() -> int:
     try:
         run_job(directory, job, join_ranks(job["config"]["cluster"]))
     except AbrunError as error:
-        return refuse(error)
+        return report_refusal(error)
     dist.destroy_process_group()
     return 0
 
 
 def run_job(directory: Path, job: Mapping[str, Any], device: torch.device) -> None:
-    """Record, where the job says so, and score. Every rank calls this."""
+    """Record completions if the job asks for it, then score. Called by every rank."""
     config, folder = OwnRunConfig.model_validate(job["config"]), Path(job["recorded"])
     backend = config.policy.backend
     ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_groups)
-    writer = row_writer(directory) if ranks.is_first else None
+    writer = open_row_writer(directory) if ranks.is_first else None
     if "run" in job:
         row = record(folder, config, job, device)
         if writer:
             writer.write(row)
         _free(device)
-    rollouts = Recorded.read(folder, device)
-    for name, asked in job["scorings"].items():
+    rollouts = RecordedRollouts.read(folder, device)
+    for name, scoring in job["scorings"].items():
         row = {"scoring": name}
         try:
-            found = rollouts.scored(OwnRunConfig.model_validate(asked["config"]), asked, ranks)
+            scored = rollouts.scored(OwnRunConfig.model_validate(scoring["config"]), scoring, ranks)
             if ranks.is_first:
-                _write(directory / f"{name}.npz", found)
+                _write(directory / f"{name}.npz", scored)
         except AbrunError as error:
             row["reason"] = str(error)
         except torch.OutOfMemoryError:
@@ -90,9 +90,9 @@ def run_job(directory: Path, job: Mapping[str, Any], device: torch.device) -> No
 def record(
     folder: Path, config: OwnRunConfig, job: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """One step of the run from its weights on, and what the next one samples: as the run would have.
+    """Continue the run for one step and record the completions that its next step samples.
 
-    `config` is the run's, on one rank, with steps enough. Returns what is to be known of it.
+    `config` is the run's, on one rank, with enough steps. Returns facts about the step for the budget.
     """
     setup = make_setup(config, job["seed"], RunDir(Path(job["run"])).initial_weights, device)
     try:
@@ -110,7 +110,7 @@ def record(
     if not len(rows):
         raise RecipeError(f"--step: no completion of step {step + 2} has a token that counts; give another")
     batch = next(batch[rows].split(None))
-    own = _with_routes(setup.policy, batch, _top_k(folder / NOW))
+    trainer_scores = _with_routes(setup.policy, batch, _top_k(folder / NOW))
     mask = batch.token_mask
     inference = batch.inference_logprobs
     _write(
@@ -121,22 +121,22 @@ def record(
             "inference_logprobs": inference,
             "prompts": prompts[rows],
             **({} if batch.support is None else {"support": batch.support}),
-            **{f"own_{name}": tensor for name, tensor in own.items()},
+            **{f"own_{name}": tensor for name, tensor in trainer_scores.items()},
         },
     )
-    differences = (inference[mask].double() - own["logprobs"].double()).abs()
+    differences = (inference[mask].double() - trainer_scores["logprobs"].double()).abs()
     error = float(differences.exp().mean())
     return {
         "step": step,
         "grad_norm": values["train/grad_norm"],
         "metrics": [(step + 1, values.get(METRIC)), (step + 2, None if job["sequences"] else error)],
         "num_sequences_sampled": len(prompts),
-        "worst": _worst(batch, own["logprobs"], setup.data.text),
+        "worst": _worst_tokens(batch, trainer_scores["logprobs"], setup.data.text),
     }
 
 
 def _load(checkpoint: str | None, setup: RunSetup) -> int:
-    """The step after which the run goes on."""
+    """Load the checkpoint, and return the step after which the run continues."""
     if checkpoint is None:
         return 0
     return start_from(checkpoint, setup.learner, setup.ranks, setup.config.steps, field="--step").step
@@ -148,82 +148,82 @@ def _save(setup: RunSetup, folder: Path) -> None:
     setup.data.text.save(folder)
 
 
-def _worst(batch: RolloutBatch, own: Tensor, text: Text) -> list[dict[str, Any]]:
-    """The tokens that engine and trainer differ most on, with what stands before them."""
-    rows, places = batch.token_mask.nonzero(as_tuple=True)
+def _worst_tokens(batch: RolloutBatch, trainer_logprobs: Tensor, text: Text) -> list[dict[str, Any]]:
+    """Return the tokens with the largest difference between engine and trainer, with their context."""
+    rows, positions = batch.token_mask.nonzero(as_tuple=True)
     inference = batch.inference_logprobs[batch.token_mask]
-    order = (inference.double() - own.double()).abs().argsort(descending=True)[:NUM_WORST]
+    order = (inference.double() - trainer_logprobs.double()).abs().argsort(descending=True)[:NUM_WORST]
     starts = batch.token_mask.int().argmax(dim=1)
-    found = []
+    worst_tokens = []
     for index in order.tolist():
-        row, place = int(rows[index]), int(places[index])
+        row, position = int(rows[index]), int(positions[index])
         token_ids = batch.token_ids[row].tolist()
-        found.append(
+        worst_tokens.append(
             {
                 "sequence": row,
-                "position": place - int(starts[row]),
-                "token": str(text.tokenizer.decode([token_ids[place]])),
-                "context": str(text.tokenizer.decode(token_ids[max(place - CONTEXT, 0) : place])),
+                "position": position - int(starts[row]),
+                "token": str(text.tokenizer.decode([token_ids[position]])),
+                "context": str(text.tokenizer.decode(token_ids[max(position - CONTEXT, 0) : position])),
                 "inference_logprob": float(inference[index]),
-                "trainer_logprob": float(own[index]),
+                "trainer_logprob": float(trainer_logprobs[index]),
             }
         )
-    return found
+    return worst_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """The completions that are scored."""
+class RecordedRollouts:
+    """The recorded completions."""
 
     folder: Path
     batch: Sequences
 
     @classmethod
-    def read(cls, folder: Path, device: torch.device) -> "Recorded":
+    def read(cls, folder: Path, device: torch.device) -> "RecordedRollouts":
         with np.load(folder / RECORDED, allow_pickle=False) as arrays:
             token_ids, token_mask = (torch.from_numpy(arrays[name]) for name in ("token_ids", "token_mask"))
             support = torch.from_numpy(arrays["support"]) if "support" in arrays else None
         batch = Sequences(token_ids=token_ids, token_mask=token_mask, support=support).to(device)
         return cls(folder=folder, batch=batch)
 
-    def scored(self, config: OwnRunConfig, asked: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
-        """Log-probs [N] of the completion tokens, and routes [N, L, K]. Every rank calls this.
+    def scored(self, config: OwnRunConfig, scoring: Mapping[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+        """Return log-probs [N] of the completion tokens, and routes [N, L, K]. Called by every rank.
 
-        Raises AbrunError where that cannot be done here.
+        Raises AbrunError if this machine cannot compute them.
         """
-        weights = self.folder / asked["weights"]
-        decodes = asked["method"] == "decode"  # as a policy that trains does, not as a frozen one
-        batch = self.batch if asked["on_recorded_sets"] else replace(self.batch, support=None)
+        weights = self.folder / scoring["weights"]
+        decodes = scoring["method"] == "decode"  # decoding needs a trainable policy, not a frozen one
+        batch = self.batch if scoring["on_recorded_sets"] else replace(self.batch, support=None)
         policy = make_backend(config, ranks, weights=weights, seed=0, trainable=decodes)
-        if asked["method"] == "trainer":
+        if scoring["method"] == "trainer":
             return _with_routes(policy, batch, _top_k(weights))
         text = load_text(config.model, weights=weights)
         if decodes:
             engine = TorchEngine(config.rollout, policy, text)
-            logprobs = engine.score(*self._parts(), self._support())
+            logprobs = engine.score(*self._prompts_and_completions(), self._support())
         else:
-            logprobs = self._by_vllm(config, policy, text)
-        return {"logprobs": torch.tensor([value for each in logprobs for value in each])}
+            logprobs = self._score_with_vllm(config, policy, text)
+        return {"logprobs": torch.tensor([value for row in logprobs for value in row])}
 
-    def _parts(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and completions."""
+    def _prompts_and_completions(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the token ids of prompts and of completions."""
         mask = self.batch.token_mask
         starts, ends = mask.int().argmax(dim=1).tolist(), (mask.cumsum(dim=1).argmax(dim=1) + 1).tolist()
         rows = list(zip(self.batch.token_ids.tolist(), starts, ends, strict=True))
         return [row[:start] for row, start, _ in rows], [row[start:end] for row, start, end in rows]
 
     def _support(self) -> list[Tensor] | None:
-        """Of each completion."""
+        """Return the recorded support of each completion; None without filters."""
         support = self.batch.support
         if support is None:
             return None
-        return [of_row[mask] for of_row, mask in zip(support, self.batch.token_mask, strict=True)]
+        return [row_support[mask] for row_support, mask in zip(support, self.batch.token_mask, strict=True)]
 
-    def _by_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
+    def _score_with_vllm(self, config: OwnRunConfig, policy: Backend, text: Text) -> list[list[float]]:
         from abrun.rollout.vllm.instance import VllmInstance
 
         engine = VllmInstance(config, self.batch.token_ids.device, 1, text.end_ids)
-        prompts, completions = self._parts()
+        prompts, completions = self._prompts_and_completions()
         try:
             engine.load(policy.gather_weights())
             scored = engine.score(
@@ -231,11 +231,11 @@ class Recorded:
             )
         finally:
             engine.close()
-        return [found[len(prompt) :] for prompt, found in zip(prompts, scored, strict=True)]
+        return [logprobs[len(prompt) :] for prompt, logprobs in zip(prompts, scored, strict=True)]
 
 
 def _with_routes(policy: Backend, batch: Sequences, top_k: int) -> dict[str, Tensor]:
-    """Log-probs [N] of the completion tokens; of a mixture of experts also their routes [N, L, K]."""
+    """Return log-probs [N] of the completion tokens; for a mixture of experts also routes [N, L, K]."""
     if not top_k:
         return {"logprobs": policy.compute_logprobs(batch)[batch.token_mask]}
     logprobs, routes = policy.compute_logprobs_and_routes(batch)
@@ -244,7 +244,7 @@ def _with_routes(policy: Backend, batch: Sequences, top_k: int) -> dict[str, Ten
 
 
 def _top_k(folder: Path) -> int:
-    """How many experts a token goes to; 0 where there are none."""
+    """Return the number of experts per token; 0 for a dense model."""
     config: Any = AutoConfig.from_pretrained(folder).get_text_config()
     return getattr(config, "num_experts_per_tok", None) or 0
 

@@ -1,4 +1,4 @@
-"""A mismatch budget in the terminal."""
+"""Terminal output of a mismatch budget."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.diagnose.logprob_diff.budget import Estimate
-from abrun.diagnose.logprob_diff.findings import Budget, Row
+from abrun.diagnose.logprob_diff.budget import ClusteredMean
+from abrun.diagnose.logprob_diff.findings import Budget, ChangeResult
 from abrun.present.tables import Table, columns
 
 METRIC = "token_mult_prob_error"
@@ -32,7 +32,7 @@ def changes_table(budget: Budget) -> Table:
 
 
 def error_text(value: float) -> str:
-    """Return an error, which is 1 and a rest."""
+    """Return an error as text, with enough digits of its excess over 1."""
     excess = value - 1
     if excess == 0:
         return "1"
@@ -43,7 +43,7 @@ def _signed(value: float) -> str:
     return "0" if value == 0 else f"{value:+.2g}"
 
 
-def _interval(estimate: Estimate, form: Callable[[float], str]) -> str:
+def _interval(estimate: ClusteredMean, form: Callable[[float], str]) -> str:
     if estimate.low is None or estimate.high is None:
         return form(estimate.value)
     return f"{form(estimate.value)} [{form(estimate.low)}, {form(estimate.high)}]"
@@ -56,37 +56,37 @@ def _headlines(budget: Budget) -> Iterator[str]:
         f"{facts.engine}, trainer in {facts.dtype}; {budget.num_tokens} tokens of {budget.num_sequences} "
         f"sequences of {budget.num_prompts} prompts"
     )
-    for seen in facts.seen:
+    for repeated in facts.seen:
         yield (
-            f"step {seen['step']} has {error_text(seen['here'])} here; the run recorded "
-            f"{error_text(seen['run'])}"
+            f"step {repeated['step']} repeated: {error_text(repeated['here'])}; the run recorded "
+            f"{error_text(repeated['run'])}"
         )
     cause = budget.cause_row
     if cause is None or cause.lowers is None or cause.error is None:
-        yield "no single change takes a tenth or more off it beyond noise"
+        yield "no single change lowers the excess by a tenth or more beyond noise"
     else:
         yield (
-            f"most is taken off it by: {cause.label}: {error_text(cause.error)} instead, lower by "
+            f"largest cause: {cause.label}: {error_text(cause.error)} instead, lower by "
             f"{_interval(cause.lowers, _signed)}"
         )
     for row in budget.floor:
         if row.moves:
-            yield f"floor, the trainer against {_floor_name(row)}: {_interval(row.moves, error_text)}"
+            yield f"noise floor, trainer against {_floor_name(row)}: {_interval(row.moves, error_text)}"
 
 
-def _floor_name(row: Row) -> str:
+def _floor_name(row: ChangeResult) -> str:
     return "float32 of the same weights" if row.key == "float32" else row.label
 
 
 def _notes(budget: Budget) -> Iterator[str]:
     facts = budget.facts
-    yield ("Changes one at a time do not add up. Intervals hold together at 95 %, over prompts.")
+    yield "Effects of single changes are not additive. Intervals are simultaneous 95 %, clustered by prompt."
     if budget.error.low is None:
-        yield f"No intervals: {budget.num_prompts} prompts are too few to know the spread."
+        yield f"No intervals: {budget.num_prompts} prompts are too few."
     if not facts.grad_norm:
-        yield "The update in between had no gradient: whether weights are stale cannot be seen."
+        yield "The repeated update had no gradient, so the effect of stale weights cannot be measured."
     if facts.spread > 1:
-        yield f"The run has {facts.spread} ranks; one has gone on with it here."
+        yield f"The run has {facts.spread} ranks; it was continued here on one."
     if budget.num_sequences < facts.num_sequences_sampled:
         yield f"{budget.num_sequences} of the step's {facts.num_sequences_sampled} sequences were scored."
     for row in budget.rows:
@@ -110,18 +110,18 @@ def _change_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
 
 
 def _worst_rows(budget: Budget) -> Iterator[tuple[str, ...]]:
-    for each in budget.facts.worst:
-        engine, trainer = each["inference_logprob"], each["trainer_logprob"]
+    for token in budget.facts.worst:
+        engine, trainer = token["inference_logprob"], token["trainer_logprob"]
         with np.errstate(over="ignore"):
             factor = float(np.exp(abs(engine - trainer)))
         yield (
-            str(each["sequence"]),
-            str(each["position"]),
+            str(token["sequence"]),
+            str(token["position"]),
             error_text(factor),
             f"{engine:.4f}",
             f"{trainer:.4f}",
-            repr(each["token"]),
-            repr(each["context"]),
+            repr(token["token"]),
+            repr(token["context"]),
         )
 
 
@@ -130,5 +130,5 @@ def _experts(budget: Budget) -> Iterator[Table]:
     if rows:
         layers = map(str, range(len(rows[0].rerouted or [])))
         shares = [(row.label, *(f"{share:.4f}" for share in row.rerouted or [])) for row in rows]
-        title = "share of tokens that go to other experts than in the run's scoring, by layer"
+        title = "share of tokens routed to other experts than in the run's scoring, by layer"
         yield Table(columns("one thing changed", *layers), shares, title)

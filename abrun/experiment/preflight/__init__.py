@@ -1,1 +1,1 @@
-"""What a plan needs of a machine, and why it cannot run there."""
+"""Preflight checks: whether a plan can run on a machine."""

@@ -1,4 +1,4 @@
-"""Every check of a plan before its runs start: what a run needs, and why it is not here; found without torch.
+"""All checks of a plan against a machine before its runs start; needs no torch.
 
 `abrun launch`, its dry run, cluster launchers and the nodes of their jobs go through CHECKS, in this order.
 """
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError, RecipeError, StoreError
-from abrun.experiment.plan import Plan, PlannedRun
+from abrun.experiment.plan import ExperimentPlan, PlannedRun
 from abrun.experiment.preflight.machine import Machine
-from abrun.experiment.preflight.model_files import folder_refusal, missing_of_hub, shape_of
+from abrun.experiment.preflight.model_files import folder_refusal, hub_model_refusal, model_shape
 from abrun.experiment.preflight.settings import SETTINGS
-from abrun.extras import installed_packages, is_imported, lacking, untested_version
+from abrun.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.reasons import Code, Reason
-from abrun.recipe.command import CommandRunConfig, invocation, unset_variables
+from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.families import family_refusal, stream_misfit
 from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
-from abrun.recipe.run import OwnRunConfig, RunConfig, not_built
-from abrun.recipe.tasks import GENERATED, ReasoningGym
+from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
+from abrun.recipe.tasks import GeneratedTask, ReasoningGym
 from abrun.regular_files import is_file
 from abrun.tasks import hold_out
 
@@ -35,17 +35,17 @@ TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatr
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A need of runs of a kind. `find` yields why a machine does not meet it for one of them."""
+    """Check of runs of one kind; `find` yields reasons why a machine cannot run one of them."""
 
     runs: type[RunConfig]
     find: Callable[[Any, Machine], Iterable[Reason]]
-    # What has to change: the recipe (a login node can tell, too), a file that it names, or the machine.
+    # What has to change: the recipe (also checked on a login node), a file that it names, or the machine.
     cause: Literal["recipe", "file", "machine"] = "machine"
 
 
-def _misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Yield why no machine can train a model as the recipe says, as far as its configuration shows."""
-    backend, shape = config.policy.backend, shape_of(config.model)
+def _find_model_misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """Yield why no machine can train the model with these settings, judging by its configuration."""
+    backend, shape = config.policy.backend, model_shape(config.model)
     if obstacle := family_refusal(shape):
         yield Code.MODEL_FAMILY_NOT_TRAINED(path=config.model.path, obstacle=obstacle)
     elif isinstance(backend, Megatron):
@@ -54,36 +54,36 @@ def _misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
         yield from filter(None, [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)])
 
 
-def _multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
     if config.cluster.nodes > 1:
         yield Code.COMMAND_NEEDS_ONE_NODE(nodes=config.cluster.nodes)
 
 
-def _missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
-    """A command that cannot be found; neither an arm nor a seed changes where it is looked for."""
-    filled = invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
+def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+    """Yield a reason if the command is not found; arm and seed do not change where it is searched."""
+    filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
         yield Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(filled.argv[0]))
 
 
-def _missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
     extras = ["train", *(["wandb"] if config.wandb else [])]
-    yield from filter(None, (lacking(extra, machine.packages) for extra in extras))
+    yield from filter(None, (missing_package(extra, machine.packages) for extra in extras))
 
 
-def _missing_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
-    """Values of the recipe whose package, version or device the machine lacks."""
+def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+    """Yield settings whose package, version or device the machine lacks."""
     on_gpu = config.cluster.gpus_per_node > 0
     for (field, value), refusal in SETTINGS.items():
         if field.startswith("launcher.") or attrgetter(field)(config) != value:
             continue
         if field != "rollout.engine":
             problem = refusal(machine.packages, on_gpu)
-        elif config.samples:
+        elif config.samples_completions:
             problem = (
                 refusal(machine.packages, on_gpu)
-                or vllm_misfit(shape_of(config.model), config.rollout.tensor_parallel)
+                or vllm_misfit(model_shape(config.model), config.rollout.tensor_parallel)
                 or config.rollout.support_refusal(machine.packages)
             )
         else:
@@ -91,23 +91,23 @@ def _missing_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason
         yield from [problem] if problem else []
 
 
-def _bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     yield from filter(None, [folder_refusal(config.model)])
 
 
-def _missing_of_hub(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
-    yield from filter(None, [missing_of_hub(config, machine.ask_hub)])
+def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+    yield from filter(None, [hub_model_refusal(config, machine.ask_hub)])
 
 
-def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Files of task and validation that runs would refuse; of long ones, as far as their first lines tell."""
+def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """Yield errors in the files of task and validation; of long files only the first lines are checked."""
     from abrun.tasks.problems import check_problems
 
     task, validation = config.task, config.validation
     try:
         if isinstance(task, ReasoningGym):
             return
-        if isinstance(task, GENERATED):
+        if isinstance(task, GeneratedTask):
             if validation:
                 hold_out(task, validation)
             return
@@ -122,8 +122,8 @@ def _bad_problems(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
         yield error.reason
 
 
-def _missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """A user's module that is not where the trainer looks for it; importing it is the trainer's."""
+def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+    """Yield a reason if a verifier's module is not on the trainer's path; only the trainer imports it."""
     verifier = getattr(config.task, "verifier", None)
     package = (verifier or "").partition(":")[0].partition(".")[0]
     if not verifier or package in sys.builtin_module_names:
@@ -132,7 +132,7 @@ def _missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
         yield Code.VERIFIER_NOT_FOUND(verifier=verifier, package=package)
 
 
-def _bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     from abrun.runs.records import read_saved_state
 
     if (folder := config.checkpoint.start_from) is None:
@@ -149,7 +149,7 @@ def _bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
 
 
 def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises StoreError for a file that is not there or was cut off; checksums are the trainer's to read."""
+    """Raise StoreError for a missing or truncated file; the trainer verifies the checksums."""
     for name, recorded in files.items():
         try:
             size = (path / name).stat().st_size
@@ -160,7 +160,7 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise StoreError(Code.CHECKPOINT_FILE_TRUNCATED(file=name, bytes=size, expected=expected))
 
 
-def _missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1 and not isinstance(config, CommandRunConfig):
@@ -172,40 +172,40 @@ def _missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
 
 
 CHECKS = (
-    Check(OwnRunConfig, lambda config, _: not_built(config), cause="recipe"),
-    Check(CommandRunConfig, _multi_node_command, cause="recipe"),
-    Check(OwnRunConfig, _misfits, cause="recipe"),
-    Check(CommandRunConfig, _missing_command),
-    Check(OwnRunConfig, _missing_extras),
-    Check(OwnRunConfig, _bad_folder, cause="file"),
-    Check(OwnRunConfig, _missing_of_hub),
-    Check(OwnRunConfig, _bad_problems, cause="file"),
-    Check(OwnRunConfig, _missing_verifier),
-    Check(OwnRunConfig, _bad_checkpoint),
-    Check(OwnRunConfig, _missing_settings),
-    Check(RunConfig, _missing_devices),
+    Check(OwnRunConfig, lambda config, _: unsupported_settings(config), cause="recipe"),
+    Check(CommandRunConfig, _find_multi_node_command, cause="recipe"),
+    Check(OwnRunConfig, _find_model_misfits, cause="recipe"),
+    Check(CommandRunConfig, _find_missing_command),
+    Check(OwnRunConfig, _find_missing_extras),
+    Check(OwnRunConfig, _find_bad_folder, cause="file"),
+    Check(OwnRunConfig, _find_missing_hub_model),
+    Check(OwnRunConfig, _find_bad_task_files, cause="file"),
+    Check(OwnRunConfig, _find_missing_verifier),
+    Check(OwnRunConfig, _find_bad_checkpoint),
+    Check(OwnRunConfig, _find_unsupported_settings),
+    Check(RunConfig, _find_missing_devices),
 )
-ELSEWHERE = frozenset({Code.PROBLEMS_UNREADABLE})  # files that another machine may have
+CODES_OF_OTHER_MACHINES = frozenset({Code.PROBLEMS_UNREADABLE})  # files that another machine may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Why arms of a plan cannot run on a machine."""
+class PlanProblem:
+    """Problem that prevents arms of a plan from running on a machine."""
 
     reason: Reason
     is_final: bool  # another machine would not help
 
 
 def find_problems(
-    plan: Plan, machine: Machine, num_jobs: int | None = None, checks: Iterable[Check] = CHECKS
-) -> list[Problem]:
+    plan: ExperimentPlan, machine: Machine, num_jobs: int | None = None, checks: Iterable[Check] = CHECKS
+) -> list[PlanProblem]:
     """Return why a machine cannot run the plan, `num_jobs` runs at once; first what no machine could run."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms_of: dict[tuple[Reason, bool], list[str]] = {}
     for check in checks:
         for arm, config in configs.items():
             for reason in check.find(config, machine) if isinstance(config, check.runs) else ():
-                is_final = check.cause != "machine" and reason.code not in ELSEWHERE
+                is_final = check.cause != "machine" and reason.code not in CODES_OF_OTHER_MACHINES
                 arms_of.setdefault((reason, is_final), []).append(arm)
     for arm, config in configs.items():
         count, gpus = config.devices_per_node, len(machine.gpus)
@@ -213,17 +213,17 @@ def find_problems(
             reason = Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus)
             arms_of.setdefault((reason, False), []).append(arm)
     problems = [
-        Problem(reason=Code.ARMS_CANNOT_RUN(arms=arms, problem=reason), is_final=is_final)
+        PlanProblem(reason=Code.ARMS_CANNOT_RUN(arms=arms, problem=reason), is_final=is_final)
         for (reason, is_final), arms in arms_of.items()
     ]
     reference = plan.recipe.compare.reference
     if reference and not is_file(Path(reference).expanduser()):
         missing = Code.SETTING_REFUSED(field="compare.reference", got=repr(reference))
-        problems.append(Problem(reason=missing, is_final=False))
+        problems.append(PlanProblem(reason=missing, is_final=False))
     return problems
 
 
-def anywhere_refusals(plan: Plan) -> list[Reason]:
+def anywhere_refusals(plan: ExperimentPlan) -> list[Reason]:
     """Return what no machine could run: all that a login node can say of nodes that it does not know."""
     nowhere = Machine(gpus=(), cores=0, packages={}, ask_hub=lambda _: None)
     checks = [check for check in CHECKS if check.cause == "recipe"]
@@ -238,7 +238,7 @@ def node_refusals(config: RunConfig, machine: Machine) -> list[Reason]:
     ]
 
 
-def untested_packages(plan: Plan, packages: Mapping[str, str] | None = None) -> list[Reason]:
+def untested_packages(plan: ExperimentPlan, packages: Mapping[str, str] | None = None) -> list[Reason]:
     """Return a reason for each package that abrun's trainer imports in a version that was not tested."""
     packages = installed_packages() if packages is None else packages
     configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]

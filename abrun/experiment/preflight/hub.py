@@ -1,18 +1,18 @@
-"""Whether a hub's model can be had here, asked once and shortly: its trainer would ask for half a minute."""
+"""Quick check that a hub model is available; the trainer itself would retry for half a minute."""
 
 import importlib.util
 
 from abrun.reasons import Code, Reason
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 
-PATIENCE_S = 10.0
+HUB_TIMEOUT_S = 10.0
 
 
 def hub_refusal(name: str) -> Reason | None:
-    """Return why the model cannot load here; None: it can, or only its trainer can tell."""
+    """Return why the model is unavailable; None if it is available or only the trainer can tell."""
     if importlib.util.find_spec("huggingface_hub") is None:
-        return None  # nor can it train here, which is said as such
+        return None  # another check reports the missing package
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -23,8 +23,8 @@ def hub_refusal(name: str) -> Reason | None:
     )
 
     try:
-        if not isinstance(try_to_load_from_cache(name, CONFIG), str):
-            get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=PATIENCE_S)
+        if not isinstance(try_to_load_from_cache(name, CONFIG_FILE), str):
+            get_hf_file_metadata(hf_hub_url(name, CONFIG_FILE), timeout=HUB_TIMEOUT_S)
     except HFValidationError:
         return Code.HUB_NAME_INVALID()
     except GatedRepoError:
@@ -33,7 +33,7 @@ def hub_refusal(name: str) -> Reason | None:
         return Code.HUB_MODEL_UNKNOWN()
     except HfHubHTTPError as error:
         status = error.response.status_code
-        passes = status == 429 or status >= 500  # before its trainer asks, who asks again
+        passes = status == 429 or status >= 500  # temporary: the trainer retries
         return None if passes else Code.HUB_STATUS(status=status)
     except OfflineModeIsEnabled:
         return Code.HUB_OFFLINE()

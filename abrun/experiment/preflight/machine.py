@@ -1,4 +1,4 @@
-"""What a machine has that runs may use: devices, packages, and a way to ask the hub; found without torch."""
+"""Resources of a machine for runs: devices, packages and hub access; needs no torch."""
 
 import os
 import subprocess
@@ -15,26 +15,26 @@ from abrun.reasons import Reason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The devices that runs may occupy, and what is installed there."""
+    """Devices that runs may use, and the installed packages."""
 
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...]  # names as in CUDA_VISIBLE_DEVICES
     cores: int
-    packages: Mapping[str, str]  # version by name, of those of abrun.extras.MODULES that are installed
-    ask_hub: Callable[[str], Reason | None]  # why a hub's model cannot be had here
+    packages: Mapping[str, str]  # installed packages of abrun.extras.MODULES -> version
+    ask_hub: Callable[[str], Reason | None]  # returns why a hub model is unavailable, or None
 
     def __str__(self) -> str:
         return f"{count_text(len(self.gpus), 'GPU')} and {count_text(self.cores, 'usable CPU core')}"
 
 
 def this_machine() -> Machine:
-    """Return what is here now; it asks the hub once a model."""
+    """Return this machine's current state; the hub is asked once per model."""
     return Machine(
         gpus=find_gpus(), cores=usable_cores(), packages=installed_packages(), ask_hub=cache(hub_refusal)
     )
 
 
 def find_gpus() -> tuple[str, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES allows, or all that nvidia-smi lists."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or all that nvidia-smi lists."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
@@ -52,7 +52,7 @@ def find_gpus() -> tuple[str, ...]:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores this process may use: its affinity, within its container's quota."""
+    """Return the number of cores this process may use: its affinity, limited by the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = cgroup.read_text().split()

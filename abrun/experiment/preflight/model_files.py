@@ -1,4 +1,4 @@
-"""What is wrong with a run's model, as far as files and the hub say without the tensors in them."""
+"""Checks of a run's model by its files' headers and the hub, without reading tensors."""
 
 import json
 import os
@@ -7,49 +7,49 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.experiment.preflight.hub import CONFIG
+from abrun.experiment.preflight.hub import CONFIG_FILE
 from abrun.reasons import Code, Reason
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 from abrun.regular_files import exists, is_directory, open_regular, read_regular
 
-LARGEST_CONFIG = 2**24  # bytes of a model's config.json
-# Bytes of a list of tensors: an index, or the header of a file, to which the format allows less.
-LARGEST_INDEX = 2**27
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 2**24  # bytes of a model's config.json
+# Bytes of an index or a file header; the format's own limit for headers is lower.
+MAX_INDEX_BYTES = 2**27
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# Variables by which a run looks for a hub and what was fetched from it elsewhere
-ASKS_OTHERWISE = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
+# Variables that change a run's hub or cache location
+HUB_VARIABLES = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|XDG)_|HOME$|.*_proxy$", re.IGNORECASE)
 
 
 class DamagedFile(ValueError):
-    """A file of a model that cannot be read as what it should be."""
+    """Error of a model file that is damaged or has the wrong format."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises DamagedFile or OSError where it is no JSON object, or too large."""
-    found = _json(folder / CONFIG, LARGEST_CONFIG)
-    if not isinstance(found, dict):
-        raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(found).__name__))
-    return found
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json. Raises DamagedFile or OSError if too large or not an object."""
+    content = _read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise DamagedFile(Code.MODEL_CONFIG_INVALID(type=type(content).__name__))
+    return content
 
 
-def shape_of(model: Model) -> Mapping[str, Any]:
-    """What is known of a model: the fields of a preset's or a folder's configuration; of the hub's, none."""
+def model_shape(model: Model) -> Mapping[str, Any]:
+    """Return the configuration of a preset or a folder; empty for a hub model."""
     if model.preset:
         return model.architecture
     try:
-        return config_of(Path(model.path or "").expanduser())
+        return read_model_config(Path(model.path or "").expanduser())
     except (OSError, ValueError):  # which is said with what else is wrong with the folder, or by the trainer
         return {}
 
 
 def folder_refusal(model: Model) -> Reason | None:
-    """Return why the model of a folder cannot load; None if it can, or is no folder's."""
+    """Return why the model of a folder cannot load; None if it can, or is not in a folder."""
     if not model.path or not _is_folder(model.path):
         return None
     folder = Path(model.path).expanduser()
@@ -59,30 +59,30 @@ def folder_refusal(model: Model) -> Reason | None:
     return damage and Code.MODEL_FOLDER_DAMAGED(path=model.path, problem=damage)
 
 
-def missing_of_hub(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
-    """Why a hub's model cannot be had here; None: it can, or the run looks for it in other ways."""
+def hub_model_refusal(config: OwnRunConfig, ask: Callable[[str], Reason | None]) -> Reason | None:
+    """Return why a hub model is unavailable; None if it is, or if the run's env changes the hub access."""
     weights = config.model.path
-    if not weights or _is_folder(weights) or any(map(ASKS_OTHERWISE.match, config.trainer.env)):
+    if not weights or _is_folder(weights) or any(map(HUB_VARIABLES.match, config.trainer.env)):
         return None
     problem = ask(weights)
     return problem and Code.MODEL_NOT_ON_HUB(path=weights, problem=problem)
 
 
 def _is_folder(weights: str) -> bool:
-    """Where no such folder is here, NAME and OWNER/NAME are a hub's."""
+    """Return whether a path is a folder; NAME and OWNER/NAME are hub names unless such a folder exists."""
     return weights[0] in "/.~" or weights.count("/") > 1 or is_directory(Path(weights))
 
 
 def folder_damage(folder: Path) -> Reason | None:
-    """Return why the model in a folder cannot load; None where its files look whole.
+    """Return why the model in a folder cannot load; None if its files look complete.
 
-    Weights in other formats than safetensors are not looked at.
+    Weights in formats other than safetensors are not checked.
     """
     try:
-        config_of(folder)
-        if exists(folder / WHOLE):
-            _names_in(folder / WHOLE)
-        elif exists(folder / INDEX):
+        read_model_config(folder)
+        if exists(folder / SINGLE_FILE):
+            _read_tensor_names(folder / SINGLE_FILE)
+        elif exists(folder / INDEX_FILE):
             _check_index(folder)
     except OSError as error:
         name = Path(os.fsdecode(error.filename)).name if error.filename else folder.name
@@ -93,24 +93,28 @@ def folder_damage(folder: Path) -> Reason | None:
 
 
 def _check_index(folder: Path) -> None:
-    index = _json(folder / INDEX, LARGEST_INDEX)
+    index = _read_json(folder / INDEX_FILE, MAX_INDEX_BYTES)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise DamagedFile(Code.MODEL_INDEX_INVALID(file=INDEX))
-    held = {name: _names_in(folder / name) for name in sorted(set(places.values()))}
-    lost = next((tensor for tensor, name in places.items() if tensor not in held[name]), None)
-    if lost is not None:
-        raise DamagedFile(Code.MODEL_TENSOR_MISSING(file=places[lost], tensor=lost, index=INDEX))
+        raise DamagedFile(Code.MODEL_INDEX_INVALID(file=INDEX_FILE))
+    tensors_by_file = {name: _read_tensor_names(folder / name) for name in sorted(set(places.values()))}
+    missing_tensor = next(
+        (tensor for tensor, name in places.items() if tensor not in tensors_by_file[name]), None
+    )
+    if missing_tensor is not None:
+        raise DamagedFile(
+            Code.MODEL_TENSOR_MISSING(file=places[missing_tensor], tensor=missing_tensor, index=INDEX_FILE)
+        )
 
 
-def _names_in(path: Path) -> set[str]:
-    """The tensors of a safetensors file, whose size has to be what its header says."""
+def _read_tensor_names(path: Path) -> set[str]:
+    """Return a safetensors file's tensor names. Raises DamagedFile unless its size matches the header."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, LARGEST_INDEX):
+        if not 2 <= length <= min(size - 8, MAX_INDEX_BYTES):
             raise DamagedFile(Code.MODEL_FILE_TRUNCATED(file=path.name, bytes=size))
-        header = _parsed(file.read(length), path.name)
+        header = _parse_json(file.read(length), path.name)
     try:
         tensors = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
         expected = 8 + length + max(tensors.values(), default=0)
@@ -121,11 +125,11 @@ def _names_in(path: Path) -> set[str]:
     return set(tensors)
 
 
-def _json(path: Path, most_bytes: int) -> Any:
-    return _parsed(read_regular(path, most_bytes), path.name)
+def _read_json(path: Path, max_bytes: int) -> Any:
+    return _parse_json(read_regular(path, max_bytes), path.name)
 
 
-def _parsed(content: bytes, name: str) -> Any:
+def _parse_json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

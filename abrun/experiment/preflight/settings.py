@@ -1,4 +1,4 @@
-"""Values of settings that need a package, a command or a GPU: one table for `doctor` and launches."""
+"""Table of settings that need a package, a command or a GPU, for `doctor` and launches."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from abrun.extras import installed_packages
 from abrun.reasons import Code, Reason
 from abrun.recipe.packages import megatron_refusal, vllm_refusal
 
-Packages = Mapping[str, str]  # version by name, of those that are installed
+Packages = Mapping[str, str]  # installed package -> version
 
 
 def triton_refusal(packages: Packages | None = None, *, on_gpu: bool) -> Reason | None:
-    """Return why `policy.logprobs: {impl: triton}` cannot run with these packages, or this environment's."""
+    """Return why `impl: triton` cannot run with these packages, by default the installed ones."""
     packages = installed_packages() if packages is None else packages
-    if missing := _without("triton", packages, "policy.logprobs.impl", "triton", "impl: chunked"):
+    if missing := _missing_package("triton", packages, "policy.logprobs.impl", "triton", "impl: chunked"):
         return missing
     return None if on_gpu or os.environ.get("TRITON_INTERPRET") == "1" else Code.TRITON_NEEDS_GPU()
 
@@ -23,15 +23,17 @@ def triton_refusal(packages: Packages | None = None, *, on_gpu: bool) -> Reason 
 def liger_refusal(packages: Packages, *, on_gpu: bool) -> Reason | None:
     if not on_gpu:
         return Code.LIGER_NEEDS_GPU()
-    return _without("liger-kernel", packages, "policy.liger", True, "liger: false")
+    return _missing_package("liger-kernel", packages, "policy.liger", True, "liger: false")
 
 
 def ray_refusal(packages: Packages | None = None) -> Reason | None:
-    """Return why a Ray cluster cannot be asked with these packages, or from this environment."""
-    return _without("ray", installed_packages() if packages is None else packages, "launcher.type", "ray")
+    """Return why a Ray cluster cannot be used with these packages, by default the installed ones."""
+    return _missing_package(
+        "ray", installed_packages() if packages is None else packages, "launcher.type", "ray"
+    )
 
 
-def _without(
+def _missing_package(
     package: str, packages: Packages, field: str, got: Any, instead: str | None = None
 ) -> Reason | None:
     if package in packages:
@@ -40,7 +42,7 @@ def _without(
     return Code.SETTING_NEEDS_PACKAGE(field=field, got=got, package=package, install=install, instead=instead)
 
 
-# By key and value: why it cannot be had with such packages, on a GPU or not.
+# (key, value) -> function of packages and on_gpu that returns why the value is unavailable
 SETTINGS: dict[tuple[str, Any], Callable[[Packages, bool], Reason | None]] = {
     ("task.type", "reasoning_gym"): lambda packages, _: (
         None if "reasoning-gym" in packages else Code.REASONING_GYM_MISSING()
@@ -55,6 +57,6 @@ SETTINGS: dict[tuple[str, Any], Callable[[Packages, bool], Reason | None]] = {
 
 
 def setting_refusal(field: str, value: Any, packages: Packages, *, on_gpu: bool) -> Reason | None:
-    """Return why a value cannot be had with these packages; None if it can, or needs nothing."""
+    """Return why a value is unavailable with these packages; None if it is available."""
     refusal = SETTINGS.get((field, value))
     return refusal and refusal(packages, on_gpu)

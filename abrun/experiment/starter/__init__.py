@@ -1,1 +1,1 @@
-"""What one begins with: the recipes that ship, a recipe of one's own, and what an editor knows of recipes."""
+"""Getting started: built-in recipes, `abrun init`, and the JSON schema for editors."""

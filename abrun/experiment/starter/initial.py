@@ -1,4 +1,4 @@
-"""`abrun init`: the files that one begins with, from three answers."""
+"""Starter files of `abrun init`, created from three answers."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.experiment.starter.schema import recipe_schema
-from abrun.experiment.starter.shipped import PACKAGE, folder, recipe_files
+from abrun.experiment.starter.shipped import PACKAGE, recipe_files, recipes_folder
 from abrun.reasons import Code
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.regular_files import exists, is_file
@@ -20,19 +20,19 @@ KINDS = {
 }
 SCHEMA = "recipe.schema.json"
 TEMPLATES = Path(__file__).parent / "templates"
-OTHER = "other"  # a trainer without a template of its own
-ON_A_LAPTOP = {
+OTHER_TRAINER = "other"  # a trainer without its own template
+LAPTOP_VALUES = {
     "task": "{type: arithmetic, max_operand: 3}   # or word_problems; or gsm8k or jsonl, with a path",
     "warm_start": "warm_start: {steps: 45}          # supervised, shared by all arms and seeds\n",
     "learning_rate": "1e-3",
     "max_new_tokens": 6,
     "steps": 60,
     "gpus": 0,
-    # 32 of the tiny vocabulary: by default one chunk would hold it all, and the arms be equal bit for bit
+    # Chunks of 32: a single default chunk holds the whole tiny vocabulary, so arms would be bit-identical
     "treatment": "policy.logprobs.impl: chunked, policy.logprobs.chunk_size: 32",
     "margin": 0.05,
 }
-ON_GPUS = {
+GPU_VALUES = {
     "task": "{type: gsm8k, path: gsm8k/train.jsonl}   # or jsonl: lines with `prompt` and `answer`",
     "warm_start": "",
     "learning_rate": "1e-6",
@@ -46,56 +46,58 @@ ON_GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The last of the three, which depends on the first."""
+    """Last of the three questions, which depends on the kind."""
 
     option: str
     text: str
     default: str
 
 
-THIRD = {
+KIND_QUESTIONS = {
     "recipe": Question(
         option="--model",
         text=f"Model (a preset, which needs no GPU: {', '.join(ARCHITECTURES)}; or a folder or hub name)",
         default="qwen2-tiny",
     ),
     "external": Question(
-        option="--trainer", text="Trainer (trl, verl, nemo-rl, skyrl, other)", default=OTHER
+        option="--trainer", text="Trainer (trl, verl, nemo-rl, skyrl, other)", default=OTHER_TRAINER
     ),
     "regression": Question(
         option="--recipe",
-        text="Recipe to train on every pull request (a file; or quickstart-regression, which ships)",
+        text="Recipe to train on every pull request (a file, or the built-in quickstart-regression)",
         default="quickstart-regression",
     ),
 }
 
 
-def third_question(kind: str) -> Question:
-    """Raises RecipeError where there is no such kind."""
-    if kind not in THIRD:
+def kind_question(kind: str) -> Question:
+    """Return the last question for a kind. Raises RecipeError for an unknown kind."""
+    if kind not in KIND_QUESTIONS:
         raise RecipeError(Code.NOT_ALLOWED(field="--kind", got=repr(kind), allowed=[*KINDS]))
-    return THIRD[kind]
+    return KIND_QUESTIONS[kind]
 
 
 def check_name(name: str) -> str:
-    """Raises RecipeError where no file can be called so."""
+    """Return the name. Raises RecipeError if it cannot be a file name."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
     return name
 
 
 def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
-    """Paths below the folder that they go into, and what each holds. Raises RecipeError for a bad answer."""
+    """Return the contents of the starter files by relative path. Raises RecipeError for a bad answer."""
     check_name(name)
-    files = {"recipe": _recipe, "external": _external, "regression": _regression}[kind](name, answer)
+    files = {"recipe": _recipe_files, "external": _external_files, "regression": _regression_files}[kind](
+        name, answer
+    )
     return {**files, SCHEMA: json.dumps(recipe_schema(), indent=1) + "\n"}
 
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
-    """Write them, none of them over a file that is there. Raises RecipeError, with nothing written."""
-    there = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
-    if there:
-        raise RecipeError(Code.FILE_EXISTS(path=into / there[0]))
+    """Write the files. Raises RecipeError, with nothing written, if one exists with other content."""
+    conflicts = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
+    if conflicts:
+        raise RecipeError(Code.FILE_EXISTS(path=into / conflicts[0]))
     for path, text in files.items():
         (into / path).parent.mkdir(parents=True, exist_ok=True)
         (into / path).write_text(text)
@@ -103,71 +105,71 @@ def write_files(files: dict[str, str], into: Path) -> list[Path]:
 
 
 def next_commands(kind: str, name: str) -> list[str]:
-    """What to type next, in order."""
+    """Return the next commands to run, in order."""
     if kind == "regression":
         return ["git add -A && git commit && git push", f"abrun launch {name}.yaml"]
     return [f"abrun launch {name}.yaml --dry-run", f"abrun launch {name}.yaml"]
 
 
-def _recipe(name: str, model: str) -> dict[str, str]:
+def _recipe_files(name: str, model: str) -> dict[str, str]:
     preset = model in ARCHITECTURES
     written = f"{{preset: {model}}}" if preset else f"{{path: {json.dumps(model)}}}"
-    values = {"name": name, "model": written, **(ON_A_LAPTOP if preset else ON_GPUS)}
-    return {f"{name}.yaml": _with_schema(_template("recipe.yaml").format(**values))}
+    values = {"name": name, "model": written, **(LAPTOP_VALUES if preset else GPU_VALUES)}
+    return {f"{name}.yaml": _add_schema_line(_read_template("recipe.yaml").format(**values))}
 
 
-def _external(name: str, trainer: str) -> dict[str, str]:
-    if trainer == OTHER:
+def _external_files(name: str, trainer: str) -> dict[str, str]:
+    if trainer == OTHER_TRAINER:
         script = f"{name}_trainer.py"
-        recipe = _template("external.yaml").format(name=name, script=script)
-        return {f"{name}.yaml": _with_schema(recipe), script: _template("train.py")}
-    shipped = {path.stem: path for path in (folder() / "external").glob("*.yaml")}
+        recipe = _read_template("external.yaml").format(name=name, script=script)
+        return {f"{name}.yaml": _add_schema_line(recipe), script: _read_template("train.py")}
+    shipped = {path.stem: path for path in (recipes_folder() / "external").glob("*.yaml")}
     if trainer not in shipped:
         raise RecipeError(
-            Code.NOT_ALLOWED(field="--trainer", got=repr(trainer), allowed=[*sorted(shipped), OTHER])
+            Code.NOT_ALLOWED(field="--trainer", got=repr(trainer), allowed=[*sorted(shipped), OTHER_TRAINER])
         )
     text = shipped[trainer].read_text()
-    scripts = {script: (folder() / "external" / script).read_text() for script in _scripts(text)}
-    return {f"{name}.yaml": _with_schema(_renamed(text, name)), **scripts}
+    scripts = {script: (recipes_folder() / "external" / script).read_text() for script in _script_names(text)}
+    return {f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)), **scripts}
 
 
-def _regression(name: str, recipe: str) -> dict[str, str]:
+def _regression_files(name: str, recipe: str) -> dict[str, str]:
     path = recipe_files().get(recipe, Path(recipe))
     if not is_file(path):
         raise RecipeError(Code.RECIPE_NOT_FOUND(got=recipe))
     text = path.read_text()
-    found = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
-    reference = path.parent / found[1] if found else None
-    if found is None or reference is None or not is_file(reference):
+    match = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
+    reference = path.parent / match[1] if match else None
+    if match is None or reference is None or not is_file(reference):
         raise RecipeError(Code.RECIPE_WITHOUT_REFERENCE(got=recipe))
-    text = text.replace(found[0], f"compare: {{reference: {name}.json}}")
+    text = text.replace(match[0], f"compare: {{reference: {name}.json}}")
     return {
-        f"{name}.yaml": _with_schema(_renamed(text, name)),
+        f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)),
         f"{name}.json": reference.read_text(),
-        ".github/workflows/convergence.yml": _template("workflow.yml").format(name=name),
-        ".github/actions/regression/action.yml": _action().read_text(),
+        ".github/workflows/convergence.yml": _read_template("workflow.yml").format(name=name),
+        ".github/actions/regression/action.yml": _action_path().read_text(),
     }
 
 
-def _action() -> Path:
-    """The composite action: of the checkout, or its copy inside the installed package."""
+def _action_path() -> Path:
+    """Return the composite action's path in the checkout or the installed package."""
     installed = PACKAGE / "shipped" / "action.yml"
     return installed if is_file(installed) else PACKAGE.parent / ".github/actions/regression/action.yml"
 
 
-def _scripts(text: str) -> list[str]:
-    """The files of its own folder that a recipe names."""
+def _script_names(text: str) -> list[str]:
+    """Return the files of its own folder that a recipe names."""
     return re.findall(r"\{recipe_dir\}/([\w.-]+)", text)
 
 
-def _renamed(text: str, name: str) -> str:
+def _set_recipe_name(text: str, name: str) -> str:
     return re.sub(r"^name: .*$", f"name: {name}", text, count=1, flags=re.M)
 
 
-def _with_schema(text: str) -> str:
-    """With the line by which an editor finds the schema."""
+def _add_schema_line(text: str) -> str:
+    """Return the text with the line that tells editors the schema."""
     return f"# yaml-language-server: $schema={SCHEMA}\n{text}"
 
 
-def _template(name: str) -> str:
+def _read_template(name: str) -> str:
     return (TEMPLATES / name).read_text()

@@ -1,4 +1,4 @@
-"""What an editor knows of a recipe: its JSON schema, with the comments that stand beside the fields."""
+"""JSON schema of recipes for editors, with the comments of the fields as descriptions."""
 
 import ast
 import functools
@@ -21,74 +21,78 @@ DEFAULTS = {
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe's file, in which nothing is required: it may inherit any part of itself.
+    """Return the JSON schema of a recipe's file; nothing is required, since a file may inherit any part.
 
-    A recipe whose `trainer.type` is `command` is one of another trainer. What values cannot be combined with
-    each other is for `abrun launch --dry-run` to say.
+    If `trainer.type` is `command`, the schema is that of external trainers. Invalid combinations of values
+    are reported only by `abrun launch --dry-run`.
     """
-    parts: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     roots = []
     for model in (Recipe, CommandRecipe):
         schema = TypeAdapter(model).json_schema()
-        parts |= schema.pop("$defs")
+        definitions |= schema.pop("$defs")
         schema["properties"]["defaults"] = DEFAULTS
-        parts[model.__name__] = schema
+        definitions[model.__name__] = schema
         roots.append({"$ref": f"#/$defs/{model.__name__}"})
-    for model in _sections(Section):
-        fields = parts.get(model.__name__, {}).get("properties", {})
+    for model in _all_subsections(Section):
+        fields = definitions.get(model.__name__, {}).get("properties", {})
         for name, field in fields.items():
-            said = comment(model, name) if name in model.model_fields else ""
-            if said:
-                field["description"] = said
-    own, foreign = roots
+            description = field_comment(model, name) if name in model.model_fields else ""
+            if description:
+                field["description"] = description
+    own_recipe, command_recipe = roots
     command = {"properties": {"type": {"const": "command"}}, "required": ["type"]}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "abrun recipe",
         "if": {"properties": {"trainer": command}, "required": ["trainer"]},
-        "then": foreign,
-        "else": own,
-        "$defs": _loosened(parts),
+        "then": command_recipe,
+        "else": own_recipe,
+        "$defs": _relax_schema(definitions),
     }
 
 
-def _loosened(schema: Any) -> Any:
-    """Without what only a whole recipe has to have; a part without its `type` may be of any of the types."""
+def _relax_schema(schema: Any) -> Any:
+    """Return the schema without required keys; a section without its `type` may have any of the types."""
     if isinstance(schema, list):
-        return [_loosened(each) for each in schema]
+        return [_relax_schema(child) for child in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key not in ("required", "discriminator", "title")}
-    if "oneOf" in kept:
-        kept["anyOf"] = kept.pop("oneOf")
-    return {key: _loosened(value) for key, value in kept.items()}
+    relaxed = {
+        key: value for key, value in schema.items() if key not in ("required", "discriminator", "title")
+    }
+    if "oneOf" in relaxed:
+        relaxed["anyOf"] = relaxed.pop("oneOf")
+    return {key: _relax_schema(value) for key, value in relaxed.items()}
 
 
-def _sections(model: type[Section]) -> list[type[Section]]:
-    return [each for below in model.__subclasses__() for each in (below, *_sections(below))]
+def _all_subsections(model: type[Section]) -> list[type[Section]]:
+    return [section for below in model.__subclasses__() for section in (below, *_all_subsections(below))]
 
 
-def comment(model: type[Section], name: str) -> str:
-    """What stands in the code above and beside a field of a section."""
-    owner = next(each for each in model.__mro__ if name in inspect.get_annotations(each))
-    return _comments(owner).get(name, "")
+def field_comment(model: type[Section], name: str) -> str:
+    """Return the comments above and beside a section's field in the code."""
+    owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
+    return _field_comments(owner).get(name, "")
 
 
 @functools.cache
-def _comments(model: type[Section]) -> dict[str, str]:
-    """The comments above and beside the fields that a class itself declares."""
+def _field_comments(model: type[Section]) -> dict[str, str]:
+    """Return the comments of all fields that a class itself declares."""
     source = textwrap.dedent(inspect.getsource(model))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = {each.start[0]: each for each in tokens if each.type == tokenize.COMMENT}
+    comment_tokens = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
     lines = source.splitlines()
     comments: dict[str, str] = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno
-            while re.match(r"\s*#", lines[first - 2]):
-                first -= 1
+            first_line = node.lineno
+            while re.match(r"\s*#", lines[first_line - 2]):
+                first_line -= 1
             texts = [
-                found[line].string for line in range(first, (node.end_lineno or first) + 1) if line in found
+                comment_tokens[line].string
+                for line in range(first_line, (node.end_lineno or first_line) + 1)
+                if line in comment_tokens
             ]
             comments[node.target.id] = " ".join(text.removeprefix("#").strip() for text in texts)
     return comments

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.manifest import ExportedPlan, dump_yaml
 from abrun.launch.prepare import refuse_impossible
 from abrun.reasons import Code
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.regular_files import exists, is_directory
 from abrun.runs.files import write_file
 
@@ -21,7 +21,7 @@ ENGINES: dict[str, Any] = {"jobset": jobset, "skypilot": skypilot}
 NEVER_LAUNCHED = "never launched"
 
 
-def export_plan(plan: Plan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
+def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, compare: bool = True) -> str:
     """Write the manifests of a plan and a submit script into a new folder; return a sentence about them.
 
     Raises LaunchError or RecipeError, with nothing written, if a setting is missing or the plan cannot run.
@@ -29,7 +29,7 @@ def export_plan(plan: Plan, engine: str, folder: Path, name: str, *, compare: bo
     if engine not in ENGINES:
         raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
-    export = ExportedPlan(plan=plan, name=name, settings=launcher_settings(declared, engine))
+    export = ExportedPlan(plan=plan, name=name, settings=resolve_launcher_settings(declared, engine))
     problems = [*anywhere_refusals(plan), *ENGINES[engine].find_problems(export)]
     refuse_impossible(plan, problems, shown_by_dry_run=False)
     if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):

@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from abrun.errors import RecipeError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import agent_grace_s
-from abrun.launch.slurm.jobs import WARM_START, pairs
+from abrun.launch.slurm.jobs import WARM_START, group_pairs
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code
-from abrun.recipe.experiment import Declared, stored_recipe
-from abrun.recipe.launcher import Exported
+from abrun.recipe.experiment import ExperimentDeclaration, parse_stored_recipe
+from abrun.recipe.launcher import ManifestSettings
 from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
 
@@ -30,7 +30,7 @@ PORT = 29400
 class ExportedPlan:
     """A plan to be exported for an engine."""
 
-    plan: Plan
+    plan: ExperimentPlan
     name: str  # the experiment's
     settings: Any  # the engine's subclass of Exported
 
@@ -54,7 +54,7 @@ class ExportedPlan:
 
     def run_groups(self) -> Iterator[tuple[str, list[tuple[str, str, RunConfig]]]]:
         """Yield each pair and each rerun: its file, and arm, name and configuration of each of its runs."""
-        for group in pairs(self.plan.runs):
+        for group in group_pairs(self.plan.runs):
             name = group[0].name
             file = f"rerun-seed-{name.seed}-aa{name.rerun}" if name.rerun else f"pair-seed-{name.seed}"
             yield file, [(run.name.arm, str(run.name), run.config) for run in group]
@@ -63,11 +63,11 @@ class ExportedPlan:
         """Return the script of a node. `node` and `first_host` are shell expressions for its index and the
         first host.
         """
-        settings: Exported = self.settings
-        where = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
+        settings: ManifestSettings = self.settings
+        address = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agent_grace_s(settings.save_s)
         module = [settings.python, *MODULE_OPTIONS, "abrun.launch.export.run_node", self.directory, run]
-        return self._script(f"{shlex.join(module)} {node} {where} {grace_s:g}")
+        return self._script(f"{shlex.join(module)} {node} {address} {grace_s:g}")
 
     def compare_script(self) -> str:
         """Return the script that compares the runs."""
@@ -79,13 +79,13 @@ class ExportedPlan:
         return "\n".join([*self.settings.setup, f"exec {command}", ""])
 
 
-def parse_recipe(text: str) -> Declared:
+def parse_recipe(text: str) -> ExperimentDeclaration:
     """Return the recipe that a node was given. Raises RecipeError."""
     try:
         content = json.loads(text)
     except ValueError:
         raise RecipeError(Code.EXPORT_RECIPE_INVALID(variable=RECIPE_VARIABLE, got=shortened(text))) from None
-    return stored_recipe(content if isinstance(content, dict) else {}, RECIPE_VARIABLE)
+    return parse_stored_recipe(content if isinstance(content, dict) else {}, RECIPE_VARIABLE)
 
 
 def dns_label(text: str, max_length: int) -> str:

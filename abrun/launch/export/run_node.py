@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import Meeting
-from abrun.experiment.plan import Plan, RunName, make_plan
+from abrun.experiment.command import Rendezvous
+from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.launch.export.manifest import RECIPE_VARIABLE, parse_recipe
 from abrun.launch.node import FAILED, make_agent_command
 from abrun.launch.prepare import own_experiment, warm_start_dir, write_run_record
@@ -32,7 +32,7 @@ POLL_S = 1.0
 
 def main() -> int:
     experiment_dir, name, node = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    meeting = Meeting(address=sys.argv[4], node=node, grace_s=float(sys.argv[5]))
+    meeting = Rendezvous(address=sys.argv[4], node=node, grace_s=float(sys.argv[5]))
     run = None
     try:
         plan = make_plan(parse_recipe(os.environ.get(RECIPE_VARIABLE, "")))
@@ -56,7 +56,7 @@ def main() -> int:
     os.execve(command[0], command, env)
 
 
-def find_run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
+def find_run_dir(plan: ExperimentPlan, experiment_dir: Path, name: str) -> RunDir:
     """Return the directory of a run of the plan. Raises LaunchError if the plan has no such run."""
     run_dirs = {str(run.name): experiment.run_dir(experiment_dir, run.name) for run in plan.runs}
     run_dirs |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
@@ -65,7 +65,7 @@ def find_run_dir(plan: Plan, experiment_dir: Path, name: str) -> RunDir:
     return RunDir(run_dirs[name])
 
 
-def prepare_run(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> None:
+def prepare_run(plan: ExperimentPlan, experiment_dir: Path, name: str, run: RunDir) -> None:
     """Write the run's record, and check that its warm start exists."""
     kind, _, key = name.partition("/")
     if kind == WARM_START and key in plan.warm_starts:
@@ -79,7 +79,7 @@ def prepare_run(plan: Plan, experiment_dir: Path, name: str, run: RunDir) -> Non
         raise LaunchError(Code.WARM_START_NOT_MADE(run=name, path=warm_start.path))
 
 
-def _make_experiment(plan: Plan, experiment_dir: Path) -> None:
+def _make_experiment(plan: ExperimentPlan, experiment_dir: Path) -> None:
     """Write the experiment's directory, or check that it holds the same plan. Concurrent runs take turns."""
     deadline = time.monotonic() + WAIT_TIMEOUT_S
     while True:

@@ -26,7 +26,7 @@ from abrun.messages.records import print_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
-from abrun.recipe.experiment import stored_recipe
+from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Ray
 from abrun.recipe.refusals import validated
 from abrun.regular_files import is_directory
@@ -74,7 +74,7 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
     lease = _acquire_lease(experiment_dir)
     try:
         engine_of = _connect()
-        plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
+        plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
         queue, report = LaunchQueue(plan, experiment_dir), partial(_write_status, experiment_dir, job)
         engine = engine_of(settings, plan, experiment_dir, queue.jobs, submitted.get("num_jobs"), report)
         arguments = queue, engine, lease, float(settings.save_s), submitted.get("git")

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 )
 
 from abrun.errors import StoreError
-from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices
 from abrun.launch.queue import LaunchJob
@@ -82,7 +82,7 @@ class GangEngine:
     def __init__(
         self,
         settings: Ray,
-        plan: Plan,
+        plan: ExperimentPlan,
         experiment_dir: Path,
         jobs: Sequence[LaunchJob],
         num_jobs: int | None,
@@ -94,7 +94,7 @@ class GangEngine:
             run_dir(experiment_dir, run.name): [
                 run_dir(experiment_dir, run_of_pair.name) for run_of_pair in pair
             ]
-            for pair in pairs(plan.runs)
+            for pair in group_pairs(plan.runs)
             for run in pair
         }
         self._gangs: list[Gang] = []
@@ -103,7 +103,7 @@ class GangEngine:
         self._capacity_checked_s = 0.0
         self._report_waiting()
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # nodes report their own problems
 
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
@@ -112,8 +112,8 @@ class GangEngine:
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         """Return () if a run could start now; requests its gang if it has none."""
         for gang in list(self._gangs):
-            is_active = any(job.started and not job.done for job in gang.jobs)
-            if not is_active and (gang.is_broken or all(job.done for job in gang.jobs)):
+            is_active = any(job.started and not job.is_done for job in gang.jobs)
+            if not is_active and (gang.is_broken or all(job.is_done for job in gang.jobs)):
                 self._gangs.remove(gang)
                 remove_placement_group(gang.group)
         gang = next((gang for gang in self._gangs if self._jobs[run.path] in gang.jobs), None)
@@ -151,7 +151,7 @@ class GangEngine:
     def _jobs_to_start(self, run: RunDir) -> list[LaunchJob]:
         """Return the unstarted jobs of a pair, or just one if the pair exceeds the limit or the cluster."""
         pair = [self._jobs[path] for path in self._pairs.get(run.path, [run.path])]
-        jobs = [job for job in pair if not (job.done or job.started)]
+        jobs = [job for job in pair if not (job.is_done or job.started)]
         nodes = {job.config.cluster.nodes for job in jobs}
         single_job = [self._jobs[run.path]]
         if len(nodes) > 1 or (self._num_jobs and len(jobs) > self._num_jobs):
@@ -198,7 +198,7 @@ class GangEngine:
         turn.
         """
         gang_jobs = gang.jobs if gang else []
-        to_start = [job for job in self._jobs.values() if not (job.started or job.done)]
+        to_start = [job for job in self._jobs.values() if not (job.started or job.is_done)]
         reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}
         waiting = {label: reason for label, reason in reasons.items() if reason}
         if waiting != self._last_reported:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, BatchCluster
 from abrun.launch.ray import client, record
@@ -27,7 +27,7 @@ KILL_AFTER_S = 20
 class RayCluster(BatchCluster):
     """The one Ray job of an experiment."""
 
-    query_interval_s, folder, cleared_fields = 2.0, record.FOLDER, {"job": ""}  # its id is used up all the same
+    query_interval_s, folder, cleared_fields = 2.0, record.FOLDER, {"job": ""}
     read, write = staticmethod(record.read_job), staticmethod(record.write_job)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
@@ -36,23 +36,23 @@ class RayCluster(BatchCluster):
         self._driver: Mapping[str, Any] = {}
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("job"))
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
         if not reasons:
             self._url = client.find_dashboard_url(self._settings.address)
         return reasons
 
-    def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """Return the job that would be submitted. Call `find_problems` first."""
         content = self._new_record({}, None, compare=compare)
         job = {"url": content["url"], "entrypoint": self._entrypoint(content), **_environment(content)}
         return {content["job"]: json.dumps(job, indent=2)}
 
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit the job and return its id."""
         previous = record.read_job(self._experiment_dir)
         content = self._new_record(previous, git, compare=compare)

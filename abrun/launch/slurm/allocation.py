@@ -31,7 +31,7 @@ from abrun.launch.supervisor import Supervisor, print_line
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code, Reason
-from abrun.recipe.experiment import stored_recipe
+from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import RunConfig
@@ -133,7 +133,7 @@ def main() -> int:
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
-            engine = StepEngine(settings, len([job for job in queue.jobs if not job.done]))
+            engine = StepEngine(settings, len([job for job in queue.jobs if not job.is_done]))
             arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
             Supervisor(*arguments, say=print_line).run()
         finally:
@@ -152,7 +152,7 @@ def main() -> int:
 
 def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
     """Return the queue of these runs. Warm starts ran in an earlier Slurm job, which has ended."""
-    plan = make_plan(stored_recipe(open_experiment(experiment_dir)["recipe"]))
+    plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
     keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
     queue = LaunchQueue(replace(plan, runs=tuple(runs)), experiment_dir)
@@ -216,12 +216,12 @@ def _all_nodes_answer() -> bool:
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step_options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["srun", "--overlap", *step_options, "true"], timeout=NODE_ANSWER_S, check=False
         )
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 def _requeue() -> None:

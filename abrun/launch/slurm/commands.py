@@ -49,8 +49,8 @@ def submit_script(script: str, *options: str) -> str:
 
 def find_refusal(options: Sequence[str]) -> str | None:
     """Return Slurm's message if no job with these options could ever run, or None."""
-    done = _run("sbatch", "--test-only", *options, "--wrap=true")
-    return None if done.returncode == 0 else _error_text(done.stderr)
+    process = _run("sbatch", "--test-only", *options, "--wrap=true")
+    return None if process.returncode == 0 else _error_text(process.stderr)
 
 
 def list_tasks(user: str) -> list[SlurmTask]:
@@ -84,32 +84,32 @@ def kill_jobs(jobs: Sequence[str]) -> None:
 
 
 def _scancel(*argv: str) -> None:
-    done = _run("scancel", "--quiet", *argv)
-    if done.stderr:  # it fails silently for jobs that have ended or are in another state
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(done.stderr)))
+    process = _run("scancel", "--quiet", *argv)
+    if process.stderr:  # it fails silently for jobs that have ended or are in another state
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(process.stderr)))
 
 
 def run_slurm(*argv: str) -> str:
     """Return the output of a Slurm command."""
-    done = _run(*argv)
-    if done.returncode:
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(done.stderr)))
-    return done.stdout
+    process = _run(*argv)
+    if process.returncode:
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(process.stderr)))
+    return process.stdout
 
 
 def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        process = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
         raise LaunchError(Code.SLURM_COMMAND_MISSING(command=argv[0])) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(Code.SLURM_SILENT(command=argv[0], seconds=TIMEOUT_S)) from None
     except OSError as error:
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
-    if done.returncode and re.search(NOT_CONFIGURED, done.stderr):
-        answer = _error_text(done.stderr)[-200:]
+    if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
+        answer = _error_text(process.stderr)[-200:]
         raise LaunchError(Code.SLURM_NOT_CONFIGURED(command=argv[0], answer=answer))
-    return done
+    return process
 
 
 def _error_text(stderr: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from abrun.experiment.plan import PlannedRun, pairs
+from abrun.experiment.plan import PlannedRun, group_pairs
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.run import RunConfig
@@ -70,7 +70,7 @@ def group_into_scripts(
     alone.
     """
     tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
-    for group in pairs(runs):
+    for group in group_pairs(runs):
         request = combine_requests([run.config for run in group], settings)
         fits_together = request is not None and fits.get(request, True)
         for task_runs in [group] if fits_together else [[run] for run in group]:
@@ -121,8 +121,8 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
 
 def cluster_options(settings: Slurm) -> list[str]:
     """Return the user's choice of account, partition and kinds of nodes as options of sbatch."""
-    named = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
-    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    chosen = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
+    options = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
     for name, value in settings.sbatch.items():
         if value is not False:
             options.append(f"--{name}" if value is True else f"--{name}={value}")
@@ -132,8 +132,10 @@ def cluster_options(settings: Slurm) -> list[str]:
 def _render_lines(
     experiment_dir: Path, name: str, options: Sequence[str], settings: Slurm, lines: Sequence[str]
 ) -> str:
-    named = f"--job-name={experiment_dir.name}-{name}"
-    header = [f"#SBATCH {_quote_option(option)}" for option in (named, *cluster_options(settings), *options)]
+    job_name = f"--job-name={experiment_dir.name}-{name}"
+    header = [
+        f"#SBATCH {_quote_option(option)}" for option in (job_name, *cluster_options(settings), *options)
+    ]
     path = os.environ.get("PYTHONPATH")
     setup = [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
     body = [f"cd {shlex.quote(os.getcwd())} || exit", *setup, *settings.setup, *lines]

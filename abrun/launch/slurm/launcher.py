@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, pairs
+from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, BatchCluster, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import AllocationRequest, JobScript
 from abrun.reasons import Code, Reason
-from abrun.recipe.launcher import limit_s
+from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -43,22 +43,22 @@ class SlurmCluster(BatchCluster):
         self._jobs, self._compare = dict(self._record.get("jobs", {})), self._record.get("compare")
 
     @property
-    def is_handed_over(self) -> bool:
+    def is_submitted(self) -> bool:
         return bool(self._record.get("jobs") or self._record.get("submitting"))
 
     # --- submission ---
 
-    def find_problems(self, plan: Plan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return why no machine could run the plan or Slurm never would; records whether pairs fit an
         allocation.
         """
         reasons = anywhere_refusals(plan)
         time, save_s = self._settings.time, self._settings.save_s
-        if time and save_s >= limit_s(time):  # every start would be asked to stop at once
-            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=limit_s(time)))
+        if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
+            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
         return reasons or self._find_slurm_problems(plan)
 
-    def render_scripts(self, plan: Plan, *, compare: bool) -> dict[str, str]:
+    def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
         """Return the text of every script that would be submitted, by name, in order.
 
         Call `find_problems` first.
@@ -73,7 +73,7 @@ class SlurmCluster(BatchCluster):
             texts["compare"] = jobs.render_compare(self._experiment_dir, self._settings)
         return texts
 
-    def submit(self, plan: Plan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
+    def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
         """Submit every unfinished run, after its warm start, and the comparison; return the job ids.
 
         If Slurm refuses one of them, raises LaunchError and leaves no job in the queue.
@@ -125,9 +125,9 @@ class SlurmCluster(BatchCluster):
             raise
         return submitted
 
-    def _scripts(self, plan: Plan) -> list[JobScript]:
+    def _scripts(self, plan: ExperimentPlan) -> list[JobScript]:
         queue = LaunchQueue(plan, self._experiment_dir)
-        to_run = {job.label for job in queue.jobs if not (job.done or job.is_warm_start)}
+        to_run = {job.label for job in queue.jobs if not (job.is_done or job.is_warm_start)}
         warm_starts = []
         for job in queue.jobs:
             if job.is_warm_start and not job.run.finished:
@@ -138,7 +138,7 @@ class SlurmCluster(BatchCluster):
         runs = [run for run in plan.runs if str(run.name) in to_run]
         return warm_starts + jobs.group_into_scripts(runs, self._settings, self._fits)
 
-    def _find_slurm_problems(self, plan: Plan) -> list[Reason]:
+    def _find_slurm_problems(self, plan: ExperimentPlan) -> list[Reason]:
         container = self._settings.container
         if container:
             try:
@@ -148,7 +148,7 @@ class SlurmCluster(BatchCluster):
                     return [error.reason]
                 return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
         cluster_options = jobs.cluster_options(self._settings)
-        for group in pairs(plan.runs):
+        for group in group_pairs(plan.runs):
             configs = [run.config for run in group]
             pair_request = jobs.combine_requests(configs, self._settings)
             if pair_request is None or self._fits.get(pair_request) is False:
@@ -210,7 +210,11 @@ class SlurmCluster(BatchCluster):
             known_tasks = self._query_cached()
         except LaunchError:  # no Slurm on this host, or its controller does not answer
             return state
-        tasks = ((job, index, names) for job, of in self._jobs.items() for index, names in enumerate(of))
+        tasks = (
+            (job, index, names)
+            for job, job_tasks in self._jobs.items()
+            for index, names in enumerate(job_tasks)
+        )
         job, index = next(((job, index) for job, index, names in tasks if name in names), (None, None))
         if job is None:
             return state

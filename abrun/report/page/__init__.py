@@ -1,7 +1,7 @@
-"""The report as one HTML file that loads nothing: data, styles and scripts inside, uPlot 1.6.32 among them.
+"""The report as one self-contained HTML file with its data, styles and scripts, including uPlot 1.6.32.
 
-The data stands in blocks that no browser executes, every name reaches the page as text, and the policy in the
-head allows the styles and scripts of this package by their hash and nothing else.
+The data is in blocks that browsers do not execute, and names enter the page only as text. The content
+security policy allows the styles and scripts of this package by their hashes, and nothing else.
 """
 
 import base64
@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
-from abrun.recorded.experiment import Experiment
+from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.context import Context
 from abrun.report.page import charts
 from abrun.report.panels import memory_peaks
@@ -26,19 +26,21 @@ from abrun.verdict.claims import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # in one scope
-MAX_VALUES = 600_000  # of all charts: some 6 MB
-MAX_BYTES = 8_000_000  # of all charts; where they take more, the last are left out
-MAX_NAMED_METRICS = 20  # metrics whose curves are left out
-LARGEST_INTEGER = 2**53  # JavaScript's numbers hold no larger one exactly
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # they share one scope
+# Limits of all charts together. MAX_VALUES is about 6 MB; charts beyond MAX_BYTES are left out.
+MAX_VALUES = 600_000
+MAX_BYTES = 8_000_000
+MAX_NAMED_METRICS = 20  # of those left out
+LARGEST_INTEGER = 2**53  # JavaScript holds larger integers only approximately
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 
-def render_page(experiment: Experiment, content: VerdictFile, context: Context | None = None) -> str:
-    """The page of a comparison. The same input gives the same bytes."""
+def render_page(experiment: RecordedExperiment, content: VerdictFile, context: Context | None = None) -> str:
+    """Return the HTML page of a comparison. The same input gives the same bytes."""
     styles, scripts = [_minify(name) for name in STYLES], [_minify(name) for name in SCRIPTS]
     policy = (
-        f"default-src 'none'; script-src {_policy_hashes(scripts)}; style-src {_policy_hashes(styles)}; img-src data:; "
+        f"default-src 'none'; script-src {_policy_hashes(scripts)}; "
+        f"style-src {_policy_hashes(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     return Template(_read_file("template.html")).substitute(
@@ -51,14 +53,15 @@ def render_page(experiment: Experiment, content: VerdictFile, context: Context |
     )
 
 
-def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context | None) -> list[str]:
-    """The verdict in one block, and a block a metric, which the page reads when it draws the chart."""
+def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: Context | None) -> list[str]:
+    """Return a block with the verdict, and one per metric, which the page parses when it draws the chart."""
     claims = content.claims
     recorded = dict.fromkeys(experiment.metrics())
     claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
-    if len(blocks) < len(metrics):  # those that abrun knows are drawn first
+    # If not all charts fit, the metrics that abrun knows come first.
+    if len(blocks) < len(metrics):
         known_metrics = {metric.key: None for metric in METRICS if metric.key in recorded}
         metrics = [*(claimed | known_metrics | recorded)]
         blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
@@ -90,9 +93,9 @@ def _data_blocks(experiment: Experiment, content: VerdictFile, context: Context 
 
 
 def _chart_blocks(
-    experiment: Experiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
+    experiment: RecordedExperiment, claims: Sequence[ClaimResult], metrics: Sequence[str], max_bytes: int
 ) -> list[str]:
-    """Return the charts of the first metrics, as many as `max_bytes` hold."""
+    """Return the chart blocks of the first metrics, as many as fit into `max_bytes`."""
     blocks: list[str] = []
     max_values = min(charts.MAX_VALUES, MAX_VALUES // max(1, len(metrics)))
     for index, metric in enumerate(metrics):
@@ -117,7 +120,7 @@ def _script(name: str, data: bytes) -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """What JSON and JavaScript can hold: whole characters, exact integers, no NaN, keys that are strings."""
+    """Return the value as JSON and JavaScript can hold it: NaN, infinities and large integers as text."""
     if isinstance(value, str):
         return _replace_surrogates(value)
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -132,7 +135,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _replace_surrogates(value: str) -> str:
-    """Half of a surrogate pair, which JSON can smuggle into a name, cannot be written in UTF-8."""
+    """Replace lone surrogates, which a JSON file can bring into a name and UTF-8 cannot encode."""
     return value.encode("utf-8", "replace").decode()
 
 
@@ -141,7 +144,10 @@ def _read_file(name: str) -> str:
 
 
 def _minify(name: str) -> str:
-    """A file of code without indentation, blank lines and lines of comment; no text in one spans lines."""
+    """Return a CSS or JavaScript file without indentation, blank lines and `//` lines.
+
+    This is safe because no string in these files spans lines.
+    """
     lines = map(str.strip, _read_file(name).splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("//"))
 

@@ -1,4 +1,4 @@
-// A chart with its paired differences: parsed and drawn when it comes into view, redrawn for scale, theme, paper.
+// A chart with its differences: parsed and drawn when scrolled into view, redrawn on changes of scale or theme.
 "use strict";
 
 const hidden = new Set(); // arms that are switched off everywhere
@@ -43,7 +43,7 @@ class Figure {
     watcher.observe(this.element);
   }
 
-  /** Parses the data and builds what surrounds the plots, once. */
+  /** Parses the data and builds the controls, once. */
   prepare() {
     if (this.data) return;
     this.data = read(`chart-${this.index}`);
@@ -168,19 +168,19 @@ class Figure {
       el(
         "p",
         { class: "caption" },
-        key("bold", panel.num_runs ? "bold: difference of the arms' means" : "bold: mean of pairs"),
+        key("bold", panel.num_runs ? "bold: difference of the means" : "bold: mean of pairs"),
         panel.num_runs
           ? null
-          : key("thin", `thin: one pair${this.data.num_buckets ? ", once seeds are switched on" : ""}`),
-        panel.reruns.length ? key("rerun", `A/A: a baseline\u2019s rerun ${MINUS} itself`) : null,
+          : key("thin", `thin: one pair${this.data.num_buckets ? " (switch on Seeds)" : ""}`),
+        panel.reruns.length ? key("rerun", `A/A: rerun ${MINUS} its baseline run`) : null,
         margin ? key("margin", `margin ${marginText(margin)}`) : null,
         claims.some((one) => one.interval || one.ci90)
           ? key("claim", `claim: mean and ${level} interval`)
           : null,
         panel.windows.some((one) => one.interval)
-          ? key("bars", `Bonferroni-t: 95\u00a0% over all ${panel.windows.length} windows`)
+          ? key("bars", `thin bars: simultaneous 95\u00a0% over ${panel.windows.length} windows (Bonferroni-t)`)
           : null,
-        panel.windows.length && !panel.num_runs ? key("dot", "one pair\u2019s window") : null,
+        panel.windows.length && !panel.num_runs ? key("dot", "window of one pair") : null,
         made.cut,
       ),
     );
@@ -193,7 +193,7 @@ class Figure {
       "p",
       { class: "resolution" },
       buckets
-        ? `${grouped(steps)} steps shown as ${buckets} buckets: of means and bands the mean of each, of seeds and pairs its smallest and largest value.`
+        ? `${grouped(steps)} steps drawn in ${buckets} buckets: means and bands as bucket means, seeds and pairs as smallest and largest value.`
         : `${count(grouped(steps), "step").replace(/^1 steps$/, "1 step")}, all shown.`,
     );
   }
@@ -211,13 +211,13 @@ class Figure {
     }
   }
 
-  /** A mean's row as it is drawn: a running mean of its values, over a twentieth of them, where that is asked for. */
+  /** Returns the row of a mean, smoothed by a running mean over a twentieth of its values if switched on. */
   drawn(row) {
     const values = this.data.rows[row];
     return this.smooth ? runningMean(values) : values;
   }
 
-  /** The numbers of the chart, a line a step; of buckets a line for each of the two places that values take. */
+  /** Saves the numbers of the chart: a line per step, or two per bucket. */
   save() {
     const { data } = this;
     const columns = [["step", data.steps]];
@@ -256,7 +256,7 @@ class Figure {
     if (zoom) for (const plot of this.plots) plot.setScale("x", zoom);
   }
 
-  /** The steps shown, where they are not all. */
+  /** Returns the range of steps shown, or null if all are. */
   zoomed() {
     const { min, max } = this.plots[0].scales.x;
     const { steps } = this.data;
@@ -484,7 +484,7 @@ class Figure {
     tip.style.maxWidth = `${Math.max(130, Math.max(left, room - left) - 20)}px`;
   }
 
-  /** Where a value comes from: one step, or the two positions of a bucket. */
+  /** Returns the positions of a value: one step, or the two positions of a bucket. */
   positions(at) {
     return this.data.num_buckets ? [at - (at % 2), at - (at % 2) + 1] : [at];
   }
@@ -559,7 +559,7 @@ class Figure {
     );
     if (window && window.interval)
       lines.push(
-        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outward(window.interval)}`),
+        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outwardInterval(window.interval)}`),
       );
     return lines;
   }

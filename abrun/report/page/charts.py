@@ -1,8 +1,8 @@
-"""A panel as the page holds it: statistics at every step, then at most `NUM_BUCKETS` buckets of steps.
+"""The chart data of the page: a panel as JSON, reduced to at most `NUM_BUCKETS` buckets of steps.
 
-Of a run, or a pair of runs, a bucket is shown by its smallest and its largest value, in the order in which
-they occurred: no spike is lost. Means over runs and their bands are shown by their mean over the bucket. All
-rows of a chart share one grid of steps: hovering lines them up.
+Statistics are computed at every step before the reduction. A run or a pair shows the smallest and largest
+value of each bucket, in order of occurrence, so that no spike is lost. Means over runs and their bands show
+the mean of each bucket. All rows of a chart share one grid of steps, so that hovering lines them up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.recorded.experiment import Experiment, RecordedRun
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report.buckets import NUM_BUCKETS, bucket_extremes, bucket_indices, bucket_means, bucket_steps
 from abrun.report.panels import Curve, Difference, Panel, make_panel
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
 
 MAX_NOTES = 8
-MAX_VALUES = 40_000  # of a chart
+MAX_VALUES = 40_000  # per chart
 MIN_BUCKETS = 50
 
 
 @dataclass(slots=True)
 class ChartRows:
-    """The lines of one chart on its grid; a NaN is a gap where it was recorded, and nothing elsewhere."""
+    """The lines of one chart on a common grid of steps.
+
+    A NaN is a gap at a step that the run recorded, and no value elsewhere.
+    """
 
     steps: Steps  # [S]
-    values: list[Array] = field(default_factory=list)  # [S] each
-    recorded: list[NDArray[np.bool_]] = field(default_factory=list)  # [S] each
-    over_runs: list[bool] = field(default_factory=list)  # one each: a mean over runs, or its band
+    values: list[Array] = field(default_factory=list)  # per row, [S]
+    recorded: list[NDArray[np.bool_]] = field(default_factory=list)  # per row, [S]
+    over_runs: list[bool] = field(default_factory=list)  # per row: a mean over runs, or its band
 
     def add(self, steps: Steps, values: Array, *, over_runs: bool = False) -> int:
-        """Places values on the grid; returns the index of the row."""
+        """Add a row of values at their steps; return its index."""
         where = slice(None) if len(steps) == len(self.steps) else np.searchsorted(self.steps, steps)
         row, recorded = np.full(len(self.steps), np.nan), np.zeros(len(self.steps), bool)
         row[where], recorded[where] = np.where(np.isfinite(values), values, np.nan), True
@@ -44,11 +47,11 @@ class ChartRows:
 
 
 def chart_json(
-    experiment: Experiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
+    experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult], max_values: int = MAX_VALUES
 ) -> dict[str, Any]:
-    """One metric: seeds, mean and ±1 sd of every arm, and the paired differences that claims are about.
+    """Return one metric's chart: seeds, mean and ±1 sd of each arm, and the claimed differences.
 
-    About `most_values` numbers at most: many lines are drawn with fewer buckets each.
+    The chart has about `max_values` numbers at most: many lines get fewer buckets each.
     """
     panel = make_panel(experiment, metric, claims)
     rows = ChartRows(panel.steps)
@@ -109,7 +112,7 @@ def _difference_json(rows: ChartRows, difference: Difference) -> dict[str, Any]:
 
 
 def rows_json(rows: ChartRows, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """The rows as the page holds them: `gaps` has, by row, where a missing value is one recorded as NaN.
+    """Return the rows reduced to buckets; `gaps` maps a row to the positions of values recorded as NaN.
 
     Of a bucket's two places a mean takes the first and leaves the other out.
     """
@@ -137,7 +140,7 @@ def rows_json(rows: ChartRows, max_values: int = MAX_VALUES) -> dict[str, Any]:
 
 
 def _narrow(values: Array) -> NDArray[Any]:
-    """float32, whose shortest decimals are half as long, unless that would show in a line."""
+    """Return float32 values, whose decimals are half as long, unless the rounding would be visible."""
     with np.errstate(all="ignore"):
         narrow = values.astype(np.float32)
         is_finite = np.isfinite(values)
@@ -148,17 +151,18 @@ def _narrow(values: Array) -> NDArray[Any]:
     return narrow if faithful.all() and np.isfinite(narrow[is_finite]).all() else values
 
 
-# --- what a chart has to say about its runs ---
+# --- notes below a chart ---
 
 
 def _thinned_lines_notes(panel: Panel) -> Iterator[str]:
     for curve in panel.curves:
         if len(curve.seeds) < curve.num_seeds:
             counts = f"{len(curve.seeds)} of {curve.num_seeds} seeds drawn"
-            yield f"{curve.arm}: {counts}; mean and band are of all"
+            yield f"{curve.arm}: {counts}; mean and band include all seeds"
     for difference in panel.differences:
         if len(difference.pairs) < difference.num_pairs:
-            yield f"{difference.arm}: {len(difference.pairs)} of {difference.num_pairs} pairs drawn; mean and windows are of all"
+            counts = f"{len(difference.pairs)} of {difference.num_pairs} pairs drawn"
+            yield f"{difference.arm}: {counts}; mean and windows include all pairs"
 
 
 def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
@@ -173,7 +177,7 @@ def _gap_notes(runs: Sequence[RecordedRun], metric: str) -> Iterator[str]:
             yield f"{run}: {counts} ({total_text} values), the first at step {first_step}"
 
 
-def _missing_run_notes(experiment: Experiment, arm: str, metric: str) -> Iterator[str]:
+def _missing_run_notes(experiment: RecordedExperiment, arm: str, metric: str) -> Iterator[str]:
     runs = list(experiment.arm(arm).values())
     missing_runs = [run for run in runs if run.finished and not len(run.series(metric))]
     if missing_runs and len(missing_runs) == sum(run.finished for run in runs):
@@ -183,7 +187,7 @@ def _missing_run_notes(experiment: Experiment, arm: str, metric: str) -> Iterato
     for run in runs:
         if not run.finished and len(run.series(metric)):
             last_step = run.series(metric).steps[-1]
-            yield f"{run}: {run.status} after step {last_step}; drawn dotted, not part of the mean"
+            yield f"{run}: {run.status} after step {last_step}; drawn dotted, excluded from the mean"
 
 
 def _coverage_notes(curve: Curve) -> Iterator[str]:

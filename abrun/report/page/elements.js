@@ -1,6 +1,5 @@
-// What the page is made of: its data, elements from text nodes, numbers as text. Names come from runs that
-// anybody may have written: they are never parsed as HTML. The scripts of the page share one scope, in the order
-// elements, marks, charts, page.
+// The data of the page, and helpers for elements and number formats. Names come from untrusted runs: they become
+// text nodes and are never parsed as HTML. The scripts share one scope, in the order elements, marks, charts, page.
 "use strict";
 
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
@@ -37,20 +36,20 @@ function number(value, digits = 4) {
   return text.replaceAll("-", MINUS);
 }
 
-// An upper bound in three digits, rounded up, as in the other reports.
+// An upper bound in three digits, rounded up as in the other reports.
 function boundText(bound) {
-  return bound > 0 ? rounded(bound, Math.ceil) : number(bound, 3);
+  return bound > 0 ? roundedText(bound, Math.ceil) : number(bound, 3);
 }
 
-function rounded(value, toInteger) {
+function roundedText(value, toInteger) {
   if (typeof value !== "number" || value === 0) return number(value, 3);
   const unit = 10 ** (Math.floor(Math.log10(Math.abs(value))) - 2);
   return number(toInteger(Number((value / unit).toFixed(6))) * unit, 3);
 }
 
-// An interval of a difference in three digits, rounded outward: its wider end reads like the certified bound.
-const outward = (ends) =>
-  ends ? `[${rounded(ends[0], Math.floor)}, ${rounded(ends[1], Math.ceil)}]` : "\u2013";
+// An interval in three digits, rounded outward, so that its wider end equals the certified bound.
+const outwardInterval = (ends) =>
+  ends ? `[${roundedText(ends[0], Math.floor)}, ${roundedText(ends[1], Math.ceil)}]` : "\u2013";
 
 const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
 const interval = (ends, digits = 3) =>
@@ -70,7 +69,7 @@ const confidence = (alpha) => `${number(100 * (1 - 2 * (alpha ?? 0.05)), 3)}\u00
 const several = treatments.length > 1;
 
 const muted = (...text) => el("span", { class: "muted" }, ...text);
-// A long name breaks after a part of it, and only if that is too long itself, anywhere.
+// A long name may wrap after a separator, and within a part that is itself too long.
 const named = (name, tag = "span") =>
   el(tag, { class: "name" }, name.match(/[^/_.-]*[/_.-]?/g).flatMap((part) => [part, el("wbr")]));
 const key = (kind, text) =>
@@ -79,7 +78,7 @@ const swatch = (arm) => el("i", { class: `swatch arm-${arm % 6}`, "aria-hidden":
 const button = (label, listener, properties) =>
   el("button", { type: "button", on: { click: listener }, ...properties }, label);
 
-// A spreadsheet reads a cell that begins like a formula as one: names come from runs that anybody may have written.
+// Quotes cells that a spreadsheet would read as a formula, because names come from untrusted runs.
 function saveCsv(name, columns) {
   const cell = (value) => {
     if (typeof value === "number") return String(value);

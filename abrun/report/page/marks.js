@@ -1,7 +1,7 @@
-// What is drawn on a chart's canvas beside its lines, and how far its axes reach.
+// Marks on a chart's canvas other than its lines, and the ranges of its axes.
 "use strict";
 
-// A value between two gaps is no line: it is shown as a point.
+// A value between two gaps has no line, so it is drawn as a point.
 function isolated(row, stroke) {
   const alone = [];
   let before = null;
@@ -71,7 +71,7 @@ const padded = ([low, high], share) => {
   return [low - room, high + room];
 };
 
-// What a panel must show: claims, margins, the windows' pairs, and the mean but for its wildest steps.
+// The range that a panel must show: claims, margins, the pairs of windows, and the mean without its extremes.
 function focusOf(panel, mean) {
   const sorted = mean.filter((value) => typeof value === "number").sort((a, b) => a - b);
   const shown = [0, sorted[Math.floor(0.02 * sorted.length)], sorted[Math.floor(0.98 * (sorted.length - 1))]];
@@ -96,7 +96,7 @@ function clipped(plot, room, draw) {
   ctx.restore();
 }
 
-// A window of steps: over the margin, or where there is none over the whole height.
+// A window of steps, as high as the margin, or over the whole height without one.
 function zone(plot, first, last, margin, fill) {
   clipped(plot, 0, (ctx, ratio, bbox) => {
     const [left, right] = [first, last].map((step) => plot.valToPos(step, "x", true));
@@ -141,7 +141,7 @@ function overlay(plot, panel, color) {
     for (const one of panel.claims) {
       const ends = one.interval || one.ci90;
       if (!ends || !one.steps) continue;
-      const last = Math.min(one.steps[1], plot.data[0][plot.data[0].length - 1]); // a metric may end before
+      const last = Math.min(one.steps[1], plot.data[0][plot.data[0].length - 1]); // the metric may end earlier
       if (!inside(plot, last)) continue;
       const x = plot.valToPos(last, "x", true);
       const y = plot.valToPos(one.mean_difference, "y", true);
@@ -157,7 +157,7 @@ function overlay(plot, panel, color) {
   });
 }
 
-// Marks stand out from the lines behind them by an edge in the colour of the page.
+// An edge in the page's colour sets marks off from the lines behind them.
 function errorBar(plot, ctx, ratio, x, [low, high], color, width, cap) {
   const [bottom, top] = [plot.valToPos(low, "y", true), plot.valToPos(high, "y", true)];
   ctx.setLineDash([]);

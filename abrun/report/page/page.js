@@ -1,11 +1,11 @@
-// The sections of the page, the verdict first, and the bar above them.
+// The sections of the page, beginning with the verdict, and the bar at the top.
 "use strict";
 
 const VERDICTS = {
   MATCH: ["\u2713", "Every claim and every guard pass."],
   MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
   INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
-  INVALID: ["!", "These runs cannot be compared."],
+  INVALID: ["!", "These runs cannot be compared fairly."],
 };
 const RESULTS = {
   equivalent: ["good", "\u2713"],
@@ -26,31 +26,31 @@ const chip = (result) => {
   const [kind, glyph] = RESULTS[result] || ["plain", "\u2013"];
   return el("span", { class: `chip ${kind}` }, el("span", { "aria-hidden": "true" }, glyph), ` ${result}`);
 };
-const described = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
-const verdictName = described ? "DESCRIPTION" : content.verdict;
+const isDescription = (content.descriptions || []).length > 0 && content.verdict === "INCONCLUSIVE";
+const verdictName = isDescription ? "DESCRIPTION" : content.verdict;
 const sections = [];
 function section(id, title, ...children) {
-  const made = el(
+  const element = el(
     "section",
     { id, "aria-labelledby": `${id}-title` },
     el("h2", { id: `${id}-title` }, title),
     ...children,
   );
   sections.push([id, title]);
-  return made;
+  return element;
 }
 
 // --- the verdict ---
 
 function banner() {
   const [glyph, outcome] = VERDICTS[content.verdict] || ["?", ""];
-  const unread = content.verdict === "MATCH" && !(content.step_one || []).length;
-    const meaning = described
-    ? content.descriptions.some((one) => one.interval)
-      ? "Nothing is claimed: a description, not a test."
-      : "One run of each arm: a description, not a test."
-    : unread
-      ? `${outcome} Step one was not looked at.`
+  const skippedStepOne = content.verdict === "MATCH" && !(content.step_one || []).length;
+    const meaning = isDescription
+    ? content.descriptions.some((description) => description.interval)
+      ? "No claim was declared: descriptive statistics, no test."
+      : "One run per arm: descriptive statistics, no test."
+    : skippedStepOne
+      ? `${outcome} Step one was not checked.`
       : outcome;
   const planned = Object.values(content.arms || {}).map((arm) => arm.num_planned_pairs);
   const facts = [
@@ -64,15 +64,15 @@ function banner() {
               ? `${content.num_pairs} of ${Math.max(...planned)} finished`
               : String(content.num_pairs),
         ],
-    ["arms", [baselineName(), ...treatments].join(" \u00b7 ")],
+    ["arms", [withRole(baselineName(), "baseline"), ...treatments.map((arm) => withRole(arm, "treatment"))].join(" \u00b7 ")],
     ["exit code", String(content.exit_code)],
   ];
   if (content.reference) facts.push(["reference", content.reference]);
-  if (context.has_recipe) facts.push(["injected faults", caughtText()], ["drift against one ULP", grownText()]);
+  if (context.has_recipe) facts.push(["injected faults", caughtFaultsText()], ["drift relative to one ULP", ulpDriftText()]);
   if (context.time_range) facts.push(["runs", context.time_range]);
-  if (context.environment) facts.push(["on", context.environment]);
-  const analyses = Object.entries(content.arms || {}).flatMap(([arm, one]) =>
-    (one.interim_analyses || []).map((analysis) => [arm, analysis]),
+  if (context.environment) facts.push(["environment", context.environment]);
+  const analyses = Object.entries(content.arms || {}).flatMap(([arm, armSection]) =>
+    (armSection.interim_analyses || []).map((analysis) => [arm, analysis]),
   );
   for (const [arm, analysis] of analyses) {
     const decided = content.arms[arm].verdict !== "INCONCLUSIVE";
@@ -104,14 +104,14 @@ function banner() {
       ? el(
           "ul",
           { class: "levels" },
-          levels.map((one) =>
+          levels.map((level) =>
             el(
               "li",
               {},
-              several ? [swatch(arms.indexOf(one.arm)), `${one.arm}, `] : [],
-              `${one.where}: `,
-              el("b", {}, one.means),
-              levels.length > MOST_DETAILED ? null : muted(`; ${one.details}`),
+              several ? [swatch(arms.indexOf(level.arm)), `${level.arm}, `] : [],
+              `${level.where}: `,
+              el("b", {}, level.means),
+              levels.length > MAX_DETAILED ? null : muted(`; ${level.details}`),
             ),
           ),
         )
@@ -120,8 +120,8 @@ function banner() {
       ? el(
           "ul",
           { class: "arms-verdicts" },
-          Object.entries(content.arms || {}).map(([arm, one]) =>
-            el("li", {}, swatch(arms.indexOf(arm)), `${arm}: `, el("b", {}, one.verdict)),
+          Object.entries(content.arms || {}).map(([arm, armSection]) =>
+            el("li", {}, swatch(arms.indexOf(arm)), `${arm}: `, el("b", {}, armSection.verdict)),
           ),
         )
       : null,
@@ -136,15 +136,15 @@ function banner() {
   );
 }
 
-// What the experiment could have seen, and how its drift compares: in the head, each a link to its table.
-function caughtText() {
+// Results of the optional controls, for the banner; each links to its table.
+function caughtFaultsText() {
   const text = context.injected_faults;
   return content.sensitivity ? el("a", { href: "#sensitivity" }, text) : text;
 }
 
-function grownText() {
-  const known = (content.divergence || []).filter((one) => one.ulp && one.ulp.ratio !== null);
-  if (!known.length) return "not measured (controls.ulp_reruns)";
+function ulpDriftText() {
+  const known = (content.divergence || []).filter((row) => row.ulp && row.ulp.ratio !== null);
+  if (!known.length) return "not measured (optional: controls.ulp_reruns)";
   const [first] = known;
   const range = first.ulp.ci95 ? ` ${interval(first.ulp.ci95, 2)}` : "";
   return el("a", { href: "#divergence" }, `${first.metric}: ${number(first.ulp.ratio, 2)}\u00d7${range}`);
@@ -156,23 +156,25 @@ const comparedText = () =>
   `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const baselineName = () => content.baseline || arms[0];
 const context = report.context || {};
-const asked = (key) => (context.has_recipe ? ` (${key})` : ""); // where a recipe could ask for it
+// The recipe key of a control, if the runs have a recipe.
+const recipeKey = (key) => (context.has_recipe ? ` (${key})` : "");
 const levels = context.levels || [];
-const MOST_DETAILED = 3; // levels in the head
+// With more levels than this, the banner omits their details.
+const MAX_DETAILED = 3;
 
 // --- arms without a claim, or with one run each ---
 
 function description() {
   const list = content.descriptions || [];
   if (!list.length) return null;
-  const two = list.every((one) => one.interval === null);
-  const title = two ? "The two runs" : "The arms";
-  const intro = two
-    ? "Levels over the window, and how far apart the curves lie over all steps that both recorded. Two runs cannot tell what the treatment does from what a seed does."
-    : "Levels over the window, the difference with its 90 % interval, the smallest margin that these runs would certify, and what a margin that follows from the baseline alone would take, with 80 % power, were the arms equal.";
-  const heads = two
+  const hasOneRunPerArm = list.every((row) => row.interval === null);
+  const title = hasOneRunPerArm ? "The two runs" : "The arms";
+  const intro = hasOneRunPerArm
+    ? "Levels over the window, and the distance of the curves over all steps that both runs recorded. With one run per arm, an effect of the treatment cannot be distinguished from seed noise."
+    : "Levels over the window, the difference with its 90 % interval, and the certified bound (the smallest margin that these runs would pass). The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
+  const headings = hasOneRunPerArm
     ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
-    : [["90 % interval", "right"], ["smallest margin shown", "right"], ["a margin of", "right"], ["takes, were the arms equal", "right"]];
+    : [["90 % interval", "right"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
   return section(
     "description",
     title,
@@ -186,40 +188,40 @@ function description() {
         [baselineName(), "right"],
         [treatmentName(), "right"],
         ["difference", "right"],
-        ...heads,
+        ...headings,
       ],
-      list.map((one) => [
-        ...(several ? [one.arm] : []),
-        named(one.metric, "b"),
-        `${one.steps[0]}\u2013${one.steps[1]}`,
-        number(one.baseline, 4),
-        number(one.treatment, 4),
-        signed(one.difference, 3),
-        ...(two ? distances(one) : prospects(one)),
+      list.map((row) => [
+        ...(several ? [row.arm] : []),
+        named(row.metric, "b"),
+        `${row.steps[0]}\u2013${row.steps[1]}`,
+        number(row.baseline, 4),
+        number(row.treatment, 4),
+        signed(row.difference, 3),
+        ...(hasOneRunPerArm ? distances(row) : prospects(row)),
       ]),
     ),
   );
 }
 
-const distances = (one) => [
-  number(one.mean_distance, 3),
-  number(one.largest_distance, 3),
-  String(one.largest_at),
+const distances = (row) => [
+  number(row.mean_distance, 3),
+  number(row.largest_distance, 3),
+  String(row.largest_at),
 ];
 
-function takesText(one, counted) {
-  if (one.detected && Math.min(...one.interval.map(Math.abs)) > one.margin) return "the difference is beyond it";
-  return `${one.runs_needed ?? "more than 1000"} ${counted}${one.detected ? `, but it is ${one.detected.direction}` : ""}`;
+function takesText(row, counted) {
+  if (row.detected && Math.min(...row.interval.map(Math.abs)) > row.margin) return "the difference exceeds it";
+  return `${row.runs_needed ?? "more than 1000"} ${counted}${row.detected ? `, but a difference was detected: ${row.detected.direction}` : ""}`;
 }
 
-function prospects(one) {
-  if (!one.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
-  const counted = one.paired ? "pairs" : "runs of each arm";
+function prospects(row) {
+  if (!row.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
+  const counted = row.paired ? "pairs" : "runs of each arm";
   return [
-    outward(one.interval),
-    `\u00b1${boundText(one.certified_bound)}`,
-    one.margin === null ? "\u2013" : el("span", { title: one.margin_is }, `\u00b1${number(one.margin, 3)}`),
-    one.margin === null ? "\u2013" : takesText(one, counted),
+    outwardInterval(row.interval),
+    `\u00b1${boundText(row.certified_bound)}`,
+    row.margin === null ? "\u2013" : el("span", { title: row.margin_is }, `\u00b1${number(row.margin, 3)}`),
+    row.margin === null ? "\u2013" : takesText(row, counted),
   ];
 }
 
@@ -234,7 +236,7 @@ function claimsSection() {
       el("p", {}, "No claim was declared, so nothing was tested for equivalence."),
     );
   const armHead = several ? [["arm"]] : [];
-  const heads = [
+  const headings = [
     ...armHead,
     ["metric"],
     ["result"],
@@ -251,34 +253,34 @@ function claimsSection() {
     el(
       "p",
       { class: "intro" },
-      `${comparedText()} Each claim says that the arms agree on a metric within a margin, or keep a limit. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
+      `${comparedText()} A claim says that the arms agree on a metric within a margin, or that a limit holds. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
     ),
     forest(claims),
     table(
       "Claims",
-      heads,
-      claims.map((one) => [
-        ...(several ? [one.arm] : []),
-        [named(one.metric, "b"), muted(detailOfClaim(one))],
-        [chip(outcomeOf(one)), muted(outlook(one))],
-        dotPlot(one),
+      headings,
+      claims.map((claim) => [
+        ...(several ? [claim.arm] : []),
+        [named(claim.metric, "b"), muted(detailOfClaim(claim))],
+        [chip(outcomeOf(claim)), muted(outlook(claim))],
+        dotPlot(claim),
         [
-          typeof one.limited === "number" ? number(one.limited, 4) : signed(one.mean_difference, 3),
+          typeof claim.limited === "number" ? number(claim.limited, 4) : signed(claim.mean_difference, 3),
           muted(
-            one.limited_interval
-              ? `${confidence(one.alpha)} ${interval(one.limited_interval)}`
-              : one.interval || one.ci90
-              ? `${confidence(one.interval ? one.alpha : 0.05)} ${outward(one.interval || one.ci90)}`
+            claim.limited_interval
+              ? `${confidence(claim.alpha)} ${interval(claim.limited_interval, 4)}`
+              : claim.interval || claim.ci90
+              ? `${confidence(claim.interval ? claim.alpha : 0.05)} ${outwardInterval(claim.interval || claim.ci90)}`
               : "no interval",
           ),
         ],
-        marginText(one),
+        marginText(claim),
         [
-          el("b", {}, boundText(one.certified_bound)),
-          typeof one.certified_number === "number" ? muted(certifiedText(one)) : null,
+          el("b", {}, boundText(claim.certified_bound)),
+          typeof claim.certified_number === "number" ? muted(certifiedText(claim)) : null,
         ],
-        [one.steps ? `${one.steps[0]}\u2013${one.steps[1]}` : "\u2013", muted(one.window)],
-        one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
+        [claim.steps ? `${claim.steps[0]}\u2013${claim.steps[1]}` : "\u2013", muted(claim.window)],
+        claim.num_runs ? bothSizes(claim.num_runs) : String(claim.num_pairs),
       ]),
     ),
     el(
@@ -291,25 +293,25 @@ function claimsSection() {
   );
 }
 
-// The bound in the unit of a measured margin, as the other reports give it.
+// The certified bound in the unit of the margin, as in the other reports.
 function certifiedText(claim) {
   if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
   if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
   return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
 }
 
-// As the other reports say it: with interim analyses, at the level of the analysis.
+// The test level, as in the other reports; with interim analyses, that of the analysis.
 function testedText(claims) {
-  const levels = claims.filter((one) => one.test !== "exact").map((one) => one.alpha ?? 0.05);
+  const levels = claims.filter((claim) => claim.test !== "exact").map((claim) => claim.alpha ?? 0.05);
   if (!levels.length) return "";
   const level = Math.max(...levels);
   const share = (value) => `${number(100 * value, 3)}\u00a0%`;
-  return ` Claims are tested at ${share(1 - level)} confidence: ${share(level)} lie beyond each end of a ${confidence(level)} interval.`;
+  return ` Claims are tested one-sided at ${share(1 - level)} confidence, which corresponds to ${confidence(level)} intervals.`;
 }
 
-// What the column of means holds: a limit is of a level or a ratio, and not of a difference.
+// The heading of the column of means: a limit is on a level or a ratio, not on a difference.
 function measured(claims) {
-  const tests = new Set(claims.map((one) => one.test));
+  const tests = new Set(claims.map((claim) => claim.test));
   const named = [];
   if ([...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test))) named.push("mean difference");
   if (tests.has("limit")) named.push(`level of ${treatmentName()}`);
@@ -317,69 +319,69 @@ function measured(claims) {
   return named.join(" or ") || "mean difference";
 }
 
-function detailOfClaim(one) {
-  return [scaleText(one.transform), one.reduction ? `window ${one.reduction}` : "", one.test || ""]
+function detailOfClaim(claim) {
+  return [scaleText(claim.transform), claim.reduction ? `window ${claim.reduction}` : "", claim.test || ""]
     .filter(Boolean)
     .join(", ");
 }
 
 const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
-const outcomeOf = (one) => (one.result === "different" && BROKEN[one.test]) || one.result;
+const outcomeOf = (claim) => (claim.result === "different" && BROKEN[claim.test]) || claim.result;
 
 const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
 
-const marginText = (one) =>
-  one.margin_text || (typeof one.margin === "number" ? `\u00b1${number(one.margin)}` : "\u2013");
+const marginText = (claim) =>
+  claim.margin_text || (typeof claim.margin === "number" ? `\u00b1${number(claim.margin)}` : "\u2013");
 
-function outlook(one) {
-  if (one.problem) return one.problem;
-  if (one.result !== "undecided") return "";
+function outlook(claim) {
+  if (claim.problem) return claim.problem;
+  if (claim.result !== "undecided") return "";
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
-  const range = one.pairs_needed_range ? ` (${one.pairs_needed_range.map(many).join(" to ")})` : "";
-  const unit = one.num_runs ? "runs of each arm" : "pairs";
-  const excludesZero = one.interval && (one.interval[0] > 0 || one.interval[1] < 0);
-  if (excludesZero && one.margin_unit !== "sigma")
-    return Math.abs(one.mean_difference) >= one.margin
-      ? "interval without zero; no number of runs shows equivalence at the observed difference"
-      : `interval without zero; 80\u00a0% takes ${many(one.pairs_needed_observed)} ${unit} at the observed difference`;
-  return `power now ${percent(one.power_now)}; 80\u00a0% takes ${many(one.pairs_needed)}${range} ${unit}`;
+  const range = claim.pairs_needed_range ? ` (${claim.pairs_needed_range.map(many).join(" to ")})` : "";
+  const unit = claim.num_runs ? "runs of each arm" : "pairs";
+  const excludesZero = claim.interval && (claim.interval[0] > 0 || claim.interval[1] < 0);
+  if (excludesZero && claim.margin_unit !== "sigma")
+    return Math.abs(claim.mean_difference) >= claim.margin
+      ? "difference detected; no sample size shows equivalence at the observed difference"
+      : `difference detected; 80\u00a0% power needs ${many(claim.pairs_needed_observed)} ${unit} at the observed difference`;
+  return `power now ${percent(claim.power_now)}; 80\u00a0% power needs ${many(claim.pairs_needed)}${range} ${unit}`;
 }
 
-// All claims on one scale: how far each interval reaches, in units of its own margin.
+// All claims on one scale: each interval in units of its own margin.
 function forest(claims) {
   const drawn = claims
-    .map((one, at) => ({ ...one, levels: levels.find((level) => level.claim === at) }))
-    .filter((one) => one.margin > 0 && one.interval?.every(Number.isFinite));
+    .map((claim, at) => ({ ...claim, levels: levels.find((level) => level.claim === at) }))
+    .filter((claim) => claim.margin > 0 && claim.interval?.every(Number.isFinite));
   if (!drawn.length) return null;
-  const all = drawn.flatMap((one) => one.interval.map((end) => Math.abs(end / one.margin)));
+  const all = drawn.flatMap((claim) => claim.interval.map((end) => Math.abs(end / claim.margin)));
   const reach = Math.min(4, Math.max(1.3, 1.1 * Math.max(...all)));
   const place = (share) => 50 * (1 + Math.max(-reach, Math.min(reach, share)) / reach);
   const mark = (kind, from, to = from) => {
-    const made = el("i", { class: kind });
-    made.style.left = `${place(from)}%`;
-    made.style.width = `${place(to) - place(from)}%`;
-    return made;
+    const element = el("i", { class: kind });
+    element.style.left = `${place(from)}%`;
+    element.style.width = `${place(to) - place(from)}%`;
+    return element;
   };
   const label = (share, text) => {
-    const made = mark("label", share);
-    made.append(text);
-    return made;
+    const element = mark("label", share);
+    element.append(text);
+    return element;
   };
-  const rows = drawn.map((one) => {
-    const [low, mean, high] = [one.interval[0], one.mean_difference, one.interval[1]].map((end) => end / one.margin);
+  const rows = drawn.map((claim) => {
+    const [low, mean, high] = [claim.interval[0], claim.mean_difference, claim.interval[1]].map((end) => end / claim.margin);
     return [
       el(
         "div",
         {},
-        el("b", {}, several ? `${one.arm}: ${one.metric}` : one.metric),
-        muted((levels.length > MOST_DETAILED && one.levels?.details) || `margin ${marginText(one)}`),
+        el("b", {}, several ? `${claim.arm}: ${claim.metric}` : claim.metric),
+        muted((levels.length > MAX_DETAILED && claim.levels?.details) || `margin ${marginText(claim)}`),
       ),
       el(
         "div",
         {
-          class: `track arm-${arms.indexOf(one.arm) % 6}`,
+          class: `track arm-${arms.indexOf(claim.arm) % 6}`,
           role: "img",
-          "aria-label": `${one.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
+          "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
         },
         mark("zone", -1, 1),
         mark("zero", 0),
@@ -388,32 +390,32 @@ function forest(claims) {
       ),
     ];
   });
-  const heads = el(
+  const headings = el(
     "div",
     { class: "track heads", "aria-hidden": "true" },
     label(-1, `${MINUS}margin`),
     label(0, "no difference"),
     label(1, "+margin"),
   );
-  return el("figure", { class: "forest" }, el("div", {}), heads, ...rows.flat());
+  return el("figure", { class: "forest" }, el("div", {}), headings, ...rows.flat());
 }
 
-// How sure, at a glance: the margin zone, each pair's difference, and the interval that must lie inside.
-function dotPlot(one) {
-  const ends = [one.interval || one.ci90].find((pair) => pair?.every(Number.isFinite));
-  const differences = (one.differences || []).filter((value) => typeof value === "number");
-  const shown = [one.margin, ...(ends || []), ...differences].filter((value) => typeof value === "number");
+// The margin, the difference of each pair, and the interval, which must lie inside the margin.
+function dotPlot(claim) {
+  const ends = [claim.interval || claim.ci90].find((pair) => pair?.every(Number.isFinite));
+  const differences = (claim.differences || []).filter((value) => typeof value === "number");
+  const shown = [claim.margin, ...(ends || []), ...differences].filter((value) => typeof value === "number");
   if (!ends && !differences.length) return muted("\u2013");
   const reach = 1.12 * Math.max(...shown.map(Math.abs)) || 1;
   const [width, height] = [190, 44];
   const x = (value) => (width * (0.5 + value / reach / 2)).toFixed(1);
   const parts = [];
-  if (typeof one.margin === "number")
+  if (typeof claim.margin === "number")
     parts.push(
       svg("rect", {
         class: "zone",
-        x: x(-one.margin),
-        width: (x(one.margin) - x(-one.margin)).toFixed(1),
+        x: x(-claim.margin),
+        width: (x(claim.margin) - x(-claim.margin)).toFixed(1),
         y: 0,
         height,
       }),
@@ -422,7 +424,7 @@ function dotPlot(one) {
   differences.forEach((value, index) =>
     parts.push(
       svg("circle", {
-        class: `arm-${arms.indexOf(one.arm) % 6}`,
+        class: `arm-${arms.indexOf(claim.arm) % 6}`,
         cx: x(value),
         cy: 9 + 3.2 * (index % 4),
         r: 2.6,
@@ -431,13 +433,13 @@ function dotPlot(one) {
   );
   if (ends) {
     const [low, high, y] = [x(ends[0]), x(ends[1]), 33];
-    const mean = Number(x(one.mean_difference));
+    const mean = Number(x(claim.mean_difference));
     parts.push(
       svg("path", { class: "reach", d: `M${low} ${y}H${high}M${low} ${y - 4}v8M${high} ${y - 4}v8` }),
     );
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `${one.num_runs ? "Difference" : "Paired differences"} of ${one.metric}: mean ${number(one.mean_difference, 3)}, interval ${outward(ends)}, margin ${marginText(one)}`;
+  const label = `${claim.num_runs ? "Difference" : "Paired differences"} of ${claim.metric}: mean ${number(claim.mean_difference, 3)}, interval ${outwardInterval(ends)}, margin ${marginText(claim)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
@@ -447,47 +449,47 @@ function dotPlot(one) {
 
 // --- tables of evidence ---
 
-const withArm = (heads) => (several ? [["arm"], ...heads] : heads);
-const armCell = (one) => (several ? [one.arm] : []);
+const withArm = (headings) => (several ? [["arm"], ...headings] : headings);
+const armCell = (row) => (several ? [row.arm] : []);
 
 function guards() {
   const list = content.guards || [];
   return section(
     "guards",
     "Guards",
-    el("p", { class: "intro" }, "One-sided limits that a treatment must keep, at every step."),
+    el("p", { class: "intro" }, "One-sided limits that the treatment must meet at every step."),
     list.length
       ? table(
           "Guards",
-          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["what was found"]]),
-          list.map((one) => [
-            ...armCell(one),
-            el("span", { class: "name" }, one.guard.replaceAll("_", " ")),
-            chip(one.result),
-            number(one.value),
-            number(one.limit),
-            one.text,
+          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["finding"]]),
+          list.map((guard) => [
+            ...armCell(guard),
+            el("span", { class: "name" }, guard.guard.replaceAll("_", " ")),
+            chip(guard.result),
+            number(guard.value),
+            number(guard.limit),
+            guard.text,
           ]),
         )
-      : el("p", {}, "No guard was read."),
+      : el("p", {}, "No guard was checked."),
     report.mismatch
       ? figureOf(report.mismatch, { limit: report.mismatch_limit })
       : el(
           "p",
           { class: "muted" },
-          "Trainer against rollout engine: train/token_mult_prob_error is not recorded.",
+          "Train-inference mismatch: train/token_mult_prob_error was not recorded.",
         ),
   );
 }
 
 function stepOne() {
   const list = content.step_one || [];
-  const meter = (one) => {
+  const meter = (check) => {
     const share =
-      typeof one.deviation === "number" && one.tolerance ? one.deviation / one.tolerance : Infinity;
+      typeof check.deviation === "number" && check.tolerance ? check.deviation / check.tolerance : Infinity;
     const bar = el(
       "span",
-      { class: `meter ${one.result === "pass" ? "" : "over"}`, "aria-hidden": "true" },
+      { class: `meter ${check.result === "pass" ? "" : "over"}`, "aria-hidden": "true" },
       el("i", {}),
     );
     bar.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
@@ -506,9 +508,9 @@ function stepOne() {
     el(
       "p",
       { class: "intro" },
-      "Before any treated update can have had an effect, both arms must agree up to rounding. A deviation is a share of " +
-        "the scale beside it: the metric's size, or that of the terms that cancel in it. It is of the pair that deviates " +
-        "most; what lies within the tolerance is taken for rounding.",
+      "Before the first update can show an effect of the treatment, the arms must agree up to rounding. Each row is the pair " +
+        "with the largest deviation. The deviation is relative to the scale given below it: the metric's size, or the size of " +
+        "the terms that cancel in it.",
     ),
     list.length
       ? table(
@@ -520,24 +522,24 @@ function stepOne() {
             [treatmentName(), "right"],
             ["relative deviation", "right"],
             ["tolerance"],
-            ["of tolerance"],
+            ["share of tolerance"],
             ["A/A deviation", "right"],
             ["seed", "right"],
           ]),
-          list.map((one) => [
-            ...armCell(one),
-            named(one.metric),
-            chip({ pass: "agrees", fail: "deviates" }[one.result] || one.result),
-            number(one.baseline, 6),
-            number(one.treatment, 6),
-            [number(one.deviation, 2), muted(`of ${one.scale_from} (${number(one.scale, 3)})`)],
-            [number(one.tolerance, 2), muted(one.tolerance_from)],
-            meter(one),
-            number(one.aa_deviation, 2),
-            String(one.seed),
+          list.map((check) => [
+            ...armCell(check),
+            named(check.metric),
+            chip({ pass: "agrees", fail: "deviates" }[check.result] || check.result),
+            number(check.baseline, 6),
+            number(check.treatment, 6),
+            [number(check.deviation, 2), muted(`of ${check.scale_from} (${number(check.scale, 3)})`)],
+            [number(check.tolerance, 2), muted(check.tolerance_from)],
+            meter(check),
+            number(check.aa_deviation, 2),
+            String(check.seed),
           ]),
         )
-      : el("p", {}, "Step one was not read."),
+      : el("p", {}, "Step one was not checked."),
   );
 }
 
@@ -550,22 +552,22 @@ function finalWeights() {
     el(
       "p",
       { class: "intro" },
-      "Whether the trained weights are equal bit for bit, by a hash of all of them; if not, how far apart they end, estimated from sketches of all weights. This is a diagnosis and decides no verdict, unless a claim limits the distance.",
+      "Bitwise equality of the trained weights, by a hash of all of them; if they differ, their distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
     ),
     table(
       "Final weights",
       withArm([
-        ["pairs equal bit for bit"],
-        ["distance / baseline's norm (from a sketch, within 8 %)", "right"],
+        ["bit-identical pairs"],
+        ["relative distance", "right"],
         ["A/A", "right"],
         ["seed", "right"],
       ]),
-      list.map((one) => [
-        ...armCell(one),
-        `${one.num_equal} of ${one.num_pairs}`,
-        number(one.relative_difference, 2),
-        number(one.aa_relative_difference, 2),
-        one.seed === null ? "" : String(one.seed),
+      list.map((row) => [
+        ...armCell(row),
+        `${row.num_equal} of ${row.num_pairs}`,
+        number(row.relative_difference, 2),
+        number(row.aa_relative_difference, 2),
+        row.seed === null ? "" : String(row.seed),
       ]),
     ),
   );
@@ -573,29 +575,29 @@ function finalWeights() {
 
 function divergence() {
   const list = content.divergence || [];
-  const apart = (one) =>
-    one.noise_floor !== "zero" ? "" : one.first_step_apart === null ? "never" : String(one.first_step_apart);
-  const ratio = (one) =>
-    ({ zero: "\u2013", unknown: "unknown" })[one.noise_floor] ||
-    `${number(one.ratio, 2)}\u00d7`;
-  const grown = (one) =>
-    one.ulp === null
+  const firstDifferentStep = (row) =>
+    row.noise_floor !== "zero" ? "" : row.first_step_apart === null ? "never" : String(row.first_step_apart);
+  const ratio = (row) =>
+    ({ zero: "\u2013", unknown: "unknown" })[row.noise_floor] ||
+    `${number(row.ratio, 2)}\u00d7`;
+  const ulpRatioText = (row) =>
+    row.ulp === null
       ? ""
-      : one.ulp.ratio === null
+      : row.ulp.ratio === null
         ? "no ratio"
-        : `${number(one.ulp.ratio, 2)}\u00d7 ${one.ulp.ci95 ? interval(one.ulp.ci95) : ""}`;
-  const unknown = list.length && list.every((one) => one.noise_floor === "unknown");
+        : `${number(row.ulp.ratio, 2)}\u00d7 ${row.ulp.ci95 ? interval(row.ulp.ci95) : ""}`;
+  const unknown = list.length && list.every((row) => row.noise_floor === "unknown");
   return section(
     "divergence",
     "Divergence",
     el(
       "p",
       { class: "intro" },
-      `How far the arms part, step by step, against how far baselines with one and the same seed part (the A/A noise floor), against what one ULP of the initial weights grows into${asked("controls.ulp_reruns")}, and against the spread over seeds. This is a diagnosis; no verdict hangs on it.`,
+      `The distance of the arms, averaged over steps, compared with the distance of baseline reruns of the same seed (the A/A noise floor), with the divergence caused by one ULP in the initial weights${recipeKey("controls.ulp_reruns")}, and with the spread over seeds. A diagnostic: it does not affect the verdict.`,
     ),
-    unknown ? el("p", {}, `Noise floor unknown: there are no A/A reruns${asked("controls.aa_reruns")}.`) : null,
-    list.some((one) => one.noise_floor === "zero")
-      ? el("p", {}, "No ratio is given where reruns of the baseline repeat it bit for bit: the noise floor is 0.")
+    unknown ? el("p", {}, `Noise floor unknown: no A/A reruns${recipeKey("controls.aa_reruns")}.`) : null,
+    list.some((row) => row.noise_floor === "zero")
+      ? el("p", {}, "No ratio where baseline reruns are bit-identical: the noise floor is 0.")
       : null,
     list.length
       ? table(
@@ -604,75 +606,75 @@ function divergence() {
             ["metric"],
             ["mean |difference|", "right"],
             ["A/A mean |difference|", "right"],
-            ["ratio", "right"],
-            ["against one ULP", "right nowrap"],
-            ["of the spread over seeds", "right"],
-            ["apart from step", "right"],
+            ["ratio to A/A", "right"],
+            ["ratio to one ULP", "right nowrap"],
+            ["share of seed spread", "right"],
+            ["first step that differs", "right"],
           ]),
-          list.map((one) => [
-            ...armCell(one),
-            named(one.metric),
-            number(one.mean_difference, 3),
-            number(one.aa_mean_difference, 3),
-            ratio(one),
-            grown(one),
-            one.share_of_seed_spread === null ? "" : number(one.share_of_seed_spread, 2),
-            apart(one),
+          list.map((row) => [
+            ...armCell(row),
+            named(row.metric),
+            number(row.mean_difference, 3),
+            number(row.aa_mean_difference, 3),
+            ratio(row),
+            ulpRatioText(row),
+            row.share_of_seed_spread === null ? "" : number(row.share_of_seed_spread, 2),
+            firstDifferentStep(row),
           ]),
         )
-      : el("p", {}, content.paired === false ? "Runs that are not paired have no distance." : "No finished pair."),
+      : el("p", {}, content.paired === false ? "Unpaired runs have no distance." : "No finished pair."),
   );
 }
 
 function sensitivity() {
   const found = content.sensitivity;
   if (!found) return null;
-  const seen = (one) =>
-    one.caught_by === "nothing"
-      ? one.verdict === "INVALID" ? "not judged" : "nothing"
-      : [one.caught_by, one.metric].filter(Boolean).join(": ");
+  const seen = (fault) =>
+    fault.caught_by === "nothing"
+      ? fault.verdict === "INVALID" ? "not judged" : "nothing"
+      : [fault.caught_by, fault.metric].filter(Boolean).join(": ");
   return section(
     "sensitivity",
     "What it would have caught",
     el(
       "p",
       { class: "intro" },
-      "Faults injected in the baseline, each judged as a treatment is: " +
+      "Faults injected into the baseline, each judged like a treatment: " +
         (found.num_judged
-          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault not caught would have passed where its verdict is MATCH, and was left open where it is INCONCLUSIVE.`
-          : "none of them could be judged."),
+          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault with the verdict MATCH would have passed; with INCONCLUSIVE it was left open.`
+          : "none could be judged."),
     ),
     table(
       "Injected faults",
       [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
-      found.faults.map((one) => [
-        named(one.fault),
-        one.size === null ? "-" : `${number(one.size, 3)} ${one.unit}`,
-        one.verdict,
-        seen(one),
-        one.step === null ? "-" : String(one.step),
-        one.figures || "-",
-        String(one.num_pairs),
+      found.faults.map((fault) => [
+        named(fault.fault),
+        fault.size === null ? "-" : `${number(fault.size, 3)} ${fault.unit}`,
+        fault.verdict,
+        seen(fault),
+        fault.step === null ? "-" : String(fault.step),
+        fault.figures || "-",
+        String(fault.num_pairs),
       ]),
     ),
     ...found.faults
-      .filter((one) => one.advice)
-      .map((one) => el("p", {}, el("b", {}, one.fault), ` could be seen by ${one.advice}`)),
+      .filter((fault) => fault.advice)
+      .map((fault) => el("p", {}, el("b", {}, fault.fault), ` could be seen by ${fault.advice}`)),
   );
 }
 
-// --- what the arms said ---
+// --- completions ---
 
 function completions() {
   const found = context.completions;
   if (!found) return null;
-  const intro = "What the arms said to the same prompts at the same steps: of one seed, a few prompts and steps.";
+  const intro = "Completions of the arms for the same prompts at the same steps: a few prompts and steps of one seed.";
   if (found.problem) return section("completions", "Completions side by side", el("p", {}, found.problem));
   const shown = el("div", { class: "said", role: "region", "aria-live": "polite", "aria-label": "Completions" });
   const steps = found.steps.map(([step]) => step);
   const choose = (at) => {
-    shown.replaceChildren(...found.steps[at][1].map((one) => exchange(one, found.arms)));
-    buttons.forEach((one, index) => one.setAttribute("aria-pressed", String(index === at)));
+    shown.replaceChildren(...found.steps[at][1].map((prompt) => exchange(prompt, found.arms)));
+    buttons.forEach((stepButton, index) => stepButton.setAttribute("aria-pressed", String(index === at)));
   };
   const buttons = steps.map((step, at) => button(grouped(step), () => choose(at), { "aria-pressed": "false" }));
   choose(steps.length - 1);
@@ -685,20 +687,20 @@ function completions() {
       { class: "tools" },
       muted(`seed ${found.seed}, step`),
       buttons,
-      found.num_steps > steps.length ? muted(`of ${found.num_steps} steps that kept some`) : null,
+      found.num_steps > steps.length ? muted(`of ${found.num_steps} steps with recorded completions`) : null,
     ),
     shown,
   );
 }
 
-function exchange({ prompt, said }, of) {
-  const rewards = said.filter(Boolean).map((one) => one.reward);
-  const apart = new Set(said.map((one) => one && one.text)).size > 1;
-  const facts = (one) =>
+function exchange({ prompt, completions: samples }, armIndices) {
+  const rewards = samples.filter(Boolean).map((sample) => sample.reward);
+  const differ = new Set(samples.map((sample) => sample && sample.text)).size > 1;
+  const facts = (sample) =>
     [
-      one.num_tokens === null ? "" : `${one.num_tokens} tokens`,
-      one.truncated ? "truncated" : "",
-      one.logprob_error === null ? "" : `log-prob error ${number(one.logprob_error, 2)}`,
+      sample.num_tokens === null ? "" : `${sample.num_tokens} tokens`,
+      sample.truncated ? "truncated" : "",
+      sample.logprob_error === null ? "" : `log-prob error ${number(sample.logprob_error, 2)}`,
     ]
       .filter(Boolean)
       .join(", ");
@@ -706,23 +708,25 @@ function exchange({ prompt, said }, of) {
     "article",
     { class: "exchange" },
     el("pre", { class: "prompt" }, prompt),
-    el("p", { class: "caption" }, apart ? "the texts differ" : "the texts agree"),
+    el("p", { class: "caption" }, differ ? "texts differ" : "texts are identical"),
     el(
       "div",
       { class: "columns" },
-      said.map((one, at) =>
+      samples.map((sample, index) =>
         el(
           "div",
-          { class: `column arm-${of[at] % 6}` },
+          { class: `column arm-${armIndices[index] % 6}` },
           el(
             "p",
             {},
-            swatch(of[at]),
-            ` ${arms[of[at]]} `,
-            one ? el("b", { class: one.reward < Math.max(...rewards) ? "lower" : "" }, `reward ${number(one.reward, 3)}`) : null,
+            swatch(armIndices[index]),
+            ` ${arms[armIndices[index]]} `,
+            sample
+              ? el("b", { class: sample.reward < Math.max(...rewards) ? "lower" : "" }, `reward ${number(sample.reward, 3)}`)
+              : null,
           ),
-          one ? el("pre", {}, one.text) : muted("not kept"),
-          one ? muted(facts(one)) : null,
+          sample ? el("pre", {}, sample.text) : muted("not recorded"),
+          sample ? muted(facts(sample)) : null,
         ),
       ),
     ),
@@ -733,15 +737,15 @@ function savings() {
   const list = content.savings || [];
   const bytes = (value) =>
     value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
-  const shown = (one, value) =>
-    one.quantity.startsWith("peak memory") ? bytes(value) : `${number(value, 3)} s`;
+  const shown = (saving, value) =>
+    saving.quantity.startsWith("peak memory") ? bytes(value) : `${number(value, 3)} s`;
   return section(
     "cost",
     "Time and memory",
     el(
       "p",
       { class: "intro" },
-      `What the treatment costs relative to the baseline: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. A ratio is no claim of equivalence.`,
+      `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
     ),
     list.length
       ? table(
@@ -754,17 +758,17 @@ function savings() {
             ["95\u00a0% interval", "right"],
             [content.paired === false ? "runs" : "pairs", "right"],
           ]),
-          list.map((one) => [
-            ...armCell(one),
-            one.quantity,
-            shown(one, one.baseline),
-            shown(one, one.treatment),
-            el("b", {}, number(one.ratio, 3)),
-            interval(one.ci95),
-            one.num_runs ? bothSizes(one.num_runs) : String(one.num_pairs),
+          list.map((saving) => [
+            ...armCell(saving),
+            saving.quantity,
+            shown(saving, saving.baseline),
+            shown(saving, saving.treatment),
+            el("b", {}, number(saving.ratio, 3)),
+            interval(saving.ci95),
+            saving.num_runs ? bothSizes(saving.num_runs) : String(saving.num_pairs),
           ]),
         )
-      : el("p", {}, "Neither step time nor peak memory was recorded by every finished run."),
+      : el("p", {}, "Not every finished run recorded step time or peak memory."),
     report.memory ? memoryBars(report.memory) : null,
   );
 }
@@ -785,7 +789,7 @@ function memoryBars(memory) {
   return el(
     "figure",
     { class: "memory" },
-    el("h3", {}, `Peak memory by phase`, muted(` ${memory.counter}, mean over the seeds of an arm`)),
+    el("h3", {}, `Peak memory by phase`, muted(` ${memory.counter}, mean over seeds`)),
     memory.phases.map((phase, index) =>
       el(
         "div",
@@ -798,15 +802,15 @@ function memoryBars(memory) {
         ),
       ),
     ),
-    el("p", {}, "The peak is in ", joined(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
+    el("p", {}, "Phase of the peak: ", groupByPhase(arms.map((name, arm) => [name, memory.held_by[arm]])), "."),
   );
 }
 
-// Arms whose peak is in the same phase are named together.
-function joined(holders) {
+// Groups arms whose peak is in the same phase.
+function groupByPhase(holders) {
   const known = holders.filter(([, phase]) => phase);
   const phases = [...new Set(known.map(([, phase]) => phase))];
-  const named = (phase) => known.filter(([, one]) => one === phase).map(([name]) => name).join(", ");
+  const named = (phase) => known.filter(([, holder]) => holder === phase).map(([name]) => name).join(", ");
   return phases.map((phase) => `${phase} (${named(phase)})`).join("; ");
 }
 
@@ -818,7 +822,7 @@ function bullets(id, title, list, none) {
       ? el(
           "ul",
           {},
-          list.map((one) => el("li", {}, one)),
+          list.map((item) => el("li", {}, item)),
         )
       : el("p", {}, none),
   );
@@ -826,8 +830,8 @@ function bullets(id, title, list, none) {
 
 function configuration() {
   const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  const made = Object.entries(content.arms || {}).flatMap(([arm, one]) => {
-    const rows = Object.entries(one.treatment_diff || {});
+  const children = Object.entries(content.arms || {}).flatMap(([arm, armSection]) => {
+    const rows = Object.entries(armSection.treatment_diff || {});
     return [
       several ? el("h3", {}, arm) : null,
       rows.length
@@ -840,10 +844,10 @@ function configuration() {
               el("code", {}, text(now)),
             ]),
           )
-        : el("p", {}, "No difference between the resolved configurations is declared or known."),
+        : el("p", {}, "No difference between the resolved configurations is known."),
     ];
   });
-  return section("configuration", "Resolved configuration: what differs", ...made);
+  return section("configuration", "Configuration differences", ...children);
 }
 
 function flat(value, prefix = "") {
@@ -852,47 +856,47 @@ function flat(value, prefix = "") {
       [
         prefix,
         Array.isArray(value)
-          ? value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(", ")
+          ? value.map((member) => (typeof member === "object" ? JSON.stringify(member) : String(member))).join(", ")
           : String(value),
       ],
     ];
-  return Object.entries(value).flatMap(([name, one]) => flat(one, prefix ? `${prefix}.${name}` : name));
+  return Object.entries(value).flatMap(([name, member]) => flat(member, prefix ? `${prefix}.${name}` : name));
 }
 
 function versions() {
-  const environments = (content.environments || []).map((one) => ({
-    runs: one.runs,
-    values: new Map(flat(one.environment)),
+  const environments = (content.environments || []).map((group) => ({
+    runs: group.runs,
+    values: new Map(flat(group.environment)),
   }));
-  const names = [...new Set(environments.flatMap((one) => [...one.values.keys()]))];
-  const differs = (name) => new Set(environments.map((one) => one.values.get(name))).size > 1;
-  const said = (value) => (value === undefined || value === null || value === "null" ? "not there" : value);
-  const head = (one) =>
+  const names = [...new Set(environments.flatMap((group) => [...group.values.keys()]))];
+  const differs = (name) => new Set(environments.map((group) => group.values.get(name))).size > 1;
+  const valueText = (value) => (value === undefined || value === null || value === "null" ? "not present" : value);
+  const head = (group) =>
     environments.length === 1
-      ? "all runs that state it"
-      : one.runs.length > 4
-        ? `${one.runs.slice(0, 3).join(", ")} and ${one.runs.length - 3} more`
-        : one.runs.join(", ");
+      ? "all runs that recorded it"
+      : group.runs.length > 4
+        ? `${group.runs.slice(0, 3).join(", ")} and ${group.runs.length - 3} more`
+        : group.runs.join(", ");
   return section(
     "versions",
     "Versions and runs",
     environments.length
       ? table(
           "Versions",
-          [["what"], ...environments.map((one) => [head(one)])],
+          [["item"], ...environments.map((group) => [head(group)])],
           names.map((name) => [
             [el("code", {}, name), differs(name) ? el("span", { class: "chip open" }, "differs") : null],
-            ...environments.map((one) => said(one.values.get(name))),
+            ...environments.map((group) => valueText(group.values.get(name))),
           ]),
         )
-      : el("p", {}, "No run states its versions and devices."),
+      : el("p", {}, "No run recorded its versions and devices."),
     el(
       "details",
       { class: "runs" },
       el("summary", {}, `${count(report.runs.length, "run")}`),
       table(
         "Runs",
-        [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["how it failed"]],
+        [["run"], ["status"], ["steps recorded", "right"], ["last step", "right"], ["failure"]],
         report.runs.map((run) => [
           (content.wandb || {})[run.name]
             ? el("a", { class: "name", href: content.wandb[run.name], rel: "noopener" }, `${run.name} (wandb)`)
@@ -904,7 +908,7 @@ function versions() {
         ]),
       ),
     ),
-    context.command ? el("p", { class: "caption" }, "Report made by ", el("code", {}, context.command)) : null,
+    context.command ? el("p", { class: "caption" }, "Command of this report: ", el("code", {}, context.command)) : null,
     (content.notes || []).length
       ? [
           el("h3", {}, "Notes from reading the runs"),
@@ -921,36 +925,36 @@ function versions() {
 const GUIDE = [
   [
     "Verdict",
-    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown; each claim says what is. INVALID: the runs are no fair pair.",
+    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit is shown to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown. INVALID: the runs cannot be compared fairly.",
   ],
   [
     "Certified bound",
-    "The smallest margin that would have passed; for the paired test that is the end of the interval that lies farther from zero. Whoever finds the margin too wide, or too narrow, can compare their own with it.",
+    "The smallest margin that would have passed: the end of the interval that is farther from zero. Compare it with a margin of your own if you find the declared one too wide or too narrow.",
   ],
   [
     "Shaded band",
-    "Mean \u00b1 1 standard deviation over the seeds of an arm, step by step. It is a picture of the spread, not a test: overlapping bands do not show that arms agree.",
+    "Mean \u00b1 1 standard deviation over the seeds of an arm at each step. It shows the spread and is not a test: overlapping bands do not show that arms agree.",
   ],
   [
     "Paired difference",
-    "Treatment minus baseline of one seed, at the same step. \u201cLog ratio\u201d means the difference of logarithms: 0.05 is about 5\u00a0%.",
+    `${treatmentName()} minus ${baselineName()} with the same seed at the same step. \u201cLog ratio\u201d is a difference of logarithms: 0.05 is about 5\u00a0%.`,
   ],
   [
     "Diamond and bar",
-    "The claim: mean difference of the window\u2019s summaries and the interval that must lie inside the margin (90\u00a0% for one analysis, wider for several). Where the margin is in sigmas of the baseline, a test of its own decides, and zone and interval are for orientation.",
+    "The claim: mean difference over the window, and the interval that must lie inside the margin (90\u00a0%; wider with interim analyses). For a margin in sigmas of the baseline another test decides, and the zone and interval are only a guide.",
   ],
   [
     "Thin bars",
-    "Eight windows over the whole run, Bonferroni-t: together they cover all the true window means with 95\u00a0%.",
+    "Eight windows over the whole run with Bonferroni-t intervals: simultaneous 95\u00a0% coverage of all true window means. They can cross the margin on a MATCH; only the claim is tested.",
   ],
-  ["Gaps", "A line is interrupted where a NaN or an infinity was recorded; each is counted below its chart."],
+  ["Gaps", "A line breaks where a NaN or infinity was recorded; the notes below the chart count them."],
   [
     "Buckets",
-    "Long runs are drawn as buckets of consecutive steps: means and bands by the mean of each, seeds and pairs by its smallest and its largest value, once they are switched on. Every test was computed from all steps.",
+    "Long runs are drawn in buckets of consecutive steps: means and bands as bucket means, seeds and pairs (if switched on) as the smallest and largest value of each bucket. All tests use all steps.",
   ],
   [
     "Controls",
-    "Drag across a chart to zoom, double-click to see everything again. \u201cSmooth\u201d draws means and bands as running means. \u201cCSV\u201d saves the numbers that a chart is drawn from. The arms in the bar at the top are shown or hidden everywhere.",
+    "Drag across a chart to zoom, double-click to reset. \u201cSmooth\u201d draws means and bands as running means. \u201cCSV\u201d saves the numbers of a chart. The buttons in the top bar show or hide an arm in all charts.",
   ],
 ];
 
@@ -1015,7 +1019,11 @@ function others() {
   return section(
     "metrics",
     "All other metrics",
-    el("p", { class: "intro" }, "Recorded, and not tested: no claim was made about them."),
+    el(
+      "p",
+      { class: "intro" },
+      `Recorded but not tested: no claim is about them.${report.mismatch ? ` ${report.mismatch} is drawn under Guards.` : ""}`,
+    ),
     el(
       "div",
       { class: "tools" },
@@ -1030,7 +1038,7 @@ function others() {
 
 function leftOut({ count: num, names }) {
   const more = num > names.length ? `, and ${grouped(num - names.length)} more` : "";
-  return `Left out, to keep this page small: the curves of ${names.join(", ")}${more}. They are in the runs\u2019 own logs; a claim on a metric (--claim) draws it here.`;
+  return `Left out to keep this page small: the curves of ${names.join(", ")}${more}. They are in the logs of the runs; a claim on a metric (--claim) draws it here.`;
 }
 
 // --- the bar at the top, theme, print ---
@@ -1094,7 +1102,7 @@ function bar() {
   );
 }
 
-// Paper shows what the page would on being scrolled through, in light colours.
+// Before printing, draw all charts, in light colours.
 let themeBefore;
 addEventListener("beforeprint", () => {
   if (printing) return;
@@ -1130,9 +1138,9 @@ const body = [
   others(),
   bullets(
     "not-tested",
-    "What was not tested",
+    "Not tested",
     content.not_tested,
-    `The report lists nothing here; still, only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
+    `Nothing to list. Only the claims above were tested, on ${context.has_recipe ? "this recipe" : "these runs"} and these steps.`,
   ),
   configuration(),
   versions(),

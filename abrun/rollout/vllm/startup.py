@@ -20,10 +20,10 @@ from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import max_positions_of
 from abrun.processes import progress
-from abrun.recipe.packages import ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
-from abrun.recipe.policy import BESIDE_THE_TRAINER, MOST_OF_A_CACHE
+from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
-from abrun.redaction import told
+from abrun.redaction import one_line
 from abrun.rollout.vllm import support
 
 # vLLM reads these variables on import or when an engine starts.
@@ -65,7 +65,7 @@ class LogTail(logging.Handler):
 
 def quote_lines(lines: Iterable[str]) -> str:
     """Join the last lines of a log for a one-line error message."""
-    return " / ".join(told(line, MAX_LINE_LENGTH) for line in lines)
+    return " / ".join(one_line(line, MAX_LINE_LENGTH) for line in lines)
 
 
 def _reports_missing_weights(line: str) -> bool:
@@ -98,7 +98,7 @@ def raising_launch_errors(action: str, tail: LogTail) -> Iterator[None]:
 
 
 def _describe_error(error: BaseException) -> str:
-    return told(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
+    return one_line(f"{type(error).__name__}: {error}", MAX_ERROR_LENGTH)
 
 
 @contextlib.contextmanager
@@ -180,7 +180,7 @@ def _listen(tail: LogTail) -> None:
 def _configure_log() -> None:
     """Configure vLLM's log now, if this release would do so at engine start and remove our handler."""
     release = installed_vllm_release()
-    if release and release >= ENGINE_SETS_UP_LOG:
+    if release and release >= MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG:
         logger: Any = importlib.import_module("vllm.logger")
         settings: Any = importlib.import_module("vllm.config.logging")
         logger.configure_logging_if_needed(settings.LoggingConfig())
@@ -265,8 +265,8 @@ def _memory_arguments(
     if rollout.devices:
         return {"gpu_memory_utilization": ALONE}
     needed = cache_bytes(config, num_ranks, network)
-    if needed is None or needed > MOST_OF_A_CACHE * device_bytes:
-        return {"gpu_memory_utilization": BESIDE_THE_TRAINER}
+    if needed is None or needed > MAX_SMALL_CACHE_SHARE * device_bytes:
+        return {"gpu_memory_utilization": COLOCATED_MEMORY_SHARE}
     # The cache is only as large as needed, because all of it is mapped at each wake. An explicit size also
     # stops vLLM from measuring free memory, which other processes may change meanwhile.
     return {"kv_cache_memory_bytes": needed, "gpu_memory_utilization": needed / device_bytes}

@@ -12,7 +12,7 @@ from torch import Tensor
 from abrun.backends import Backend, Decoder, make_backend
 from abrun.rollout import Completion, make_engine
 from abrun.rollout.draws import Draws
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.train.faults.site import FaultSite, leading_rows, wrap_method
 
 State = dict[str, Tensor]
@@ -55,7 +55,7 @@ def _sample_with_weights(site: FaultSite, weights_of: Callable[[Backend], State]
 
     def make(inner: Callable[[], Any]) -> Any:
         second = make_backend(
-            setup.config, setup.ranks, weights=setup.initial_weights, seed=derive(setup.seed, "init")
+            setup.config, setup.ranks, weights=setup.initial_weights, seed=derive_seed(setup.seed, "init")
         )
         engine = make_engine(setup.config, second, setup.data.text)
         wrap_method(engine, "sync", lambda sync, weights: second.load_local_state(weights_of(setup.policy)))

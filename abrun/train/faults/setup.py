@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from abrun.errors import RecipeError
 from abrun.rl.batch import Sequences
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 from abrun.train.faults.site import FaultSite, wrap_method
 
 MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
@@ -38,7 +38,7 @@ def dropout_on(site: FaultSite) -> None:
         raise RecipeError(
             f"injected_fault: got 'dropout_on' with {name}, which has no dropout; use another fault"
         )
-    torch.manual_seed(derive(site.setup.seed, "dropout", site.draw))
+    torch.manual_seed(derive_seed(site.setup.seed, "dropout", site.draw))
 
 
 def one_ulp(site: FaultSite) -> None:
@@ -52,7 +52,7 @@ def one_ulp(site: FaultSite) -> None:
     for name, weight in list(state.items()):
         if name.startswith("weights/"):
             generator = torch.Generator().manual_seed(
-                derive(setup.seed, "ulp", site.draw, name, repr(shard_specs[name].pieces))
+                derive_seed(setup.seed, "ulp", site.draw, name, repr(shard_specs[name].pieces))
             )
             signs = torch.randint(2, weight.shape, generator=generator).to(weight.device) * 2 - 1
             ulp = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 1 - bits)

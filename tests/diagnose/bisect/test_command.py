@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from abrun import cli
-from abrun.cli.bisecting import _searched
+from abrun.cli.bisecting import _search
 from abrun.diagnose.bisect.candidates import commits, refs, versions
-from abrun.diagnose.bisect.command import Bisection, Outcome, StoppedError, bisect_recipe
+from abrun.diagnose.bisect.command import Bisection, BisectionOutcome, StoppedError, bisect_recipe
 from abrun.diagnose.bisect.environments import SetupError, environments_for
-from abrun.diagnose.bisect.report import planned, shown
+from abrun.diagnose.bisect.report import render_outcome, render_plan
 from abrun.diagnose.bisect.search import Design, pair_counts
 from abrun.errors import AbrunError, LaunchError, RecipeError
-from abrun.experiment.plan import Plan
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.prepare import own_experiment
 from abrun.present.terminal import terminal
 from abrun.reasons import Code
@@ -122,7 +122,7 @@ class Inline:
         self.stops_after = 1000
         self.noisy = True
 
-    def __call__(self, plan: Plan, only: Collection[RunName]) -> int:
+    def __call__(self, plan: ExperimentPlan, only: Collection[RunName]) -> int:
         with own_experiment(plan, self.directory, resume=is_experiment(self.directory)):
             for run in plan.runs:
                 if run.name in only:
@@ -168,7 +168,7 @@ def bisection(
     return Bisection(recipe, found, environments, design, tmp_path / "tiny-bisect")
 
 
-def run(one: Bisection, inline: Inline) -> Outcome:
+def run(one: Bisection, inline: Inline) -> BisectionOutcome:
     return one.run(inline, lambda line: None)
 
 
@@ -187,7 +187,7 @@ def test_it_is_named_and_the_same_call_goes_on_after_a_stop(
     assert len(stopped.made) + len(went_on.made) == 5 * 4 and not {*stopped.made} & {*went_on.made}
     assert found(tmp_path)["suspects"] == [git(repo, "rev-parse", "v6")[:12]]
     snapshot([outcome.sentence, *(test.reason for test in outcome.tests)])
-    terminal().print(shown(search, outcome))
+    terminal().print(render_outcome(search, outcome))
     again = Inline(tmp_path / "tiny-bisect")
     one = bisection(repo, tmp_path, "v4", "v8")
     assert run(one, again).sentence == outcome.sentence and not again.made  # all of it is on disk
@@ -208,7 +208,7 @@ def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo,
     assert "change 6" in outcome.sentence and "change 7" in outcome.sentence
     skipped = next(test for test in outcome.tests if test.answer == "skipped")
     assert "exit code 1: no such function" in skipped.reason
-    assert outcome.found is not None and outcome.found.tests <= search.design.tests
+    assert outcome.search is not None and outcome.search.tests <= search.design.tests
     again = Inline(tmp_path / "tiny-bisect")
     assert run(bisection(repo, tmp_path, "v4", "v8"), again).sentence == outcome.sentence and not again.made
 
@@ -239,7 +239,7 @@ def test_what_is_undecided_gets_more_seeds_and_then_is_passed_over(repo: Path, t
     inline = Inline(tmp_path / "tiny-bisect")
     one = bisection(repo, tmp_path, "v4", "v8", last=6, sets="compare.claims.0.margin=0.1815")
     outcome = run(one, inline)
-    assert outcome.exit_code == 4 and "is open at 6 pairs" in outcome.sentence
+    assert outcome.exit_code == 4 and "undecided after 6 pairs" in outcome.sentence
     assert [(test.answer, test.num_pairs) for test in outcome.tests] == [("good", 4), ("undecided", 6)]
     assert len(inline.made) == 4 + 4 + 6 + 2  # good, its reruns, bad, and good's runs of the later seeds
 
@@ -264,13 +264,13 @@ def test_a_bad_one_that_does_not_run_is_said_and_nothing_is_left_in_the_reposito
     inline = Inline(tmp_path / "tiny-bisect")
     inline.broken = {git(repo, "rev-parse", "v8")[:12]}
     one = bisection(repo, tmp_path, "v4", "v8")
-    monkeypatch.setattr("abrun.cli.bisecting._launcher", lambda *_: inline)
+    monkeypatch.setattr("abrun.cli.bisecting._make_launch_function", lambda *_: inline)
     with pytest.raises(LaunchError) as refusal:
-        _searched(one, inline.directory, None, keep=True)
+        _search(one, inline.directory, None, keep=True)
     snapshot(refusal.value)
     assert git(repo, "worktree", "list").count(str(tmp_path)) == 2
     with pytest.raises(LaunchError):
-        _searched(one, inline.directory, None, keep=False)
+        _search(one, inline.directory, None, keep=False)
     assert str(tmp_path) not in git(repo, "worktree", "list") and is_experiment(inline.directory)
 
 
@@ -312,7 +312,7 @@ def test_a_dry_run_lists_candidates_levels_and_runs_and_writes_nothing(
     words = " ".join(said.output.split())
     assert "good " in words and "change 12" in words and "of at most 6" in words and "after 6, 9, 12" in words
     snapshot(words)  # 12 x (2 + 6)
-    assert planned(bisection(repo, tmp_path, "v0", "v12"))
+    assert render_plan(bisection(repo, tmp_path, "v0", "v12"))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from abrun import cli
-from abrun.diagnose.ledger.command import add_to_ledger, ledger_begun_by
-from abrun.diagnose.ledger.drift import anchor_levels, drift_of, exceeded, ledger_state
+from abrun.diagnose.ledger.command import add_to_ledger, ledger_maker
+from abrun.diagnose.ledger.drift import anchor_levels, drift_of, is_over_budget, ledger_state
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
-from abrun.recorded.experiment import Experiment, Reference
+from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import load_reference
 from abrun.recorded.stored import load_experiment
@@ -35,8 +35,8 @@ SECOND = {
 }
 
 
-def freeze(experiment: Experiment, path: Path, budget: str, *, chain_alone: bool = False) -> None:
-    begin = ledger_begun_by(experiment, "baseline", budget, chain_alone=chain_alone, experiment_dir=None)
+def freeze(experiment: RecordedExperiment, path: Path, budget: str, *, chain_alone: bool = False) -> None:
+    begin = ledger_maker(experiment, "baseline", budget, chain_alone=chain_alone, experiment_dir=None)
     freeze_arm(experiment, "baseline", path, begin_ledger=begin)
 
 
@@ -47,7 +47,7 @@ def reference(tmp_path: Path) -> Path:
     return tmp_path / "ref.json"
 
 
-def changed(tmp_path: Path, name: str = "first", arms: dict | None = None, **scenario) -> Path:
+def changed_experiment(tmp_path: Path, name: str = "first", arms: dict | None = None, **scenario) -> Path:
     return write_experiment(tmp_path / name, **{**QUIET, "arms": arms or FIRST, **scenario})
 
 
@@ -69,11 +69,11 @@ def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, 
     empty = ledger_state(load_reference(reference))
     assert (empty.code, empty["budget"]) == (Code.LEDGER_EMPTY, 0.05)
     snapshot(sentence(empty))
-    found = add(reference, changed(tmp_path, shift=0.004))
+    found = add(reference, changed_experiment(tmp_path, shift=0.004))
     one = ledger_of(found).entries[0]
     assert one.treatment == {"policy.logprobs.impl": ("logits", "chunked")} and one.seeds == [0, 1, 2, 3, 4]
     assert one.difference == pytest.approx(0.004, abs=0.002) and one.interval[0] < one.difference
-    found = add(reference, changed(tmp_path, "second", SECOND, shift=0.004), tried=3)
+    found = add(reference, changed_experiment(tmp_path, "second", SECOND, shift=0.004), tried=3)
     state = ledger_state(found)
     assert (state.code, state["num_entries"], state["num_tried"]) == (Code.LEDGER, 2, 4)
     assert (state["budget"], state["confidence"], state["num_chains"]) == (0.05, 0.95, 3)
@@ -89,8 +89,8 @@ def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, 
 
 
 def test_the_sums_are_those_of_the_docs(tmp_path, reference):
-    found = add(reference, changed(tmp_path, shift=0.004))
-    found = add(reference, changed(tmp_path, "second", SECOND, shift=0.004))
+    found = add(reference, changed_experiment(tmp_path, shift=0.004))
+    found = add(reference, changed_experiment(tmp_path, "second", SECOND, shift=0.004))
     entries = ledger_of(found).entries
     drift = drift_of(ledger_of(found), anchor_levels(found))
     from scipy import stats
@@ -109,7 +109,7 @@ def test_the_sums_are_those_of_the_docs(tmp_path, reference):
 
 
 def test_an_experiment_with_looks_has_the_intervals_of_a_look(tmp_path, reference):
-    found = add(reference, changed(tmp_path))
+    found = add(reference, changed_experiment(tmp_path))
     (entry,) = ledger_of(found).entries
     looked = ledger_of(found).model_copy(update={"entries": (entry.model_copy(update={"interim": [3, 5]}),)})
     plain, wider = (drift_of(each, anchor_levels(found)) for each in (ledger_of(found), looked))
@@ -118,7 +118,7 @@ def test_an_experiment_with_looks_has_the_intervals_of_a_look(tmp_path, referenc
 
 
 def test_other_seeds_are_compared_unpaired(tmp_path, reference):
-    found = add(reference, changed(tmp_path, seeds=[7, 8, 9, 10]))
+    found = add(reference, changed_experiment(tmp_path, seeds=[7, 8, 9, 10]))
     drift = drift_of(ledger_of(found), anchor_levels(found))
     assert drift.direct_by == "unpaired seeds"
     from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
@@ -131,9 +131,9 @@ def test_other_seeds_are_compared_unpaired(tmp_path, reference):
 def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
     experiment = load_experiment(tmp_path / "anchor")
     freeze(experiment, tmp_path / "tight.json", "train/reward=0.003", chain_alone=True)
-    said = typed(str(tmp_path / "tight.json"), "--add", str(changed(tmp_path, shift=0.004)))
+    said = typed(str(tmp_path / "tight.json"), "--add", str(changed_experiment(tmp_path, shift=0.004)))
     assert said.exit_code == 3 and "re-anchor: " in said.output
-    assert exceeded(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
+    assert is_over_budget(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
     assert typed(str(tmp_path / "tight.json")).exit_code == 3
 
 
@@ -165,27 +165,27 @@ def test_what_is_no_link_of_the_chain_is_refused_in_a_line(
 ):
     before = reference.read_bytes()
     with refused(code, **values) as error:
-        add(reference, changed(tmp_path, **scenario))
+        add(reference, changed_experiment(tmp_path, **scenario))
     snapshot(error.value)
     assert reference.read_bytes() == before
 
 
 def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_refused(tmp_path, reference):
-    first = changed(tmp_path)
+    first = changed_experiment(tmp_path)
     add(reference, first)
     with refused(Code.BASELINE_NOT_THE_LINK, link="entry 1's treatment"):
-        add(reference, changed(tmp_path, "again", FIRST, shift=0.001))
-    second = changed(tmp_path, "second", SECOND)
+        add(reference, changed_experiment(tmp_path, "again", FIRST, shift=0.001))
+    second = changed_experiment(tmp_path, "second", SECOND)
     add(reference, second)
     edit(second / "experiment.json", lambda content: content.update(compare_sha256="0" * 64))
     with refused(Code.LEDGER_OF_POST_HOC, why=Code.COMPARISON_CHANGED()):
         add(reference, second)
     back = {"baseline": SECOND["other"], "back": SECOND["baseline"]}
-    found = add(reference, changed(tmp_path, "back", back))  # a change may be taken back
+    found = add(reference, changed_experiment(tmp_path, "back", back))  # a change may be taken back
     assert len(ledger_of(found).entries) == 3
     same = {"baseline": {"trainer.env": {"A": "/a"}}, "treatment": {"trainer.env": {"A": "/b"}}}
     # an absolute path is no part of what a reference keeps: the link stays as it is
-    experiment, twice = changed(tmp_path, "same", same), tmp_path / "ref2.json"
+    experiment, twice = changed_experiment(tmp_path, "same", same), tmp_path / "ref2.json"
     freeze(load_experiment(experiment), twice, "0.05")
     add(twice, experiment)
     with refused(Code.LEDGER_HAS_RUNS, entry=1):
@@ -194,11 +194,11 @@ def test_a_broken_chain_the_same_change_twice_and_what_was_claimed_later_are_ref
 
 def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch, snapshot):
     monkeypatch.setenv("COLUMNS", "200")
-    first = changed(tmp_path)
+    first = changed_experiment(tmp_path)
     for run in first.glob("*/seed-*"):
         (run / "launch.json").write_text(json.dumps({"git": {"sha": "a" * 40}, "launches": []}))
     assert ledger_of(add(reference, first)).entries[0].moved == "commit unknown -> aaaaaaaaa"
-    second = changed(tmp_path, "second", SECOND)
+    second = changed_experiment(tmp_path, "second", SECOND)
     for run in second.glob("*/seed-*"):
         (run / "launch.json").write_text(json.dumps({"git": {"sha": "a" * 40}, "launches": []}))
         edit(run / "environment.json", lambda content: content["versions"].update(torch="2.12.0"))
@@ -208,8 +208,8 @@ def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch, snapshot):
 
 
 def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, reference, snapshot):
-    add(reference, changed(tmp_path))
-    moved = changed(tmp_path, "second", SECOND)
+    add(reference, changed_experiment(tmp_path))
+    moved = changed_experiment(tmp_path, "second", SECOND)
     for run in moved.glob("*/seed-*"):
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for row in rows:
@@ -240,8 +240,8 @@ def test_chain_and_direct_comparison_that_exclude_each_other_are_said(tmp_path, 
     ],
 )
 def test_an_edit_is_seen(tmp_path, reference, change, code, entry, snapshot):
-    add(reference, changed(tmp_path))
-    add(reference, changed(tmp_path, "second", SECOND), tried=2)
+    add(reference, changed_experiment(tmp_path))
+    add(reference, changed_experiment(tmp_path, "second", SECOND), tried=2)
     edit(reference, change)
     for read in (load_reference, lambda path: add(path, tmp_path / "first")):
         with refused(code, **({"entry": entry} if entry else {})) as error:
@@ -253,7 +253,7 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
     plain = tmp_path / "plain.json"
     freeze_arm(load_experiment(tmp_path / "anchor"), "baseline", plain)
     assert load_reference(plain).ledger is None and "ledger" not in read_json(plain)
-    for act in (lambda: add(plain, changed(tmp_path)), lambda: typed(str(plain))):
+    for act in (lambda: add(plain, changed_experiment(tmp_path)), lambda: typed(str(plain))):
         with pytest.raises(AbrunError, match="has no ledger"):
             act()
 
@@ -261,7 +261,7 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
 def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, reference):
     anchor = load_experiment(tmp_path / "anchor")
     freeze(anchor, reference, "0.04")  # no entry yet
-    add(reference, changed(tmp_path))
+    add(reference, changed_experiment(tmp_path))
     with refused(Code.OUTPUT_HAS_LEDGER, num_entries=1):
         freeze(anchor, reference, "0.05")
     for budget in ("0", "-1", "nan", "much", "train/loss=0.1", ""):
@@ -271,7 +271,7 @@ def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, r
 
 def test_adds_at_once_are_one_after_the_other(tmp_path, reference):
     """Both read the file and judge before either writes, were it not for the lock: one finds the other's."""
-    experiments = [changed(tmp_path), changed(tmp_path, "other", shift=0.001)]
+    experiments = [changed_experiment(tmp_path), changed_experiment(tmp_path, "other", shift=0.001)]
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(add, reference, each) for each in experiments]
     errors = [str(end.exception()) for end in ends if end.exception()]
@@ -308,7 +308,7 @@ def test_without_the_correction_the_simulation_sees_it() -> None:
 
 
 def test_the_direct_bound_counts_the_tries_of_every_entry(tmp_path, reference):
-    found = add(reference, changed(tmp_path, shift=0.004))
+    found = add(reference, changed_experiment(tmp_path, shift=0.004))
     (entry,) = ledger_of(found).entries
     first, last = (entry.model_copy(update={"tried": tried}) for tried in (6, 1))
     anchor = anchor_levels(found)

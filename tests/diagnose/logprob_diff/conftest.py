@@ -26,7 +26,7 @@ def scored_here(
 ) -> list[dict[str, Any]]:
     """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
     from abrun.diagnose.logprob_diff.measure import run_job
-    from abrun.experiment.probe import rows_of
+    from abrun.experiment.probe import read_rows
 
     assert module == "abrun.diagnose.logprob_diff.measure"
     if config.cluster.ranks > 1 or config.rollout.engine == "vllm":
@@ -42,13 +42,13 @@ def scored_here(
     with single_rank():
         run_job(directory, job, torch.device("cpu"))
     left_out = [{"scoring": name, "reason": "slow here"} for name in whole.keys() - asked.keys()]
-    return [*rows_of(directory), *left_out]
+    return [*read_rows(directory), *left_out]
 
 
 @pytest.fixture
 def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
     """The budget of a run with these overrides that has not begun, measured in this process."""
-    monkeypatch.setattr("abrun.diagnose.logprob_diff.command.probe", scored_here)
+    monkeypatch.setattr("abrun.diagnose.logprob_diff.command.run_probe", scored_here)
 
     def measure(*overrides: str, **options: Any) -> Budget:
         config = run_config(*LEARNING, "task=" + verifier(tmp_path), *overrides)

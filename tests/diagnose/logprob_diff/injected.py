@@ -14,12 +14,12 @@ from abrun.rl.batch import collate
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.torch_engine import TorchEngine
-from abrun.seeds import derive
+from abrun.seeds import derive_seed
 
 
 def stale(config: OwnRunConfig, backend: Backend, text: Text) -> TorchEngine:
     """Keeps the weights that a run with seed 0 began with."""
-    frozen = make_backend(config, backend.ranks, weights=None, seed=derive(0, "init"), trainable=False)
+    frozen = make_backend(config, backend.ranks, weights=None, seed=derive_seed(0, "init"), trainable=False)
     return TorchEngine(config.rollout, frozen, text)
 
 

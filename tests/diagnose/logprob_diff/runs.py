@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from abrun.diagnose.logprob_diff.command import measure_run
-from abrun.diagnose.logprob_diff.findings import Budget, Row
+from abrun.diagnose.logprob_diff.findings import Budget, ChangeResult
 from abrun.diagnose.logprob_diff.report import summary
 from abrun.present.terminal import terminal
 from tests.diagnose.logprob_diff.conftest import LEARNING
@@ -19,7 +19,7 @@ def budget_of(folder: Path, *overrides: str) -> Budget:
     return budget
 
 
-def row(budget: Budget, key: str) -> Row:
+def row(budget: Budget, key: str) -> ChangeResult:
     return next(each for each in budget.rows if each.key == key)
 
 

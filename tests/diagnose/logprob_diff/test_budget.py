@@ -68,7 +68,7 @@ def test_intervals_are_as_wide_however_small_the_errors_are(scale: float) -> Non
     prompts = np.repeat(np.arange(16), 500)
     errors = np.abs(RNG.normal(0, 1, len(prompts))) * np.exp(RNG.normal(0, 0.7, 16))[prompts]
     clusters = Clusters(prompts, num_intervals=10)
-    large, small = clusters.mean(errors), clusters.mean(1 + scale * errors, least=1.0)
+    large, small = clusters.mean(errors), clusters.mean(1 + scale * errors, minimum=1.0)
     assert large.low is not None and large.high is not None and small.low is not None and small.high
     for one, other in ((large.value, small.value), (large.low, small.low), (large.high, small.high)):
         assert (other - 1) / scale == pytest.approx(one, rel=1e-4)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from abrun.diagnose.logprob_diff.command import _scratch as scratch
-from abrun.diagnose.logprob_diff.command import choose
-from abrun.diagnose.logprob_diff.variations import changes_of, on_one_rank
+from abrun.diagnose.logprob_diff.command import choose_run
+from abrun.diagnose.logprob_diff.variations import on_one_rank, variations_of
 from abrun.errors import AbrunError
 from abrun.reasons import Code
 from abrun.runs.files import read_json, write_json
@@ -23,7 +23,7 @@ from tests.train.runs import make_run, run_config
 
 def refused(run: str | Path, runs_dir: Path, step: int | None = None) -> str:
     with pytest.raises(AbrunError) as raised:
-        choose(str(run), runs_dir, step)
+        choose_run(str(run), runs_dir, step)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -46,15 +46,15 @@ def recorded(run: Path, *steps: int) -> None:
 
 def test_the_newest_checkpoint_is_taken(tmp_path: Path, snapshot: Snapshot) -> None:
     run = make_run(tmp_path / "run", run_config())
-    assert (choose(str(run), tmp_path, None).step, choose("run", tmp_path, 0).checkpoint) == (0, None)
+    assert (choose_run(str(run), tmp_path, None).step, choose_run("run", tmp_path, 0).checkpoint) == (0, None)
     recorded(run, 1, 2, 3, 4, 5, 6, 7)
     three, six = with_checkpoint(run, 3), with_checkpoint(run, 6)
-    assert choose(str(run), tmp_path, None).checkpoint == six
-    assert choose(str(run), tmp_path, 3).checkpoint == three
+    assert choose_run(str(run), tmp_path, None).checkpoint == six
+    assert choose_run(str(run), tmp_path, 3).checkpoint == three
     assert "--step: got 4;" in (said := refused(run, tmp_path, 4)) and "after steps 0, 3, 6" in said
     shutil.rmtree(run / "checkpoints")
     snapshot(refused(run, tmp_path))
-    assert choose(str(run), tmp_path, 0).step == 0
+    assert choose_run(str(run), tmp_path, 0).step == 0
 
 
 def test_of_an_experiment_a_run_with_weights_is_chosen(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -67,9 +67,9 @@ def test_of_an_experiment_a_run_with_weights_is_chosen(tmp_path: Path, snapshot:
     snapshot(_experiment_refused(tmp_path, runs))
     for name in names:
         make_run(tmp_path / "x" / str(name), run_config())
-    assert choose("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-0"
+    assert choose_run("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-0"
     with_checkpoint(tmp_path / "x" / "baseline" / "seed-1", 3)
-    assert choose("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-1"
+    assert choose_run("x", tmp_path, None).run.path == tmp_path / "x" / "baseline" / "seed-1"
 
 
 def _experiment_refused(runs_dir: Path, runs: list[dict[str, Any]]) -> str:
@@ -114,7 +114,7 @@ def test_one_rank_stands_for_all(tmp_path: Path) -> None:
 
 def test_what_a_change_asks_to_be_scored(snapshot: Snapshot) -> None:
     config = run_config("policy.dtype=bfloat16", "policy.packing=true", "policy.logprobs.impl=chunked")
-    keys = {change.key: change.scoring for change in changes_of(config, ["rollout.temperature=0.9"])}
+    keys = {change.key: change.scoring for change in variations_of(config, ["rollout.temperature=0.9"])}
     assert {
         "alone",
         "padded",
@@ -126,22 +126,22 @@ def test_what_a_change_asks_to_be_scored(snapshot: Snapshot) -> None:
     } <= set(keys)
     assert "packed" not in keys
     sharing = run_config("policy.packing=true", "policy.share_prompts=true")
-    assert {"alone", "padded", "packed"} <= {change.key for change in changes_of(sharing, [])}
+    assert {"alone", "padded", "packed"} <= {change.key for change in variations_of(sharing, [])}
     asked = keys["set_0"]
     assert asked is not None and asked.config.rollout.temperature == 0.9
     sharing = run_config("policy={packing: true, share_prompts: true, micro_batch_tokens: 60}")
     unpacked = {"alone": (False, False, 1), "padded": (False, False, None)}
     for of, shapes in ((config, unpacked), (sharing, unpacked | {"packed": (True, False, None)})):
-        scored = {one.key: one.scoring for one in changes_of(of, []) if one.kind == "batch shape"}
+        scored = {one.key: one.scoring for one in variations_of(of, []) if one.kind == "batch shape"}
         policies = {key: scoring.config.policy for key, scoring in scored.items() if scoring}
         found = {key: (of.packing, of.share_prompts, of.micro_batch_size) for key, of in policies.items()}
         assert found == shapes
     with pytest.raises(AbrunError) as refusal:
-        changes_of(config, ["cluster.cpu_ranks=2"])
+        variations_of(config, ["cluster.cpu_ranks=2"])
     assert refusal.value.code is Code.SCORED_ON_ONE_RANK
     snapshot(refusal.value)
     with pytest.raises(AbrunError) as refusal:
-        changes_of(config, ["policy.dtyp=float32"])
+        variations_of(config, ["policy.dtyp=float32"])
     assert refusal.value.code is Code.KEY_UNKNOWN
     snapshot(refusal.value)
 
@@ -180,6 +180,6 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
 @pytest.mark.parametrize("override", ["steps=20", "rollout.engine=vllm", "rollout.temperature=1.0"])
 def test_a_change_that_changes_no_scoring_is_refused(override: str, snapshot: Snapshot) -> None:
     with pytest.raises(AbrunError) as refusal:
-        changes_of(on_one_rank(run_config()), [override])
+        variations_of(on_one_rank(run_config()), [override])
     assert refusal.value.code is Code.SCORES_NOT_CHANGED
     snapshot(refusal.value)

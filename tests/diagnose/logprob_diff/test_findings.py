@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from abrun.diagnose.logprob_diff.budget import Array
-from abrun.diagnose.logprob_diff.findings import Budget, Facts, Scored, budget_of
+from abrun.diagnose.logprob_diff.findings import Budget, MeasuredRun, Scored, budget_of
 from abrun.diagnose.logprob_diff.report import changes_table, summary
-from abrun.diagnose.logprob_diff.variations import Change, Scoring, changes_of
+from abrun.diagnose.logprob_diff.variations import Scoring, Variation, variations_of
 from abrun.present.terminal import terminal
 from abrun.runs.layout import RunName
 from tests.train.runs import run_config
@@ -32,7 +32,7 @@ def off(logprobs: Array, by: float) -> Array:
     return logprobs + RNG.normal(0, by, N) if by else logprobs
 
 
-def facts(**known: Any) -> Facts:
+def facts(**known: Any) -> MeasuredRun:
     settled: dict[str, Any] = {
         "run": "runs/x",
         "experiment": "x",
@@ -46,19 +46,19 @@ def facts(**known: Any) -> Facts:
         "seen": [],
         "worst": [],
     }
-    return Facts(**settled | known)
+    return MeasuredRun(**settled | known)
 
 
 def made_up(inference: Array, own: Array, found: dict[str, Array], **known: Any) -> Budget:
     """`found` by a change's key; the others make of tokens what the trainer does."""
     changes = []
-    for change in changes_of(CONFIG, []):
+    for change in variations_of(CONFIG, []):
         scored = Scored(logprobs=found.get(change.key, own))
         changes.append((change, NOT_MEASURED.get(change.key, scored) if change.scoring else None))
     return budget_of(
         facts(**known),
         inference=inference,
-        own=Scored(logprobs=own),
+        trainer=Scored(logprobs=own),
         sequences=SEQUENCES,
         prompts=SEQUENCES // 2,
         changes=changes,
@@ -124,11 +124,11 @@ def test_two_roundings_that_cancel_have_no_cause() -> None:
 
 def test_one_token_of_one_sequence_has_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
     one = np.array([-1.0])
-    changes = [(change, None) for change in changes_of(CONFIG, [])]
+    changes = [(change, None) for change in variations_of(CONFIG, [])]
     budget = budget_of(
         facts(num_sequences_sampled=1),
         inference=one,
-        own=Scored(logprobs=one - 0.25),
+        trainer=Scored(logprobs=one - 0.25),
         sequences=np.array([3]),
         prompts=np.array([1]),
         changes=changes,
@@ -156,8 +156,8 @@ def test_an_engine_that_reproduces_itself_is_no_cause_of_itself(
     inference = RNG.normal(-2, 1, N)
     noise = RNG.normal(0, 0.1, N)
     scoring = Scoring(method="vllm", config=CONFIG)
-    own = Change(key="engine_vllm", label="vLLM", kind="control", scoring=scoring)
-    other = Change(key="engine_vllm_invariant", label="invariant", kind="engine", scoring=scoring)
+    own = Variation(key="engine_vllm", label="vLLM", kind="control", scoring=scoring)
+    other = Variation(key="engine_vllm_invariant", label="invariant", kind="engine", scoring=scoring)
     changes = [
         (change, Scored(logprobs=inference + noise * (0.5 - at * invariant_takes_off)))
         for at, change in enumerate((own, other))
@@ -165,7 +165,7 @@ def test_an_engine_that_reproduces_itself_is_no_cause_of_itself(
     budget = budget_of(
         facts(engine="vllm"),
         inference=inference,
-        own=Scored(logprobs=inference + noise),
+        trainer=Scored(logprobs=inference + noise),
         sequences=SEQUENCES,
         prompts=SEQUENCES // 2,
         changes=changes,

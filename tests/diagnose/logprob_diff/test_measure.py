@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.diagnose.logprob_diff.command import measure_run
-from abrun.diagnose.logprob_diff.findings import Budget, Row
+from abrun.diagnose.logprob_diff.findings import Budget, ChangeResult
 from abrun.recipe.implementations import ENGINES
 from tests.diagnose.logprob_diff.conftest import LEARNING, Measure, scored_here
 from tests.recipe.test_implementations import verifier
@@ -28,7 +28,7 @@ def excess(budget: Budget) -> float:
     return budget.error.value - 1
 
 
-def row(budget: Budget, key: str) -> Row:
+def row(budget: Budget, key: str) -> ChangeResult:
     return next(each for each in budget.rows if each.key == key)
 
 
@@ -142,7 +142,7 @@ def test_it_goes_on_as_the_run_did_with_a_floor(
     recorded = {step: values["train/token_mult_prob_error"] for step, values in train_here(run).items()}
     torch.distributed.destroy_process_group()
     try:
-        monkeypatch.setattr("abrun.diagnose.logprob_diff.command.probe", scored_here)
+        monkeypatch.setattr("abrun.diagnose.logprob_diff.command.run_probe", scored_here)
         budget, output = measure_run(str(run), tmp_path)
     finally:
         torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -14,7 +14,7 @@ from abrun import cli
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.experiment.starter.initial import THIRD, initial_files, write_files
+from abrun.experiment.starter.initial import KIND_QUESTIONS, initial_files, write_files
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe
 from abrun.recorded.reference import load_reference
 from tests.snapshot import Snapshot
@@ -91,7 +91,7 @@ def test_the_questions_are_asked_of_a_terminal_and_have_answers(
     monkeypatch.setattr(cli.starting.sys, "stdin", type("Tty", (), {"isatty": lambda self: True})())
     monkeypatch.setattr(cli.starting.typer, "prompt", lambda text, default: asked.append(text) or default)
     cli.starting.init(to=tmp_path)
-    assert len(asked) == 3 and "do you compare?" in asked[0] and asked[2] == THIRD["recipe"].text
+    assert len(asked) == 3 and "do you compare?" in asked[0] and asked[2] == KIND_QUESTIONS["recipe"].text
     assert load_recipe(tmp_path / "mine.yaml").name == "mine"
 
 

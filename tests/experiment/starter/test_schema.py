@@ -53,5 +53,5 @@ def test_a_trainer_of_another_kind_has_another_recipe(schema: jsonschema.Draft7V
 
 def test_an_editor_shows_what_stands_beside_a_field() -> None:
     fields = recipe_schema()["$defs"]["Recipe"]["properties"]
-    assert fields["arms"]["description"].startswith("one is named")
+    assert fields["arms"]["description"].startswith("arm -> its differences")
     assert "inherit" in fields["defaults"]["description"]

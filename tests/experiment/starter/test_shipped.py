@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.experiment.starter.shipped import find_recipe, folder, recipe_files, shipped_recipes
+from abrun.experiment.starter.shipped import find_recipe, list_shipped_recipes, recipe_files, recipes_folder
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -30,8 +30,8 @@ def test_a_name_is_a_recipe_that_ships_and_a_file_wins(
 
 
 def test_every_file_is_listed_under_a_name_of_its_own_with_what_it_takes() -> None:
-    assert len(recipe_files()) == len(list(folder().rglob("*.yaml")))
-    listed = {one.name: one for one in shipped_recipes()}
+    assert len(recipe_files()) == len(list(recipes_folder().rglob("*.yaml")))
+    listed = {one.name: one for one in list_shipped_recipes()}
     assert set(listed) == set(recipe_files()) and next(iter(listed)) == "quickstart"
     quickstart, two_nodes = listed["quickstart"], listed["grpo-qwen3-30b-a3b-2n8g-fused-logprobs"]
     assert quickstart.cost == "9 runs x 60 steps, 1 CPU core each"

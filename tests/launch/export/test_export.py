@@ -23,7 +23,7 @@ from abrun.launch.export.command import export_plan
 from abrun.launch.export.manifest import RECIPE_VARIABLE, ExportedPlan, dns_label, parse_recipe
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.launcher import launcher_settings
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.runs.experiment import planned_runs, read_run_state
 from abrun.runs.rundir import RunDir
 from tests.launch.test_local import SMALL
@@ -187,7 +187,7 @@ def test_no_secret_gets_into_what_is_handed_over(section: str, tmp_path: Path, s
     snapshot(refused.value)
     assert "hunter2" not in str(refused.value) and "0123456789abcdef" not in str(refused.value)
     with pytest.raises(RecipeError) as refusal:
-        launcher_settings(None, kind)
+        resolve_launcher_settings(None, kind)
     assert refusal.value.code is Code.SECRET_IN_RECIPE
     snapshot(refusal.value)
 
@@ -387,7 +387,7 @@ def test_a_run_of_another_recipe_is_refused(node: Any) -> None:
     code, _, errors = node("baseline/seed-0", "cluster.gpus_per_node=8", "steps=4")
     assert code == 2 and "steps is 3 there and 4 in the recipe" in errors
     code, _, errors = node("other/seed-0")
-    assert code == 2 and "other/seed-0: no run" in errors
+    assert code == 2 and "other/seed-0: not a run" in errors
 
 
 def test_a_finished_run_ends_at_once(tmp_path: Path, node: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import Plan, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
@@ -77,7 +77,7 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 submit = functools.partial(fakes.submit, launcher="ray")
 
 
-def planned(*settings: str) -> Plan:
+def planned(*settings: str) -> ExperimentPlan:
     return make_plan(load_recipe(SMALL, settings))
 
 
@@ -246,7 +246,7 @@ def test_cancel_stops_the_job_and_resume_submits_another(ray: FakeRay, tmp_path:
         submit(planned(), tmp_path, resume=True)
     assert refusal.value.reason == Code.JOBS_QUEUED(directory=experiment_dir, jobs=[job])
     assert cancel_experiment(experiment_dir).startswith(f"cancelled: 1 job ({job})")
-    assert cancel_experiment(experiment_dir).startswith("small: nothing")
+    assert cancel_experiment(experiment_dir).startswith("small: no run is active")
     submit(planned(), tmp_path, resume=True)
     assert job_of(experiment_dir) == job.replace("-a1", "-a2")
     assert "cancelled" not in record.read_job(experiment_dir)
@@ -263,9 +263,9 @@ def test_another_launcher_that_goes_on_speaks_for_the_runs(
 
 
 def cli_launchers() -> dict[str, str]:
-    from abrun.recipe.implementations import LAUNCHERS
+    from abrun.recipe.implementations import LOCAL_LAUNCHERS
 
-    return LAUNCHERS
+    return LOCAL_LAUNCHERS
 
 
 def test_the_last_word_of_a_driver_is_the_end_of_its_runs(ray: FakeRay, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_driver_that_does_not_see_the_experiment_says_so(
     monkeypatch.setattr(sys, "argv", ["driver", str(tmp_path / "gone"), "job-a1"])
     assert driver.main() == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/gone: not on {socket.gethostname()}, ")
+    assert said.startswith(f"error: {tmp_path}/gone: does not exist on {socket.gethostname()}, ")
 
 
 def test_a_driver_whose_place_another_has_taken_keeps_its_words(ray: FakeRay, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_nodes_that_do_not_share_the_runs_are_found_before_training(cluster: Pat
         experiment_dir = submit(tmp_path / "scratch", "apart", 2)
         seconds_until(lambda: state(experiment_dir).status == "failed", within_s=60)
         said = state(experiment_dir).message or ""
-        assert f"{experiment_dir}/baseline/seed-0: not on n2, and on n1 it is" in said
+        assert f"{experiment_dir}/baseline/seed-0: exists on n1, but not on n2" in said
         assert run(experiment_dir).last_attempt == 0
     finally:
         sh(CLUSTER, "cut", "n2")

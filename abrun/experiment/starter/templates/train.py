@@ -12,14 +12,14 @@ parser.add_argument("--learning-rate", type=float, required=True)
 parser.add_argument(
     "--output", required=True, help="CSV file with a column for the step and one for each metric"
 )
-asked = parser.parse_args()
+arguments = parser.parse_args()
 
-draw = random.Random(asked.seed)  # the same numbers for every arm of a seed
+draw = random.Random(arguments.seed)  # the same numbers for every arm of a seed
 logits = [0.0] * 10
-with open(asked.output, "w", newline="", encoding="utf-8") as file:
+with open(arguments.output, "w", newline="", encoding="utf-8") as file:
     rows = csv.writer(file)
     rows.writerow(["step", "reward", "entropy"])
-    for step in range(1, asked.steps + 1):
+    for step in range(1, arguments.steps + 1):
         largest = max(logits)
         weights = [math.exp(logit - largest) for logit in logits]
         policy = [weight / sum(weights) for weight in weights]
@@ -29,6 +29,6 @@ with open(asked.output, "w", newline="", encoding="utf-8") as file:
         for action, reward in zip(actions, rewards, strict=True):
             for index, probability in enumerate(policy):
                 gradient = (index == action) - probability
-                logits[index] += asked.learning_rate * (reward - mean) * gradient / len(actions) * 10
+                logits[index] += arguments.learning_rate * (reward - mean) * gradient / len(actions) * 10
         rows.writerow([step, mean, -sum(one * math.log(one) for one in policy if one > 0)])
         file.flush()

@@ -1,10 +1,10 @@
-"""The protobuf messages in TensorBoard's and wandb's files, as far as they are read here.
+"""Protobuf messages in TensorBoard's and wandb's files, restricted to the fields that abrun reads.
 
-Declared by field numbers, so that neither package has to be there: what is not declared is skipped. Numbers
-from tensorboard 2.21 (event.proto, summary.proto, tensor.proto, plugin_data.proto of hparams) and wandb 0.31
-(wandb_internal.proto, where clients from 0.31 write a history value as a number too). A field is
-`name: (number, type)`, `*type` is repeated, `name|oneof` belongs to a oneof, and a capitalised type is
-another message here.
+Messages are declared by field numbers, so that neither package has to be installed; undeclared fields are
+skipped. Numbers are from tensorboard 2.21 (event.proto, summary.proto, tensor.proto, plugin_data.proto of
+hparams) and wandb 0.31 (wandb_internal.proto; clients from 0.31 on may write a history value as a number).
+A field is `name: (number, type)`; `*type` is repeated, `name|oneof` belongs to a oneof, and a capitalised
+type is another message in this module.
 """
 
 from functools import cache
@@ -87,14 +87,14 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def message(name: str) -> Any:
-    """The class of one of MESSAGES, for its `FromString`."""
+def message_class(name: str) -> Any:
+    """Return the class of one of MESSAGES, whose `FromString` parses it."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    """A pool of its own: in the default one the packages' declarations may be."""
+    """Build a separate pool: the default one may hold the packages' own declarations."""
     file = descriptor_pb2.FileDescriptorProto(name="abrun.proto", package=PACKAGE, syntax="proto3")
     file.dependency.append("google/protobuf/struct.proto")
     for name, fields in MESSAGES.items():
