@@ -21,8 +21,8 @@ def search_size_limit(
     """Return the largest size that fits: a multiple of `unit` up to `max_size`.
 
     `size_name` is length or num_sequences. `measured` are cells that differ only in this size;
-    `measure_size` measures another one. The peak of each phase is nearly linear in the size, so the next size is extrapolated
-    from two cells. After two misses in the same direction the search doubles or bisects.
+    `measure_size` measures another one. The peak of each phase is nearly linear in the size, so the next size
+    is extrapolated from two cells. After two misses in the same direction the search doubles or bisects.
     """
     cells = {getattr(cell.point, size_name): cell for cell in measured}
     misses = 0
