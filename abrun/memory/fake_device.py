@@ -241,7 +241,7 @@ def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> 
         from abrun.kernels import triton_tiles
 
         yield patch.object(triton_tiles, "kernels", NoOpKernel())
-        yield patch.object(triton_tiles, "_device_limits", lambda _: HOPPER_LIMITS)
+        yield patch.object(triton_tiles, "_query_device_limits", lambda _: HOPPER_LIMITS)
 
 
 def make_fake_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:

@@ -210,7 +210,9 @@ def _limit_tracker(tracker: LiveTensors | None, total_bytes: int | None) -> None
 
     def check_budget(storage: int, num_bytes: int) -> None:
         if num_bytes > 0 and tracker.live_bytes > total_bytes:
-            raise torch.OutOfMemoryError(f"{num_bytes} bytes more exceed the budget of {total_bytes}")
+            raise torch.OutOfMemoryError(
+                f"allocating {num_bytes} bytes exceeds the budget of {total_bytes} bytes"
+            )
 
     tracker.on_change = check_budget
 

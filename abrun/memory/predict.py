@@ -47,11 +47,11 @@ DEVICE_MEMORY_MIB = {
 MAX_ERROR = 0.1
 MAX_UNDERESTIMATE = 0.15  # for PPO's value update and mixture-of-experts models
 NOT_INCLUDED = (
-    "the CUDA context and NCCL's buffers (outside of torch's allocator), fragmentation, rollouts, loading, "
-    "ranks that have more to do than the first, and experts that are chosen more often than others"
+    "the CUDA context and NCCL buffers (outside torch's allocator), fragmentation, rollouts, model loading, "
+    "ranks with more work than the first, and unbalanced expert routing"
 )
-CPU_RANKS_NOTE = "cluster.gpus_per_node: 0: what GPUs would take in the place of the cores."
-TRAINING_STATE = "weights, gradients and AdamW's moments"  # have the dtype of --master-dtype
+CPU_RANKS_NOTE = "cluster.gpus_per_node is 0: the prediction is for a GPU in place of each CPU rank."
+TRAINING_STATE = "weights, gradients and AdamW moments"  # have the dtype of --master-dtype
 
 Row = dict[str, Any]
 
@@ -93,11 +93,11 @@ class SweepPrediction:
 
     def notes(self) -> list[str]:
         """Return the assumptions and limitations of the prediction."""
-        assumption = f"Assumed: {TRAINING_STATE} in {self.master_dtype}."
+        assumption = f"Assumes {TRAINING_STATE} in {self.master_dtype}."
         if self.master_dtype != MASTER_DTYPE:
-            assumption += f" abrun itself trains with {TRAINING_STATE} in {MASTER_DTYPE}."
-        accuracy = f"Within {MAX_ERROR:.0%} of measured peaks, of PPO's value update and of experts up to"
-        limits = f"{accuracy} {MAX_UNDERESTIMATE:.0%} too low. Not in it: {NOT_INCLUDED}."
+            assumption += f" abrun's own trainer keeps them in {MASTER_DTYPE}."
+        accuracy = f"Accuracy: within {MAX_ERROR:.0%} of measured peaks; PPO's value update and expert models"
+        limits = f"{accuracy} up to {MAX_UNDERESTIMATE:.0%} too low. Not included: {NOT_INCLUDED}."
         return [assumption, limits, *filter(None, [self.note])]
 
     def as_json(self) -> dict[str, Any]:
@@ -260,19 +260,19 @@ def describe_predicted_memory(
         if isinstance(config, OwnRunConfig) and reason is None:
             configs[arm] = config
         else:
-            lines.append(f"arms.{arm}: its peak is not predicted: {reason}")
+            lines.append(f"arms.{arm}: no memory prediction: {reason}")
     try:
         predictions = predict_steps(configs, device_bytes) if configs else []
     except ProbeRefused as error:
         # Such as a hub model without a network; a dry run still shows its plan
-        return [*lines, f"no peak is predicted, as what decides it is not known on this machine: {error}"]
+        return [*lines, f"no memory prediction on this machine: {error}"]
     for prediction in predictions:
         phase, peak = prediction.highest_peak
         size = f"{prediction.point.num_sequences} x {prediction.point.length:,} tokens"
-        verdict_text = ": too much" * (peak > device_bytes)
+        verdict_text = "; does not fit" * (peak > device_bytes)
         lines.append(
-            f"arms.{prediction.arm}: a step with microbatches of {size} is predicted to peak at "
-            f"{peak / GIB:.1f} GiB in {phase}, and a device has {device_bytes / GIB:.1f} GiB{verdict_text}"
+            f"arms.{prediction.arm}: predicted peak {peak / GIB:.1f} GiB in {phase}, with micro-batches of "
+            f"{size}; device memory {device_bytes / GIB:.1f} GiB{verdict_text}"
         )
     return lines
 
@@ -280,7 +280,7 @@ def describe_predicted_memory(
 def _explain_no_prediction(config: OwnRunConfig | CommandRunConfig) -> str | None:
     """Return the reason why an arm's peak cannot be predicted, or None."""
     if not isinstance(config, OwnRunConfig):
-        return "another trainer's"
+        return "trainer.type is command"
     if config.policy.backend.type != "dtensor":
         return f"policy.backend.type is {config.policy.backend.type}"
     if not config.cluster.gpus_per_node:

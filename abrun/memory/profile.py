@@ -120,7 +120,7 @@ def measure_recipe(
                 cell_number += 1
                 position = f"[{cell_number}/{num_cells}] "
                 if arm in oom_arms:
-                    report_line(f"{position}{arm}: left out, a shorter one ran out of memory")
+                    report_line(f"{position}{arm}: skipped: a shorter length ran out of memory")
                     continue
                 point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
                 if runner.measure(arm, point, config, position).out_of_memory:

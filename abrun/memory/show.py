@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from abrun.memory.predict import SweepPrediction
 
 VIEWER = "https://pytorch.org/memory_viz"
-TEXT_COLUMNS = ("arm", "highest in", "ends in", "taken in", "line")
+TEXT_COLUMNS = ("arm", "highest in", "fails in", "allocated in", "line")
 MIN_SHARE = 0.01  # kinds of memory below this share of the highest peak are not shown
 
 
@@ -24,7 +24,7 @@ def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
     peak_text = f"{_format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
     cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
     if cell.out_of_memory:
-        return f"{cell_name}: out of memory in {cell.out_of_memory}; highest before that: {peak_text}"
+        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
     return f"{cell_name}: {peak_text}"
 
 
@@ -67,7 +67,7 @@ def _make_peak_table(profile: MemoryProfile) -> Table:
         )
     on_gpu = profile.counter == PEAK_MEMORY[0]
     counter_text = "peak memory allocated on a GPU" if on_gpu else "peak of live tensors' bytes on a CPU"
-    return _make_table(f"{profile.name}: {counter_text}, {unit[0]}, largest of any rank", headings, rows)
+    return _make_table(f"{profile.name}: {counter_text}, {unit[0]}, maximum over ranks", headings, rows)
 
 
 def _make_allocator_table(profile: MemoryProfile) -> Table:
@@ -76,7 +76,7 @@ def _make_allocator_table(profile: MemoryProfile) -> Table:
         dict.fromkeys(activity for cell in profile.cells for activity in cell.device_used_bytes)
     )
     headings = [*size_headings, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
-    headings += [f"device in use, {activity}" for activity in activities]
+    headings += [f"device memory used, {activity}" for activity in activities]
     rows = [
         [
             *_format_size(cell.point, size_headings),
@@ -89,7 +89,7 @@ def _make_allocator_table(profile: MemoryProfile) -> Table:
         ]
         for cell in profile.sorted_cells
     ]
-    return _make_table(f"the allocator, {unit[0]}", headings, rows)
+    return _make_table(f"CUDA allocator, {unit[0]}", headings, rows)
 
 
 def _make_limit_table(profile: MemoryProfile) -> Table:
@@ -98,10 +98,10 @@ def _make_limit_table(profile: MemoryProfile) -> Table:
         limit.swept: limit.fits for limit in profile.size_limits[::-1] if limit.arm == profile.arms[0]
     }
     rows = [_make_limit_row(limit, keys, baseline_sizes.get(limit.swept)) for limit in profile.size_limits]
-    headings = [*map(_shorten_key, keys), "arm", "trains", "does not", "ends in", "ratio"]
+    headings = [*map(_shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
     is_length = profile.size_limits[0].what == "length"
-    unit_text = "tokens of a sequence" if is_length else "sequences of a microbatch"
-    return _make_table(f"the most that trains: {unit_text}", headings, rows)
+    unit_text = "tokens per sequence" if is_length else "sequences per micro-batch"
+    return _make_table(f"largest size that fits: {unit_text}", headings, rows)
 
 
 def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | None) -> list[str]:
@@ -110,7 +110,7 @@ def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | 
         *(str(swept.get(key, "-")) for key in keys),
         limit.arm,
         f"{limit.fits:,}" if limit.fits else "none",
-        f"{limit.fails:,}" if limit.fails else "the model takes no more",
+        f"{limit.fails:,}" if limit.fails else "none (model's maximum fits)",
         limit.failed_in or "-",
         f"{limit.fits / baseline_size:.2f}" if limit.fits and baseline_size else "-",
     ]
@@ -156,7 +156,9 @@ def describe_files(profile: MemoryProfile, output: Path) -> list[str]:
     """Return lines that say where peaks.json and torch's memory snapshots are."""
     lines = [f"peaks.json is in {output}"]
     if any(cell.peak and cell.reserved_bytes is not None for cell in profile.cells):
-        lines.append(f"Each step's allocations: open cells/*/memory-snapshot.pickle there in {VIEWER}")
+        lines.append(
+            f"To see every allocation of a step, open {output}/cells/*/memory-snapshot.pickle in {VIEWER}"
+        )
     return lines
 
 
@@ -176,14 +178,14 @@ def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
 def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
     """Return the table of the sites that hold the most memory at a cell's peak."""
     assert cell.peak
-    rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "there before the step"]]
+    rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
     for site in cell.peak["sites"]:
-        line = site["line"] or "code without a Python frame"
+        line = site["line"] or "C++ code without a Python frame"
         rows.append(
             [_format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
         )
-    title = f"{cell.arm}, {_describe_point(cell.point)}: what is held at the step's peak"
-    return _make_table(title, [unit[0], "blocks", "taken in", "line"], rows)
+    title = f"{cell.arm}, {_describe_point(cell.point)}: memory held at the step's peak"
+    return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)
 
 
 # --- predictions ---
@@ -200,7 +202,7 @@ def make_prediction_table(prediction: "SweepPrediction") -> Table:
     ]
     unit, device_text = choose_unit([highest_bytes]), ""
     if prediction.device_bytes is not None:
-        device_text = f" of {prediction.device_bytes / GIB:.1f} GiB a device"
+        device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"
     title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{device_text}"
     numeric_headings = ["peak", "fits"] if device_text else ["peak"]
     empty_cells, rows, sections = [""] * len(numeric_headings[1:]), [], []
@@ -219,8 +221,8 @@ def make_prediction_table(prediction: "SweepPrediction") -> Table:
                 [f"  {phase}", _format_bytes(sum(bytes_by_kind.values()), unit), *empty_cells, breakdown]
             )
         if arm_prediction.engine_bytes is not None:
-            rows.append(["  vllm, while it samples", _format_bytes(arm_prediction.engine_bytes, unit)])
+            rows.append(["  vllm, while sampling", _format_bytes(arm_prediction.engine_bytes, unit)])
     table_columns = columns(
-        "", *numeric_headings, "made of", numeric=numeric_headings, no_wrap=("", *numeric_headings)
+        "", *numeric_headings, "breakdown", numeric=numeric_headings, no_wrap=("", *numeric_headings)
     )
     return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}", sections)

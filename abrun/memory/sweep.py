@@ -18,8 +18,8 @@ from abrun.recipe.run import OwnRunConfig, unsupported_settings
 COMMAND = "abrun memory-profile"
 MASTER_DTYPE = "float32"  # weights, gradients and AdamW moments in abrun's trainer
 SHARED_PROMPTS_NOTE = (
-    "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget of tokens "
-    "is filled with it as without, in fewer microbatches"
+    "policy.share_prompts: has no effect here, because the random sequences share no prompt; in a run, "
+    "micro-batches fill the same token budget, but there are fewer of them"
 )
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 

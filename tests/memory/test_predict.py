@@ -309,8 +309,8 @@ def test_a_dry_run_leaves_no_arm_out(snapshot: Snapshot) -> None:
     arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
     recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
     fits, other = sorted(describe_predicted_memory(recipe, 80 * GIB), reverse=True, key=len)
-    size = re.match(r"arms.baseline: .* microbatches of \d+ x ([\d,]+) tokens", fits)
-    assert size and fits.endswith("a device has 80.0 GiB")
+    size = re.match(r"arms.baseline: .* micro-batches of \d+ x ([\d,]+) tokens", fits)
+    assert size and fits.endswith("device memory 80.0 GiB")
     rollout = recipe.run_config("baseline").rollout  # pyright: ignore[reportAttributeAccessIssue]
     assert int(size[1].replace(",", "")) > rollout.max_new_tokens  # prompts are part of a sequence
     snapshot(other)

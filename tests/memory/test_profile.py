@@ -152,7 +152,7 @@ def check_files(output: Path, profile: MemoryProfile) -> None:
     assert written["cells"][0]["peak"] == profile.cells[0].peak
     held = [table for table in make_tables(profile) if "held" in str(table.title)]
     assert [str(table.title).split(",")[0] for table in held] == ["baseline", "treatment"]
-    assert held[0].rows[0][-1] == "there before the step"
+    assert held[0].rows[0][-1] == "allocated before the step"
     assert len(describe_files(profile, output)) == 1  # a CPU has no snapshot
 
 
@@ -161,7 +161,7 @@ def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path,
     """And the search finds the longest sequence: one step longer runs out."""
     budget = 60 * 2**20
     said: list[str] = []
-    options: dict[str, Any] = {"lengths": [32, 512], "budget_bytes": budget, "longest": "length"}
+    options: dict[str, Any] = {"lengths": [32, 512], "budget_bytes": budget, "searched_size": "length"}
     only = RECIPE.model_copy(update={"arms": {"baseline": {}}})
     profile = measure_recipe(plan(only, **options), tmp_path, said.append)
     ended = profile.cells[1]
@@ -303,7 +303,7 @@ def test_what_a_gpu_s_allocator_says_and_how_far_arms_go_have_tables_of_their_ow
     assert peaks[-1] == ["1.000", "0.200"]  # the ratio
     assert [column[0] for column in allocator[2:]] == ["5.0", "6.0", "0.5", "3", "8.0"]
     *most_of_treatment, reason, _, ratio = (column[1] for column in most)
-    assert (most_of_treatment, ratio) == (["treatment", "4,096"], "4.10") and "takes no more" in reason
+    assert (most_of_treatment, ratio) == (["treatment", "4,096"], "4.10") and "maximum fits" in reason
 
 
 @pytest.mark.slow
