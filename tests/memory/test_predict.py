@@ -326,7 +326,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
-    monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
+    monkeypatch.setattr(predict, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
@@ -389,7 +389,7 @@ def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
         phases = {"forward_backward": {"weights": 2**20}}
         return [{"length": 64, "num_sequences": 1, "by_phase": phases, "vllm": None, "experts": False}]
 
-    monkeypatch.setattr(predict, "probe_alone", probed)
+    monkeypatch.setattr(predict, "run_probe_on_cpu", probed)
     command = ["memory-profile", str(RECIPE), "--predict", "--lengths", "64", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, LaunchError)
