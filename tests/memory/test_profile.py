@@ -37,7 +37,7 @@ RECIPE = load_recipe(SMALL, QUICK)
 def measured_here(
     module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """`run_probe` without the seconds that a process of its own takes to import; the slow tests have those."""
+    """Replace `run_probe` without a separate process, which takes seconds to import torch."""
     from abrun.memory.measure import Measurement
 
     assert config.cluster.ranks == 1
