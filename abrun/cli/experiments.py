@@ -244,9 +244,9 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
     """
     from rich.text import Text
 
-    from abrun.memory.predict import device_memory, memory_lines
+    from abrun.memory.predict import describe_predicted_memory, resolve_device_memory
 
-    device_bytes = device_memory(device) if device is not None else None
+    device_bytes = resolve_device_memory(device) if device is not None else None
     if device_bytes is not None:
         predicted_arms = {
             arm
@@ -254,7 +254,7 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
             for candidate in decision["candidates"]
             for arm in candidate["peaks"]
         }
-        for line in memory_lines(plan.recipe, device_bytes, besides=predicted_arms):
+        for line in describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=predicted_arms):
             screen.print(Text.assemble(("Memory: ", "bold"), display_safe(line)), soft_wrap=True)
 
 

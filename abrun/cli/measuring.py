@@ -11,7 +11,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
-    from abrun.memory.sweep import Plan
+    from abrun.memory.sweep import SweepPlan
 
 MeasuredRecipe = Annotated[
     Path,
@@ -95,7 +95,7 @@ def memory_profile(
         abrun memory-profile fused-logprobs-memory --lengths 128,256
         abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
     """
-    from abrun.memory.sweep import MASTER_DTYPE, Plan, variants_of
+    from abrun.memory.sweep import MASTER_DTYPE, SweepPlan, expand_sweep
 
     if max_seq_len and max_sequences:
         raise RecipeError(Code.SEARCHES_TWO())
@@ -103,17 +103,17 @@ def memory_profile(
     measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
     predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
     _refuse_options(predict, measured, predicted)
-    variants = variants_of(recipe, overrides or [], sweep or [])
+    variants = expand_sweep(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
-    plan = Plan(
+    plan = SweepPlan(
         name=name,
         variants=variants,
         lengths=parse_lengths(lengths),
         sequences=parse_lengths(sequences, "--sequences", 1) if sequences else (),
         rollouts=rollouts,
         budget_bytes=None if budget_gib is None else int(budget_gib * 2**30),
-        longest="length" if max_seq_len else "num_sequences" if max_sequences else None,
+        searched_size="length" if max_seq_len else "num_sequences" if max_sequences else None,
         master_dtype=master_dtype or MASTER_DTYPE,
     )
     if predict:
@@ -134,23 +134,23 @@ def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str
         )
 
 
-def _measure(plan: "Plan", folder: Path) -> None:
+def _measure(plan: "SweepPlan", folder: Path) -> None:
     from abrun.memory.profile import measure_recipe
-    from abrun.memory.show import hints, tables
+    from abrun.memory.show import describe_files, make_tables
 
     profile = measure_recipe(plan, folder, console().say)
-    for table in tables(profile):
+    for table in make_tables(profile):
         console().print(table)
-    for line in filter(None, (profile.note, *hints(profile, folder))):
+    for line in filter(None, (profile.note, *describe_files(profile, folder))):
         console().say(line)
 
 
-def _predict(plan: "Plan", folder: Path, device: str | None) -> None:
-    from abrun.memory.predict import device_memory, predict_recipe
-    from abrun.memory.show import prediction_table
+def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
+    from abrun.memory.predict import predict_recipe, resolve_device_memory
+    from abrun.memory.show import make_prediction_table
 
-    prediction = predict_recipe(plan, folder, device_bytes=device_memory(device))
-    console().print(prediction_table(prediction))
+    prediction = predict_recipe(plan, folder, device_bytes=resolve_device_memory(device))
+    console().print(make_prediction_table(prediction))
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         console().say(line)
     if missing := prediction.not_predicted:

@@ -19,14 +19,14 @@ from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import (
-    ERROR,
-    Predicted,
-    device_memory,
-    longest_sequences,
+    MAX_ERROR,
+    PeakPrediction,
+    find_longest_sequences,
     predict_steps,
-    scratch,
+    resolve_device_memory,
+    scratch_folder,
 )
-from abrun.memory.profile import measured_cell
+from abrun.memory.profile import measure_cell
 from abrun.memory.sweep import microbatch_size
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import AUTO_SETTINGS, CHECKPOINTING, MICRO_BATCH_TOKENS, CommandRecipe, Recipe
@@ -65,7 +65,7 @@ def resolve_auto(
     """
     requested_memory = options.device_memory
     if requested_memory is not None:
-        device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
+        resolve_device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
     if not recipe.auto_keys:
         if requested_memory is not None and not dry_run:
             raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
@@ -99,8 +99,8 @@ def decide_values(
         explanation = f"auto is {_format_values(values)}: no arm with an open value trains on GPUs"
         return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
     _refuse_unpredictable(request, keys, configs)
-    own_bytes = device_memory(None) if is_local else None
-    device_bytes = own_bytes if requested_memory is None else device_memory(requested_memory)
+    own_bytes = resolve_device_memory(None) if is_local else None
+    device_bytes = own_bytes if requested_memory is None else resolve_device_memory(requested_memory)
     if device_bytes is None:
         raise LaunchError(
             Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
@@ -226,7 +226,7 @@ def _list_token_budgets(
     if not unsplit_configs:
         return [size]
     say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(unsplit_configs)}")
-    lengths = longest_sequences(unsplit_configs)
+    lengths = find_longest_sequences(unsplit_configs)
     min_tokens = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
     max_tokens = max(microbatch_size(unsplit_configs[arm]) * length for arm, length in lengths.items())
     while size >= MIN_TOKENS:
@@ -273,7 +273,9 @@ class _Trial:
     @property
     def is_hopeless(self) -> bool:
         """True if memory ran out, or would even if the prediction is too high."""
-        return self.ran_out or (not self.measured and self.highest_peak[1] * (1 - ERROR) > self.device_bytes)
+        return self.ran_out or (
+            not self.measured and self.highest_peak[1] * (1 - MAX_ERROR) > self.device_bytes
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -328,7 +330,7 @@ class _CandidateSearch:
                 values=values,
                 device_bytes=self._device_bytes,
                 peaks=_peaks_as_json(predictions),
-                error=max(prediction.error_below for prediction in predictions),
+                error=max(prediction.max_underestimate for prediction in predictions),
             )
         return self._tried[name]
 
@@ -342,8 +344,8 @@ class _CandidateSearch:
         self._report(f"measuring a step of {arm} with {name}")
         config = _open_arm_configs(self._recipe, trial.values)[arm]
         try:
-            with scratch() as folder:
-                cell, _ = measured_cell(folder / arm, arm, Point(**size), config, job)
+            with scratch_folder() as folder:
+                cell, _ = measure_cell(folder / arm, arm, Point(**size), config, job)
         except LaunchError as error:
             raise LaunchError(
                 Code.AUTO_NOT_MEASURED(
@@ -356,8 +358,8 @@ class _CandidateSearch:
             ) from None
         measured = {
             "arm": arm,
-            "phase": cell.out_of_memory or cell.reached[0],
-            "peak_bytes": cell.reached[1],
+            "phase": cell.out_of_memory or cell.highest_peak[0],
+            "peak_bytes": cell.highest_peak[1],
             "reserved_bytes": cell.reserved_bytes,
             "out_of_memory": cell.out_of_memory,
         }
@@ -368,13 +370,13 @@ class _CandidateSearch:
         self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {activity}")
 
 
-def _peaks_as_json(predictions: Iterable[Predicted]) -> dict[str, dict[str, Any]]:
+def _peaks_as_json(predictions: Iterable[PeakPrediction]) -> dict[str, dict[str, Any]]:
     return {
         prediction.arm: {
             "num_sequences": prediction.point.num_sequences,
             "length": prediction.point.length,
-            "phase": prediction.highest[0],
-            "peak_bytes": prediction.highest[1],
+            "phase": prediction.highest_peak[0],
+            "peak_bytes": prediction.highest_peak[1],
             "asleep_bytes": 0 if prediction.engine_bytes is None else SLEEPING_ENGINE_BYTES,
         }
         for prediction in predictions

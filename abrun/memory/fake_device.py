@@ -1,9 +1,9 @@
-"""A fake GPU: the trainer's own step on tensors that have shapes and lifetimes, and no values.
+"""Fake GPU: runs a real training step on tensors with shapes and lifetimes, but without values.
 
-Inside of `hollow_gpu` every float tensor is torch's FakeTensor, which takes no memory, while the few integers
-and masks that decide shapes are computed. The tensors are on "cpu" and say that they are `is_cuda`. Triton's
-kernels and collectives do nothing; attention never holds the scores. So the lifetimes are those of the real
-modules, FSDP's hooks, activation checkpoints and losses, on the first rank of as many as are asked for.
+In `fake_gpu`, float tensors are torch's FakeTensors, which take no memory. Integers and masks are real,
+because they decide shapes. The tensors are on "cpu" but report `is_cuda`. Triton kernels and collectives do
+nothing, and attention never stores its scores. Tensor lifetimes are therefore those of the real modules, FSDP
+hooks, activation checkpoints and losses, as on the first of the requested ranks.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from abrun.backends.head import LmHead
-from abrun.memory.account import Account, local
-from abrun.memory.compiled import partitioned
+from abrun.memory.allocations import AllocationTracker, to_local_shard
+from abrun.memory.compiled import partition_layer
 from abrun.models.checks import disable_noise
 from abrun.models.presets import preset_config
 from abrun.models.sources import read_config
@@ -37,8 +37,9 @@ from abrun.recipe.policy import Model
 from abrun.train.phases import find_overwritten_storage
 
 aten: Any = torch.ops.aten
-HOPPER = 132, 227 * 2**10  # a GPU's processors and bytes of shared memory, for the grids of Triton's kernels
-# cuBLAS asks torch's allocator for it (on Hopper; torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
+# Streaming multiprocessors and bytes of shared memory, from which Triton's grids are computed
+HOPPER_LIMITS = 132, 227 * 2**10
+# On Hopper; taken from torch's allocator (torch/aten/src/ATen/cuda/CublasHandlePool.cpp).
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 WEIGHTS, GATHERED, GRADIENTS = "weights", "gathered weights", "gradients"
@@ -46,118 +47,124 @@ OPTIMIZER, LOGPROBS, BACKWARD = "optimizer state", "log-probs", "backward"
 REFERENCE, LIBRARIES = "reference weights", "cuBLAS"
 FSDP_KINDS = {"unshard": GATHERED, "wait_for_unshard": GATHERED, "post_backward": GRADIENTS}
 
-MAKES_INTEGERS = (aten.arange, aten.randint, aten.scalar_tensor)  # without being asked for a dtype
+INTEGER_FACTORIES = (aten.arange, aten.randint, aten.scalar_tensor)  # without a dtype argument
 
 
-class HollowTensors(TorchDispatchMode):
-    """Runs operators on fake floats and real integers, and puts what they return to an account."""
+class FakeDeviceMode(TorchDispatchMode):
+    """Dispatch mode that runs operators on fake floats and real integers, and counts their results."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, allocations: AllocationTracker) -> None:
         super().__init__()
-        self._account = account
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._of_dtensors: Any = None  # an operator that they are about to call with the plain tensors
+        self._allocations = allocations
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Operator that a DTensor is about to call again with its plain tensors
+        self._dtensor_operator: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            self._of_dtensors = func
-            return NotImplemented  # they come back with the plain tensors inside
+        if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
+            self._dtensor_operator = func
+            return NotImplemented  # the subclass calls the operator again with plain tensors
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # somebody asks for shapes alone, as DTensor does
-        is_of_dtensors = func is self._of_dtensors  # which autograd never overwrites
-        self._of_dtensors = None if is_of_dtensors else self._of_dtensors
-        with self._of_backward():
+            return func(*args, **kwargs)  # only for shapes, as in DTensor's sharding propagation
+        # Autograd never overwrites the inputs of these
+        is_dtensor_operator = func is self._dtensor_operator
+        self._dtensor_operator = None if is_dtensor_operator else self._dtensor_operator
+        with self._count_as_backward():
             result = self._run(func, args, kwargs, inputs)
-            predecessor = None if is_of_dtensors else find_overwritten_storage(func, args, result)
-            if predecessor is not None:
-                self._account.see_overwriting(predecessor, result.untyped_storage())
+            replaced_storage = None if is_dtensor_operator else find_overwritten_storage(func, args, result)
+            if replaced_storage is not None:
+                self._allocations.count_replacement(replaced_storage, result.untyped_storage())
                 return result
             outputs = (result,) if isinstance(result, Tensor) else tree_leaves((result, kwargs.get("out")))
-            beside = _held_inside(func, inputs)
+            workspace_bytes = _estimate_workspace(func, inputs)
             for leaf in outputs:
                 if isinstance(leaf, Tensor) and (isinstance(leaf, FakeTensor) or not leaf.is_meta):
-                    self._account.see(leaf.untyped_storage(), beside=beside)
+                    self._allocations.count_storage(leaf.untyped_storage(), workspace_bytes=workspace_bytes)
         return result
 
-    def _of_backward(self) -> Any:
-        if self._account.now == "activations" and torch._C._current_autograd_node() is not None:
-            return self._account.kind(BACKWARD)
+    def _count_as_backward(self) -> Any:
+        if self._allocations.current_kind == "activations" and torch._C._current_autograd_node() is not None:
+            return self._allocations.counting_as(BACKWARD)
         return contextlib.nullcontext()
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         if func.namespace == "c10d":
-            return _collective(func, args)
-        fake = any(isinstance(tensor, FakeTensor) for tensor in inputs)
-        if fake and func in UNKNOWN:
-            return UNKNOWN[func](func, self._fake, *args, **kwargs)
-        if fake or self._makes_floats(func, kwargs, inputs):
-            with self._fake:
+            return _run_fake_collective(func, args)
+        has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if has_fake_input and func in OPERATOR_OVERRIDES:
+            return OPERATOR_OVERRIDES[func](func, self._fake_mode, *args, **kwargs)
+        if has_fake_input or self._makes_floats(func, kwargs, inputs):
+            with self._fake_mode:
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _makes_floats(self, func: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        """Return True if floats are made of no values; floats that integers give are computed."""
+        """Return True if the operator creates floats without inputs; floats from integers are computed."""
         if str(kwargs.get("device")) == "meta" or func.namespace != "aten":
             return False
         if inputs:
-            on_meta = all(tensor.is_meta for tensor in inputs)
-            return on_meta and kwargs.get("device") is not None
+            all_on_meta = all(tensor.is_meta for tensor in inputs)
+            return all_on_meta and kwargs.get("device") is not None
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return dtype.is_floating_point and func.overloadpacket not in MAKES_INTEGERS
+        return dtype.is_floating_point and func.overloadpacket not in INTEGER_FACTORIES
 
 
-def _scalar(func: Any, fake: FakeTensorMode, tensor: Tensor) -> Any:
-    """Return a number in the place of one that a step reads, such as the gradient's norm."""
+def _return_placeholder(func: Any, fake_mode: FakeTensorMode, tensor: Tensor) -> Any:
+    """Return True, 1.0 or 1 for a scalar that the step reads, such as the gradient norm."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def _balanced(func: Any, fake: FakeTensorMode, scores: Tensor, k: int, *args: Any) -> tuple[Tensor, Tensor]:
-    """Choose each expert as often as any other."""
-    with fake:
+def _choose_experts_evenly(
+    func: Any, fake_mode: FakeTensorMode, scores: Tensor, k: int, *args: Any
+) -> tuple[Tensor, Tensor]:
+    """Return a top-k that chooses all experts equally often."""
+    with fake_mode:
         values, _ = func(scores, k, *args)
     count = values.numel()
     return values, (torch.arange(count) % scores.shape[-1]).view(values.shape)
 
 
-def _wide_product(func: Any, fake: FakeTensorMode, *args: Any, out: Tensor | None = None, **_: Any) -> Tensor:
-    """Return a matmul's result in a wider dtype: torch 2.11 takes that dtype for a factor of fake tensors."""
-    left, right, dtype = args[-3:]
+def _run_wide_matmul(
+    func: Any, fake_mode: FakeTensorMode, *args: Any, out: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Return the output of a matmul with an output dtype, which torch 2.11 lacks for fake tensors."""
+    lhs, rhs, dtype = args[-3:]
     if out is not None:
         return out
-    with fake:
-        return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+    with fake_mode:
+        return lhs.new_empty(lhs.shape[0], rhs.shape[1], dtype=dtype)
 
 
-def _grouped_product(
+def _run_grouped_matmul(
     func: Any,
-    fake: FakeTensorMode,
-    left: Tensor,
-    right: Tensor,
+    fake_mode: FakeTensorMode,
+    lhs: Tensor,
+    rhs: Tensor,
     offs: Tensor | None = None,
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Return the experts' matmuls, whose shapes torch 2.11 knows in bfloat16 alone."""
-    is_stacked = left.ndim == right.ndim  # a matmul an expert, and not rows one after the other
-    experts = () if not is_stacked else left.shape[:1] if offs is None else (len(offs),)
-    with fake:
-        return left.new_empty(*experts, left.shape[-2], right.shape[-1])
+    """Return the output of a grouped matmul; torch 2.11 infers its shape only for bfloat16."""
+    is_stacked = lhs.ndim == rhs.ndim  # one matrix per expert, not rows of all experts concatenated
+    expert_dims = () if not is_stacked else lhs.shape[:1] if offs is None else (len(offs),)
+    with fake_mode:
+        return lhs.new_empty(*expert_dims, lhs.shape[-2], rhs.shape[-1])
 
 
-UNKNOWN = {
-    aten._grouped_mm.default: _grouped_product,
-    aten._local_scalar_dense.default: _scalar,
-    aten.topk.default: _balanced,
+OPERATOR_OVERRIDES = {
+    aten._grouped_mm.default: _run_grouped_matmul,
+    aten._local_scalar_dense.default: _return_placeholder,
+    aten.topk.default: _choose_experts_evenly,
     **dict.fromkeys(
-        (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out), _wide_product
+        (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out), _run_wide_matmul
     ),
 }
 
 
-def _collective(func: Any, args: Any) -> Any:
-    """Send nothing: what would arrive is this rank's own, or what the output holds."""
+def _run_fake_collective(func: Any, args: Any) -> Any:
+    """Return the result of a collective without communication: outputs get this rank's data or stay as is."""
     name, work = func.overloadpacket.__name__, FakeWork().boxed()
     if name == "barrier":
         return work
@@ -172,23 +179,23 @@ def _collective(func: Any, args: Any) -> Any:
     return args[0], work
 
 
-def _held_inside(func: Any, inputs: list[Tensor]) -> int:
-    """Return the bytes that a GPU's kernel holds while it runs, besides its inputs and outputs."""
+def _estimate_workspace(func: Any, inputs: list[Tensor]) -> int:
+    """Return the bytes of workspace that a GPU kernel allocates, apart from inputs and outputs."""
     if func.overloadpacket.__name__ not in ATTENTION_BACKWARD:
         return 0
-    # FlashAttention sums d_query in float32, and expands the keys' gradients to the queries' heads.
+    # FlashAttention accumulates d_query in float32 and expands key gradients to the query heads.
     query, key = inputs[1], inputs[2]
-    wide = query.numel() * 4
-    return wide + (2 * query.numel() * query.itemsize if key.shape != query.shape else 0)
+    float32_query_bytes = query.numel() * 4
+    return float32_query_bytes + (2 * query.numel() * query.itemsize if key.shape != query.shape else 0)
 
 
 ATTENTION_BACKWARD = ("_scaled_dot_product_flash_attention_for_cpu_backward", "_varlen_attn_backward")
 
 
-class NoKernel:
-    """Stands for each of Triton's kernels: launched, it does nothing."""
+class NoOpKernel:
+    """Replacement of every Triton kernel: a launch does nothing."""
 
-    def __getattr__(self, name: str) -> "NoKernel":
+    def __getattr__(self, name: str) -> "NoOpKernel":
         return self
 
     def __getitem__(self, grid: Any) -> Any:
@@ -196,46 +203,49 @@ class NoKernel:
 
 
 @contextlib.contextmanager
-def hollow_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[Account]:
-    """Make this process the first of `num_ranks`, each with a fake GPU, while entered.
+def fake_gpu(num_ranks: int, master_dtype: torch.dtype = torch.float32) -> Iterator[AllocationTracker]:
+    """Make this process the first of `num_ranks` ranks with a fake GPU each, while entered.
 
-    `master_dtype`: of weights, gradients and AdamW's moments. abrun trains with float32 ones.
+    `master_dtype`: dtype of weights, gradients and AdamW moments. abrun itself uses float32.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    account = Account({LIBRARIES: CUBLAS_WORKSPACE_BYTES})
+    allocations = AllocationTracker({LIBRARIES: CUBLAS_WORKSPACE_BYTES})
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        for stand_in in _stand_ins(account, master_dtype):
-            stack.enter_context(stand_in)
-        stack.enter_context(HollowTensors(account))
-        yield account
+        for patcher in _make_patches(allocations, master_dtype):
+            stack.enter_context(patcher)
+        stack.enter_context(FakeDeviceMode(allocations))
+        yield allocations
 
 
-def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
-    """Yield the patches by which a step runs on such a machine."""
-    for kind in (FakeTensor, FunctionalTensor):
-        yield patch.object(kind, "is_cuda", property(lambda _: True), create=True)
+def _make_patches(allocations: AllocationTracker, master_dtype: torch.dtype) -> Iterator[Any]:
+    """Yield the patches that let a training step run on the fake GPU."""
+    for tensor_type in (FakeTensor, FunctionalTensor):
+        yield patch.object(tensor_type, "is_cuda", property(lambda _: True), create=True)
     yield patch.object(FakeTensor, "data_ptr", lambda _: 0)
-    yield patch("abrun.backends.open_network", functools.partial(hollow_network, dtype=master_dtype))
+    yield patch("abrun.backends.open_network", functools.partial(make_fake_network, dtype=master_dtype))
+    # Compares values, which fake tensors do not have
+    yield patch("abrun.backends.attention.measure_stream_deviation", lambda *_, **__: None)
     yield patch(
-        "abrun.backends.attention.measure_stream_deviation", lambda *_, **__: None
-    )  # nothing to compare
-    yield patch("abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _reducing_in(master_dtype))
-    yield patch("torch.compile", partitioned)
-    yield patch.object(torch.UntypedStorage, "resize_", _seen(account, torch.UntypedStorage.resize_))
-    yield patch.object(LmHead, "compute_logprobs", _judging(account, LmHead.compute_logprobs))
-    for method, kind in FSDP_KINDS.items():
-        in_kind = account.kind(kind)(getattr(FSDPParamGroup, method))
-        yield patch.object(FSDPParamGroup, method, in_kind)
+        "abrun.backends.dtensor.fsdp.MixedPrecisionPolicy", _make_policy_with_reduce_dtype(master_dtype)
+    )
+    yield patch("torch.compile", partition_layer)
+    yield patch.object(
+        torch.UntypedStorage, "resize_", _count_resizes(allocations, torch.UntypedStorage.resize_)
+    )
+    yield patch.object(LmHead, "compute_logprobs", _count_as_logprobs(allocations, LmHead.compute_logprobs))
+    for method, tensor_type in FSDP_KINDS.items():
+        counted_method = allocations.counting_as(tensor_type)(getattr(FSDPParamGroup, method))
+        yield patch.object(FSDPParamGroup, method, counted_method)
     with contextlib.suppress(ImportError):
         from abrun.kernels import triton_tiles
 
-        yield patch.object(triton_tiles, "kernels", NoKernel())
-        yield patch.object(triton_tiles, "_device_limits", lambda _: HOPPER)
+        yield patch.object(triton_tiles, "kernels", NoOpKernel())
+        yield patch.object(triton_tiles, "_query_device_limits", lambda _: HOPPER_LIMITS)
 
 
-def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
-    """Make a recipe's network from its configuration alone: no weight is read."""
+def make_fake_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:
+    """Make a recipe's network from its configuration, without reading weights."""
     config = preset_config(model) if model.path is None else read_config(model.path)
     with torch.device("meta"):
         network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -243,60 +253,60 @@ def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = type(base.rotary_emb)(config=network.config)
     disable_noise(network)
-    network.checkpoint = NoCheckpoint()
+    network.checkpoint = EmptyCheckpoint()
     network.decodes_in_place = False
     return network
 
 
-def _reducing_in(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
-    """Return what makes FSDP's policy with gradients summed over ranks in `dtype`."""
-    make: Any = MixedPrecisionPolicy
-    return lambda **settings: make(**settings | {"reduce_dtype": dtype})
+def _make_policy_with_reduce_dtype(dtype: torch.dtype) -> Callable[..., MixedPrecisionPolicy]:
+    """Return a factory of FSDP policies that reduce gradients in `dtype`."""
+    make_policy: Any = MixedPrecisionPolicy
+    return lambda **settings: make_policy(**settings | {"reduce_dtype": dtype})
 
 
-class NoCheckpoint:
-    """The checkpoint of a network without weights."""
+class EmptyCheckpoint:
+    """Checkpoint that returns uninitialized weights."""
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        return torch.empty([bounds.stop - bounds.start for bounds in part])
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        return torch.empty([bounds.stop - bounds.start for bounds in slices])
 
 
-def _seen(account: Account, resize: Any) -> Any:
-    """Count the storages that FSDP empties and refills by hand."""
+def _count_resizes(allocations: AllocationTracker, resize: Any) -> Any:
+    """Wrap UntypedStorage.resize_ so that storages which FSDP frees and refills are counted."""
 
     @functools.wraps(resize)
-    def run(storage: Any, size: int) -> Any:
+    def counted_resize(storage: Any, size: int) -> Any:
         resized = resize(storage, size)
-        account.see(storage)
+        allocations.count_storage(storage)
         return resized
 
-    return run
+    return counted_resize
 
 
-def _judging(account: Account, judge: Any) -> Any:
-    """Attribute allocations during the head's forward and backward passes to the log-probs."""
+def _count_as_logprobs(allocations: AllocationTracker, compute_logprobs: Any) -> Any:
+    """Wrap the LM head so that allocations in its forward and backward pass count as log-probs."""
 
-    @functools.wraps(judge)
-    def run(head: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        before, account.now = account.now, LOGPROBS
+    @functools.wraps(compute_logprobs)
+    def counted_compute(head: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        previous_kind, allocations.current_kind = allocations.current_kind, LOGPROBS
 
-        def done(gradient: Tensor | None = None) -> None:
-            account.now = before
+        def restore_kind(gradient: Tensor | None = None) -> None:
+            allocations.current_kind = previous_kind
 
         if hidden.requires_grad:
-            hidden.register_hook(done)
+            hidden.register_hook(restore_kind)
         try:
-            return judge(head, hidden, *args, **kwargs)
+            return compute_logprobs(head, hidden, *args, **kwargs)
         finally:
             if not hidden.requires_grad:
-                done()
+                restore_kind()
 
-    return run
+    return counted_compute
 
 
-def resident(named: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors of a backend's `local_state` by kind."""
+def group_by_kind(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Group the tensors of a backend's `local_state` into weights and optimizer state."""
     by_kind: dict[str, list[Tensor]] = {WEIGHTS: [], OPTIMIZER: []}
-    for name, tensor in named.items():
-        by_kind[WEIGHTS if "weights/" in name else OPTIMIZER].append(local(tensor))
+    for name, tensor in tensors.items():
+        by_kind[WEIGHTS if "weights/" in name else OPTIMIZER].append(to_local_shard(tensor))
     return by_kind

@@ -1,8 +1,8 @@
-"""`python -m abrun.memory.measure JOB_DIR`: one rank that measures one cell, an arm at one size.
+"""`python -m abrun.memory.measure JOB_DIR`: measures one cell (an arm at one size) on one rank.
 
-Microbatches of random tokens take the place of the rollouts; everything after them is the trainer's own code.
-The first step, a short one unless layers are compiled, makes the optimizer's state and is not reported. A
-recipe that samples does so once, between the two. Each rank writes a row, also if it runs out of memory.
+Micro-batches of random tokens replace the rollouts; everything else is the trainer's own code. A first step
+creates the optimizer state and is not reported; it is short unless layers are compiled. Recipes with rollouts
+then sample once. The second step is measured. Each rank writes a row, even if it runs out of memory.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from abrun.backends.ranks import join_ranks
 from abrun.errors import AbrunError
 from abrun.experiment.probe import open_row_writer, read_job, report_refusal
-from abrun.memory.peak import SNAPSHOT, PeakHistory
-from abrun.memory.sweep import num_rows, of_size
+from abrun.memory.peak import SNAPSHOT, AllocationRecorder
+from abrun.memory.sweep import num_rows, set_microbatch_size
 from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
 from abrun.processes import progress
@@ -36,9 +36,10 @@ from abrun.train.rollouts import Rollouts
 from abrun.train.setup import RunSetup, make_setup
 
 OUT_OF_MEMORY = 4  # exit code
-PEERS_S = 3.0  # that ranks have to run out of memory likewise, before the first one ends them
-WARM_UP = 1024  # tokens of a sequence of the first step, where they may be fewer than those that are measured
-WHOLE = "forward_backward"  # the trainer's phase, which is measured as two
+# Seconds for the other ranks to report their own OOM before the first rank to fail exits
+PEER_GRACE_S = 3.0
+WARM_UP_TOKENS = 1024  # maximum sequence length of the first step, unless layers are compiled
+FORWARD_BACKWARD = "forward_backward"  # phase of the trainer, reported here as forward and backward
 
 
 def main() -> int:
@@ -49,20 +50,20 @@ def main() -> int:
     rank = os.environ.get("RANK", "0")
     snapshot = directory / (SNAPSHOT if rank == "0" else f"rank-{rank}-{SNAPSHOT}")
     try:
-        row = Measurement(config, join_ranks(config.cluster.model_dump()), snapshot, **job).row()
+        row = Measurement(config, join_ranks(config.cluster.model_dump()), snapshot, **job).measure()
     except AbrunError as error:
         return report_refusal(error)
     open_row_writer(directory, rank).write(row)
     if row["out_of_memory"]:
         if config.cluster.ranks > 1:
-            time.sleep(PEERS_S)
-        os._exit(OUT_OF_MEMORY)  # the other ranks may wait for this one for ever
+            time.sleep(PEER_GRACE_S)
+        os._exit(OUT_OF_MEMORY)  # a normal exit could wait for the other ranks forever
     dist.destroy_process_group()
     return 0
 
 
 class Measurement:
-    """One arm at one size, on one rank. `budget_bytes` limits a device's memory."""
+    """Measurement of one arm at one size on one rank; `budget_bytes` limits the device memory."""
 
     def __init__(
         self,
@@ -76,88 +77,88 @@ class Measurement:
         budget_bytes: int | None = None,
     ) -> None:
         self._length, self._num_sequences = length, num_sequences
-        self._config, self._run_algorithm = of_size(config, num_sequences), config.algorithm
+        self._config, self._run_algorithm = set_microbatch_size(config, num_sequences), config.algorithm
         self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
         self._device, self._snapshot = device, snapshot
-        self._total_bytes = _limited(device, budget_bytes)
+        self._total_bytes = _limit_allocator(device, budget_bytes)
         self._setup: RunSetup | None = None
-        self._held: dict[str, int] = {}
+        self._resident_bytes: dict[str, int] = {}
         self._device_used: dict[str, int] = {}
-        self._history: PeakHistory | None = None
+        self._recorder: AllocationRecorder | None = None
 
-    def row(self) -> dict[str, Any]:
-        """Measure, and return this rank's row; `out_of_memory` is the phase that memory ended, or None."""
-        ran_out_in = reason = None
+    def measure(self) -> dict[str, Any]:
+        """Measure and return this rank's row; `out_of_memory` is the phase of an OOM, or None."""
+        failed_phase = reason = None
         try:
             self._run()
         except (RuntimeError, MemoryError) as error:
             reason = out_of_memory_reason(error)
             if reason is None:
                 raise
-            ran_out_in = (self._setup.phases.interrupted if self._setup else None) or "weights"
+            failed_phase = (self._setup.phases.interrupted if self._setup else None) or "weights"
         return {
-            "out_of_memory": ran_out_in,
+            "out_of_memory": failed_phase,
             "said": reason and sentence(reason),
             "total_bytes": self._total_bytes,
-            "held": self._held,
+            "held": self._resident_bytes,
             "device_used": self._device_used,
-            "metrics": self._peaks(),
-            "peak": self._history.peak() if self._history else None,
+            "metrics": self._collect_peaks(),
+            "peak": self._recorder.summarize() if self._recorder else None,
         }
 
     def _run(self) -> None:
         config = self._config
-        with _weights_made_on(self._device):
+        with _make_weights_on(self._device):
             setup = self._setup = make_setup(config, 0, None, self._device)
-            self._note_held(setup, "weights")
-            _limit(setup.phases.tracker, self._total_bytes)
+            self._record_resident_bytes(setup, "weights")
+            _limit_tracker(setup.phases.tracker, self._total_bytes)
             algorithm = make_algorithm(setup)
-        self._note_held(setup, "reference_weights")
-        setup.policy.around_forward = lambda: _around_forward(setup)
+        self._record_resident_bytes(setup, "reference_weights")
+        setup.policy.around_forward = lambda: _label_forward_and_backward(setup)
         text = setup.data.text
         check_length(text, self._length, f"--lengths: got {self._length}")
 
         def update(length: int) -> None:
             vocab_size = len(text.tokenizer)
-            batch = random_batch(config, length, self._num_sequences, vocab_size, self._device)
+            batch = make_random_batch(config, length, self._num_sequences, vocab_size, self._device)
             algorithm.update(batch, step=1)
 
-        # Layers are compiled for a length
-        update(self._length if config.policy.compile else min(self._length, WARM_UP))
-        self._note_held(setup, "optimizer_state")
+        # Compiled layers need the full length: another one would recompile them
+        update(self._length if config.policy.compile else min(self._length, WARM_UP_TOKENS))
+        self._record_resident_bytes(setup, "optimizer_state")
         try:
             setup.phases.collect()
             if self._rollouts:
                 self._sample(setup)
-            self._history = PeakHistory(setup.phases, self._snapshot)
-            with self._history:
+            self._recorder = AllocationRecorder(setup.phases, self._snapshot)
+            with self._recorder:
                 update(self._length)
         finally:
-            self._note_use("training")
+            self._record_device_use("training")
             setup.sampler.close()
 
     def _sample(self, setup: RunSetup) -> None:
-        """Sample a step's rollouts as the recipe says; the engine sleeps afterwards."""
-        settings: Any = self._run_algorithm  # with its groups
+        """Sample the rollouts of one step, then put the engine to sleep."""
+        settings: Any = self._run_algorithm  # not resized: keeps its groups
         with setup.sampler.awake() as engine:
             Rollouts(setup, settings).fetch(engine, 1, 0)
-            self._note_use("sampling")
+            self._record_device_use("sampling")
 
-    def _note_held(self, setup: RunSetup, name: str) -> None:
-        """Note the bytes that have come to live between steps since the last note."""
-        tensors = (tensor.untyped_storage() for tensor in setup.phases.resident_tensors())
-        num_bytes = sum({storage._cdata: storage.nbytes() for storage in tensors}.values())
-        if more := num_bytes - sum(self._held.values()):
-            self._held[name] = more
+    def _record_resident_bytes(self, setup: RunSetup, name: str) -> None:
+        """Record the bytes of resident tensors that are new since the last call."""
+        storages = (tensor.untyped_storage() for tensor in setup.phases.resident_tensors())
+        num_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        if new_bytes := num_bytes - sum(self._resident_bytes.values()):
+            self._resident_bytes[name] = new_bytes
 
-    def _note_use(self, activity: str) -> None:
-        """Note the device's memory in use by everybody, also by engines and libraries of other allocators."""
+    def _record_device_use(self, activity: str) -> None:
+        """Record the device memory in use by all processes and allocators, such as vLLM and NCCL."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             self._device_used[activity] = total - free
 
-    def _peaks(self) -> dict[str, float]:
-        """Return metrics as runs record them, but forward and backward passes as two phases."""
+    def _collect_peaks(self) -> dict[str, float]:
+        """Return the memory metrics of a run, with forward and backward as separate phases."""
         if self._setup is None:
             if self._device.type != "cuda":
                 return {}
@@ -166,33 +167,33 @@ class Measurement:
                 "memory/weights/peak_reserved_bytes": float(torch.cuda.max_memory_reserved(self._device)),
             }
         peaks = self._setup.phases.collect()[1]
-        for key in [key for key in peaks if f"/{WHOLE}/" in key]:
-            forward = key.replace(f"/{WHOLE}/", "/forward/")
-            if forward in peaks:  # the phase counts as a whole until its first forward pass
+        for key in [key for key in peaks if f"/{FORWARD_BACKWARD}/" in key]:
+            forward = key.replace(f"/{FORWARD_BACKWARD}/", "/forward/")
+            if forward in peaks:  # memory before the first forward label counts as forward
                 peaks[forward] = max(peaks[forward], peaks.pop(key))
         return peaks
 
 
-def random_batch(
+def make_random_batch(
     config: OwnRunConfig, length: int, num_sequences: int, vocab_size: int, device: torch.device
 ) -> Any:
-    """Return a rank's step of `config`: random tokens and rewards, one prompt token, no padding."""
+    """Return a random batch for one step of a rank, with one prompt token per row and no padding."""
     shape = num_rows(config, num_sequences), length
     generator = torch.Generator().manual_seed(length)
     token_mask = torch.ones(shape, dtype=torch.bool)
     token_mask[:, 0] = False
-    batch = RolloutBatch(
+    rollout_batch = RolloutBatch(
         token_ids=torch.randint(vocab_size, shape, generator=generator),
         token_mask=token_mask,
         inference_logprobs=torch.full(shape, -1.0),
         rewards=torch.randn(shape[0], generator=generator),
         rows_per_sample=2 if isinstance(config.algorithm, Dpo) else 1,
     ).to(device)
-    return batch.with_fields(Sequences) if isinstance(config.algorithm, Sft | Dpo) else batch
+    return rollout_batch.with_fields(Sequences) if isinstance(config.algorithm, Sft | Dpo) else rollout_batch
 
 
-def _limited(device: torch.device, budget_bytes: int | None) -> int | None:
-    """Limit a GPU's allocator; return the bytes of a rank's memory, None on CPU cores without a budget."""
+def _limit_allocator(device: torch.device, budget_bytes: int | None) -> int | None:
+    """Limit the CUDA allocator and return the device memory; None on CPU without a budget."""
     if device.type != "cuda":
         return budget_bytes
     available = torch.cuda.get_device_properties(device).total_memory
@@ -202,40 +203,43 @@ def _limited(device: torch.device, budget_bytes: int | None) -> int | None:
     return total_bytes
 
 
-def _limit(tracker: LiveTensors | None, total_bytes: int | None) -> None:
-    """Have the tracker of a CPU, which has no allocator to refuse anything, raise OutOfMemoryError."""
+def _limit_tracker(tracker: LiveTensors | None, total_bytes: int | None) -> None:
+    """Make the CPU tracker raise OutOfMemoryError above `total_bytes`; a CPU has no allocator limit."""
     if tracker is None or total_bytes is None:
         return
 
-    def change(storage: int, num_bytes: int) -> None:
+    def check_budget(storage: int, num_bytes: int) -> None:
         if num_bytes > 0 and tracker.live_bytes > total_bytes:
-            raise torch.OutOfMemoryError(f"{num_bytes} bytes more exceed the budget of {total_bytes}")
+            raise torch.OutOfMemoryError(
+                f"allocating {num_bytes} bytes exceeds the budget of {total_bytes} bytes"
+            )
 
-    tracker.on_change = change
+    tracker.on_change = check_budget
 
 
 @contextlib.contextmanager
-def _around_forward(setup: RunSetup) -> Iterator[None]:
+def _label_forward_and_backward(setup: RunSetup) -> Iterator[None]:
     setup.phases.label_memory("forward")
     yield
     setup.phases.label_memory("backward")
 
 
 @contextlib.contextmanager
-def _weights_made_on(device: torch.device) -> Iterator[None]:
-    """Make a large preset's random matrices on the device while entered.
+def _make_weights_on(device: torch.device) -> Iterator[None]:
+    """Create random weight matrices on the device while entered.
 
-    A CPU takes minutes for 8B, so as to have the same ones for every layout; memory needs no values.
+    The usual ones are made on the CPU to be equal for every layout, which takes minutes for 8B weights.
+    Memory does not depend on the values.
     """
-    read_alike = RandomWeights.read
+    read_cpu_weights = RandomWeights.read
 
-    def read(weights: RandomWeights, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        if len(part) == 1:
-            return read_alike(weights, name, part)
-        shape = [bounds.stop - bounds.start for bounds in part]
+    def read_on_device(weights: RandomWeights, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        if len(slices) == 1:
+            return read_cpu_weights(weights, name, slices)
+        shape = [bounds.stop - bounds.start for bounds in slices]
         return torch.empty(shape, device=device).uniform_(-0.03, 0.03)
 
-    with patch.object(RandomWeights, "read", read):
+    with patch.object(RandomWeights, "read", read_on_device):
         yield
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Whose memory a step's peak is: the lines of source that hold the most of it.
+"""Source lines that allocated the memory held at a step's peak.
 
-On CUDA the step's whole history is also written as torch's memory snapshot, for https://pytorch.org/memory_viz.
-Recording takes host memory and time, and none of the device's.
+On CUDA the allocation history of the step is also written as torch's memory snapshot, for
+https://pytorch.org/memory_viz. Recording takes host memory and time, but no device memory.
 """
 
 import contextlib
@@ -19,148 +19,158 @@ import torch
 from abrun.train.phases import Phases
 
 SNAPSHOT = "memory-snapshot.pickle"
-MAX_SITES = 8  # of the table
-MAX_EVENTS = 500_000  # of the allocator's history
+MAX_SITES = 8  # in the table
+MAX_EVENTS = 500_000  # in the allocator's history
 MAX_FRAMES = 60
-AUTOGRAD = "autograd"  # in the place of a node's file
+AUTOGRAD = "autograd"  # stands for the file name in frames of autograd nodes
 LIBRARIES = re.compile(r"(^|/)torch/|(^|/)triton/|<|importlib|abrun/(memory|train/phases)\b")
 PACKAGE = re.compile(r".*/(?:site-packages|dist-packages)/|.*/(?=abrun/)")
 
 
-class Site(NamedTuple):
-    """Where memory was taken: on which line, in which phase of the step."""
+class AllocationSite(NamedTuple):
+    """Source line and phase of an allocation."""
 
-    line: str  # empty for C++ code without a Python frame
+    line: str  # empty: C++ code without a Python frame
     phase: str
 
 
-class Change(NamedTuple):
-    """A block of memory grew by so many bytes, or shrank."""
+class AllocationEvent(NamedTuple):
+    """Growth (positive) or shrinkage (negative) of a block of memory, in bytes."""
 
     block: Hashable
     num_bytes: int
-    site: Site | None  # None if it shrank
+    site: AllocationSite | None  # None: the block shrank
 
 
-class PeakHistory:
-    """Record the allocations of a rank's device while entered; `peak` then names what the peak holds.
+class AllocationRecorder:
+    """Context manager that records the allocations of a rank's device.
 
-    `snapshot`: the file for torch's snapshot, written on CUDA alone.
+    `snapshot` is the file for torch's memory snapshot, written only on CUDA.
     """
 
     def __init__(self, phases: Phases, snapshot: Path) -> None:
         self._phases, self._snapshot = phases, snapshot
-        self._changes: list[Change] = []
-        self._starts: list[tuple[int, str]] = []  # of phases, in microseconds
+        self._events: list[AllocationEvent] = []
+        self._phase_starts: list[tuple[int, str]] = []  # (microseconds, phase)
         self._base_bytes = 0
 
-    def __enter__(self) -> "PeakHistory":
+    def __enter__(self) -> "AllocationRecorder":
         self._stack = contextlib.ExitStack()
         self._stack.callback(setattr, self._phases, "on_memory_label", self._phases.on_memory_label)
-        self._phases.on_memory_label = lambda phase: self._starts.append((time.time_ns() // 1000, phase))
+        self._phases.on_memory_label = lambda phase: self._phase_starts.append(
+            (time.time_ns() // 1000, phase)
+        )
         if self._phases.tracker is None:
             self._base_bytes = torch.cuda.memory_allocated() - self._phases.absent_bytes
-            self._stack.callback(self._stop)
+            self._stack.callback(self._stop_recording)
             torch.cuda.memory._record_memory_history(
                 "all", context="alloc", stacks="python", max_entries=MAX_EVENTS, clear_history=True
             )
         else:
-            self._follow(self._phases.tracker)
+            self._record_tracker(self._phases.tracker)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def peak(self) -> dict[str, Any] | None:
-        """Return `held_at_peak` of what was recorded; None if nothing was."""
-        return held_at_peak(self._changes, self._base_bytes) if self._changes else None
+    def summarize(self) -> dict[str, Any] | None:
+        """Return the result of `summarize_peak`, or None if nothing was recorded."""
+        return summarize_peak(self._events, self._base_bytes) if self._events else None
 
-    def _follow(self, tracker: Any) -> None:
+    def _record_tracker(self, tracker: Any) -> None:
         tracker.follow(self._phases.resident_tensors())
         tracker.reset_peak()
         self._base_bytes = tracker.live_bytes
         on_change: Callable[[int, int], None] = tracker.on_change
 
-        def note(storage: int, num_bytes: int) -> None:
-            phase = self._starts[-1][1] if self._starts else ""
-            site = Site(line_of(_frames()), phase) if num_bytes > 0 else None
-            self._changes.append(Change(storage, num_bytes, site))
+        def record_event(storage: int, num_bytes: int) -> None:
+            phase = self._phase_starts[-1][1] if self._phase_starts else ""
+            site = AllocationSite(find_source_line(_iterate_frames()), phase) if num_bytes > 0 else None
+            self._events.append(AllocationEvent(storage, num_bytes, site))
             on_change(storage, num_bytes)
 
-        tracker.on_change = note
+        tracker.on_change = record_event
         self._stack.callback(setattr, tracker, "on_change", on_change)
 
-    def _stop(self) -> None:
-        """Read the history before it ends, also after memory ran out."""
+    def _stop_recording(self) -> None:
+        """Save the allocator's history and stop it, also after an OOM."""
         snapshot: Any = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(None)
         with self._snapshot.open("wb") as file:  # as torch.cuda.memory._dump_snapshot does
             pickle.dump(snapshot, file)
         trace = snapshot["device_traces"][torch.cuda.current_device()]
-        self._changes = list(changes_of_trace(trace, self._starts))
+        self._events = list(parse_trace(trace, self._phase_starts))
 
 
-def changes_of_trace(
-    trace: Iterable[Mapping[str, Any]], starts: Sequence[tuple[int, str]]
-) -> Iterator[Change]:
-    """Yield the changes of one device's events, `device_traces[i]` of torch's snapshot.
+def parse_trace(
+    trace: Iterable[Mapping[str, Any]], phase_starts: Sequence[tuple[int, str]]
+) -> Iterator[AllocationEvent]:
+    """Yield the allocations and frees in `device_traces[i]` of torch's snapshot.
 
-    `starts`: when (microseconds) which phase began, in order.
+    `phase_starts`: (microseconds, phase) of each start, in order.
     """
-    phase, following = "", list(reversed(starts))
-    for event in trace:
-        while following and following[-1][0] <= event["time_us"]:
-            phase = following.pop()[1]
-        if event["action"] == "alloc":
-            yield Change(event["addr"], event["size"], Site(line_of(event.get("frames", ())), phase))
-        elif event["action"] == "free_requested":
-            yield Change(event["addr"], -event["size"], None)
+    phase, pending_starts = "", list(reversed(phase_starts))
+    for record in trace:
+        while pending_starts and pending_starts[-1][0] <= record["time_us"]:
+            phase = pending_starts.pop()[1]
+        if record["action"] == "alloc":
+            yield AllocationEvent(
+                record["addr"],
+                record["size"],
+                AllocationSite(find_source_line(record.get("frames", ())), phase),
+            )
+        elif record["action"] == "free_requested":
+            yield AllocationEvent(record["addr"], -record["size"], None)
 
 
-def held_at_peak(changes: Sequence[Change], base_bytes: int) -> dict[str, Any]:
-    """Return `peak_bytes`; `before_bytes` of it, there before the step; and `sites`, the largest first.
+def summarize_peak(events: Sequence[AllocationEvent], base_bytes: int) -> dict[str, Any]:
+    """Summarize the memory held at the peak.
 
-    A site has `line`, `phase`, `bytes` and `count`, its number of blocks.
+    Returns `peak_bytes`, `before_bytes` (the part allocated before recording began) and `sites`, largest
+    first. A site has `line`, `phase`, `bytes` and `count` (its number of blocks).
     """
-    total = peak_bytes = base_bytes
-    num_changes = 0
-    for index, change in enumerate(changes, 1):
-        total += change.num_bytes
-        if total > peak_bytes:
-            peak_bytes, num_changes = total, index
-    blocks: dict[Hashable, tuple[int, Site]] = {}
-    for block, num_bytes, site in changes[:num_changes]:
-        held, owner = blocks.pop(block, (0, site))
-        if owner is not None and held + num_bytes > 0:
-            blocks[block] = held + num_bytes, site or owner
-    sites: dict[Site, tuple[int, int]] = {}
+    live_bytes = peak_bytes = base_bytes
+    num_peak_events = 0
+    for index, event in enumerate(events, 1):
+        live_bytes += event.num_bytes
+        if live_bytes > peak_bytes:
+            peak_bytes, num_peak_events = live_bytes, index
+    blocks: dict[Hashable, tuple[int, AllocationSite]] = {}
+    for block, num_bytes, site in events[:num_peak_events]:
+        block_bytes, block_site = blocks.pop(block, (0, site))
+        if block_site is not None and block_bytes + num_bytes > 0:
+            blocks[block] = block_bytes + num_bytes, site or block_site
+    sites: dict[AllocationSite, tuple[int, int]] = {}
     for num_bytes, site in blocks.values():
-        so_far, count = sites.get(site, (0, 0))
-        sites[site] = so_far + num_bytes, count + 1
+        site_bytes, count = sites.get(site, (0, 0))
+        sites[site] = site_bytes + num_bytes, count + 1
     largest = sorted(sites.items(), key=lambda item: -item[1][0])[:MAX_SITES]
     return {
         "peak_bytes": peak_bytes,
         "before_bytes": peak_bytes - sum(num_bytes for num_bytes, _ in blocks.values()),
-        "sites": [{**site._asdict(), "bytes": size, "count": count} for site, (size, count) in largest],
+        "sites": [
+            {**site._asdict(), "bytes": num_bytes_at_site, "count": count}
+            for site, (num_bytes_at_site, count) in largest
+        ],
     }
 
 
-def line_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Return the innermost frame outside of torch: `package/file.py:12 function`; empty if there is none.
+def find_source_line(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Return the innermost frame outside torch as `package/file.py:12 function`, or an empty string.
 
-    Of code that autograd runs itself it is the name of its node.
+    For code that autograd runs itself, return the name of the autograd node.
     """
     for frame in frames:
-        name = PACKAGE.sub("", str(frame["filename"]))  # a checkout may lie in a folder named torch
-        if name == AUTOGRAD:
+        path = PACKAGE.sub("", str(frame["filename"]))  # the folder of a checkout may be named torch
+        if path == AUTOGRAD:
             return str(frame["name"])
-        if not LIBRARIES.search(name) and name.endswith(".py"):
-            return f"{name}:{frame['line']} {frame['name']}"
+        if not LIBRARIES.search(path) and path.endswith(".py"):
+            return f"{path}:{frame['line']} {frame['name']}"
     return ""
 
 
-def _frames() -> Iterator[dict[str, Any]]:
-    """Yield the caller's frames; in a backward pass that autograd runs, at last its node, without a line."""
+def _iterate_frames() -> Iterator[dict[str, Any]]:
+    """Yield the frames of the caller, innermost first; in a backward pass the last is the autograd node."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:

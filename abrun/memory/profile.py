@@ -1,7 +1,7 @@
-"""memory-profile: peak memory by phase and arm over a sweep of sizes, on this machine's device.
+"""Measured memory peaks by phase and arm over a sweep of sizes, on this machine's devices.
 
-Each cell of the sweep, an arm at one size, is measured by processes of its own, one cell after the other, so
-that no other cell's memory is in its peaks. Results are written at once.
+Each cell (an arm at one size) is measured in separate processes, one cell at a time, so that its peaks
+contain no memory of other cells. Results are written after each cell.
 """
 
 import itertools
@@ -13,10 +13,10 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.model_files import model_shape
 from abrun.experiment.probe import read_rows, run_probe
-from abrun.memory.cells import Cell, MemoryProfile, Point, cell_of
-from abrun.memory.search import search
-from abrun.memory.show import progress_line
-from abrun.memory.sweep import COMMAND, Plan, Variant
+from abrun.memory.cells import Cell, MemoryProfile, Point, merge_rank_rows
+from abrun.memory.search import search_size_limit
+from abrun.memory.show import format_progress
+from abrun.memory.sweep import COMMAND, SweepPlan, Variant
 from abrun.recipe.algorithms import Dpo
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
@@ -24,18 +24,18 @@ from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
 MODULE = "abrun.memory.measure"
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
-class Bench:
-    """Measures the cells of a plan, reports each, and rewrites peaks.json after each."""
+class SweepRunner:
+    """Runner that measures cells one by one, reports each, and updates peaks.json."""
 
-    def __init__(self, plan: Plan, output: Path, say: Say) -> None:
-        self._plan, self._output, self._say = plan, output, say
-        self.profile = MemoryProfile(name=plan.name, counter="", cells=[], longest=[], note=plan.note())
+    def __init__(self, plan: SweepPlan, output: Path, report_line: ReportLine) -> None:
+        self._plan, self._output, self._report_line = plan, output, report_line
+        self.profile = MemoryProfile(name=plan.name, counter="", cells=[], size_limits=[], note=plan.note())
 
     def measure(self, arm: str, point: Point, config: OwnRunConfig, position: str = "") -> Cell:
-        """Measure one cell in processes of its own. Raises LaunchError where it cannot be measured."""
+        """Measure one cell in separate processes. Raises LaunchError if it cannot be measured."""
         job = {
             "length": point.length,
             "num_sequences": point.num_sequences,
@@ -43,30 +43,34 @@ class Bench:
             "budget_bytes": self._plan.budget_bytes,
         }
         directory = self._output / "cells" / f"{len(self.profile.cells):03d}-{arm}"
-        cell, counter = measured_cell(directory, arm, point, config, job)
+        cell, counter = measure_cell(directory, arm, point, config, job)
         counter = counter or self.profile.counter
         self.profile = replace(self.profile, counter=counter, cells=[*self.profile.cells, cell])
         self._write()
-        self._say(position + progress_line(cell, self.profile.unit))
+        self._report_line(position + format_progress(cell, self.profile.unit))
         return cell
 
-    def search(self, variant: Variant, arm: str, config: OwnRunConfig) -> None:
-        """Search the largest size of an arm that trains, from the cells at the smallest of the other size."""
-        size = self._plan.longest
-        assert size
-        other = "num_sequences" if size == "length" else "length"
+    def search_arm(self, variant: Variant, arm: str, config: OwnRunConfig) -> None:
+        """Search for an arm's size limit, from its cells with the smallest value of the other size."""
+        searched_size = self._plan.searched_size
+        assert searched_size
+        fixed_size = "num_sequences" if searched_size == "length" else "length"
         cells = [cell for cell in self.profile.cells if (cell.arm, cell.point.swept) == (arm, variant.swept)]
-        least = min(getattr(cell.point, other) for cell in cells)
-        cells = [cell for cell in cells if getattr(cell.point, other) == least]
-        pairs = size == "num_sequences" and isinstance(config.algorithm, Dpo)
-        longest = search(
+        smallest_fixed_size = min(getattr(cell.point, fixed_size) for cell in cells)
+        cells = [cell for cell in cells if getattr(cell.point, fixed_size) == smallest_fixed_size]
+        needs_pairs = searched_size == "num_sequences" and isinstance(config.algorithm, Dpo)
+        size_limit = search_size_limit(
             cells,
-            size,
-            lambda value: self.measure(arm, replace(cells[0].point, **{size: value}), config, "search: "),
-            unit=2 if pairs else 1,
-            most=model_shape(config.model).get("max_position_embeddings") if size == "length" else None,
+            searched_size,
+            lambda size: self.measure(
+                arm, replace(cells[0].point, **{searched_size: size}), config, "search: "
+            ),
+            unit=2 if needs_pairs else 1,
+            max_size=model_shape(config.model).get("max_position_embeddings")
+            if searched_size == "length"
+            else None,
         )
-        self.profile = replace(self.profile, longest=[*self.profile.longest, longest])
+        self.profile = replace(self.profile, size_limits=[*self.profile.size_limits, size_limit])
         self._write()
 
     def _write(self) -> None:
@@ -78,17 +82,17 @@ class Bench:
                 "name": profile.name,
                 "counter": profile.counter,
                 "cells": [cell.as_json() for cell in profile.cells],
-                "longest": [asdict(longest) | {"swept": dict(longest.swept)} for longest in profile.longest],
+                "longest": [asdict(limit) | {"swept": dict(limit.swept)} for limit in profile.size_limits],
             },
         )
 
 
-def measured_cell(
+def measure_cell(
     directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Mapping[str, Any]
 ) -> tuple[Cell, str]:
-    """Return a cell and the counter of its peaks; running out of memory is a result, too.
+    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
 
-    Raises LaunchError where it cannot be measured.
+    Raises LaunchError if the cell cannot be measured.
     """
     try:
         rows = run_probe(MODULE, directory, config, job)
@@ -96,30 +100,32 @@ def measured_cell(
         rows = read_rows(directory)
         if not any(row["out_of_memory"] for row in rows):
             raise
-    return cell_of(arm, point, rows)
+    return merge_rank_rows(arm, point, rows)
 
 
-def measure_recipe(plan: Plan, output: Path, say: Say = lambda line: None) -> MemoryProfile:
-    """Measure the cells of `plan`, then search; write peaks.json into `output`.
+def measure_recipe(
+    plan: SweepPlan, output: Path, report_line: ReportLine = lambda line: None
+) -> MemoryProfile:
+    """Measure the cells of `plan`, search for size limits if requested, and write peaks.json into `output`.
 
-    Raises LaunchError where an arm cannot be measured here; cells measured before that are kept.
+    Raises LaunchError if an arm cannot be measured on this machine; earlier cells stay in peaks.json.
     """
     batches = plan.batches()
-    bench = Bench(plan, output, say)
-    total, number = len(plan.lengths) * sum(len(configs) for *_, configs in batches), 0
+    runner = SweepRunner(plan, output, report_line)
+    num_cells, cell_number = len(plan.lengths) * sum(len(configs) for *_, configs in batches), 0
     with folder_lock(output, COMMAND):
         for variant, num_sequences, configs in batches:
-            ended = set[str]()
+            oom_arms = set[str]()
             for length, (arm, config) in itertools.product(plan.lengths, configs.items()):
-                number += 1
-                position = f"[{number}/{total}] "
-                if arm in ended:
-                    say(f"{position}{arm}: left out, a shorter one ran out of memory")
+                cell_number += 1
+                position = f"[{cell_number}/{num_cells}] "
+                if arm in oom_arms:
+                    report_line(f"{position}{arm}: skipped: a shorter length ran out of memory")
                     continue
                 point = Point(length=length, num_sequences=num_sequences, swept=variant.swept)
-                if bench.measure(arm, point, config, position).out_of_memory:
-                    ended.add(arm)
-        for variant in plan.variants if plan.longest else ():
+                if runner.measure(arm, point, config, position).out_of_memory:
+                    oom_arms.add(arm)
+        for variant in plan.variants if plan.searched_size else ():
             for arm, config in variant.configs().items():
-                bench.search(variant, arm, config)
-    return bench.profile
+                runner.search_arm(variant, arm, config)
+    return runner.profile

@@ -6,158 +6,164 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from abrun.memory.cells import GIB, Cell, Longest, MemoryProfile, Point, unit_of
+from abrun.memory.cells import GIB, Cell, MemoryProfile, Point, SizeLimit, choose_unit
 from abrun.metric_names import PEAK_MEMORY
 from abrun.present.tables import Table, columns
 
 if TYPE_CHECKING:
-    from abrun.memory.predict import Prediction
+    from abrun.memory.predict import SweepPrediction
 
 VIEWER = "https://pytorch.org/memory_viz"
-TEXT_COLUMNS = ("arm", "highest in", "ends in", "taken in", "line")
-MIN_SHARE = 0.01  # of the highest predicted peak: a kind of memory below it everywhere is left out
+TEXT_COLUMNS = ("arm", "highest in", "fails in", "allocated in", "line")
+MIN_SHARE = 0.01  # kinds of memory below this share of the highest peak are not shown
 
 
-def progress_line(cell: Cell, unit: tuple[str, int]) -> str:
-    """Return the line that reports a cell as it is done."""
-    phase, num_bytes = cell.reached
-    reached = f"{_amount(num_bytes, unit)} {unit[0]} in {phase}"
-    place = f"{cell.arm}, {_point(cell.point)}"
+def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
+    """Return the progress line of a measured cell."""
+    phase, num_bytes = cell.highest_peak
+    peak_text = f"{_format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
+    cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
     if cell.out_of_memory:
-        return f"{place}: out of memory in {cell.out_of_memory}; highest before that: {reached}"
-    return f"{place}: {reached}"
+        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
+    return f"{cell_name}: {peak_text}"
 
 
-def tables(profile: MemoryProfile) -> list[Table]:
-    """Return peaks by phase, the allocator's counters, the longest that trains, and what the peaks hold."""
+def make_tables(profile: MemoryProfile) -> list[Table]:
+    """Return the tables of peaks, allocator counters, size limits and allocation sites."""
     has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
     return [
-        _peaks(profile),
-        *([_allocator(profile)] if has_allocator else []),
-        *([_longest(profile)] if profile.longest else []),
-        *(_sites(cell, profile.unit) for cell in _compared_cells(profile)),
+        _make_peak_table(profile),
+        *([_make_allocator_table(profile)] if has_allocator else []),
+        *([_make_limit_table(profile)] if profile.size_limits else []),
+        *(_make_site_table(cell, profile.unit) for cell in _choose_compared_cells(profile)),
     ]
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    numeric = [heading for heading in headings if heading not in TEXT_COLUMNS]
+def _make_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    numeric_headings = [heading for heading in headings if heading not in TEXT_COLUMNS]
     by_size = range(1, len(rows)) if headings[0] == "tokens" else ()
     sections = [index for index in by_size if rows[index][0] != rows[index - 1][0]]
-    return Table(columns(*headings, numeric=numeric, no_wrap=TEXT_COLUMNS), rows, title, sections)
+    return Table(columns(*headings, numeric=numeric_headings, no_wrap=TEXT_COLUMNS), rows, title, sections)
 
 
-def _peaks(profile: MemoryProfile) -> Table:
+def _make_peak_table(profile: MemoryProfile) -> Table:
     phases = list(dict.fromkeys(phase for cell in profile.cells for phase in cell.by_phase))
-    held = list(dict.fromkeys(name for cell in profile.cells for name in cell.held))
-    places, unit = _places(profile), profile.unit
-    headings = [*places, "arm", *(name.replace("_", " ") for name in held)]
-    headings += [*map(_phase_name, phases), "highest in", "ratio"]
+    resident_kinds = list(dict.fromkeys(name for cell in profile.cells for name in cell.held))
+    size_headings, unit = _size_headings(profile), profile.unit
+    headings = [*size_headings, "arm", *(name.replace("_", " ") for name in resident_kinds)]
+    headings += [*map(_format_phase, phases), "highest in", "ratio"]
     rows = []
-    for cell in profile.by_size:
-        ratio, phase = profile.ratio(cell), _phase_name(cell.reached[0])
+    for cell in profile.sorted_cells:
+        ratio, phase = profile.ratio(cell), _format_phase(cell.highest_peak[0])
         rows.append(
             [
-                *_place(cell.point, places),
+                *_format_size(cell.point, size_headings),
                 cell.arm,
-                *(_amount(cell.held.get(name), unit) for name in held),
-                *(_amount(cell.by_phase.get(phase), unit) for phase in phases),
+                *(_format_bytes(cell.held.get(name), unit) for name in resident_kinds),
+                *(_format_bytes(cell.by_phase.get(phase), unit) for phase in phases),
                 f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else phase,
                 f"{ratio:.3f}" if ratio else "-",
             ]
         )
     on_gpu = profile.counter == PEAK_MEMORY[0]
-    counted = "peak memory allocated on a GPU" if on_gpu else "peak of live tensors' bytes on a CPU"
-    return _table(f"{profile.name}: {counted}, {unit[0]}, largest of any rank", headings, rows)
+    counter_text = "peak memory allocated on a GPU" if on_gpu else "peak of live tensors' bytes on a CPU"
+    return _make_table(f"{profile.name}: {counter_text}, {unit[0]}, maximum over ranks", headings, rows)
 
 
-def _allocator(profile: MemoryProfile) -> Table:
-    places, unit = _places(profile), profile.unit
-    users = list(dict.fromkeys(activity for cell in profile.cells for activity in cell.device_used_bytes))
-    headings = [*places, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
-    headings += [f"device in use, {activity}" for activity in users]
+def _make_allocator_table(profile: MemoryProfile) -> Table:
+    size_headings, unit = _size_headings(profile), profile.unit
+    activities = list(
+        dict.fromkeys(activity for cell in profile.cells for activity in cell.device_used_bytes)
+    )
+    headings = [*size_headings, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
+    headings += [f"device memory used, {activity}" for activity in activities]
     rows = [
         [
-            *_place(cell.point, places),
+            *_format_size(cell.point, size_headings),
             cell.arm,
-            _amount(cell.reached[1], unit),
-            _amount(cell.reserved_bytes, unit),
-            _amount(cell.inactive_bytes, unit),
+            _format_bytes(cell.highest_peak[1], unit),
+            _format_bytes(cell.reserved_bytes, unit),
+            _format_bytes(cell.inactive_bytes, unit),
             "-" if cell.allocator_retries is None else str(cell.allocator_retries),
-            *(_amount(cell.device_used_bytes.get(activity), unit) for activity in users),
+            *(_format_bytes(cell.device_used_bytes.get(activity), unit) for activity in activities),
         ]
-        for cell in profile.by_size
+        for cell in profile.sorted_cells
     ]
-    return _table(f"the allocator, {unit[0]}", headings, rows)
+    return _make_table(f"CUDA allocator, {unit[0]}", headings, rows)
 
 
-def _longest(profile: MemoryProfile) -> Table:
-    keys = list(dict.fromkeys(key for longest in profile.longest for key, _ in longest.swept))
-    bases = {
-        longest.swept: longest.fits for longest in profile.longest[::-1] if longest.arm == profile.arms[0]
+def _make_limit_table(profile: MemoryProfile) -> Table:
+    keys = list(dict.fromkeys(key for limit in profile.size_limits for key, _ in limit.swept))
+    baseline_sizes = {
+        limit.swept: limit.fits for limit in profile.size_limits[::-1] if limit.arm == profile.arms[0]
     }
-    rows = [_longest_row(longest, keys, bases.get(longest.swept)) for longest in profile.longest]
-    headings = [*map(_short, keys), "arm", "trains", "does not", "ends in", "ratio"]
-    by_length = profile.longest[0].what == "length"
-    size = "tokens of a sequence" if by_length else "sequences of a microbatch"
-    return _table(f"the most that trains: {size}", headings, rows)
+    rows = [_make_limit_row(limit, keys, baseline_sizes.get(limit.swept)) for limit in profile.size_limits]
+    headings = [*map(_shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
+    is_length = profile.size_limits[0].what == "length"
+    unit_text = "tokens per sequence" if is_length else "sequences per micro-batch"
+    return _make_table(f"largest size that fits: {unit_text}", headings, rows)
 
 
-def _longest_row(longest: Longest, keys: Sequence[str], base: int | None) -> list[str]:
-    swept = dict(longest.swept)
+def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | None) -> list[str]:
+    swept = dict(limit.swept)
     return [
         *(str(swept.get(key, "-")) for key in keys),
-        longest.arm,
-        f"{longest.fits:,}" if longest.fits else "none",
-        f"{longest.fails:,}" if longest.fails else "the model takes no more",
-        longest.failed_in or "-",
-        f"{longest.fits / base:.2f}" if longest.fits and base else "-",
+        limit.arm,
+        f"{limit.fits:,}" if limit.fits else "none",
+        f"{limit.fails:,}" if limit.fails else "none (model's maximum fits)",
+        limit.failed_in or "-",
+        f"{limit.fits / baseline_size:.2f}" if limit.fits and baseline_size else "-",
     ]
 
 
-def _places(profile: MemoryProfile) -> list[str]:
-    """Return the headings of what cells differ in besides their arms."""
+def _size_headings(profile: MemoryProfile) -> list[str]:
+    """Return the headings of the sizes and swept keys in which cells differ."""
     keys = list(dict.fromkeys(key for cell in profile.cells for key, _ in cell.point.swept))
     sequences = {cell.point.num_sequences for cell in profile.cells}
-    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_short, keys)]
+    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_shorten_key, keys)]
 
 
-def _place(point: Point, places: Sequence[str]) -> list[str]:
+def _format_size(point: Point, headings: Sequence[str]) -> list[str]:
     values = {"tokens": f"{point.length:,}", "sequences": f"{point.num_sequences:,}"}
-    values |= {_short(key): f"{value:,}" if type(value) is int else str(value) for key, value in point.swept}
-    return [values.get(place, "None") for place in places]
+    values |= {
+        _shorten_key(key): f"{value:,}" if type(value) is int else str(value) for key, value in point.swept
+    }
+    return [values.get(heading, "None") for heading in headings]
 
 
-def _point(point: Point) -> str:
+def _describe_point(point: Point) -> str:
     sequences = [f"{point.num_sequences} sequences"] if point.num_sequences > 1 else []
-    swept = (f"{_short(key)} {value}" for key, value in point.swept)
+    swept = (f"{_shorten_key(key)} {value}" for key, value in point.swept)
     return ", ".join([f"{point.length:,} tokens", *sequences, *swept])
 
 
-def _short(key: str) -> str:
+def _shorten_key(key: str) -> str:
     return key.rsplit(".", 1)[-1].replace("_", " ")
 
 
-def _phase_name(phase: str) -> str:
+def _format_phase(phase: str) -> str:
     return "rollout" if phase == "generation" else phase.replace("_", " ")
 
 
-def _amount(num_bytes: int | None, unit: tuple[str, int]) -> str:
+def _format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
     return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
 
 
-# --- what a peak holds ---
+# --- allocation sites ---
 
 
-def hints(profile: MemoryProfile, output: Path) -> list[str]:
-    """Return the lines that name the files, torch's snapshots among them."""
+def describe_files(profile: MemoryProfile, output: Path) -> list[str]:
+    """Return lines that say where peaks.json and torch's memory snapshots are."""
     lines = [f"peaks.json is in {output}"]
     if any(cell.peak and cell.reserved_bytes is not None for cell in profile.cells):
-        lines.append(f"Each step's allocations: open cells/*/memory-snapshot.pickle there in {VIEWER}")
+        lines.append(
+            f"To see every allocation of a step, open {output}/cells/*/memory-snapshot.pickle in {VIEWER}"
+        )
     return lines
 
 
-def _compared_cells(profile: MemoryProfile) -> list[Cell]:
-    """Return a cell of each arm, all at one point: the largest that most arms have."""
+def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
+    """Return the cells of the largest point at which most arms were measured."""
     by_point: dict[Point, list[Cell]] = {}
     for cell in profile.cells:
         if cell.peak:
@@ -169,48 +175,54 @@ def _compared_cells(profile: MemoryProfile) -> list[Cell]:
     )
 
 
-def _sites(cell: Cell, unit: tuple[str, int]) -> Table:
-    """Return the sites that hold most at a cell's peak."""
+def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
+    """Return the table of the sites that hold the most memory at a cell's peak."""
     assert cell.peak
-    rows = [[_amount(cell.peak["before_bytes"], unit), "-", "-", "there before the step"]]
+    rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
     for site in cell.peak["sites"]:
-        line = site["line"] or "code without a Python frame"
-        rows.append([_amount(site["bytes"], unit), str(site["count"]), _phase_name(site["phase"]), line])
-    title = f"{cell.arm}, {_point(cell.point)}: what is held at the step's peak"
-    return _table(title, [unit[0], "blocks", "taken in", "line"], rows)
+        line = site["line"] or "C++ code without a Python frame"
+        rows.append(
+            [_format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
+        )
+    title = f"{cell.arm}, {_describe_point(cell.point)}: memory held at the step's peak"
+    return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)
 
 
 # --- predictions ---
 
 
-def prediction_table(prediction: "Prediction") -> Table:
-    """Return the peak of each point and arm, and below it those of its phases, by kind."""
-    most = max(peaks.highest[1] for peaks in prediction.peaks)
-    by_kind = [kinds for peaks in prediction.peaks for kinds in peaks.by_phase.values()]
+def make_prediction_table(prediction: "SweepPrediction") -> Table:
+    """Return the table of predicted peaks: a row per point and arm, then a row per phase with its kinds."""
+    highest_bytes = max(arm_prediction.highest_peak[1] for arm_prediction in prediction.peaks)
+    phase_peaks = [kinds for arm_prediction in prediction.peaks for kinds in arm_prediction.by_phase.values()]
     kinds = [
         kind
-        for kind in dict.fromkeys(kind for kinds in by_kind for kind in kinds)
-        if max(kinds.get(kind, 0) for kinds in by_kind) > MIN_SHARE * most
+        for kind in dict.fromkeys(kind for kinds in phase_peaks for kind in kinds)
+        if max(kinds.get(kind, 0) for kinds in phase_peaks) > MIN_SHARE * highest_bytes
     ]
-    unit, room = unit_of([most]), ""
+    unit, device_text = choose_unit([highest_bytes]), ""
     if prediction.device_bytes is not None:
-        room = f" of {prediction.device_bytes / GIB:.1f} GiB a device"
-    title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{room}"
-    numbers = ["peak", "fits"] if room else ["peak"]
-    blank, rows, sections = [""] * len(numbers[1:]), [], []
-    for peaks in prediction.peaks:
-        point = peaks.point
+        device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"
+    title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{device_text}"
+    numeric_headings = ["peak", "fits"] if device_text else ["peak"]
+    empty_cells, rows, sections = [""] * len(numeric_headings[1:]), [], []
+    for arm_prediction in prediction.peaks:
+        point = arm_prediction.point
         swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
-        size = f"{point.num_sequences} x {point.length:,} tokens, {peaks.arm}"
+        size = f"{point.num_sequences} x {point.length:,} tokens, {arm_prediction.arm}"
         sections.append(len(rows))
-        fits = [prediction.fits(peaks)] if room else []
-        first = (size, _amount(peaks.highest[1], unit), *fits, swept)
-        rows.append([Text(cell, style="bold") for cell in first])
-        for phase, of_kind in peaks.by_phase.items():
-            amounts = ((kind, _amount(of_kind.get(kind, 0), unit)) for kind in kinds)
-            made_of = ", ".join(f"{kind} {amount}" for kind, amount in amounts if amount != "0.0")
-            rows.append([f"  {phase}", _amount(sum(of_kind.values()), unit), *blank, made_of])
-        if peaks.engine_bytes is not None:
-            rows.append(["  vllm, while it samples", _amount(peaks.engine_bytes, unit)])
-    titles = columns("", *numbers, "made of", numeric=numbers, no_wrap=("", *numbers))
-    return Table(titles, rows, f"{title}; states in {prediction.master_dtype}", sections)
+        fits = [prediction.fits(arm_prediction)] if device_text else []
+        summary_row = (size, _format_bytes(arm_prediction.highest_peak[1], unit), *fits, swept)
+        rows.append([Text(cell, style="bold") for cell in summary_row])
+        for phase, bytes_by_kind in arm_prediction.by_phase.items():
+            amounts = ((kind, _format_bytes(bytes_by_kind.get(kind, 0), unit)) for kind in kinds)
+            breakdown = ", ".join(f"{kind} {amount}" for kind, amount in amounts if amount != "0.0")
+            rows.append(
+                [f"  {phase}", _format_bytes(sum(bytes_by_kind.values()), unit), *empty_cells, breakdown]
+            )
+        if arm_prediction.engine_bytes is not None:
+            rows.append(["  vllm, while sampling", _format_bytes(arm_prediction.engine_bytes, unit)])
+    table_columns = columns(
+        "", *numeric_headings, "breakdown", numeric=numeric_headings, no_wrap=("", *numeric_headings)
+    )
+    return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}", sections)

@@ -1,4 +1,4 @@
-"""The plan of a memory profile: the arms of a recipe at every combination of sizes, and their steps."""
+"""Plan of a memory profile: the arms of a recipe at every combination of sizes."""
 
 import itertools
 import json
@@ -16,115 +16,118 @@ from abrun.recipe.reading import parse_yaml
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
 
 COMMAND = "abrun memory-profile"
-MASTER_DTYPE = "float32"  # of weights, gradients and AdamW's moments, as abrun trains
-SHARED = (
-    "policy.share_prompts: not in these figures, whose sequences share nothing; in a run a budget of tokens "
-    "is filled with it as without, in fewer microbatches"
+MASTER_DTYPE = "float32"  # weights, gradients and AdamW moments in abrun's trainer
+SHARED_PROMPTS_NOTE = (
+    "policy.share_prompts: has no effect here, because the random sequences share no prompt; in a run, "
+    "micro-batches fill the same token budget, but there are fewer of them"
 )
 DEFAULT_LENGTHS = (128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A recipe with a value for each key of the sweep."""
+    """A recipe with one value for each swept key."""
 
     recipe: ExperimentDeclaration
     swept: tuple[tuple[str, Any], ...] = ()
 
-    def configs(self, *, here: bool = True) -> dict[str, OwnRunConfig]:
-        """Return the arms' configurations, the baseline's first.
+    def configs(self, *, on_this_machine: bool = True) -> dict[str, OwnRunConfig]:
+        """Return the run configuration of each arm, the baseline first.
 
-        Raises LaunchError for arms that cannot be measured, or (`here`) not on this machine.
+        Raises LaunchError if an arm cannot be measured; with `on_this_machine`, also if this machine cannot
+        run it.
         """
         configs: dict[str, OwnRunConfig] = {}
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
             config = self.recipe.run_config(arm)
             if not isinstance(config, OwnRunConfig):
                 raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
-            for line in unsupported_settings(config):
-                raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=line))
+            for problem in unsupported_settings(config):
+                raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=problem))
             configs[arm] = config
-        for config in configs.values() if here else ():
+        for config in configs.values() if on_this_machine else ():
             require_devices(config)
         return configs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The cells to measure or predict, and how."""
+class SweepPlan:
+    """Cells to measure or predict, and options."""
 
     name: str
     variants: Sequence[Variant]
-    lengths: Sequence[int] = DEFAULT_LENGTHS  # ascending, tokens of a sequence, prompt and completion
-    sequences: Sequence[int] = ()  # ascending, of a rank's microbatch; none: the baseline's, or 1 (dpo: 2)
-    rollouts: bool = True  # sample once, where the recipe samples
-    budget_bytes: int | None = None  # as if a device had no more
-    longest: Literal["length", "num_sequences"] | None = None  # the size to search the maximum of
-    master_dtype: str = MASTER_DTYPE  # of a prediction
+    lengths: Sequence[int] = DEFAULT_LENGTHS  # ascending; tokens of prompt and completion
+    sequences: Sequence[int] = ()  # ascending, per micro-batch; default: the baseline's, or 1 (dpo: 2)
+    rollouts: bool = True  # sample once if the recipe has rollouts
+    budget_bytes: int | None = None  # limit of device memory
+    searched_size: Literal["length", "num_sequences"] | None = None  # search its maximum
+    master_dtype: str = MASTER_DTYPE  # only for predictions
 
-    def batches(self, *, here: bool = True) -> list[tuple[Variant, int, dict[str, OwnRunConfig]]]:
-        """Return each variant at each microbatch size, with its arms' configurations.
+    def batches(self, *, on_this_machine: bool = True) -> list[tuple[Variant, int, dict[str, OwnRunConfig]]]:
+        """Return (variant, sequences per micro-batch, configuration by arm) for each combination.
 
-        Raises LaunchError for arms that cannot be measured, pairs that a microbatch would separate, and
-        (`here`) a search that only the machine's end would stop.
+        Raises LaunchError if an arm cannot be measured or a micro-batch would split a preference pair; with
+        `on_this_machine`, also for a search on CPU cores without a memory budget.
         """
         batches = []
         for variant in self.variants:
-            configs = variant.configs(here=here)
-            endless = self.longest and self.budget_bytes is None
-            if here and endless and not configs[BASELINE].cluster.gpus_per_node:
+            configs = variant.configs(on_this_machine=on_this_machine)
+            has_no_limit = self.searched_size and self.budget_bytes is None
+            if on_this_machine and has_no_limit and not configs[BASELINE].cluster.gpus_per_node:
                 raise LaunchError(Code.SEARCH_NEEDS_BUDGET())
-            pair = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
-            for number in self.sequences or (configs[BASELINE].policy.micro_batch_size or pair,):
-                if number % pair:
-                    raise LaunchError(Code.SEQUENCES_ODD(got=number))
-                batches.append((variant, number, configs))
+            divisor = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
+            for num_sequences in self.sequences or (configs[BASELINE].policy.micro_batch_size or divisor,):
+                if num_sequences % divisor:
+                    raise LaunchError(Code.SEQUENCES_ODD(got=num_sequences))
+                batches.append((variant, num_sequences, configs))
         return batches
 
     def note(self) -> str:
-        """Name the settings that sequences without a common prompt do not show; empty: none."""
-        configs = (config for variant in self.variants for config in variant.configs(here=False).values())
-        return SHARED if any(config.policy.share_prompts for config in configs) else ""
+        """Return a note if the recipe shares prompts, which random sequences do not show; else empty."""
+        configs = (
+            config for variant in self.variants for config in variant.configs(on_this_machine=False).values()
+        )
+        return SHARED_PROMPTS_NOTE if any(config.policy.share_prompts for config in configs) else ""
 
 
-def variants_of(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
-    """Return the recipe at every combination of the values of `KEY=V1,V2,...`. Raises RecipeError."""
+def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
+    """Return a variant for every combination of the `KEY=V1,V2,...` sweeps. Raises RecipeError."""
     base = load_recipe(path, overrides)
-    keys: dict[str, list[Any]] = {}
-    for key, values in map(_swept, sweeps):
-        if key in keys:
+    values_by_key: dict[str, list[Any]] = {}
+    for key, values in map(_parse_sweep, sweeps):
+        if key in values_by_key:
             raise RecipeError(Code.SWEEP_KEY_TWICE(key=key))
-        for arm, change in base.arms.items():
-            for arm_key in change:
+        for arm, arm_settings in base.arms.items():
+            for arm_key in arm_settings:
                 if f"{key}.".startswith(f"{arm_key}.") or f"{arm_key}.".startswith(f"{key}."):
                     raise RecipeError(Code.SWEEP_KEY_OF_ARM(key=key, arm=arm, arm_key=arm_key))
-        keys[key] = values
+        values_by_key[key] = values
     variants = []
-    for values in itertools.product(*keys.values()):
-        swept = tuple(zip(keys, values, strict=True))
+    for values in itertools.product(*values_by_key.values()):
+        swept = tuple(zip(values_by_key, values, strict=True))
         recipe = load_recipe(path, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in swept)])
         variants.append(Variant(recipe=recipe, swept=swept))
     return variants
 
 
-def _swept(text: str) -> tuple[str, list[Any]]:
-    key, equals, values = text.partition("=")
+def _parse_sweep(option: str) -> tuple[str, list[Any]]:
+    key, equals, values = option.partition("=")
     parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
     if not (key and isinstance(parsed, list) and parsed):
-        raise RecipeError(Code.SETTING_REFUSED(field="--sweep", got=repr(text)))
+        raise RecipeError(Code.SETTING_REFUSED(field="--sweep", got=repr(option)))
     return key, list(parsed)
 
 
 # --- the step of a cell ---
 
 
-def of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
-    """Return `config` with microbatches of `num_sequences`, and without groups: random batches have none.
+def set_microbatch_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
+    """Return `config` with micro-batches of `num_sequences` and without groups, as random batches have none.
 
-    Rewards are then advantages.
+    Rewards are then used as advantages.
     """
-    sizes = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
-    policy = config.policy.model_copy(update=sizes if has_microbatches(config) else {})
+    micro_batch_settings = {"micro_batch_size": num_sequences, "micro_batch_tokens": None}
+    policy = config.policy.model_copy(update=micro_batch_settings if has_microbatches(config) else {})
     config = config.model_copy(update={"policy": policy})
     if not isinstance(config.algorithm, Grpo):
         return config
@@ -138,24 +141,26 @@ def of_size(config: OwnRunConfig, num_sequences: int) -> OwnRunConfig:
 
 
 def has_microbatches(config: OwnRunConfig) -> bool:
-    """Return True if an update accumulates gradients: a cell then has two microbatches.
+    """Return True if an update accumulates gradients over micro-batches.
 
-    The second one's activations meet the first one's gradients.
+    A cell then has two, because the peak is in the second: gradients exist while activations are held.
     """
     return bool(config.policy.micro_batch_size or config.policy.micro_batch_tokens)
 
 
 def microbatch_size(config: OwnRunConfig) -> int:
-    """Return the sequences of a rank's microbatch in the run itself; a token budget holds one long one."""
+    """Return the sequences per micro-batch and rank in the run; 1 (a pair for DPO) with a token budget."""
     policy, algorithm = config.policy, config.algorithm
-    pair = 2 if isinstance(algorithm, Dpo) else 1
+    sequences_per_pair = 2 if isinstance(algorithm, Dpo) else 1
     if has_microbatches(config):
-        return policy.micro_batch_size or pair
-    sequences = algorithm.batch_size * getattr(algorithm, "group_size", pair)
-    return max(sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), pair)
+        return policy.micro_batch_size or sequences_per_pair
+    sequences = algorithm.batch_size * getattr(algorithm, "group_size", sequences_per_pair)
+    return max(
+        sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), sequences_per_pair
+    )
 
 
 def num_rows(config: OwnRunConfig, num_sequences: int) -> int:
-    """Return the sequences of a rank's step with microbatches of `num_sequences`."""
+    """Return the sequences per step and rank with micro-batches of `num_sequences`."""
     minibatches = getattr(config.algorithm, "minibatches_per_step", 1)
     return num_sequences * (1 + has_microbatches(config)) * minibatches

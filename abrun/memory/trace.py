@@ -1,7 +1,7 @@
-"""`python -m abrun.memory.trace JOB_DIR`: the peaks of one arm's step, on a fake GPU.
+"""`python -m abrun.memory.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
 
-Random tokens take the place of the rollouts, as in abrun.memory.measure, and everything after them is the
-trainer's own code. A job with `longest` only asks for the tokens of the arm's longest sequence.
+Random tokens replace the rollouts, as in abrun.memory.measure; everything else is the trainer's own code. A
+job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from abrun.backends.dtensor.fsdp import DTYPES
 from abrun.backends.ranks import make_ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import open_row_writer, read_job, report_refusal
-from abrun.memory.account import Account
-from abrun.memory.fake_device import REFERENCE, WEIGHTS, hollow_gpu, resident
-from abrun.memory.measure import random_batch
-from abrun.memory.sweep import microbatch_size, of_size
+from abrun.memory.allocations import AllocationTracker
+from abrun.memory.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
+from abrun.memory.measure import make_random_batch
+from abrun.memory.sweep import microbatch_size, set_microbatch_size
 from abrun.models import config_of, load_text, max_positions_of
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
@@ -33,15 +33,15 @@ from abrun.train.lengths import max_sampled_tokens, sequence_lengths_of
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import RunSetup
 
-MAX_EXAMPLES = 4096  # of a task, among which the longest is looked for
-NUM_TOKENS = 100  # of which random batches are made
+MAX_EXAMPLES = 4096  # of a task, searched for the longest
+NUM_TOKENS = 100  # vocabulary of the random batches
 
 
-class HollowPhases:
-    """Stands in for `abrun.train.phases.Phases`: records the peak of each phase by kind."""
+class FakePhases:
+    """Replacement of `abrun.train.phases.Phases` that records the peak of each phase by kind."""
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, allocations: AllocationTracker) -> None:
+        self._allocations = allocations
         self.interrupted: str | None = None
         self.peaks: dict[str, dict[str, int]] = {}
 
@@ -50,51 +50,59 @@ class HollowPhases:
         if not memory:
             yield
             return
-        self._account.start()
+        self._allocations.reset_peak()
         yield
-        self._account.settle()
-        if self._account.peak_bytes > sum(self.peaks.get(phase, {}).values()):
-            self.peaks[phase] = dict(self._account.peak)
+        self._allocations.resolve_replacement()
+        if self._allocations.peak_bytes > sum(self.peaks.get(phase, {}).values()):
+            self.peaks[phase] = dict(self._allocations.peak_by_kind)
 
     def add_resident(self, resident: Any) -> None:
-        """Do nothing: `trace` files tensors that live between steps by their kind."""
+        """Do nothing: `trace` assigns resident tensors to their kind itself."""
 
 
 def trace(
     config: OwnRunConfig, lengths: list[int], num_sequences: int, master_dtype: str = "float32"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each length, of the first rank.
+    """Yield a row of the first rank for each length.
 
-    It has `by_phase`, the bytes at each phase's peak by kind; `experts`, whether layers have them; and
-    `vllm`, the bytes of weights and cache of an engine on the same devices. `num_sequences`: of a rank's
-    microbatch. `master_dtype`: of weights, gradients and AdamW's moments.
+    A row has `by_phase` (bytes at the peak of each phase, by kind), `experts` (True for mixture-of-experts
+    models) and `vllm` (bytes of weights and cache of an engine on the same devices, or None). `num_sequences`
+    is per micro-batch; `master_dtype` is the dtype of weights, gradients and AdamW moments.
+    Raises RecipeError if a length exceeds the model's context length.
     """
-    most = max_positions_of(config_of(config.model))
-    if most and max(lengths) > most:
-        raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=most))
-    run, config = config, of_size(config, num_sequences)
-    with hollow_gpu(config.cluster.ranks, DTYPES[master_dtype]) as account:
-        setup, phases = _setup(config, account)
+    max_positions = max_positions_of(config_of(config.model))
+    if max_positions and max(lengths) > max_positions:
+        raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=max_positions))
+    run_config, config = config, set_microbatch_size(config, num_sequences)
+    with fake_gpu(config.cluster.ranks, DTYPES[master_dtype]) as allocations:
+        setup, phases = _make_setup(config, allocations)
         algorithm: Any = make_algorithm(setup)
-        # A resumed run has the optimizer's state before its first step
+        # Creates the optimizer state before the first step, as in a resumed run
         setup.learner.load_local_state(dict.fromkeys(setup.learner.shard_specs(), torch.zeros(())))
-        for kind, tensors in resident(setup.learner.local_state()).items():
-            account.file(tensors, kind)
+        for kind, tensors in group_by_kind(setup.learner.local_state()).items():
+            allocations.assign_kind(tensors, kind)
         reference = getattr(algorithm, "reference", None)
         if reference is not None:
-            account.file(resident(reference.local_state())[WEIGHTS], REFERENCE)
-        experts = any(".experts." in name for name in setup.learner.local_state())
-        facts = {"num_sequences": num_sequences, "experts": experts, "vllm": _vllm(run, setup.policy)}
+            allocations.assign_kind(group_by_kind(reference.local_state())[WEIGHTS], REFERENCE)
+        has_experts = any(".experts." in name for name in setup.learner.local_state())
+        common_fields = {
+            "num_sequences": num_sequences,
+            "experts": has_experts,
+            "vllm": _estimate_vllm_bytes(run_config, setup.policy),
+        }
         for length in lengths:
             phases.peaks = {}
             algorithm.update(
-                random_batch(config, length, num_sequences, NUM_TOKENS, setup.ranks.device), step=1
+                make_random_batch(config, length, num_sequences, NUM_TOKENS, setup.ranks.device), step=1
             )
-            yield {**facts, "length": length, "by_phase": phases.peaks}
+            yield {**common_fields, "length": length, "by_phase": phases.peaks}
 
 
-def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
-    """Return None without an engine on the devices that train. A cache of None takes a share of them."""
+def _estimate_vllm_bytes(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
+    """Return the engine's bytes, or None without vLLM on the training devices.
+
+    A cache of None means that vLLM takes a share of the device memory.
+    """
     if config.rollout.engine != "vllm" or config.rollout.devices:
         return None
     itemsize = getattr(torch, config.policy.dtype).itemsize
@@ -103,52 +111,52 @@ def _vllm(config: OwnRunConfig, policy: Any) -> dict[str, int | None] | None:
     return {"weights": weights // config.rollout.tensor_parallel, "cache": cache}
 
 
-def _setup(config: OwnRunConfig, account: Account) -> tuple[RunSetup, HollowPhases]:
-    """Return what abrun.train.setup.make_setup does, without task and tokenizer, and its phases."""
+def _make_setup(config: OwnRunConfig, allocations: AllocationTracker) -> tuple[RunSetup, FakePhases]:
+    """Return a setup like abrun.train.setup.make_setup, but without task and tokenizer, and its phases."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
     policy = make_backend(config, ranks, weights=None, seed=0)
     algorithm, value_model = config.algorithm, None
     if isinstance(algorithm, Ppo):
         value_model = policy.make_value_model(algorithm, 0)
-    recorder = HollowPhases(account)
-    phases: Any = recorder
-    absent: Any = None
+    fake_phases = FakePhases(allocations)
+    phases: Any = fake_phases
+    unused: Any = None
     setup = RunSetup(
         config=config,
         seed=0,
         initial_weights=None,
         ranks=ranks,
-        data=absent,
+        data=unused,
         policy=policy,
         value_model=value_model,
         learner=Learner(policy, value_model, config.policy.optimizer, phases, config.steps),
-        sampler=absent,
+        sampler=unused,
         phases=phases,
     )
-    return setup, recorder
+    return setup, fake_phases
 
 
-def longest(config: OwnRunConfig) -> int:
-    """Return the tokens of the longest sequence to expect of a run, as far as its task tells."""
+def find_longest_sequence(config: OwnRunConfig) -> int:
+    """Return the length in tokens of a run's longest expected sequence, from the examples of its task."""
     text, task = load_text(config.model, weights=None), make_task(config.task)
     examples = task.examples(0, 0, min(config.steps * config.algorithm.batch_size, MAX_EXAMPLES))
-    most = max(sequence_lengths_of(text, examples, max_sampled_tokens(config)))
-    return min(most, text.max_positions or most)
+    max_tokens = max(sequence_lengths_of(text, examples, max_sampled_tokens(config)))
+    return min(max_tokens, text.max_positions or max_tokens)
 
 
-def largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
-    """Return the sequences, and tokens of each, of a rank's largest microbatch to expect.
+def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
+    """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch.
 
-    A budget of tokens is filled by few sequences, as long as the model takes.
+    A token budget is assumed to be filled by few sequences, up to the model's context length.
     """
     num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
     if not budget:
-        return num_sequences, longest(config)
-    # A sequence that is longer than the budget has a microbatch of its own
-    length = max(budget // num_sequences, longest(config))
-    cuts = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
-    return num_sequences * cuts, math.ceil(length / cuts)
+        return num_sequences, find_longest_sequence(config)
+    # A sequence longer than the budget gets its own micro-batch
+    length = max(budget // num_sequences, find_longest_sequence(config))
+    num_splits = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
+    return num_sequences * num_splits, math.ceil(length / num_splits)
 
 
 def main() -> int:
@@ -158,10 +166,10 @@ def main() -> int:
     try:
         config = OwnRunConfig.model_validate(job["config"])
         if job.get("longest"):
-            writer.write({"longest": longest(config)})
+            writer.write({"longest": find_longest_sequence(config)})
             return 0
-        if "lengths" not in job:  # the run's own microbatch
-            num_sequences, length = largest_microbatch(config)
+        if "lengths" not in job:  # use the run's own micro-batch
+            num_sequences, length = find_largest_microbatch(config)
             job |= {"lengths": [length], "num_sequences": num_sequences}
         master_dtype = job.get("master_dtype", "float32")
         for row in trace(config, job["lengths"], job["num_sequences"], master_dtype):

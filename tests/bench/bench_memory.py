@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from abrun.experiment.probe import run_probe_on_cpu
-from abrun.memory.cells import GIB, Cell, Longest, Point
-from abrun.memory.profile import measured_cell
-from abrun.memory.search import SPARE, search
+from abrun.memory.cells import GIB, Cell, Point, SizeLimit
+from abrun.memory.profile import measure_cell
+from abrun.memory.search import FIRST_FILL_SHARE, search_size_limit
 from abrun.recipe.run import OwnRunConfig
 from tests.bench.common import heading, make_parser, markdown_row
 
@@ -156,7 +156,7 @@ class Result:
 
     case: Case
     cells: Sequence[Cell] = ()
-    longest: Longest | None = None
+    longest: SizeLimit | None = None
 
 
 def predicted(case: Case, device: str, output: Path) -> Peaks:
@@ -185,7 +185,7 @@ def measured(case: Case, device: str, output: Path) -> Result:
         }
         point = Point(length=length, num_sequences=case.sequences)
         directory = output / "cells" / f"{case.folder}-{length}"
-        cell, _ = measured_cell(directory, case.folder, point, case.config(device), job)
+        cell, _ = measure_cell(directory, case.folder, point, case.config(device), job)
         cells.append(cell)
         print(row(case, length, cell, None), flush=True)
         return cell
@@ -193,7 +193,7 @@ def measured(case: Case, device: str, output: Path) -> Result:
     first = [measure(length) for length in case.lengths]
     longest = None
     if len(first) > 1:
-        longest = search(first, "length", measure, most=MOST if device == "cuda" else 4096)
+        longest = search_size_limit(first, "length", measure, max_size=MOST if device == "cuda" else 4096)
     return Result(case=case, cells=cells, longest=longest)
 
 
@@ -236,7 +236,7 @@ def at(peaks: Peaks, length: int) -> int | None:
 
 def crossing(peaks: Peaks, capacity: int | None) -> int | None:
     """Return the length at which the peaks reach what a search fills at first, on lines between them."""
-    room = SPARE * (capacity or 0)
+    room = FIRST_FILL_SHARE * (capacity or 0)
     for low, high in itertools.pairwise(sorted(peaks)):
         if peaks[low] <= room < peaks[high]:
             return low + int((room - peaks[low]) * (high - low) / (peaks[high] - peaks[low]))

@@ -21,7 +21,7 @@ import torch
 
 from abrun.experiment.probe import run_probe_on_cpu
 from abrun.kernels import linear_logprobs
-from abrun.memory.fake_device import LOGPROBS, hollow_gpu
+from abrun.memory.fake_device import LOGPROBS, fake_gpu
 from abrun.recipe.run import OwnRunConfig
 from tests.bench.common import make_parser
 
@@ -121,19 +121,19 @@ class HeadAlone:
 
     def peaks(self, folder: Path) -> Peaks:
         del folder
-        with LOCK, hollow_gpu(1) as account:
-            with account.kind("inputs"):
+        with LOCK, fake_gpu(1) as allocations:
+            with allocations.counting_as("inputs"):
                 sizes = {"hidden": (self.tokens, self.hidden), "weight": (self.vocab, self.hidden)}
                 hidden, weight = (
                     torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for size in sizes.values()
                 )
                 target = torch.randint(self.vocab, (self.tokens,))
-            account.start()
-            with account.kind(LOGPROBS):
+            allocations.reset_peak()
+            with allocations.counting_as(LOGPROBS):
                 logprobs, _ = linear_logprobs(hidden, weight, target, impl=self.impl)
                 (-logprobs.sum()).backward()
-            account.settle()
-            return {"backward": dict(account.peak)}
+            allocations.resolve_replacement()
+            return {"backward": dict(allocations.peak_by_kind)}
 
 
 def highest(peaks: Peaks) -> int:

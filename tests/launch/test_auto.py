@@ -18,9 +18,9 @@ from abrun.launch import auto
 from abrun.launch.auto import SLEEPING_ENGINE_BYTES, decide_values, resolve_auto
 from abrun.memory import predict
 from abrun.memory.cells import GIB, Cell, Point
-from abrun.memory.predict import Predicted, _predicted
+from abrun.memory.predict import PeakPrediction, _make_prediction
 from abrun.memory.sweep import microbatch_size
-from abrun.memory.trace import largest_microbatch
+from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
     AUTO_SETTINGS,
@@ -54,7 +54,7 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
     def say(peaks: Peaks) -> list[tuple[str, str]]:
         asked: list[tuple[str, str]] = []
 
-        def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+        def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
             found = []
             for arm, config in configs.items():
                 value = config.policy.activation_checkpointing
@@ -63,10 +63,11 @@ def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[st
                 size = {"length": 64, "num_sequences": microbatch_size(config), "by_phase": by_phase}
                 row: dict[str, Any] = {**size, "experts": "num_experts" in config.model.architecture}
                 row["vllm"] = {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None
-                found.append(_predicted(arm, config, row, device_bytes))
+                found.append(_make_prediction(arm, config, row, device_bytes))
             return found
 
-        monkeypatch.setattr(predict, "_smallest_here", lambda: None)  # whatever GPU the tests are run beside
+        # The tests do not depend on this machine's GPU
+        monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: None)
         monkeypatch.setattr(auto, "predict_steps", predict_steps)
         return asked
 
@@ -333,7 +334,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Has predictions say `peak`, and tasks `LONGEST`; returns the list of what they are asked."""
     asked: list[dict[str, Any]] = []
 
-    def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+    def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
         found = []
         for arm, config in configs.items():
             given = dotted(config.model_dump())
@@ -342,12 +343,12 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"length": values[MICRO_BATCH_TOKENS], "num_sequences": 1}
             row |= {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
             row |= {"experts": False, "vllm": None}
-            found.append(_predicted(arm, config, row, device_bytes))
+            found.append(_make_prediction(arm, config, row, device_bytes))
         return found
 
     monkeypatch.setattr(auto, "predict_steps", predict_steps)
-    monkeypatch.setattr(auto, "longest_sequences", lambda configs: dict.fromkeys(configs, LONGEST))
-    monkeypatch.setattr(predict, "_smallest_here", lambda: None)
+    monkeypatch.setattr(auto, "find_longest_sequences", lambda configs: dict.fromkeys(configs, LONGEST))
+    monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: None)
     return asked
 
 
@@ -404,7 +405,7 @@ def test_a_budget_is_no_more_than_an_update_has_and_no_less_than_a_sequence(
     memory: int,
     tokens: int,
 ) -> None:
-    monkeypatch.setattr(auto, "longest_sequences", lambda configs: dict.fromkeys(configs, longest))
+    monkeypatch.setattr(auto, "find_longest_sequences", lambda configs: dict.fromkeys(configs, longest))
     open_one = [f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true", "algorithm.prompts_per_step=1024"]
     open_one += ["algorithm.minibatches_per_step=64"] if longest == 12 else []
     one = decide_values(
@@ -494,12 +495,12 @@ def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: S
 @pytest.fixture
 def measures(made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Pretends a GPU of 80 GiB, on which steps take GiB by their tokens, or (text) end in that phase."""
-    monkeypatch.setattr(predict, "_smallest_here", lambda: 80 * GIB)
+    monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: 80 * GIB)
 
     def say(of_tokens: Mapping[int, float | str]) -> list[Any]:
         asked: list[Any] = []
 
-        def measured_cell(
+        def measure_cell(
             directory: Path, arm: str, point: Point, config: OwnRunConfig, job: dict[str, Any]
         ) -> tuple[Cell, str]:
             tokens = config.policy.micro_batch_tokens or 0
@@ -511,7 +512,7 @@ def measures(made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> 
                 cell = Cell(arm=arm, point=point, by_phase={"backward": int(found * GIB)})
             return cell, "peak_allocated_bytes"
 
-        monkeypatch.setattr(auto, "measured_cell", measured_cell)
+        monkeypatch.setattr(auto, "measure_cell", measure_cell)
         return asked
 
     return say
@@ -593,7 +594,7 @@ def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
     def broken(directory: Path, *_: Any) -> None:
         raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=directory / "output.log"))
 
-    monkeypatch.setattr(auto, "measured_cell", broken)
+    monkeypatch.setattr(auto, "measure_cell", broken)
     with pytest.raises(LaunchError) as raised:
         decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, is_local=True)
     assert raised.value.code is Code.AUTO_NOT_MEASURED
@@ -625,7 +626,7 @@ def test_a_step_is_as_large_as_the_run_makes_it(sets: list[str], num_sequences: 
     claims = "compare.claims=[{metric: train/loss, window: last 20%, margin: 0.05}]"
     config = load_recipe(SMALL, [*sets, claims]).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
-    assert largest_microbatch(config) == (num_sequences, tokens)
+    assert find_largest_microbatch(config) == (num_sequences, tokens)
 
 
 @pytest.mark.slow
@@ -648,15 +649,15 @@ def test_a_real_measurement_is_that_of_the_prediction(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A step on CPU cores in a GPU's place, whose rank counts live tensors within a budget."""
-    monkeypatch.setattr(predict, "_smallest_here", lambda: GIB)
+    monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: GIB)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    real = auto.measured_cell
+    real = auto.measure_cell
 
     def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
         return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), job)
 
-    monkeypatch.setattr(auto, "measured_cell", on_cores)
+    monkeypatch.setattr(auto, "measure_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
     one = decide_values(recipe(*TOKENS, *large), None, is_local=True)[MICRO_BATCH_TOKENS]
     print(one["why"])

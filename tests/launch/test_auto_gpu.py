@@ -8,7 +8,7 @@ import abrun
 from abrun.launch import auto
 from abrun.launch.auto import decide_values
 from abrun.memory.cells import GIB, Point
-from abrun.memory.predict import Predicted
+from abrun.memory.predict import PeakPrediction
 from abrun.metric_names import phase_of
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -58,11 +58,11 @@ def test_what_runs_out_of_memory_is_measured_and_not_chosen(monkeypatch: pytest.
     """Predictions that are far too low, and the allocator's limit: a step of 8,192 tokens takes 3.2 GiB on an
     H100, most of it three float32 copies of the logits."""
 
-    def too_low(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[Predicted]:
+    def too_low(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
         found = []
         for arm, config in configs.items():
             at = Point(length=1024, num_sequences=(config.policy.micro_batch_tokens or 0) // 1024)
-            found.append(Predicted(arm=arm, point=at, by_phase={"x": {"x": 1}}))
+            found.append(PeakPrediction(arm=arm, point=at, by_phase={"x": {"x": 1}}))
         return found
 
     monkeypatch.setattr(auto, "predict_steps", too_low)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from abrun.memory.peak import PeakHistory, changes_of_trace, held_at_peak, line_of
+from abrun.memory.peak import AllocationRecorder, find_source_line, parse_trace, summarize_peak
 from abrun.train.phases import Phases
 
 MODEL = [
@@ -40,9 +40,9 @@ TRACE = [
 
 
 def test_the_sites_at_the_peak_add_up_to_it() -> None:
-    changes = list(changes_of_trace(TRACE, [(0, "forward"), (20, "backward")]))
+    changes = list(parse_trace(TRACE, [(0, "forward"), (20, "backward")]))
     assert [change.num_bytes for change in changes] == [100, 100, 500, -100, -70, 300, -500]
-    held = held_at_peak(changes, base_bytes=1000)  # 1000, 1100, 1200, 1700, 1600, 1530, 1830, 1330
+    held = summarize_peak(changes, base_bytes=1000)  # 1000, 1100, 1200, 1700, 1600, 1530, 1830, 1330
     assert held == {
         "peak_bytes": 1830,
         "before_bytes": 930,
@@ -72,20 +72,20 @@ def test_the_sites_at_the_peak_add_up_to_it() -> None:
     ],
 )
 def test_the_line_is_the_innermost_outside_of_torch(frames: list[Any], line: str) -> None:
-    assert line_of(frames) == line
+    assert find_source_line(frames) == line
 
 
 def test_the_tracker_s_blocks_have_their_lines_and_autograd_s_nodes(tmp_path: Path) -> None:
     weight, x = torch.nn.Parameter(torch.randn(1000, 8)), torch.randn(50, 8)
     phases = Phases(torch.device("cpu"), lambda: [weight])
-    history = PeakHistory(phases, tmp_path / "snapshot")
+    history = AllocationRecorder(phases, tmp_path / "snapshot")
     with history, phases("loss"):
         phases.label_memory("forward")
         logits = x @ weight.T
         kept = logits.exp()
         phases.label_memory("backward")
         kept.sum().backward()
-    held = history.peak()
+    held = history.summarize()
     assert held and held["peak_bytes"] == phases.collect()[1]["memory/backward/peak_live_tensor_bytes"]
     assert held["before_bytes"] == 4 * 8000
     assert sum(site["bytes"] for site in held["sites"]) == held["peak_bytes"] - held["before_bytes"]

@@ -21,18 +21,18 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import run_probe_on_cpu
 from abrun.memory import fake_device, predict
 from abrun.memory.cells import Point
-from abrun.memory.measure import random_batch
+from abrun.memory.measure import make_random_batch
 from abrun.memory.predict import (
-    Predicted,
-    Prediction,
-    _predicted,
-    device_memory,
-    memory_lines,
+    PeakPrediction,
+    SweepPrediction,
+    _make_prediction,
+    describe_predicted_memory,
     predict_recipe,
+    resolve_device_memory,
 )
 from abrun.memory.profile import measure_recipe
-from abrun.memory.show import prediction_table
-from abrun.memory.sweep import Plan, Variant, of_size
+from abrun.memory.show import make_prediction_table
+from abrun.memory.sweep import SweepPlan, Variant, set_microbatch_size
 from abrun.memory.trace import trace
 from abrun.messages.records import coded
 from abrun.models import load_network
@@ -69,12 +69,12 @@ def seen_by_the_tracker(by_phase: dict[str, dict[str, int]]) -> dict[str, int]:
 def live(config: OwnRunConfig) -> dict[str, float]:
     """The tracker's peaks of a second step."""
     with single_rank():
-        config = of_size(config, NUM_SEQUENCES)
+        config = set_microbatch_size(config, NUM_SEQUENCES)
         setup = make_setup(config, 0, None, torch.device("cpu"))
         algorithm = make_algorithm(setup)
         for _ in range(2):
             setup.phases.collect()
-            algorithm.update(random_batch(config, LENGTH, NUM_SEQUENCES, 90, setup.ranks.device), step=1)
+            algorithm.update(make_random_batch(config, LENGTH, NUM_SEQUENCES, 90, setup.ranks.device), step=1)
         _, peaks = setup.phases.collect()
     return {key.split("/")[1]: value for key, value in peaks.items()}
 
@@ -125,14 +125,14 @@ def test_states_in_bfloat16_are_predicted(impl: str, monkeypatch: pytest.MonkeyP
 def test_a_sweep_of_two_keys_leaves_room_for_the_kinds(snapshot: Snapshot) -> None:
     swept = (("model.path", "models/a-rather-long-folder/qwen3-0.6b"), ("policy.packing", True))
     kinds = {"optimizer": {"weights": 5 * GIB, "activations": 5 * GIB}}
-    peaks = Predicted(
+    peaks = PeakPrediction(
         arm="baseline",
         point=Point(length=16_384, swept=swept),
         by_phase=kinds,
     )
     screen = io.StringIO()
-    prediction = Prediction(name="x", peaks=[peaks], device_bytes=80 * GIB, master_dtype="bfloat16")
-    Console(file=screen, width=120).print(prediction_table(prediction), *prediction.notes())
+    prediction = SweepPrediction(name="x", peaks=[peaks], device_bytes=80 * GIB, master_dtype="bfloat16")
+    Console(file=screen, width=120).print(make_prediction_table(prediction), *prediction.notes())
     shown = screen.getvalue()
     assert "weights 5.0, activations 5.0" in shown and "…" not in shown
     assert "path models/a-rather-long-folder/qwen3-0.6b, packing True" in shown
@@ -151,7 +151,7 @@ def test_steps_that_are_predicted_less_well(sets: list[str]) -> None:
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [LENGTH], NUM_SEQUENCES)
     assert seen_by_the_tracker(row["by_phase"]) == pytest.approx(live(config), rel=0.15)
-    assert _predicted("baseline", config, row, None).error_below == 0.15
+    assert _make_prediction("baseline", config, row, None).max_underestimate == 0.15
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_what_is_predicted_less_well_is_known_from_the_network(
     config = load_recipe(RECIPE, sets).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     (row,) = trace(config, [16], 1)
-    assert _predicted("baseline", config, row, None).error_below == too_low
+    assert _make_prediction("baseline", config, row, None).max_underestimate == too_low
 
 
-def plan(recipe: Any, lengths: list[int]) -> Plan:
-    return Plan(name=recipe.name, variants=(Variant(recipe=recipe),), lengths=lengths)
+def plan(recipe: Any, lengths: list[int]) -> SweepPlan:
+    return SweepPlan(name=recipe.name, variants=(Variant(recipe=recipe),), lengths=lengths)
 
 
 def whole_passes(by_phase: dict[str, int]) -> dict[str, int]:
@@ -239,7 +239,7 @@ def test_the_table_says_what_fits(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "prediction.json").read_text())
     assert [(p["arm"], p["fits"]) for p in written["cells"]] == [(p.arm, found.fits(p)) for p in found.peaks]
     dense, fused = found.peaks
-    assert dense.highest[1] > fused.highest[1] > 0
+    assert dense.highest_peak[1] > fused.highest_peak[1] > 0
     kinds = fused.by_phase["optimizer"]
     assert kinds["gradients"] == pytest.approx(kinds["weights"], rel=1e-3)
     assert kinds["optimizer state"] == pytest.approx(2 * kinds["weights"], rel=1e-2)
@@ -257,7 +257,7 @@ def test_vllm_beside_the_trainer_takes_its_weights_and_cache_or_a_share() -> Non
     assert cache and row["vllm"] == {"weights": weights, "cache": cache}
 
     def engine_bytes(one: OwnRunConfig, device_bytes: int) -> int | None:
-        return _predicted("baseline", one, row, device_bytes).engine_bytes
+        return _make_prediction("baseline", one, row, device_bytes).engine_bytes
 
     assert engine_bytes(config, GIB) == weights + cache
     assert engine_bytes(config, 3 * cache) == int(0.6 * 3 * cache)
@@ -269,8 +269,8 @@ def test_fits_knows_its_error() -> None:
     def shown(num_bytes: int) -> str:
         by_phase = {"optimizer": {"weights": num_bytes}}
         at = Point(length=8)
-        peaks = Predicted(arm="baseline", point=at, by_phase=by_phase)
-        return Prediction(name="x", peaks=[peaks], device_bytes=100).fits(peaks)
+        peaks = PeakPrediction(arm="baseline", point=at, by_phase=by_phase)
+        return SweepPrediction(name="x", peaks=[peaks], device_bytes=100).fits(peaks)
 
     assert [shown(size) for size in (89, 91, 101)] == ["yes", "barely", "no"]
 
@@ -287,9 +287,9 @@ def test_the_table_can_be_read_at_80_columns() -> None:
     )
     by_phase = {"forward_backward": {kind: (place + 1) << 20 for place, kind in enumerate(kinds)}}
     at = Point(length=16_384)
-    peaks = Predicted(arm="treatment", point=at, by_phase=by_phase)
+    peaks = PeakPrediction(arm="treatment", point=at, by_phase=by_phase)
     console = Console(width=80, file=io.StringIO())
-    console.print(prediction_table(Prediction(name="x", peaks=[peaks], device_bytes=None)))
+    console.print(make_prediction_table(SweepPrediction(name="x", peaks=[peaks], device_bytes=None)))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "1 x 16,384 tokens, treatment" in shown and "28.0" in shown
     text = " ".join(line.split("│")[-2].strip() for line in shown.splitlines() if line.count("│") > 2)
@@ -301,21 +301,21 @@ def test_the_table_can_be_read_at_80_columns() -> None:
     [("80GiB", 80 * GIB), ("1.5 GiB", 3 * GIB // 2), ("80GB", 80 * 10**9), ("H200", 143_771 * 2**20)],
 )
 def test_memory_of_a_device(asked: str, found: int) -> None:
-    assert device_memory(asked) == found
+    assert resolve_device_memory(asked) == found
 
 
 def test_a_dry_run_leaves_no_arm_out(snapshot: Snapshot) -> None:
     """Neither one that fits nor one that is not predicted: silence would read as if it fitted."""
     arms = "arms={baseline: {}, megatron: {policy.backend.type: megatron}}"
     recipe = load_recipe(RECIPE, [arms, "cluster.gpus_per_node=1"])
-    fits, other = sorted(memory_lines(recipe, 80 * GIB), reverse=True, key=len)
-    size = re.match(r"arms.baseline: .* microbatches of \d+ x ([\d,]+) tokens", fits)
-    assert size and fits.endswith("a device has 80.0 GiB")
+    fits, other = sorted(describe_predicted_memory(recipe, 80 * GIB), reverse=True, key=len)
+    size = re.match(r"arms.baseline: .* micro-batches of \d+ x ([\d,]+) tokens", fits)
+    assert size and fits.endswith("device memory 80.0 GiB")
     rollout = recipe.run_config("baseline").rollout  # pyright: ignore[reportAttributeAccessIssue]
     assert int(size[1].replace(",", "")) > rollout.max_new_tokens  # prompts are part of a sequence
     snapshot(other)
     on_cores = load_recipe(RECIPE)
-    assert all("it trains on CPU cores" in line for line in memory_lines(on_cores, 80 * GIB))
+    assert all("it trains on CPU cores" in line for line in describe_predicted_memory(on_cores, 80 * GIB))
 
 
 def test_a_dry_run_without_the_model_is_still_a_plan(
@@ -326,16 +326,16 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
-    monkeypatch.setattr(predict, "probe_alone", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
+    monkeypatch.setattr(predict, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
     script.write_text(f"import sys\nprint({line!r})\nsys.exit(2)\n")
-    (said,) = memory_lines(recipe, 80 * GIB)
+    (said,) = describe_predicted_memory(recipe, 80 * GIB)
     snapshot(said)
     script.write_text("raise ValueError\n")
     with pytest.raises(LaunchError) as refusal:
-        memory_lines(recipe, 80 * GIB)
+        describe_predicted_memory(recipe, 80 * GIB)
     assert refusal.value.code is Code.PROBE_FAILED
 
 
@@ -352,14 +352,14 @@ def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
 def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refusal:
-        device_memory(asked)
+        resolve_device_memory(asked)
     assert refusal.value.code is Code.DEVICE_MEMORY_SYNTAX
     snapshot(refusal.value)
 
 
 def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "no peak: pip install 'abrun[triton]'"
-    monkeypatch.setattr(predict, "memory_lines", lambda *_, **__: [said])
+    monkeypatch.setattr(predict, "describe_predicted_memory", lambda *_, **__: [said])
     printed = CliRunner().invoke(app, ["launch", str(RECIPE), "--dry-run", "--device-memory", "80GiB"]).output
     assert f"Memory: {said}" in printed
 
@@ -389,7 +389,7 @@ def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
         phases = {"forward_backward": {"weights": 2**20}}
         return [{"length": 64, "num_sequences": 1, "by_phase": phases, "vllm": None, "experts": False}]
 
-    monkeypatch.setattr(predict, "probe_alone", probed)
+    monkeypatch.setattr(predict, "run_probe_on_cpu", probed)
     command = ["memory-profile", str(RECIPE), "--predict", "--lengths", "64", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, LaunchError)

@@ -12,11 +12,11 @@ import torch
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.command import run_environment
 from abrun.experiment.probe import _run_command as run_probe
-from abrun.memory.cells import Cell, Longest, MemoryProfile, Point
+from abrun.memory.cells import Cell, MemoryProfile, Point, SizeLimit
 from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_recipe
-from abrun.memory.show import hints, progress_line, tables
-from abrun.memory.sweep import Plan, Variant, variants_of
+from abrun.memory.show import describe_files, format_progress, make_tables
+from abrun.memory.sweep import SweepPlan, Variant, expand_sweep
 from abrun.processes import Popen, find_run_processes
 from abrun.reasons import Code
 from abrun.recipe.experiment import ExperimentDeclaration, load_recipe
@@ -37,24 +37,25 @@ RECIPE = load_recipe(SMALL, QUICK)
 def measured_here(
     module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """`probe` without the seconds that a process of its own takes to import; the slow tests have those."""
+    """Replace `run_probe` without a separate process, which takes seconds to import torch."""
     from abrun.memory.measure import Measurement
 
     assert config.cluster.ranks == 1
     cpu = torch.device("cpu")
     with single_rank():
-        row = Measurement(config, cpu, directory, **job).row()
+        row = Measurement(config, cpu, directory, **job).measure()
     return [json.loads(json.dumps(row))]
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("abrun.memory.profile.run_probe", measured_here)
-    monkeypatch.setattr("abrun.memory.measure.WARM_UP", 16)  # fewer tokens than what is measured, as on a GPU
+    # Fewer tokens than the measured step has, as on a GPU
+    monkeypatch.setattr("abrun.memory.measure.WARM_UP_TOKENS", 16)
 
 
-def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> Plan:
-    return Plan(name=recipe.name, variants=[Variant(recipe=recipe)], rollouts=False, **options)
+def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> SweepPlan:
+    return SweepPlan(name=recipe.name, variants=[Variant(recipe=recipe)], rollouts=False, **options)
 
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +77,13 @@ def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pyt
     # The exponentials of the logits, their gradient, and the one-hot gradient; short steps peak elsewhere.
     held = sum(dense.held.values()) + dense.held["weights"]  # and what FSDP has gathered
     assert 3 <= (dense.by_phase["backward"] - held) / (255 * WIDE * 4) < 3.3
-    assert dense.highest == ("backward", dense.by_phase["backward"])
+    assert dense.fitting_peak == ("backward", dense.by_phase["backward"])
     ratio = profile.ratio(fused)
     assert ratio is not None and ratio < 0.62
     weights = 4 * sum(parameter.numel() for parameter in some_network(with_old_pass).parameters())
     assert dense.held["weights"] == weights
     assert 2 * weights <= dense.held["optimizer_state"] <= 2 * weights + 4 * 1000  # two moments, and counters
-    assert profile.counter == "peak_live_tensor_bytes" and "live tensors" in tables(profile)[0].title
+    assert profile.counter == "peak_live_tensor_bytes" and "live tensors" in make_tables(profile)[0].title
     assert [line.split(":")[0] for line in said] == [
         f"[{n}/4] {arm}, {length} tokens" for n, (arm, length) in enumerate(cells, 1)
     ]
@@ -115,13 +116,13 @@ def test_two_profiles_do_not_share_a_folder(
 
 
 def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
-    from abrun.memory.measure import _weights_made_on
+    from abrun.memory.measure import _make_weights_on
     from abrun.models.parts import RandomWeights
 
     weights = RandomWeights(some_network(RECIPE), seed=0)
     name, part = "model.embed_tokens.weight", (slice(2, 6), slice(0, 64))
     usual = weights.read(name, part)
-    with _weights_made_on(torch.device("cpu")):
+    with _make_weights_on(torch.device("cpu")):
         made = weights.read(name, part)
         norm = weights.read("model.norm.weight", (slice(0, 8),))
     assert (
@@ -149,10 +150,10 @@ def check_files(output: Path, profile: MemoryProfile) -> None:
     written = json.loads((output / "peaks.json").read_text())
     assert [cell["by_phase"] for cell in written["cells"]] == [cell.by_phase for cell in profile.cells]
     assert written["cells"][0]["peak"] == profile.cells[0].peak
-    held = [table for table in tables(profile) if "held" in str(table.title)]
+    held = [table for table in make_tables(profile) if "held" in str(table.title)]
     assert [str(table.title).split(",")[0] for table in held] == ["baseline", "treatment"]
-    assert held[0].rows[0][-1] == "there before the step"
-    assert len(hints(profile, output)) == 1  # a CPU has no snapshot
+    assert held[0].rows[0][-1] == "allocated before the step"
+    assert len(describe_files(profile, output)) == 1  # a CPU has no snapshot
 
 
 @pytest.mark.usefixtures("here")
@@ -160,22 +161,23 @@ def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path,
     """And the search finds the longest sequence: one step longer runs out."""
     budget = 60 * 2**20
     said: list[str] = []
-    options: dict[str, Any] = {"lengths": [32, 512], "budget_bytes": budget, "longest": "length"}
+    options: dict[str, Any] = {"lengths": [32, 512], "budget_bytes": budget, "searched_size": "length"}
     only = RECIPE.model_copy(update={"arms": {"baseline": {}}})
     profile = measure_recipe(plan(only, **options), tmp_path, said.append)
     ended = profile.cells[1]
-    assert (ended.out_of_memory, ended.highest) == ("forward", None)
-    assert budget < ended.reached[1] < 2 * budget  # with what was one too many
+    assert (ended.out_of_memory, ended.fitting_peak) == ("forward", None)
+    assert budget < ended.highest_peak[1] < 2 * budget  # with what was one too many
     assert "512 tokens: out of memory" in said[1]
-    (longest,) = profile.longest
+    (longest,) = profile.size_limits
     tried = {cell.point.length: cell for cell in profile.cells}
     assert longest.fits and longest.fails and longest.fails - longest.fits <= max(1, longest.fits // 32)
     assert (
-        tried[longest.fits].reached[1] <= budget and tried[longest.fails].out_of_memory == longest.failed_in
+        tried[longest.fits].highest_peak[1] <= budget
+        and tried[longest.fails].out_of_memory == longest.failed_in
     )
     assert json.loads((tmp_path / "peaks.json").read_text())["longest"][0]["fits"] == longest.fits
     with pytest.raises(LaunchError) as refusal:
-        measure_recipe(plan(lengths=[32], longest="length"), tmp_path)
+        measure_recipe(plan(lengths=[32], searched_size="length"), tmp_path)
     assert refusal.value.code is Code.SEARCH_NEEDS_BUDGET
     snapshot(refusal.value)
 
@@ -193,8 +195,8 @@ def test_several_microbatches_meet_the_gradients_of_the_first(tmp_path: Path) ->
 @pytest.mark.usefixtures("here")
 def test_a_sweep_measures_the_arms_at_every_combination(tmp_path: Path) -> None:
     quick = ("model.preset=qwen2-tiny", "arms.treatment={policy.logprobs.impl: chunked}")
-    variants = variants_of(SMALL, quick, ["model.shape.vocab_size=1024,8192"])
-    asked = Plan(name="x", variants=variants, lengths=[64], sequences=[1, 2], rollouts=False)
+    variants = expand_sweep(SMALL, quick, ["model.shape.vocab_size=1024,8192"])
+    asked = SweepPlan(name="x", variants=variants, lengths=[64], sequences=[1, 2], rollouts=False)
     profile = measure_recipe(asked, tmp_path)
     points = [(cell.arm, cell.point.num_sequences, dict(cell.point.swept)) for cell in profile.cells]
     assert points == [
@@ -211,13 +213,13 @@ def test_a_sweep_measures_the_arms_at_every_combination(tmp_path: Path) -> None:
         more = of["baseline", 2, size].by_phase["forward"] - of["baseline", 1, size].by_phase["forward"]
         assert more >= 64 * size * 4
     assert of["baseline", 1, 8192].held["weights"] - of["baseline", 1, 1024].held["weights"] == 4 * 96 * 7168
-    headings = [column.title for column in tables(profile)[0].columns]
+    headings = [column.title for column in make_tables(profile)[0].columns]
     assert headings[:4] == ["tokens", "sequences", "vocab size", "arm"]
 
 
 @pytest.mark.usefixtures("here")
 def test_a_rollout_is_measured_as_the_recipe_says_it(tmp_path: Path) -> None:
-    asked = Plan(name="x", variants=[Variant(recipe=RECIPE)], lengths=[32])
+    asked = SweepPlan(name="x", variants=[Variant(recipe=RECIPE)], lengths=[32])
     (cell, _) = measure_recipe(asked, tmp_path).cells
     assert cell.by_phase["generation"] > 256 * VOCABULARY * 4  # a token of 256 completions, in float32
     assert cell.by_phase.keys() == {"generation", "forward", "backward", "optimizer"}
@@ -225,9 +227,9 @@ def test_a_rollout_is_measured_as_the_recipe_says_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_what_random_sequences_do_not_show_is_said(tmp_path: Path) -> None:
-    assert not Plan(name="x", variants=variants_of(SMALL, (), ())).note()
+    assert not SweepPlan(name="x", variants=expand_sweep(SMALL, (), ())).note()
     shared = ("policy.packing=true", "arms.treatment.policy.share_prompts=true")
-    plan = Plan(name="x", variants=variants_of(SMALL, shared, ()), lengths=(32,), rollouts=False)
+    plan = SweepPlan(name="x", variants=expand_sweep(SMALL, shared, ()), lengths=(32,), rollouts=False)
     profile = measure_recipe(plan, tmp_path)
     assert profile.note.startswith("policy.share_prompts: ")
 
@@ -241,7 +243,7 @@ def test_what_a_command_line_can_get_wrong_is_one_line(snapshot: Snapshot) -> No
         "model.shape.vocab_size=7",
     ):
         with pytest.raises(RecipeError) as raised:
-            variants_of(SMALL, (), [sweep])
+            expand_sweep(SMALL, (), [sweep])
         snapshot(raised.value)
         assert "\n" not in str(raised.value)
 
@@ -276,12 +278,12 @@ def test_a_length_that_ran_out_of_memory_has_no_ratio(snapshot: Snapshot) -> Non
     ended = cell_of_bytes("baseline", 64, {"logprobs": 7}, out_of_memory="forward")
     longer = cell_of_bytes("treatment", 128, {"optimizer": 9})  # the baseline did not get there
     profile = MemoryProfile(name="x", counter="", cells=[ended, fits, longer])
-    assert ended.highest is None and profile.ratio(fits) is None and profile.ratio(longer) is None
-    assert ended.reached == ("logprobs", 7)
-    assert fits.highest == ("optimizer", 7)
-    assert len(tables(profile)[0].rows) == 3
-    assert "out of memory" in str(tables(profile)[0].rows)
-    snapshot(progress_line(ended, ("MiB", 1)))
+    assert ended.fitting_peak is None and profile.ratio(fits) is None and profile.ratio(longer) is None
+    assert ended.highest_peak == ("logprobs", 7)
+    assert fits.fitting_peak == ("optimizer", 7)
+    assert len(make_tables(profile)[0].rows) == 3
+    assert "out of memory" in str(make_tables(profile)[0].rows)
+    snapshot(format_progress(ended, ("MiB", 1)))
 
 
 def test_what_a_gpu_s_allocator_says_and_how_far_arms_go_have_tables_of_their_own() -> None:
@@ -293,15 +295,15 @@ def test_what_a_gpu_s_allocator_says_and_how_far_arms_go_have_tables_of_their_ow
         cell_of_bytes("treatment", 64, {"backward": 2**30}),
     ]
     longest = [
-        Longest(arm="baseline", swept=(), what="length", fits=1000, fails=1024, failed_in="backward"),
-        Longest(arm="treatment", swept=(), what="length", fits=4096, fails=None, failed_in=None),
+        SizeLimit(arm="baseline", swept=(), what="length", fits=1000, fails=1024, failed_in="backward"),
+        SizeLimit(arm="treatment", swept=(), what="length", fits=4096, fails=None, failed_in=None),
     ]
-    profile = MemoryProfile(name="x", counter="peak_allocated_bytes", cells=cells, longest=longest)
-    peaks, allocator, most = ([*map(list, zip(*table.rows, strict=True))] for table in tables(profile))
+    profile = MemoryProfile(name="x", counter="peak_allocated_bytes", cells=cells, size_limits=longest)
+    peaks, allocator, most = ([*map(list, zip(*table.rows, strict=True))] for table in make_tables(profile))
     assert peaks[-1] == ["1.000", "0.200"]  # the ratio
     assert [column[0] for column in allocator[2:]] == ["5.0", "6.0", "0.5", "3", "8.0"]
     *most_of_treatment, reason, _, ratio = (column[1] for column in most)
-    assert (most_of_treatment, ratio) == (["treatment", "4,096"], "4.10") and "takes no more" in reason
+    assert (most_of_treatment, ratio) == (["treatment", "4,096"], "4.10") and "maximum fits" in reason
 
 
 @pytest.mark.slow

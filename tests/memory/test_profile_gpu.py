@@ -10,7 +10,7 @@ from abrun.memory.cells import Cell
 from abrun.memory.fake_device import CUBLAS_WORKSPACE_BYTES
 from abrun.memory.peak import SNAPSHOT
 from abrun.memory.profile import measure_recipe
-from abrun.memory.sweep import Plan, Variant
+from abrun.memory.sweep import SweepPlan, Variant
 from abrun.recipe.experiment import load_recipe
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ LENGTH, VOCABULARY = 4096, 32_768
 
 def profiled(tmp_path: Path, *overrides: str, **options: Any) -> dict[str, Cell]:
     variant = Variant(recipe=load_recipe(RECIPE, [*ON_GPU, *overrides]))
-    plan = Plan(name="x", variants=[variant], **{"lengths": [LENGTH], "rollouts": False, **options})
+    plan = SweepPlan(name="x", variants=[variant], **{"lengths": [LENGTH], "rollouts": False, **options})
     return {cell.arm: cell for cell in measure_recipe(plan, tmp_path).cells}
 
 
@@ -37,7 +37,7 @@ def test_the_allocator_s_counters_and_history_are_told(tmp_path: Path) -> None:
     logits = LENGTH * VOCABULARY * 2
     assert dense.by_phase["backward"] - fused.by_phase["backward"] > 3 * logits
     for number, cell in enumerate((dense, fused)):
-        highest, peak = cell.reached[1], cell.peak
+        highest, peak = cell.highest_peak[1], cell.peak
         assert cell.reserved_bytes and cell.reserved_bytes >= highest
         assert cell.inactive_bytes is not None and cell.allocator_retries == 0
         assert (
@@ -64,7 +64,7 @@ def test_out_of_memory_has_its_phase_and_how_far_it_came(tmp_path: Path) -> None
     cells = profiled(tmp_path, budget_bytes=budget)
     dense, fused = cells["baseline"], cells["treatment"]
     assert dense.out_of_memory in ("forward", "backward") and fused.out_of_memory is None
-    assert 0.3 * budget < dense.reached[1] <= budget
+    assert 0.3 * budget < dense.highest_peak[1] <= budget
     assert dense.peak and dense.held["optimizer_state"]  # in the step that is measured
 
 

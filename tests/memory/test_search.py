@@ -3,7 +3,7 @@
 import pytest
 
 from abrun.memory.cells import Cell, Point
-from abrun.memory.search import RESOLUTION, search
+from abrun.memory.search import RESOLUTION, search_size_limit
 
 
 def cell(size: int, num_bytes: float, capacity: int | None) -> Cell:
@@ -37,7 +37,7 @@ def test_the_answer_is_right_to_one_part_in_thirty_after_few_tries(memory, most_
         return cell(size, memory(size), capacity)
 
     measured = [cell(size, memory(size), capacity) for size in first]
-    found = search(measured, "length", one_more)
+    found = search_size_limit(measured, "length", one_more)
     assert found.fits and found.fails and found.failed_in == "backward"
     assert memory(found.fits) <= capacity < memory(found.fails)
     assert found.fails - found.fits <= found.fits // RESOLUTION
@@ -60,7 +60,7 @@ def test_each_phase_has_its_own_line() -> None:
             out_of_memory=None if fits else "forward",
         )
 
-    found = search([one_more(1024), one_more(2048)], "length", one_more)
+    found = search_size_limit([one_more(1024), one_more(2048)], "length", one_more)
     assert found.fits and found.fails and found.fits <= 240_000 < found.fails and len(tried) <= 2 + 4, tried
 
 
@@ -71,7 +71,9 @@ def test_the_model_s_positions_end_the_search() -> None:
         tried.append(size)
         return cell(size, size, 10**12)
 
-    found = search([cell(1024, 1024, 10**12), cell(2048, 2048, 10**12)], "length", one_more, most=40_960)
+    found = search_size_limit(
+        [cell(1024, 1024, 10**12), cell(2048, 2048, 10**12)], "length", one_more, max_size=40_960
+    )
     assert (found.fits, found.fails, tried) == (40_960, None, [40_960])
 
 
@@ -86,7 +88,7 @@ def test_pairs_stay_whole_and_nothing_may_fit() -> None:
         return {name: getattr(one, name) for name in ("arm", "by_phase", "total_bytes", "out_of_memory")}
 
     first = Cell(**fields(cell(64, 2, 13)), point=Point(length=64, num_sequences=2))
-    found = search([first], "num_sequences", one_more, unit=2)
+    found = search_size_limit([first], "num_sequences", one_more, unit=2)
     assert (found.fits, found.fails) == (12, 14) and all(size % 2 == 0 for size in tried)
-    nothing = search([cell(512, 999, 13)], "length", lambda size: cell(size, 999, 13))
+    nothing = search_size_limit([cell(512, 999, 13)], "length", lambda size: cell(size, 999, 13))
     assert nothing.fits is None and nothing.fails is not None
