@@ -417,7 +417,7 @@ def test_what_was_never_decided_is_not_resumed(command: Command, made_up: list[d
     words = ("launch", SMALL, "--no-compare", *sets("cluster={gpus_per_node: 1}", "policy.packing=true"))
     assert command(*words)[0] == 0
     code, _, said = command(*words, *sets(f"{MICRO_BATCH_TOKENS}=auto"), "--resume")
-    assert code == 2 and f"no {MICRO_BATCH_TOKENS} (got None)" in said
+    assert code == 2 and f"without {MICRO_BATCH_TOKENS} (got None)" in said
 
 
 def test_on_cpu_cores_it_is_what_takes_the_least_time(made_up: list[dict[str, Any]]) -> None:
