@@ -116,14 +116,16 @@ def decide_values(
             )
         )
     candidates = [*(trial for trial in trials.tried if trial is not choice), choice]
-    margin_text = f", of which {choice.margin:.0%} stay free"
+    margin_text = f", of which {100 * choice.margin:.0f} % stay free"
     if not choice.fits:
-        margin_text = f": nothing leaves {choice.margin:.0%} of it free, and runs may run out of memory"
+        margin_text = (
+            f": nothing leaves {100 * choice.margin:.0f} % of it free, and runs may run out of memory"
+        )
     return _make_decisions(
         choice.values,
         why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}"
         + f", {memory_text}{margin_text}"
-        + (f"; predicted alone: {why_not_measured}" if why_not_measured else ""),
+        + (f"; predicted, not measured: {why_not_measured}" if why_not_measured else ""),
         device_bytes=device_bytes,
         margin=choice.margin,
         measured=why_not_measured is None,
