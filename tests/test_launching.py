@@ -141,7 +141,7 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     typed, called = verdict_of("typed"), verdict_of("called")
     for key in ("verdict", "claims", "post_hoc"):
         assert called[key] == typed[key]
-    assert called["arms"]["treatment"]["interim"] == typed["arms"]["treatment"]["interim"]
+    assert called["arms"]["treatment"]["interim_analyses"] == typed["arms"]["treatment"]["interim_analyses"]
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
     with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
