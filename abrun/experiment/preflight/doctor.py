@@ -96,7 +96,7 @@ class Diagnosis:
             else (part.kind, part.name, usable, "")
             for part in self.parts
         ]
-        parts = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
+        parts = Table(columns("feature", "name", "", "problem and fix", fold=True), rows)
         return Group(
             Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), parts
         )
