@@ -260,7 +260,7 @@ def unknown_metric(metric: str, algorithm_type: str) -> str | None:
     learned = ", ".join(key for key in worth_a_claim if key.startswith(("train/", "validation/")))
     hint = f"did you mean {close[0]!r}?" if close else f"recorded are {learned}, seconds and bytes"
     shown = metric if len(metric) <= 100 else f"{metric[:97]}..."
-    return f"got {shown!r}, which a run of {algorithm_type} does not record; {hint}"
+    return f"got {shown!r}, which {algorithm_type} runs do not record; {hint}"
 
 
 def is_peak_memory(name: str) -> bool:

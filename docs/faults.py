@@ -11,29 +11,29 @@ HEAD = """# Faults, and what a comparison would have caught
 
 Printed by `python docs/faults.py`, from `abrun/recipe/faults.toml`; a test compares the two.
 
-"Equivalent" is worth what the experiment could have found. So abrun can break the baseline on purpose, in
-ways that have happened: each fault below is one small change after a real bug report, none of which crashed
-anything.
+A verdict of equivalence is only as good as the faults that the experiment could have detected. So abrun can
+inject faults into the baseline: each fault below is a small change modelled on a real bug report, and none of
+these bugs crashed anything.
 
 ```sh
 abrun faults                                                   # this list; --json: for programs
 abrun faults misgrouped                                        # one, with the settings that it needs
-abrun sensitivity recipes/quickstart-faults.yaml               # inject all that the recipe can have
+abrun sensitivity recipes/quickstart-faults.yaml               # inject every fault that the recipe can have
 abrun sensitivity recipes/quickstart.yaml --faults late_half_batch:0.25,misgrouped --seeds 0-2
 ```
 
-`abrun sensitivity` runs the recipe's baseline and, at the same seeds, the baseline with each fault: arms of
-the ordinary launcher and store. Each is judged by the recipe's own claims and guards, as if it were the one
-treatment, so that nothing is corrected for their number. A line says what makes the verdict MISMATCH, the
-earliest of it: step one, a guard, a claim, or nothing, and at which step, with the figures.
+`abrun sensitivity` runs the recipe's baseline and, at the same seeds, the baseline with each fault, like
+the arms of any experiment. Each fault is judged by the recipe's own claims and guards, as if it were the only
+treatment, so there is no correction for the number of faults. For each fault, a line says what detected it
+first (step one, a guard, a claim, or nothing), at which step, and with which figures.
 
-What nothing catches is missed at two sizes, which the report names: that of the fault as it was injected, and
-that of the experiment (pairs, steps, margins). If the verdict on it is MATCH, it would have passed, and a
-match by such an experiment says nothing about such a fault; if it is INCONCLUSIVE, it would have prevented a
-match. For each, the report says what could show it: more pairs, more steps, a larger size, or a claim where
-it shows. The table is in `report/sensitivity.md` of `<recipe>-sensitivity`, and in `sensitivity.json`.
+For an undetected fault, the report states its size and the size of the experiment (pairs, steps, margins). If
+the verdict is MATCH, such a fault would have passed, so a match in such an experiment does not exclude it. If
+the verdict is INCONCLUSIVE, the fault would have prevented a match. The report also says what could detect
+the fault: more pairs, more steps, a larger size, or a claim on a metric that it affects. The table is in
+`report/sensitivity.md` of `<recipe>-sensitivity`, and in `sensitivity.json`.
 
-Some need what no quickstart has; `--set` gives it:
+Some faults need settings that no quickstart recipe has; add them with `--set`:
 
 ```sh
 abrun sensitivity recipes/quickstart-faults.yaml --set cluster.cpu_ranks=2 \\
@@ -41,21 +41,22 @@ abrun sensitivity recipes/quickstart-faults.yaml --set cluster.cpu_ranks=2 \\
 abrun sensitivity recipes/quickstart-faults.yaml --set algorithm.loss=gspo --faults gspo_padding
 ```
 
-In a recipe the same arms run beside the treatment, and the report shows the table beside the verdict, which
-they are never part of:
+A recipe can run the same arms in addition to the treatment. The report shows their table next to the verdict;
+they never affect the verdict:
 
 ```text
 controls: {ulp_reruns: 2, faults: [flipped_advantages, {name: late_half_batch, size: 0.25}]}
 ```
 
-`injected_fault: NAME`, or `{name: NAME, size: ...}`, injects one in any arm: trust a test that you have seen
-fail. A fault that a run cannot have (it needs packing, several updates, PPO) is refused in one line.
+`injected_fault: NAME`, or `{name: NAME, size: ...}`, injects a fault into any arm: trust a test
+that you have seen fail. A fault whose needs a run does not meet (packing, several updates, PPO)
+is refused in one line.
 
-`controls.ulp_reruns` are no fault: baselines with the same seed, each initial weight of which is moved to a
-neighbouring number of `policy.dtype`, up or down by chance. Where reruns repeat bit for bit they say what
-one ULP grows into, and a treatment's drift is held against that.
+`controls.ulp_reruns` inject no fault. They are baselines with the same seed, in which each initial weight is
+moved to a neighbouring number of `policy.dtype`, randomly up or down. If reruns are bit-identical, the ULP
+reruns show how far a difference of one ULP grows, and a treatment's drift is compared with that.
 
-A size is how much of the fault there is, in its own unit; the one below is that of a fault without a size.
+A size says how large the fault is, in the fault's own unit. The table lists the default sizes.
 
 ## The library
 """
@@ -65,7 +66,13 @@ def page() -> str:
     """The whole of docs/faults.md."""
     lines = Table(COLUMNS, [*map(_row, FAULTS)]).to_markdown(str)
     general = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.any_algorithm)
-    return "\n".join([HEAD, *lines, f"\nSFT and DPO can have {general}; the others are a policy gradient's."])
+    return "\n".join(
+        [
+            HEAD,
+            *lines,
+            f"\nSFT and DPO can have {general}; the other faults need a policy gradient (GRPO or PPO).",
+        ]
+    )
 
 
 def _row(fault: Fault) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ Claims = Annotated[
     typer.Option(
         "--claim",
         metavar="METRIC:WINDOW:MARGIN",
-        help="Claim to test instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
+        help="Claim to use instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
     ),
 ]
 Baseline = Annotated[str | None, typer.Option(help="Name of the baseline arm.")]
@@ -92,9 +92,9 @@ Group = Annotated[str | None, typer.Option(help="Only read wandb runs of this gr
 Aliases = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="OURS=THEIRS",
-        help="Metric name in the log, such as train/reward=critic/score/mean, or a framework such as verl; "
-        "repeatable. Default: recognised automatically if possible.",
+        metavar="NAME=LOG_NAME",
+        help="A metric's name in the log, such as train/reward=critic/score/mean, or a framework such as "
+        "verl; repeatable. Default: recognised automatically if possible.",
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="Column or key of the step number.")]
@@ -164,8 +164,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any 
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's). Used to resolve "
-        "`auto` in the policy and to predict OOM in --dry-run."
+        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's): resolves "
+        "`auto` in the policy and predicts OOM."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the experiment's unfinished runs.")]

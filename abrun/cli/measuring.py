@@ -211,7 +211,9 @@ def mismatch(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine: devices, packages, backends, and how to fix what is missing. Exit code 0.
+    """Check this machine: devices, packages, backends, and how to fix what is missing.
+
+    Exit code: always 0.
 
     Examples:
         abrun doctor

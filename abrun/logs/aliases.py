@@ -249,7 +249,7 @@ class RenamedRuns:
 
 
 def parse_aliases(texts: Iterable[str]) -> Aliases:
-    """Parse `--alias` options, preset names or OURS=THEIRS. Raises ComparisonError."""
+    """Parse `--alias` options, preset names or NAME=LOG_NAME. Raises ComparisonError."""
     explicit: dict[str, str] = {}
     presets: dict[str, str] = {}
     for text in texts:
@@ -262,7 +262,7 @@ def parse_aliases(texts: Iterable[str]) -> Aliases:
             explicit[ours] = theirs
         else:
             raise ComparisonError(
-                f"--alias: got '{printable(text)}'; allowed: {', '.join(FRAMEWORKS)}, or OURS=THEIRS, "
+                f"--alias: got '{printable(text)}'; allowed: {', '.join(FRAMEWORKS)}, or NAME=LOG_NAME, "
                 "such as train/reward=rewards/mean"
             )
     return Aliases(explicit=explicit, presets=presets)

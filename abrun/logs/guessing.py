@@ -1,4 +1,4 @@
-"""Guesses of arms, seeds and the baseline for runs whose names follow no usual pattern.
+"""Guesses of arms, seeds and the baseline for runs whose names match no known pattern.
 
 A guess is used only if it explains every run: each arm has every seed once, and all arms have the same seeds.
 If none does, runs are numbered and not paired. The report lists every guess.

@@ -83,7 +83,7 @@ def name_runs(
         except ComparisonError as error:
             collision = collision or error
     raise collision or ComparisonError(
-        f"arms and seeds: no usual pattern matches the run names {list_names([log.name for log in logs])} "
+        f"arms and seeds: no known pattern matches the run names {list_names([log.name for log in logs])} "
         "(dates and times do not count as arm or seed); describe the names, for example --pattern "
         "'{arm}-s{seed}', or give each arm's folder"
     )

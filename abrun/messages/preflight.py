@@ -137,7 +137,7 @@ MESSAGES: dict[Code, Message] = {
     Code.TORCH_WITHOUT_CUDA: "torch {version} is built without CUDA; {install}",
     Code.TORCH_FINDS_NO_GPU: "torch {version}, built for CUDA {cuda}, finds no GPU (is the driver too old?); "
     "see nvidia-smi",
-    Code.SBATCH_MISSING: "no command sbatch on PATH; run abrun on a login node",
+    Code.SBATCH_MISSING: "the command sbatch is not on PATH; run abrun on a login node",
     # Models
     Code.MODEL_FOLDER_DAMAGED: "model.path: got {path!r}, which cannot load: {problem}; give a folder with "
     "config.json, whole safetensors files and a tokenizer",
@@ -164,6 +164,16 @@ MESSAGES: dict[Code, Message] = {
     Code.BACKEND_NEEDS_FULL_ATTENTION: "policy.backend.type: got {backend!r} with a {family} model, "
     "{obstacle}, but it only supports full attention; use type: dtensor",
     Code.STREAM_NEEDS_FULL_ATTENTION: "{setting} with a {family} model, {obstacle}; use {instead}",
+    Code.FAMILY_ENCODER_DECODER: "an encoder-decoder model",
+    Code.FAMILY_MULTIMODAL: "a multimodal model for which transformers has no causal LM",
+    Code.FAMILY_HEAD_BIASED: "an LM head with a bias, which the log-prob kernels do not support",
+    Code.FAMILY_ROUTER_SAMPLES: "whose router samples experts in training",
+    Code.FAMILY_SHARES_LAYERS: "whose layers share weights, so that they cannot be sharded one by one",
+    Code.FAMILY_WITHOUT_CAUSAL_LM: "which transformers has no causal LM for",
+    Code.LAYERS_REFUSE_PACKING: "whose layers do not support packed sequences",
+    Code.LAYERS_NOT_FULL_ATTENTION: "which has layers of {kinds:list}",
+    Code.SOME_LAYERS_PARTIAL: "some of whose layers lack full attention",
+    Code.LAYERS_WINDOWED: "whose layers attend to windows of {tokens} tokens",
     Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN: "policy.backend.tensor_parallel: got {got} with a {family} "
     "model, which has no tensor-parallel plan; use 1, or a model of {allowed:list}",
     Code.EXPERTS_STAY_WHOLE: "policy.backend.expert_parallel: got 1 with tensor_parallel {tensor_parallel}, "

@@ -14,13 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from abrun.errors import RecipeError
-from abrun.recipe.families import (
-    BIASED_HEAD,
-    ENCODER_DECODER,
-    SAMPLING_ROUTER,
-    SAMPLING_ROUTERS,
-    SHARES_LAYERS,
-)
+from abrun.messages import sentence
+from abrun.reasons import Code, Reason
+from abrun.recipe.families import SAMPLING_ROUTERS
 
 # Fields of a text configuration that multiply or divide the head's logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -61,10 +57,10 @@ class Facts:
 def facts_of(network: Any) -> Facts:
     """Return the facts of a transformers network. Raises RecipeError for a family that cannot be trained."""
     if network.config.is_encoder_decoder:
-        raise refused(network, ENCODER_DECODER)
+        raise refused(network, Code.FAMILY_ENCODER_DECODER())
     config = network.config.get_text_config(decoder=True)
     if config.model_type in SAMPLING_ROUTERS:
-        raise refused(network, SAMPLING_ROUTER)
+        raise refused(network, Code.FAMILY_ROUTER_SAMPLES())
     base = _base(network)
     return Facts(
         base=base,
@@ -75,10 +71,11 @@ def facts_of(network: Any) -> Facts:
     )
 
 
-def refused(network: nn.Module, why: str) -> RecipeError:
+def refused(network: nn.Module, why: Reason | str) -> RecipeError:
     """Return the error, one line, for a network of a family that cannot be trained."""
     kind = type(network).__name__.removeprefix("FSDP")
-    return RecipeError(f"model: got {kind}, {why}; use a causal language model of another family")
+    obstacle = sentence(why) if isinstance(why, Reason) else why
+    return RecipeError(f"model: got {kind}, {obstacle}; use a causal language model of another family")
 
 
 def persistent_buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +174,7 @@ def _head(network: Any) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise refused(network, f"whose LM head is {type(head).__name__} and not one matrix")
     if head.bias is not None:
-        raise refused(network, BIASED_HEAD)
+        raise refused(network, Code.FAMILY_HEAD_BIASED())
     return head
 
 
@@ -193,7 +190,7 @@ def _layers(network: nn.Module, base: Any, config: Any) -> nn.ModuleList:
         raise refused(network, "which has no list of layers to shard")
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     if len(parameters) != len(set(parameters)):
-        raise refused(network, SHARES_LAYERS)
+        raise refused(network, Code.FAMILY_SHARES_LAYERS())
     return layers
 
 

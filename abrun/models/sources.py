@@ -12,6 +12,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from abrun.errors import RecipeError
+from abrun.messages import sentence
+from abrun.reasons import Code
 from abrun.recipe.families import family_refusal
 from abrun.recipe.policy import Model
 
@@ -44,11 +46,10 @@ def read_config(source: str) -> Any:
     with loading(source):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        reason = (
-            family_refusal({"model_type": config.model_type}) or "which transformers has no causal LM for"
-        )
+        obstacle = family_refusal({"model_type": config.model_type}) or Code.FAMILY_WITHOUT_CAUSAL_LM()
         raise RecipeError(
-            f"model.path: got {source!r} of type {config.model_type}, {reason}; use a causal language model"
+            f"model.path: got {source!r} of type {config.model_type}, {sentence(obstacle)}; "
+            "use a causal language model"
         )
     return config
 

@@ -72,8 +72,9 @@ class PolicyGradientSettings(Section):
 
     prompts_per_step: Count = 32
     group_size: Count = 8  # completions per prompt
-    # Minimum number of completions a step; prompts are drawn until it is reached. All completions are trained
-    # on, except that dynamic_sampling trains on exactly this many. Losses are divided by the actual count.
+    # Minimum number of completions per step: draws of prompts_per_step prompts repeat until it is reached,
+    # and all completions are trained on. dynamic_sampling trains on this many, rounded up to whole groups.
+    # Losses are divided by the actual count.
     documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them

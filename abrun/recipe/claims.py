@@ -150,7 +150,7 @@ class Guards(Section):
     """One-sided limits for every treatment over all steps; it must also finish and stay finite.
 
     A guard fails if the treatment exceeds the limit and a t-test shows it worse than its paired baseline.
-    `alpha` is the share of the 5 % false-mismatch rate that all these tests together may spend.
+    A verdict calls equal arms a mismatch at a rate of at most 0.05; these tests together get `alpha` of it.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.05)] = 0.01

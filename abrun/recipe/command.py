@@ -112,23 +112,21 @@ class Command(Section):
         is_inside_run_dir = path.startswith("{run_dir}/") and posixpath.normpath(filled).startswith(
             f"{SAMPLE_RUN_DIR}/"
         )
-        if not (is_inside_run_dir or is_own_absolute_path) or _is_reserved_path(filled, SAMPLE_RUN_DIR):
+        if _is_reserved_path(filled, SAMPLE_RUN_DIR):
+            raise FieldError(_describe_reserved(path, path), "trainer.metrics.path")
+        if not (is_inside_run_dir or is_own_absolute_path):
             raise FieldError(
-                f"got {shortened(path)}; write a path inside {{run_dir}}/, so that every run has its own "
-                f"file, with none of abrun's names: {', '.join(RUN_FILES)}; or an absolute path that "
-                "contains {arm}, {seed} and {rerun}",
+                f"got {shortened(path)}, but every run needs a file of its own; write inside {{run_dir}}/, "
+                f"such as {_suggest_path(path)}, or use an absolute path that contains {{arm}}, {{seed}} "
+                "and {rerun}",
                 "trainer.metrics.path",
             )
         for field, template in self._templates():
             filled = (
                 _fill_template(template, values) if field.startswith("env.") else template.format_map(values)
             )
-            if _mentions_run_file(filled, SAMPLE_RUN_DIR):
-                raise FieldError(
-                    f"got {shortened(template)}; a command's files in {{run_dir}} must not have abrun's own "
-                    f"names: {', '.join(RUN_FILES)}",
-                    f"trainer.{field}",
-                )
+            if run_file := _mentioned_run_file(filled, SAMPLE_RUN_DIR):
+                raise FieldError(_describe_reserved(template, f"{{run_dir}}/{run_file}"), f"trainer.{field}")
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((f"argv.{index}", word) for index, word in enumerate(self.argv))
@@ -144,7 +142,9 @@ class Command(Section):
         try:
             fields = list(string.Formatter().parse(template))
         except ValueError:
-            raise FieldError(f"{got}; a single brace: write literal ones as {{{{ and }}}}", place) from None
+            raise FieldError(
+                f"{got}, which has a single brace; write literal braces as {{{{ and }}}}", place
+            ) from None
         names = set()
         for _, name, format_spec, conversion in fields:
             if name is None:
@@ -263,7 +263,7 @@ def build_invocation(
     reserved_paths += [
         word
         for word in (*invocation.argv, *invocation.env.values())
-        if _mentions_run_file(word, str(run_dir))
+        if _mentioned_run_file(word, str(run_dir))
     ]
     if reserved_paths:
         raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(reserved_paths[0])))
@@ -287,15 +287,30 @@ def _is_reserved_path(path: str, run_dir: str) -> bool:
     return is_inside and _path_names(path, run_dir)[0] in (".", *RUN_FILES)
 
 
-def _mentions_run_file(text: str, run_dir: str) -> bool:
-    """Return whether an argument or shell line contains the path of one of abrun's files, in any run."""
+def _describe_reserved(template: str, path: str) -> str:
+    """Return the refusal of a template that names a path of abrun's own."""
+    got = "" if template == path else f"got {shortened(template)}, but "
+    problem = f"{got}{shortened(path)[1:-1]} is reserved for abrun"
+    return f"{problem}; write to a folder of your own, such as {_suggest_path(path)}"
+
+
+def _suggest_path(path: str) -> str:
+    """Return a path in a folder of the command's own, with the file name of a refused path."""
+    name = posixpath.basename(posixpath.normpath(path.removeprefix("{run_dir}").lstrip("/") or "."))
+    return "{run_dir}/out" if name in (".", "..") else f"{{run_dir}}/out/{name}"
+
+
+def _mentioned_run_file(text: str, run_dir: str) -> str | None:
+    """Return the first file of abrun's, in any run, whose path an argument or shell line contains."""
     expanded = re.sub(r"\$\{?ABRUN_RUN_DIR\b\}?", lambda _: run_dir, text)
     expanded = re.sub(r"['\"]", "", expanded)
     for path in re.findall(rf"{re.escape(run_dir)}/[^\s=,:;&|()<>{{}}\[\]`\\]*", expanded):
         names = _path_names(path, run_dir)
-        if names[0] in RUN_FILES or (names[0] == ".." and names[-1] in RUN_FILES):
-            return True
-    return False
+        if names[0] in RUN_FILES:
+            return names[0]
+        if names[0] == ".." and names[-1] in RUN_FILES:
+            return names[-1]
+    return None
 
 
 def _path_names(path: str, run_dir: str) -> list[str]:

@@ -21,29 +21,23 @@ MULTIMODAL, ENCODER_DECODERS, BIASED_HEADS, STREAMLESS, MIXED, WINDOWED = (
 SAMPLING_ROUTERS = frozenset({"phimoe"})
 SHARED_LAYERS = frozenset({"zamba", "zamba2"})
 
-NO_CAUSAL_LM = "a multimodal model for which transformers has no causal LM"
-ENCODER_DECODER = "an encoder-decoder model"
-BIASED_HEAD = "an LM head with a bias, which the log-prob kernels do not support"
-SAMPLING_ROUTER = "whose router samples experts in training"
-SHARES_LAYERS = "whose layers share weights, so that they cannot be sharded one by one"
-
 # Names in `layer_types` of layers that mix packed sequences or do not attend to all tokens.
 PARTIAL_LAYER_PATTERN = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index|hybrid")
 
 
-def family_refusal(model: Mapping[str, Any]) -> str | None:
+def family_refusal(model: Mapping[str, Any]) -> Reason | None:
     """Return why a model with this `config.json` cannot be trained; None if nothing prevents it."""
     family = model.get("model_type")
     if not isinstance(family, str):
         return None
-    reasons = {
-        ENCODER_DECODER: ENCODER_DECODERS,
-        NO_CAUSAL_LM: MULTIMODAL,
-        BIASED_HEAD: BIASED_HEADS,
-        SAMPLING_ROUTER: SAMPLING_ROUTERS,
-        SHARES_LAYERS: SHARED_LAYERS,
+    families_by_code = {
+        Code.FAMILY_ENCODER_DECODER: ENCODER_DECODERS,
+        Code.FAMILY_MULTIMODAL: MULTIMODAL,
+        Code.FAMILY_HEAD_BIASED: BIASED_HEADS,
+        Code.FAMILY_ROUTER_SAMPLES: SAMPLING_ROUTERS,
+        Code.FAMILY_SHARES_LAYERS: SHARED_LAYERS,
     }
-    return next((reason for reason, families in reasons.items() if family in families), None)
+    return next((code() for code, families in families_by_code.items() if family in families), None)
 
 
 def stream_setting(policy: Policy) -> tuple[str, str] | None:
@@ -61,31 +55,31 @@ def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
 
     `model`: fields of a Hugging Face configuration; missing fields are not checked.
     """
-    setting, reason = stream_setting(policy), attention_obstacle(model)
-    if setting is None or reason is None:
+    setting, obstacle = stream_setting(policy), attention_obstacle(model)
+    if setting is None or obstacle is None:
         return None
     field_and_value, instead = setting
     return Code.STREAM_NEEDS_FULL_ATTENTION(
-        setting=field_and_value, family=model.get("model_type"), obstacle=reason, instead=instead
+        setting=field_and_value, family=model.get("model_type"), obstacle=obstacle, instead=instead
     )
 
 
-def attention_obstacle(model: Mapping[str, Any]) -> str | None:
+def attention_obstacle(model: Mapping[str, Any]) -> Reason | None:
     """Return why a model lacks full causal attention in every layer; None if it seems to have it."""
     nested = model.get("text_config")
     text = nested if isinstance(nested, Mapping) else model
     families = {name for name in (model.get("model_type"), text.get("model_type")) if isinstance(name, str)}
     if families & STREAMLESS:
-        return "whose layers do not support packed sequences"
+        return Code.LAYERS_REFUSE_PACKING()
     layer_types, window = text.get("layer_types"), text.get("sliding_window")
     if isinstance(layer_types, list):
         kinds = sorted({str(kind) for kind in layer_types if PARTIAL_LAYER_PATTERN.search(str(kind))})
-        return f"which has layers of {', '.join(kinds)}" if kinds else None
+        return Code.LAYERS_NOT_FULL_ATTENTION(kinds=kinds) if kinds else None
     no_window = "sliding_window" in text and window is None
     if families & MIXED and not no_window:
-        return "some of whose layers lack full attention"
+        return Code.SOME_LAYERS_PARTIAL()
     if isinstance(window, int) and window and _uses_window(text, families):
-        return f"whose layers attend to windows of {window} tokens"
+        return Code.LAYERS_WINDOWED(tokens=window)
     return None
 
 

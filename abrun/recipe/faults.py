@@ -92,7 +92,7 @@ NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             if run.algorithm.type == "ppo"
             else run.algorithm.advantage_baseline == "batch_mean" or run.algorithm.normalize_over == "batch"
         ),
-        "needs advantages whitened over the batch; set algorithm.normalize_over: batch (with PPO: "
+        "needs advantages centred or scaled over the batch; set algorithm.normalize_over: batch (with PPO: "
         "normalize_advantages: true)",
     ),
     "GSPO": (

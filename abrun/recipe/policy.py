@@ -246,7 +246,8 @@ class Rollout(Section):
     # None: share the training devices
     devices: Count | None = None
     tensor_parallel: Count = 1  # with vllm: devices per engine
-    # With vllm. None: 0.9 on separate devices; on shared ones as much as a step needs, at most 0.6
+    # With vllm: its share of device memory. None: 0.9 on separate GPUs; on shared GPUs only the cache that a
+    # step needs, or 0.6 if that is more than 0.3; on CPU cores a cache of 1 GiB
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     head_dtype: Precision | None = None  # dtype of the engine's LM head; None: the trainer's
     # With vllm on GPUs: batch-invariant kernels, for the whole process

@@ -85,6 +85,9 @@ def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> Reason |
         return Code.WRITE_UNQUOTED()
     if kind == "string_type" and isinstance(got, bool | int | float):
         return Code.WRITE_QUOTED()
+    if kind == "string_type" and isinstance(got, dict) and [*got.values()] == [None]:
+        (name,) = got  # YAML reads an unquoted {seed} as a mapping
+        return Code.WRITE_INSTEAD(value=f"'{{{name}}}'") if str(name).isidentifier() else None
     if kind == "list_type" and isinstance(got, str | bool | int | float) and not allows_sections:
         return Code.WRITE_INSTEAD(value=f"[{shortened(got)}]")
     return None

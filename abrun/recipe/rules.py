@@ -143,7 +143,7 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("model",
              lambda model: ((model.preset is None) == (model.path is None)
                  and {"which": "neither" if model.preset is None else "both"}),
-             "got {which} of preset and path; give exactly one (the other null)"),
+             "got {which} of preset and path; give exactly one (and set the other to null)"),
         RecipeRule("model.shape.{name}",
              lambda model: (model.preset is None
                  and next(({"name": name} for name in model.shape.model_dump(exclude_none=True)), None)),
@@ -200,7 +200,7 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("policy.compile", lambda policy: policy.compile and policy.backend.type != "dtensor",
              f"got true with backend {{backend.type!r}}; {COMPILE_REMEDY}"),
         RecipeRule("policy.compile", lambda policy: policy.compile and policy.backend.is_spread,
-             f"got true with backend {{backend.type!r}} and a replica of many ranks; {COMPILE_REMEDY}"),
+             f"got true with backend {{backend.type!r}} and several ranks per replica; {COMPILE_REMEDY}"),
         RecipeRule("policy.liger", lambda policy: policy.liger and policy.compile,
              "got true with compile: true, which generates its own kernels; use liger: false, or compile: "
              "false on dtensor"),

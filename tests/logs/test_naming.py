@@ -184,7 +184,7 @@ def test_explicit_aliases(snapshot: Snapshot) -> None:
 @pytest.mark.parametrize("text", ["nemo", "=x", "x=", "", "x\n"])
 def test_aliases_that_are_none(text: str) -> None:
     with pytest.raises(
-        ComparisonError, match=r"--alias: got .* allowed: trl, verl, nemo-rl, skyrl, .*, or OURS=THEIRS"
+        ComparisonError, match=r"--alias: got .* allowed: trl, verl, nemo-rl, skyrl, .*, or NAME=LOG_NAME"
     ):
         parse_aliases([text])
 

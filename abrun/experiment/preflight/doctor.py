@@ -96,7 +96,7 @@ class Diagnosis:
             else (item.kind, item.name, usable, "")
             for item in self.parts
         ]
-        table = Table(columns("what", "name", "", "why not, and how to fix it", fold=True), rows)
+        table = Table(columns("feature", "name", "", "problem and fix", fold=True), rows)
         return Group(
             Table((), machine), "", *(Text(sentence(reason), "yellow") for reason in self.warnings), table
         )
