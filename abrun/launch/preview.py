@@ -23,7 +23,7 @@ from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
-from abrun.redaction import REFERENCE, in_yaml, printable
+from abrun.redaction import REFERENCE, printable, yaml_text
 
 MAX_ROWS = 200  # per table: the layout of more takes minutes
 MAX_COMMANDS = 20
@@ -215,7 +215,7 @@ def _count_parallel(plan: ExperimentPlan, machine: Machine, num_jobs: int | None
 
 def _render_diff(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
-        (arm, key, in_yaml(baseline_value), in_yaml(arm_value))
+        (arm, key, yaml_text(baseline_value), yaml_text(arm_value))
         for arm, changes in plan.treatment_diff.items()
         for key, (baseline_value, arm_value) in changes.items()
     ]

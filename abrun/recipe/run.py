@@ -86,9 +86,8 @@ class Limits(Section):
     run_s: Positive | None = None  # seconds after a start at which the run saves a checkpoint and fails
     # Seconds without a sign of life from any rank (default 600), or without a new step of a command (1800)
     stalled_s: Positive | None = None
-    retries: Annotated[int, Field(ge=0, lt=100)] = (
-        1  # restarts, each only if the run came further than before
-    )
+    # Maximum restarts, each only if the run came further than before
+    retries: Annotated[int, Field(ge=0, lt=100)] = 1
     log_mib: Annotated[float, Field(ge=1)] = 64.0  # maximum size of stdout.log; its head and tail are kept
 
 
