@@ -145,9 +145,8 @@ class Mask:
         """
         for tail_start in range(max(start, len(content) - self._longest + 1), len(content)):
             tail = content[tail_start:]
-            next_index = bisect.bisect_right(
-                self._sorted_forms, tail
-            )  # forms that begin with the tail follow it
+            # The forms that begin with the tail follow it in sorted order
+            next_index = bisect.bisect_right(self._sorted_forms, tail)
             if any(form.startswith(tail) for form in self._sorted_forms[next_index : next_index + 1]):
                 return tail_start
         return len(content)

@@ -139,9 +139,8 @@ def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
         if not recipe.auto_keys:
             raise
         slowest_values = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
-        return make_plan(
-            recipe.with_auto_values(slowest_values)
-        )  # an arm that states the first ones would be the baseline
+        # With the first values, an arm that sets one of them could equal the baseline
+        return make_plan(recipe.with_auto_values(slowest_values))
 
 
 def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:

@@ -132,7 +132,7 @@ def own_experiment(
             refuse(experiment_dir)
             if resume:
                 _refuse_other_recipe(plan, experiment_dir)
-                if cluster_jobs := find_cluster_jobs(experiment_dir):  # they have ended
+                if cluster_jobs := find_cluster_jobs(experiment_dir):  # these jobs have ended
                     cluster_jobs.clear_jobs()
                 _write_experiment(plan, experiment_dir, resume=True)
             else:

@@ -202,7 +202,7 @@ class Invocation:
     argv: list[str]
     env: dict[str, str]  # added to the inherited environment
     metrics_path: str
-    python: str  # what {python} stands for
+    python: str  # value of the placeholder {python}
 
 
 def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[Reason]:

@@ -74,7 +74,7 @@ class Local(Section):
 class Container(Section):
     """Container image for the ranks, run by Slurm's pyxis plugin. abrun must be installed in it."""
 
-    image: str  # as `srun --container-image` takes it
+    image: str  # value for `srun --container-image`
     mounts: list[str] = Field(default=[])  # HOST_PATH:CONTAINER_PATH; must include the runs directory
 
 

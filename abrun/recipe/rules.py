@@ -65,10 +65,8 @@ def find_broken_rule(section: Any) -> tuple[str, str] | None:
     return next(filter(None, refusals), None)
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = (
-    0.01,
-    2.0,
-)  # vLLM raises lower values to the minimum and refuses higher ones
+# vLLM raises lower temperatures to the minimum and refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 VLLM_RANGE = f"with engine 'vllm', which samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 GROUP_BASELINES = ("group_mean", "leave_one_out")
 ONE_PASS_PROBLEM = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"

@@ -290,9 +290,8 @@ def union_steps(grids: Iterable[Steps]) -> Steps:
     differing_grids = [grid for grid in other_grids if not np.array_equal(grid, first_grid)]
     if not differing_grids:
         return first_grid
-    steps = np.sort(
-        np.concatenate([first_grid, *differing_grids]), kind="stable"
-    )  # np.unique is slow on whole numbers
+    # np.unique is slow on integers
+    steps = np.sort(np.concatenate([first_grid, *differing_grids]), kind="stable")
     return steps[np.append(True, np.diff(steps) > 0)]
 
 

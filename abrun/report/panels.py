@@ -21,7 +21,7 @@ from abrun.verdict.claims import ClaimResult
 from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
-NUM_WINDOWS = 8  # of the Bonferroni-t bars
+NUM_WINDOWS = 8  # number of Bonferroni-t intervals
 MAX_LINES = 32  # drawn per kind, so that they do not hide each other; statistics include all
 T = TypeVar("T")
 

@@ -63,9 +63,9 @@ class Description:
     treatment: float
     difference: float
     # Distance of the two curves over all shared steps; None with several runs of an arm.
-    mean_distance: float | None  # of |treatment - baseline|
+    mean_distance: float | None  # mean |treatment - baseline| over steps
     largest_distance: float | None
-    largest_at: int | None  # at this step
+    largest_at: int | None  # step of the largest distance
     # None with one run of each arm.
     detected: DetectedDifference | None  # None if the interval includes zero
     interval: tuple[float, float] | None  # 90 % confidence interval of the difference
