@@ -163,10 +163,10 @@ def _secret_forms(value: str) -> Iterator[str]:
     forms |= {urllib.parse.quote_plus(value, errors="replace"), *_base64_forms(value)}
     forms |= {line for line in lines if len(line) >= MIN_LINE_CHARACTERS} if len(lines) > 1 else set()
     for form in forms:
-        pieces = (
+        searched_texts = (
             form[start : start + MAX_FORM_CHARACTERS] for start in range(0, len(form), MAX_FORM_CHARACTERS)
         )
-        yield from (piece for piece in pieces if len(piece) >= MIN_MASKED_CHARACTERS)
+        yield from (text for text in searched_texts if len(text) >= MIN_MASKED_CHARACTERS)
 
 
 def _base64_forms(value: str) -> Iterator[str]:

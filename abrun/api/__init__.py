@@ -274,7 +274,7 @@ def compare(
     contents = (
         experiment.contents
         if experiment
-        else _read_contents([str(each) for each in sources], runs_dir, reading)
+        else _read_contents([str(source) for source in sources], runs_dir, reading)
     )
     claim_texts = [claim] if isinstance(claim, str) else claim
     comparison = compare_contents(

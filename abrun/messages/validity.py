@@ -87,7 +87,10 @@ def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -
 def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
     """Versions, devices, prompts or initial weights of two runs differ."""
     if isinstance(values, Mapping):
-        changes = [f"{name} {left} against {right}" for name, (left, right) in values.items()]
+        changes = [
+            f"{name} {baseline_version} against {version}"
+            for name, (baseline_version, version) in values.items()
+        ]
         num_more = len(changes) - _MAX_VERSIONS
         text = ", ".join(changes[:_MAX_VERSIONS]) + (f" and {num_more} more" if num_more > 0 else "")
     else:

@@ -131,15 +131,15 @@ def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool
     torch = broken.get("torch")
     no_gpu = torch or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
     needed = torch or broken.get("transformers")
-    # of the kernels alone, which do not need transformers
-    of_triton = torch or (broken.get("triton") if "triton" in packages else None)
+    # The kernels do not need transformers
+    triton_refusal = torch or (broken.get("triton") if "triton" in packages else None)
     yield DoctorItem(kind="device", name="cpu", refusal=torch)
     yield DoctorItem(kind="device", name="cuda", refusal=no_gpu)
     for kind, (field, names) in PARTS.items():
         for name in names:
             refusal = None
             if kind != "launcher":
-                refusal = of_triton if name == "triton" else needed
+                refusal = triton_refusal if name == "triton" else needed
             refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
             yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
