@@ -106,8 +106,8 @@ METRICS = (
     _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS),
     _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
     _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(LEARNING_RATE, "update mean", "given", algorithms=ALL_ALGORITHMS),
-    _metric("train/num_valid_samples", "sum", "given", unit="sequences", algorithms=ALL_ALGORITHMS),
+    _metric(LEARNING_RATE, "update mean", "configured", algorithms=ALL_ALGORITHMS),
+    _metric("train/num_valid_samples", "sum", "configured", unit="sequences", algorithms=ALL_ALGORITHMS),
     _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
     # log-probs of the policy and of the rollout engine, and their ratios
     _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
@@ -136,7 +136,7 @@ METRICS = (
     # completions
     _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
     _metric("train/truncation_rate", "sequence mean"),
-    _metric(MEAN_PROMPT_LENGTH, "sequence mean", "given", unit="tokens"),
+    _metric(MEAN_PROMPT_LENGTH, "sequence mean", "configured", unit="tokens"),
     _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),
     _metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
     _metric("train/dynamic_sampling_tries", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
@@ -157,7 +157,7 @@ METRICS = (
     # PPO's value model
     _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",)),
     _metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
-    _metric("train/critic/lr", "update mean", "given", algorithms=("ppo",)),
+    _metric("train/critic/lr", "update mean", "configured", algorithms=("ppo",)),
     _metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),
     _metric("train/critic/returns_mean", "token mean", algorithms=("ppo",)),
     _metric("train/critic/explained_var", "ratio", algorithms=("ppo",)),
