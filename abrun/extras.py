@@ -128,9 +128,8 @@ def untested_version(package: str, version: str | None) -> Reason | None:
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:
     """Return whether abrun's trainer may import a package with this configuration (by dotted keys)."""
-    has_verifier_module = ":" in str(
-        config.get("task.verifier")
-    )  # a module of the user's, which may import anything
+    # A verifier in the user's own module may import anything
+    has_verifier_module = ":" in str(config.get("task.verifier"))
     if package not in IMPORTED_WITH or has_verifier_module:
         return True
     key, value = IMPORTED_WITH[package]

@@ -1,7 +1,7 @@
-"""Table of all metrics of abrun: name, unit, how parts are combined, and their roles.
+"""Table of the metrics that abrun's trainer records: key, unit, combination over the batch, and roles.
 
-Metrics of other trainers have other names; their properties are guessed from prefixes and suffixes. Imports
-only the standard library.
+Other trainers name their metrics differently. Their properties are guessed from the names. This module
+imports only the standard library.
 """
 
 import difflib
@@ -11,26 +11,28 @@ from functools import cache
 from typing import Literal
 
 Algorithm = Literal["grpo", "ppo", "sft", "dpo"]
-Combination = Literal[  # how parts of the global batch are combined into a step's value
+# How the parts of a global batch (tokens, sequences, ranks) are combined into the value of a step
+Combination = Literal[
     "token mean",
     "sequence mean",
     "document mean",  # all documents have equal weight, whatever their length
     "pair mean",
-    "update mean",  # over the optimizer steps of a step
+    "update mean",  # mean over the optimizer updates within a step
     "sum",
     "maximum",
     "minimum",
-    "ratio",  # of two sums
-    "largest rank",  # the slowest, or the fullest
+    "ratio",  # ratio of two sums over the batch
+    "largest rank",  # maximum over ranks: the slowest rank, or the one that needs the most memory
 ]
 Role = Literal[
-    "step one",  # compared at the first step, and followed for divergence (abrun.verdict)
-    "guard",  # has a limit that every treatment must keep
+    "step one",  # compared at the first step, then followed step by step to measure divergence
+    "guard",  # limited in every treatment, whatever is claimed
     "saving",  # reported as the treatment's cost
-    "curve",  # shown in the live view: the first one that a run has
-    "given",  # determined by recipe and seed; learning does not change it
+    "curve",  # plotted in the live view, which shows the first curve metric that a run records
+    "configured",  # determined by recipe and seed; learning does not change it
 ]
-Need = Literal[  # settings that a metric needs; see abrun.experiment.plan
+# Conditions under which a metric is recorded; abrun.experiment.plan checks them
+Need = Literal[
     "metrics basic",
     "metrics full",
     "metrics full of GSPO",
@@ -59,16 +61,17 @@ ADVANTAGES_MIN = "train/advantages/min"
 ADVANTAGES_MAX = "train/advantages/max"
 MEAN_PROMPT_LENGTH = "train/mean_prompt_length"
 MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
-SIGNAL_SHARE = "train/signal_share"  # of groups, those whose rewards differ
-OVERLONG_PENALTY = "train/overlong_penalty"  # taken off the reward, by length
+SIGNAL_SHARE = "train/signal_share"  # share of groups whose rewards differ
+OVERLONG_PENALTY = "train/overlong_penalty"  # subtracted from the rewards of long completions
 STEP_TIME = "timing/train/total_step_time_s"
 MEMORY = "memory/"
-MEMORY_PEAK = "memory"  # in a claim: the largest peak of any phase
+MEMORY_PEAK = "memory"  # name in claims: the peak over all phases
 RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
-FINAL_WEIGHTS = "final_weights"  # in a claim: the hash of all weights that a run ended with
-# On CUDA the allocator's peak; on CPU, which has no such counter, the peak of live tensors. Never mixed.
+FINAL_WEIGHTS = "final_weights"  # name in claims: all weights at the end of a run
+# Counters of peak memory: the allocator's on CUDA; on CPU, which has none, the peak of live tensors.
+# Values of different counters are never compared.
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
-PEAK_MEMORY_DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # that have the one and the other
+PEAK_MEMORY_DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # devices of each counter, in that order
 
 POLICY_GRADIENT: tuple[Algorithm, ...] = ("grpo", "ppo")
 ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
@@ -76,14 +79,14 @@ ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """Metric recorded by abrun's trainer; `<phase>` in the key stands for any phase."""
+    """Row of the table. `<phase>` in a key stands for the name of any phase of a step."""
 
     key: str
     unit: Unit
     combined: Combination
     algorithms: tuple[Algorithm, ...]
     roles: tuple[Role, ...]
-    needs: Need | None  # None: every run of those algorithms records it
+    needs: Need | None  # None: recorded by every run of these algorithms
 
 
 def _metric(
@@ -98,15 +101,15 @@ def _metric(
 
 
 METRICS = (
-    # what every algorithm trains on
+    # inputs and results of every training step
     _metric(REWARD, "sequence mean", "step one", "curve"),
     _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS),
     _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
     _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(LEARNING_RATE, "update mean", "given", algorithms=ALL_ALGORITHMS),
-    _metric("train/num_valid_samples", "sum", "given", unit="sequences", algorithms=ALL_ALGORITHMS),
+    _metric(LEARNING_RATE, "update mean", "configured", algorithms=ALL_ALGORITHMS),
+    _metric("train/num_valid_samples", "sum", "configured", unit="sequences", algorithms=ALL_ALGORITHMS),
     _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
-    # the policy, the rollout engine, and the ratio between them
+    # log-probs of the policy and of the rollout engine, and their ratios
     _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
     _metric(TOKEN_MULT_PROB_ERROR, "token mean", "step one", "guard", needs="metrics basic"),
     _metric(GEN_KL_ERROR, "token mean", "step one", unit="nats", needs="metrics basic"),
@@ -133,11 +136,11 @@ METRICS = (
     # completions
     _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
     _metric("train/truncation_rate", "sequence mean"),
-    _metric(MEAN_PROMPT_LENGTH, "sequence mean", "given", unit="tokens"),
-    _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),  # of groups, those whose rewards differ
+    _metric(MEAN_PROMPT_LENGTH, "sequence mean", "configured", unit="tokens"),
+    _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),
     _metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
     _metric("train/dynamic_sampling_tries", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
-    # what level full adds
+    # added by `algorithm.metrics: full`
     _metric("train/old_logprobs", "document mean", unit="nats", needs="metrics full"),
     _metric("train/new_logprobs", "document mean", unit="nats", needs="metrics full"),
     _metric("train/ratio_new_old", "document mean", needs="metrics full"),
@@ -154,7 +157,7 @@ METRICS = (
     # PPO's value model
     _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",)),
     _metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
-    _metric("train/critic/lr", "update mean", "given", algorithms=("ppo",)),
+    _metric("train/critic/lr", "update mean", "configured", algorithms=("ppo",)),
     _metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),
     _metric("train/critic/returns_mean", "token mean", algorithms=("ppo",)),
     _metric("train/critic/explained_var", "ratio", algorithms=("ppo",)),
@@ -166,7 +169,7 @@ METRICS = (
     _metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",)),
     _metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
     _metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
-    # a mixture of experts: how its routers share the tokens out
+    # routers of a mixture of experts: load and auxiliary loss
     _metric("train/moe/max_load", "maximum", algorithms=ALL_ALGORITHMS, needs="experts"),
     _metric(
         "train/moe/routing_entropy",
@@ -198,7 +201,7 @@ METRICS = (
         algorithms=ALL_ALGORITHMS,
         needs="validation by completions",
     ),
-    # what a step costs
+    # time, throughput and memory of a step
     _metric(STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS),
     _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS),
     _metric(
@@ -230,55 +233,63 @@ METRICS = (
 )
 
 
-def with_role(role: Role) -> tuple[str, ...]:
-    """The metrics that have a role, in the order of the table."""
+def metrics_with_role(role: Role) -> tuple[str, ...]:
+    """Return the keys of all metrics with a role, in the order of the table."""
     return tuple(metric.key for metric in METRICS if role in metric.roles)
 
 
-STEP_ONE = with_role("step one")
-CURVES = with_role("curve")
+STEP_ONE = metrics_with_role("step one")
+CURVES = metrics_with_role("curve")
 
 
 @cache
 def find_metric(name: str) -> Metric | None:
-    """What a name stands for; None: abrun's trainer records no such metric."""
-    return next((metric for metric in METRICS if re.fullmatch(_pattern(metric.key), name)), None)
+    """Return the row of a metric name; None if abrun's trainer records no such metric."""
+    return next((metric for metric in METRICS if re.fullmatch(_key_pattern(metric.key), name)), None)
 
 
-def unknown_metric(metric: str, algorithm_type: str) -> str | None:
-    """Why a claim on a metric cannot be evaluated on runs of abrun's own trainer; None: it can.
+def unrecorded_metric_problem(metric: str, algorithm_type: str) -> str | None:
+    """Return why a run of abrun's trainer with this algorithm does not record a metric; None if it may.
 
-    One line without the field's name: `got 'train/rewrad', which ...; did you mean 'train/reward'?`
+    The problem is one line, without the name of a field: `got 'train/rewrad', which ...; did you mean
+    'train/reward'?`
     """
-    found = find_metric(metric)
-    if found and algorithm_type in found.algorithms:
+    definition = find_metric(metric)
+    if definition and algorithm_type in definition.algorithms:
         return None
-    worth_a_claim = [
-        one.key for one in METRICS if algorithm_type in one.algorithms and "given" not in one.roles
+    claimable_keys = [
+        row.key for row in METRICS if algorithm_type in row.algorithms and "configured" not in row.roles
     ]
-    close = difflib.get_close_matches(metric, worth_a_claim, n=1) if not found else ()
-    learned = ", ".join(key for key in worth_a_claim if key.startswith(("train/", "validation/")))
-    hint = f"did you mean {close[0]!r}?" if close else f"recorded are {learned}, seconds and bytes"
-    shown = metric if len(metric) <= 100 else f"{metric[:97]}..."
-    return f"got {shown!r}, which {algorithm_type} runs do not record; {hint}"
+    close_keys = [] if definition else difflib.get_close_matches(metric, claimable_keys, n=1)
+    if close_keys:
+        hint = f"did you mean {close_keys[0]!r}?"
+    else:
+        learning_keys = [key for key in claimable_keys if key.startswith(("train/", "validation/"))]
+        hint = f"recorded are {', '.join(learning_keys)}, seconds and bytes"
+    quoted = metric if len(metric) <= 100 else f"{metric[:97]}..."
+    return f"got {quoted!r}, which {algorithm_type} runs do not record; {hint}"
 
 
 def is_peak_memory(name: str) -> bool:
-    """Whether it is a phase's peak of one of the counters that guards and savings read."""
-    return any(phase_of(name, counter) is not None for counter in PEAK_MEMORY)
+    """Return whether a metric is a phase's peak memory, by any counter of PEAK_MEMORY."""
+    return any(peak_memory_phase(name, counter) is not None for counter in PEAK_MEMORY)
 
 
-def phase_of(name: str, counter: str) -> str | None:
-    """The phase whose peak a metric is, by a counter of PEAK_MEMORY; None: it is none."""
-    found = re.fullmatch(f"{MEMORY}([^/]+)/{counter}", name)
-    return found[1] if found else None
+def peak_memory_phase(name: str, counter: str) -> str | None:
+    """Return the phase whose peak memory a metric is, by this counter; None for any other metric."""
+    match = re.fullmatch(f"{MEMORY}([^/]+)/{counter}", name)
+    return match[1] if match else None
 
 
-# --- what holds for other trainers' metrics as well ---
+# --- properties of any trainer's metrics, guessed from their names ---
 
 
 def default_transform(name: str) -> Transform:
-    """Rewards and shares are compared as they are, scales (norms, seconds, bytes) as ratios."""
+    """Return the scale on which a metric is compared: rewards and shares as they are, the others as ratios.
+
+    Gradient norms, times, throughput and memory are compared by their logarithm. The multiplicative
+    probability error, which is at least 1, is compared by the logarithm of its excess over 1.
+    """
     if name.endswith("mult_prob_error"):
         return "log_excess"
     if name.endswith("grad_norm") or name.startswith(("timing/", MEMORY, "performance/")):
@@ -287,44 +298,45 @@ def default_transform(name: str) -> Transform:
 
 
 def default_reduction(name: str) -> Literal["mean", "median"]:
-    """The median for metrics whose single spikes would carry a mean."""
-    spiky = name.endswith(("mult_prob_error", "grad_norm")) or name.startswith(("timing/", "performance/"))
-    return "median" if spiky else "mean"
+    """Return how steps are summarised: by the median if single spikes would dominate a mean."""
+    has_spikes = name.endswith(("mult_prob_error", "grad_norm"))
+    has_spikes = has_spikes or name.startswith(("timing/", "performance/"))
+    return "median" if has_spikes else "mean"
 
 
 @cache
-def unit_of(name: str) -> str:
-    """The unit in files; empty where there is none, or none is known."""
-    found = find_metric(name)
-    if found:
-        return found.unit
-    by_ending = {"_bytes": "bytes", "_s": "s", "entropy": "nats"}
-    return next((unit for ending, unit in by_ending.items() if name.endswith(ending)), "")
+def metric_unit(name: str) -> str:
+    """Return the unit in which files have a metric; empty if it has no unit or an unknown one."""
+    definition = find_metric(name)
+    if definition:
+        return definition.unit
+    units_by_suffix = {"_bytes": "bytes", "_s": "s", "entropy": "nats"}
+    return next((unit for suffix, unit in units_by_suffix.items() if name.endswith(suffix)), "")
 
 
-def direction(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
-    """Which way learning moves a metric; None: neither, or it is not known.
+def learning_sign(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
+    """Return 1 if learning raises a metric, -1 if it lowers it, None if neither or unknown.
 
-    Rewards and accuracies rise. A loss falls where it is what is learned: that of a policy gradient is no
-    measure of learning (`policy_gradient`: the run has a reward).
+    Rewards and accuracies rise. Losses fall, except with a policy gradient, whose loss does not measure
+    learning. `policy_gradient`: the run records a reward.
     """
-    of_mean = r"([/_](mean|avg)(@\d+)?|_before_kl)?"
-    better = r"rewards?|rewards/margin|accuracy|acc|score|success_rate|pass(_rate|@\d+)"
-    if is_clock(name):  # TRL's `profiling/Time taken: GRPOTrainer._calculate_rewards`
+    mean_suffix = r"([/_](mean|avg)(@\d+)?|_before_kl)?"
+    rising = r"rewards?|rewards/margin|accuracy|acc|score|success_rate|pass(_rate|@\d+)"
+    if is_clock(name):  # TRL's `profiling/Time taken: GRPOTrainer._calculate_rewards` is a time
         return None
-    if re.search(rf"(^|[/_])({better}){of_mean}$", name):
+    if re.search(rf"(^|[/_])({rising}){mean_suffix}$", name):
         return 1
-    falls = re.search(r"(^|[/_])(loss|nll|perplexity|ppl)([/_](mean|avg))?$", name)
-    return -1 if falls and not policy_gradient and not re.search("critic|value|aux", name) else None
+    is_loss = re.search(r"(^|[/_])(loss|nll|perplexity|ppl)([/_](mean|avg))?$", name)
+    return -1 if is_loss and not policy_gradient and not re.search("critic|value|aux", name) else None
 
 
 @cache
 def is_clock(name: str) -> bool:
-    """Whether it is read off a clock or the machine, of which no two runs get the same numbers."""
+    """Return whether a metric measures time or utilization, which never repeat exactly between runs."""
     words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|seconds?|s|ms|throughput"
     words += "|clock|wallclock|tps|tgs|mfu|hfu|t?flops|utili[sz]ation"
     return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 
-def _pattern(key: str) -> str:
+def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")

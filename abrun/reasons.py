@@ -1,8 +1,8 @@
-"""Reason codes: what a verdict, a check or a refusal says, as a code and values.
+"""Reason codes, in which verdicts, checks and refusals are expressed: a code with its values.
 
-`abrun.messages` has the sentences. Code decides by `reason.code` and `reason.values`, never by a sentence.
-Codes are part of the public contract (`verdict.json` carries them): a wording may change, a code keeps its
-meaning. docs/codes.md lists all of them.
+`abrun.messages` turns a reason into a sentence. Programs decide by `reason.code` and `reason.values`, never
+by a sentence. Codes are a public interface, for example in `verdict.json`: wordings may change, but a code
+keeps its meaning. docs/codes.md lists all codes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A code with the values of its sentence: numbers, text, lists and mappings of them, or reasons."""
+    """Code with the values for its sentence: numbers, texts and reasons, also in lists and mappings."""
 
     code: "Code"
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Reason:
         return self.values[name]
 
     def walk(self) -> "Iterator[Reason]":
-        """Yield this reason and those among its values, each before its own."""
+        """Yield this reason, then the reasons in its values and in lists of them, each with its own."""
         yield self
         for value in self.values.values():
             for entry in value if isinstance(value, list) else [value]:
@@ -34,21 +34,21 @@ class Reason:
                     yield from entry.walk()
 
     def map_texts(self, change: Callable[[str], str]) -> "Reason":
-        """Return the reason with every text among its values changed."""
-        return Reason(self.code, {name: _mapped(value, change) for name, value in self.values.items()})
+        """Return a copy of the reason with `change` applied to every text in its values, at any depth."""
+        return Reason(self.code, {name: _map_texts(value, change) for name, value in self.values.items()})
 
 
 class Code(StrEnum):
-    """Every code, by the room that produces it. A call makes the reason: `Code.UNPAIRED_SEEDS(seeds=[3])`."""
+    """All codes, grouped by subject. Calling a code makes a reason: `Code.UNPAIRED_SEEDS(seeds=[3])`."""
 
     def __call__(self, /, **values: Any) -> Reason:
-        return Reason(self, {name: _plain(value) for name, value in values.items()})
+        return Reason(self, {name: _to_plain(value) for name, value in values.items()})
 
-    # Verdict: what decides an arm
+    # Verdicts
     NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
     GUARD_OPEN, ONE_RUN_EACH, POST_HOC = auto(), auto(), auto()
 
-    # Validity: why no verdict can be given
+    # Validity: problems that rule out a verdict
     NO_SHARED_SEED, UNPAIRED_SEEDS, BASELINE_FAILED, RERUN_FAILED = auto(), auto(), auto(), auto()
     UNPAIRED_BASELINE_FAILED, RUN_UNREADABLE, RUN_NOT_FINISHED = auto(), auto(), auto()
     RUNS_EXCHANGED, RUN_COPIED, CONFIG_MISSING, CONFIG_NOT_AS_DECLARED = auto(), auto(), auto(), auto()
@@ -56,7 +56,7 @@ class Code(StrEnum):
     NO_SHARED_STEP, STEPS_MISSING, FEW_SHARED_STEPS, REFERENCE_STEPS_DIFFER = auto(), auto(), auto(), auto()
     TEXT_VALUES, METRIC_MISSING, PEAK_MEMORY_MISSING, BASELINE_NOT_FINITE = auto(), auto(), auto(), auto()
 
-    # First step
+    # Step one
     FIRST_STEP_MISSING, FIRST_STEP_NOT_PAIRED, FIRST_STEP_OFF = auto(), auto(), auto()
     FIRST_STEP_OTHER_REFERENCE, FIRST_STEP_OTHER_VERSIONS, FIRST_STEP_COUNTED_ANEW = auto(), auto(), auto()
     FIRST_STEP_NOT_SHARED, FIRST_STEPS_DIFFER, FIRST_STEP_LATE = auto(), auto(), auto()
@@ -84,7 +84,7 @@ class Code(StrEnum):
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER = auto()
 
-    # Descriptions and not tested
+    # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
     TOKEN_ERROR_NOT_MEASURED, NOT_PAIRED, REFERENCE_SEEDS_UNUSED = auto(), auto(), auto()
     ULP_RUN_NOT_FINISHED, NO_RERUNS, LEARNING_NOT_RECORDED, RARE_FAILURES = auto(), auto(), auto(), auto()
@@ -166,20 +166,16 @@ class Code(StrEnum):
     LAUNCHER_ACCELERATOR_MISSING, ARMS_WITHOUT_EFFECT, COMMANDS_WITHOUT_SEED = auto(), auto(), auto()
     LOSS_NEVER_CLIPS, CLIPPING_WITHOUT_EFFECT, ARM_EQUALS_BASELINE = auto(), auto(), auto()
 
-    # Refusals of any room
+    # Refusals in general
     NOT_ALLOWED, PATH_MISSING, OF_SUBJECT, UNREADABLE = auto(), auto(), auto(), auto()
     NOT_READABLE_AS, LOCKED, SETTING_REFUSED = auto(), auto(), auto()
 
     # Refusals: comparing
     CLAIM_TWICE, CLAIM_ON_TEXT, CLAIM_NOT_RECORDED, OPTION_FOR_EXPERIMENT = auto(), auto(), auto(), auto()
     ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, INTERIM_REFUSED = auto(), auto(), auto(), auto()
-    INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE, INTERIM_TOO_EARLY = (
-        auto(),
-        auto(),
-        auto(),
-        auto(),
-    )
-    ONLY_INJECTED_FAULTS, ONE_ARM, REPORT_IS_LINK, NO_FIGURES = auto(), auto(), auto(), auto()
+    INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE = auto(), auto(), auto()
+    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS, ONE_ARM = auto(), auto(), auto()
+    REPORT_IS_LINK, NO_FIGURES = auto(), auto()
     ARM_NOT_NAMED, ARM_WITHOUT_REFERENCE, MORE_THAN_SEEDS_DIFFERS = auto(), auto(), auto()
     SOURCE_OF_ONE_ARM, ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto(), auto()
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
@@ -267,26 +263,26 @@ class Code(StrEnum):
     NO_RUN_OR_EXPERIMENT, RUNS_DIR_MISSING = auto(), auto()
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Reason):
         return value.map_texts(change)
     if isinstance(value, Mapping):
-        return {key: _mapped(entry, change) for key, entry in value.items()}
+        return {key: _map_texts(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_mapped(entry, change) for entry in value]
+        return [_map_texts(entry, change) for entry in value]
     return change(value) if isinstance(value, str) else value
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as JSON and a process boundary can carry it. Raises TypeError for anything else."""
-    if hasattr(value, "item"):  # a number of numpy's, some of which are floats as well
+def _to_plain(value: Any) -> Any:
+    """Return a value in types that JSON can hold, or a Reason. Raises TypeError for any other type."""
+    if hasattr(value, "item"):  # a NumPy number; checked first, because some are also floats
         return value.item()
     if value is None or isinstance(value, str | bool | int | float | Reason):
         return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): _to_plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_to_plain(entry) for entry in value]
     raise TypeError(f"a reason cannot carry {value!r}, a {type(value).__name__}")

@@ -1,8 +1,8 @@
-"""Secrets and control characters, which no text of ours may show: on a terminal, in a report or in a record.
+"""Redaction of secrets and control characters in texts that abrun shows or stores.
 
-Values that this process was told of (`hide_values`) are masked wherever they stand, and so are tokens of a
-known shape. Other values are recognised only by a name that says what they are (`HF_TOKEN`,
-`--db-password`), and never where they are truth values or paths.
+Two kinds of secrets are replaced in any text: values registered with `hide_values`, and tokens of a known
+format. Any other value is a secret only if its name says so (`HF_TOKEN`, `--db-password`), and not if it is
+a boolean or a path.
 """
 
 import base64
@@ -19,15 +19,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# The prefixes by which their makers let scanners find them: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
+# Tokens whose vendors gave them a prefix for scanners: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
 # Stripe, NVIDIA, Groq, xAI, Replicate, Docker, AWS, Slack, Google, npm, PyPI, Weights & Biases, JSON Web
-# Tokens, PEM. No pattern may look far: a line of a diff can have a megabyte.
-_SHAPES = (
+# Tokens, PEM. Lookaheads are bounded, because one line of a diff can have a megabyte.
+_TOKEN_PATTERNS = (
     r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
     r"\bgh[pousr]_[A-Za-z0-9]{20,}",
     r"\bgithub_pat_\w{20,}",
     r"\bglpat-[\w-]{16,}",
-    r"\bsk-(?=[\w-]{0,40}?[A-Za-z0-9]{16})(?=[\w-]{0,80}?\d)[\w-]{20,}",  # `sk-a-name-of-words` is none
+    r"\bsk-(?=[\w-]{0,40}?[A-Za-z0-9]{16})(?=[\w-]{0,80}?\d)[\w-]{20,}",  # not `sk-a-name-of-words`
     r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}",
     r"\bnvapi-[\w-]{20,}",
     r"\b(?:gsk_|xai-|r8_)[A-Za-z0-9]{30,}",
@@ -43,59 +43,65 @@ _SHAPES = (
     r"\blocal-[0-9a-f]{40}\b",
     r"\beyJ[\w-]{8,500}\.[\w-]{8,}(?:\.[\w-]*)?",
     r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)",
-    # A token as the user of a URL
+    # Token in place of the user name in a URL
     r"(?<=://)(?=[^\s/@]{0,80}\d)(?=[\d.~%+-]{0,80}[A-Za-z])[\w.~%+-]{16,200}(?=@)",
     r"(?i:(?<=[?&]token=)|(?<=[?&]access_token=)|(?<=[?&]sig=)|(?<=-signature=))[\w%.~+/-]{16,}",
-    # 40 hexadecimal digits are a key of wandb, or a commit: what stands before says which
+    # 40 hexadecimal digits are a wandb key or a commit; only the text before them tells which
     r"(?i:(?<=wandb login )|(?<=wandb login --relogin )|(?<=api_key[=:])|(?<=api-key[=:])|(?<=api_key[=:] ))"
     r"\b[0-9a-f]{40}\b",
 )
-# A reference (`${NAME}`) or a placeholder is no password.
-_IN_A_URL = r"(?<=:/)(?P<user>/?[^\s/:@'\"]{0,200}):(?P<password>(?!\$?\{|<secret)[^\s/@'\"]{1,200})(?=@)"
-_TOKEN = re.compile("|".join((*_SHAPES, _IN_A_URL)))
+# Password in a URL, but not a reference (`${NAME}`) or a placeholder (`<secret ...>`)
+_URL_PASSWORD = r"(?<=:/)(?P<user>/?[^\s/:@'\"]{0,200}):(?P<password>(?!\$?\{|<secret)[^\s/@'\"]{1,200})(?=@)"
+_TOKEN = re.compile("|".join((*_TOKEN_PATTERNS, _URL_PASSWORD)))
 
-# Within a word of a name: names are often written without separators (`PGPASSWORD`, `AWSSECRETKEY`)
-_SECRET = re.compile(r"passw(?:or)?d|passphrase|passcode|secret(?!ar|ion|ly)|credential|apikey")
-_SECRET_AT_THE_END = re.compile(r".*(?:pwd|token)|pw|psw|creds|auth|authorization|cookies?|dsn|pat")
-_PASSWORD_AT_THE_END = re.compile(r".*(?:passw(?:or)?d|passphrase|passcode|pwd)")
-_ABOUT_A_SECRET = ("file", "path", "dir", "name", "mode", "type", "policy", "length", "version", "enabled")
-_KINDS_OF_KEY = (
+# Searched inside the words of a name, which often has no separators (`PGPASSWORD`, `AWSSECRETKEY`)
+_SECRET_WORD = re.compile(r"passw(?:or)?d|passphrase|passcode|secret(?!ar|ion|ly)|credential|apikey")
+_SECRET_LAST_WORD = re.compile(r".*(?:pwd|token)|pw|psw|creds|auth|authorization|cookies?|dsn|pat")
+_PASSWORD_LAST_WORD = re.compile(r".*(?:passw(?:or)?d|passphrase|passcode|pwd)")
+# Ends of names that only describe a secret: `password_file`, `secret_name`
+_NOT_SECRET_ENDS = ("file", "path", "dir", "name", "mode", "type", "policy", "length", "version", "enabled")
+# Words that make a `key` a secret: `api_key`, `SSHKEY`
+_SECRET_KEY_WORDS = (
     *("api", "access", "secret", "private", "auth", "signing", "encryption", "ssh", "deploy", "master"),
     *("service", "storage", "account", "jwt", "hmac", "fernet", "openai", "anthropic", "wandb", "hf", "aws"),
 )
-# What a token of a language model is called after: `eos_token: END` is no secret, nor is `per_token: mean`
-_OF_A_MODEL = re.compile(
+# Words that make a `token` one of a language model, and so no secret: `eos_token: END`, `per_token: mean`
+_MODEL_TOKEN_WORD = re.compile(
     r"(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|new|special|image|video|audio|think"
     r"|tool|user|assistant|system|prompt|response|added|extra|by|per|sub|each|every|single|multi)(?:token)?"
 )
-_OF_A_PROGRAM = re.compile(  # passes over data or code: `forward_pass: eager`
+# Words or beginnings of words before `pass` that rule out a password: `forward_pass: eager`, `bypass`
+_NOT_PASSWORD_WORD = re.compile(
     r"by|com|encom|tres|sur|under|over|multi|single|forward|backward|first|second|last|final|one|two|per|each"
     r"|num|max|min|grad|fusion|custom|compiler|graph|opt|pre|post|warmup|train|eval|test|all|low|high|band"
 )
-_DOUBTFUL = {"key", "keys", "auth", "token", "tokens", "cookie", "dsn", "private", "session"}
-_NO_SECRET = re.compile(
+# Words of names whose values are secrets only if they look generated
+_AMBIGUOUS_WORDS = {"key", "keys", "auth", "token", "tokens", "cookie", "dsn", "private", "session"}
+# Values that are never secrets, except numeric passwords: numbers, booleans, paths, placeholders
+_PLAIN_VALUE = re.compile(
     r"[-+.\d_]{0,8}(?:e[-+]?\d+)?[kKmMgGbBs]{0,2}|true|false|yes|no|on|off|none|null|auto|never|always"
     r"|[~.]{0,2}/.*|~|file://.*|<[^<>]*>|\[[^\[\]]*\]|os\.(?:environ|getenv)\b.*",
     re.IGNORECASE | re.DOTALL,
 )
-MAX_QUOTED = 10_000  # characters searched for secrets, of which 60 are shown
-MAX_MESSAGE = 2000  # characters
-REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # to a variable of the launcher's environment
-_FILLED_IN_LATER = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
-MIN_MASKED_CHARACTERS = (
-    6  # characters of a value that is masked wherever it stands: names of metrics hold shorter ones
-)
-MIN_LINE = 8  # of one line of a value
-MIN_WORD = 8  # letters of a word that is masked: shorter ones (`train`, `test`) stand in names of metrics
-MAX_FORM_CHARACTERS = 4096  # characters of one text that is looked for
+MAX_SEARCHED_CHARACTERS = 10_000  # characters of a text searched for secrets before it is shortened
+MAX_MESSAGE_CHARACTERS = 2000
+# Reference to a variable of the launcher's environment
+REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# Parts of a value that are filled in when it is used: `${NAME}`, `{name}`, `$(command)`
+_TEMPLATE_PART = re.compile(r"\$?\{+[^{}]*\}+|\$[A-Z_][A-Z0-9_]*|\$\([\s\S]*|`[^`]*`")
+# Lengths from which values are masked; names of metrics contain shorter texts by chance
+MIN_MASKED_CHARACTERS = 6  # any value
+MIN_WORD_CHARACTERS = 8  # a value of lower-case letters only, because `train` or `test` are no secrets
+MIN_LINE_CHARACTERS = 8  # one line, or one base64 fragment, of a value
+MAX_FORM_CHARACTERS = 4096  # longer texts are searched for in pieces of this length
 
 
 class Mask:
     """Mask that replaces the values of variables in any text by references, `${NAME}`.
 
-    It also finds values encoded in URLs, in base64, in quoted text, and line by line. Values likely to
-    occur by chance are not masked: fewer than 6 characters, lower-case words of fewer than 8, booleans, and
-    existing paths.
+    It also finds values that are encoded for URLs or in base64, escaped in quotes, or split into lines. It
+    ignores values that are likely to occur by chance: fewer than 6 characters, lower-case words of fewer
+    than 8, booleans, and existing paths.
     """
 
     def __init__(self, values: Mapping[str, str]) -> None:
@@ -105,10 +111,10 @@ class Mask:
                 self._names.setdefault(form, name)
         forms = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
-        in_bytes = [form.encode("utf-8", "surrogateescape") for form in forms]
-        self._bytes_pattern = re.compile(b"|".join(map(re.escape, in_bytes))) if forms else None
-        self._sorted_forms = sorted(in_bytes)
-        self._longest = max(map(len, in_bytes), default=0)
+        encoded_forms = [form.encode("utf-8", "surrogateescape") for form in forms]
+        self._bytes_pattern = re.compile(b"|".join(map(re.escape, encoded_forms))) if forms else None
+        self._sorted_forms = sorted(encoded_forms)
+        self._longest = max(map(len, encoded_forms), default=0)
 
     def hide(self, text: str) -> str:
         """Return `text` with each value replaced by its reference."""
@@ -117,66 +123,76 @@ class Mask:
         return self._pattern.sub(lambda match: f"${{{self._names[match[0]]}}}", text)
 
     def hide_bytes(self, content: bytes, *, more: bool) -> tuple[bytes, bytes]:
-        """Return `content` masked and, with `more` to come, the end that may be the start of a value."""
+        """Return the masked content, and a tail to put before the next content.
+
+        The tail may be the start of a value that continues there. It is empty without `more` content to come.
+        """
         if self._bytes_pattern is None:
             return content, b""
-        end = self._start_of_partial(content, 0) if more else len(content)
+        end = self._find_partial_value(content, 0) if more else len(content)
         for match in self._bytes_pattern.finditer(content):
             if match.start() < end < match.end():
-                end = self._start_of_partial(content, match.end())
+                end = self._find_partial_value(content, match.end())
         return self._bytes_pattern.sub(self._reference, content[:end]), content[end:]
 
     def _reference(self, match: re.Match[bytes]) -> bytes:
         return f"${{{self._names[match[0].decode('utf-8', 'surrogateescape')]}}}".encode()
 
-    def _start_of_partial(self, content: bytes, start: int) -> int:
-        """Return where the longest end of `content` that a value begins with starts."""
-        for begin in range(max(start, len(content) - self._longest + 1), len(content)):
-            end = content[begin:]
-            following = bisect.bisect_right(self._sorted_forms, end)  # longer forms that begin with it
-            if any(form.startswith(end) for form in self._sorted_forms[following : following + 1]):
-                return begin
+    def _find_partial_value(self, content: bytes, start: int) -> int:
+        """Return the start of the longest tail of `content` with which a value may begin; its length if none.
+
+        Only tails from `start` on count.
+        """
+        for tail_start in range(max(start, len(content) - self._longest + 1), len(content)):
+            tail = content[tail_start:]
+            # The forms that begin with the tail follow it in sorted order
+            next_index = bisect.bisect_right(self._sorted_forms, tail)
+            if any(form.startswith(tail) for form in self._sorted_forms[next_index : next_index + 1]):
+                return tail_start
         return len(content)
 
 
 def _secret_forms(value: str) -> Iterator[str]:
-    """Yield all texts that would reveal a value."""
+    """Yield the texts by which the value may appear: itself, escaped, encoded, and its lines."""
     value = value.strip()
     if _is_common(value):
         return
     lines = [line.strip() for line in value.splitlines()]
-    whole = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
-    whole |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
-    whole |= {urllib.parse.quote_plus(value, errors="replace"), *_base64_forms(value)}
-    whole |= {line for line in lines if len(line) >= MIN_LINE} if len(lines) > 1 else set()
-    for text in whole:
-        pieces = (
-            text[begin : begin + MAX_FORM_CHARACTERS] for begin in range(0, len(text), MAX_FORM_CHARACTERS)
+    forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1]}
+    forms |= {urllib.parse.quote(value, safe=safe, errors="replace") for safe in ("", "/")}
+    forms |= {urllib.parse.quote_plus(value, errors="replace"), *_base64_forms(value)}
+    forms |= {line for line in lines if len(line) >= MIN_LINE_CHARACTERS} if len(lines) > 1 else set()
+    for form in forms:
+        searched_texts = (
+            form[start : start + MAX_FORM_CHARACTERS] for start in range(0, len(form), MAX_FORM_CHARACTERS)
         )
-        yield from (piece for piece in pieces if len(piece) >= MIN_MASKED_CHARACTERS)
+        yield from (text for text in searched_texts if len(text) >= MIN_MASKED_CHARACTERS)
 
 
 def _base64_forms(value: str) -> Iterator[str]:
-    """Yield the base64 fragments by which an encoded text reveals the value, as in `Authorization: Basic`."""
+    """Yield the value's base64 fragments inside a longer encoded text, as in `Authorization: Basic`.
+
+    They depend on the value's offset in its group of three bytes.
+    """
     content = value.encode("utf-8", "surrogateescape")
-    for before in range(3):
-        encoded = base64.b64encode(bytes(before) + content)
-        whole = encoded[(0, 2, 3)[before] : 4 * ((before + len(content)) // 3)].decode()
-        if len(whole) >= MIN_LINE:
-            yield from (whole, whole.replace("+", "-").replace("/", "_"))
+    for offset in range(3):
+        encoded = base64.b64encode(bytes(offset) + content)
+        fragment = encoded[(0, 2, 3)[offset] : 4 * ((offset + len(content)) // 3)].decode()
+        if len(fragment) >= MIN_LINE_CHARACTERS:
+            yield from (fragment, fragment.replace("+", "-").replace("/", "_"))
 
 
 def _is_common(value: str) -> bool:
     """Return whether a value is likely to occur in texts by chance."""
     if len(value) < MIN_MASKED_CHARACTERS:
         return True
-    if len(value) < MIN_WORD and value.isalpha() and value.islower():
+    if len(value) < MIN_WORD_CHARACTERS and value.isalpha() and value.islower():
         return True
     with contextlib.suppress(OSError, RuntimeError):
         if value in os.getcwd() or value in str(Path.home()):
             return True
     is_path = value.startswith(("/", "~")) and "\n" not in value and os.path.exists(os.path.expanduser(value))
-    return is_path or (not value.isdecimal() and len(value) < 7 and bool(_NO_SECRET.fullmatch(value)))
+    return is_path or (not value.isdecimal() and len(value) < 7 and bool(_PLAIN_VALUE.fullmatch(value)))
 
 
 _hidden_values: dict[str, str] = {}
@@ -186,15 +202,15 @@ _current_mask = Mask({})
 def hide_values(values: Mapping[str, str]) -> None:
     """Mask these variables' values in every text that this process stores or shows from now on."""
     global _current_mask
-    new = {name: value for name, value in values.items() if _hidden_values.get(name) != value}
-    if new:
-        _hidden_values.update(new)
+    new_values = {name: value for name, value in values.items() if _hidden_values.get(name) != value}
+    if new_values:
+        _hidden_values.update(new_values)
         _current_mask = Mask(_hidden_values)
         _replace_secret.cache_clear()
 
 
 def hide_secrets_of(environment: Mapping[str, str]) -> None:
-    """Mask the values of an environment's variables that look like secrets."""
+    """Hide the values of those variables of an environment that look like secrets, as `hide_values` does."""
     hide_values({name: value for name, value in environment.items() if is_secret(name, value)})
 
 
@@ -230,7 +246,7 @@ def printable(text: str) -> str:
 
 
 def display_safe(text: str) -> str:
-    """Return a text (of a file, a log, an exception) without secrets and control characters."""
+    """Return a text from a file, a log or an exception without secrets and control characters."""
     return printable(redacted(text))
 
 
@@ -247,44 +263,45 @@ def _printable_tree(tree: Any) -> Any:
     return printable(tree) if isinstance(tree, str) else tree
 
 
-def holds_token(text: str) -> bool:
+def has_token(text: str) -> bool:
     """Return whether a text contains a known token format or a URL with a password."""
     return _TOKEN.search(text) is not None
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether the value of a name (variable, option, key) is a secret."""
-    if holds_token(value):
+    """Return whether a named value (of a variable, an option or a key) is a secret."""
+    if has_token(value):
         return True
-    rest = _FILLED_IN_LATER.sub("", value).strip()
+    fixed_text = _TEMPLATE_PART.sub("", value).strip()
     words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
     words = [word.lower() for word in words]
     if not words:
         return False
     last = words[-1]
-    if _NO_SECRET.fullmatch(rest):
-        return len(rest) >= 4 and rest.isdecimal() and bool(_PASSWORD_AT_THE_END.fullmatch(last))
-    if _names_a_secret(words) or (_names_a_pass(words) and name.lower().endswith("pass")):
+    if _PLAIN_VALUE.fullmatch(fixed_text):
+        return len(fixed_text) >= 4 and fixed_text.isdecimal() and bool(_PASSWORD_LAST_WORD.fullmatch(last))
+    if _is_secret_name(words) or (_is_password_name(words) and name.lower().endswith("pass")):
         return True
-    doubtful = bool(_DOUBTFUL & set(words)) or any(map(_SECRET.search, words))
-    return doubtful and is_dense(rest)
+    is_ambiguous = bool(_AMBIGUOUS_WORDS & set(words)) or any(map(_SECRET_WORD.search, words))
+    return is_ambiguous and is_random_looking(fixed_text)
 
 
-def _names_a_secret(words: list[str]) -> bool:
+def _is_secret_name(words: list[str]) -> bool:
+    """Return whether the lower-case words of a name alone make its value a secret."""
     last = words[-1]
-    if last in ("key", "keys") and set(_KINDS_OF_KEY) & set(words):
+    if last in ("key", "keys") and set(_SECRET_KEY_WORDS) & set(words):
         return True
-    if last.endswith("key") and last[:-3].endswith(_KINDS_OF_KEY):  # `SSHKEY`
+    if last.endswith("key") and last[:-3].endswith(_SECRET_KEY_WORDS):  # `SSHKEY`
         return True
-    if _SECRET_AT_THE_END.fullmatch(last):
-        return not (last.endswith("token") and any(map(_OF_A_MODEL.fullmatch, words)))
-    return any(map(_SECRET.search, words)) and not last.endswith(_ABOUT_A_SECRET)
+    if _SECRET_LAST_WORD.fullmatch(last):
+        return not (last.endswith("token") and any(map(_MODEL_TOKEN_WORD.fullmatch, words)))
+    return any(map(_SECRET_WORD.search, words)) and not last.endswith(_NOT_SECRET_ENDS)
 
 
-def _names_a_pass(words: list[str]) -> bool:
-    """Return whether a name that ends with `pass` means a password: `SMTP_PASS`, `SSHPASS`, not `bypass`."""
-    before = [*words[:-1], words[-1].removesuffix("pass")]
-    return not any(map(_OF_A_PROGRAM.fullmatch, before))
+def _is_password_name(words: list[str]) -> bool:
+    """Return whether `pass` at the end of a name means a password: `SMTP_PASS`, `SSHPASS`, not `bypass`."""
+    words_before_pass = [*words[:-1], words[-1].removesuffix("pass")]
+    return not any(map(_NOT_PASSWORD_WORD.fullmatch, words_before_pass))
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:
@@ -295,20 +312,20 @@ def without_secrets(tree: Any, name: str = "") -> Any:
         return [without_secrets(value, name) for value in tree]
     if not isinstance(tree, str):
         return tree
-    known = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
-    return known(name.rpartition(".")[2], tree)
+    replace = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
+    return replace(name.rpartition(".")[2], tree)
 
 
-@functools.lru_cache(maxsize=4096)  # the settings of many runs are mostly the same
+@functools.lru_cache(maxsize=4096)  # many runs share most of their settings
 def _replace_secret(name: str, value: str) -> str:
     redacted_value = redacted(value)
     return secret_placeholder(value) if redacted_value == value and is_secret(name, value) else redacted_value
 
 
 def secret_placeholder(secret: str) -> str:
-    """Return the placeholder of a secret; a long one shows the start of its hash, to distinguish secrets.
+    """Return `<secret>`, with the start of the hash of a long secret, so that readers can tell secrets apart.
 
-    A short secret could be guessed from its hash.
+    A short secret has no hash, from which it could be guessed.
     """
     if len(secret) < 20:
         return "<secret>"
@@ -321,46 +338,45 @@ def _hidden_match(match: re.Match[str]) -> str:
     return secret_placeholder(match[0])
 
 
-def is_dense(value: str) -> bool:
-    """Return whether a value looks generated: long, one word, letters and digits mixed.
+def is_random_looking(value: str) -> bool:
+    """Return whether a value looks generated: one long word with letters and digits mixed.
 
-    `a-name-2024-06-01` does not: in names written by people, letters and digits are grouped.
+    `a-name-2024-06-01` does not, because people write letters and digits in groups.
     """
     if not re.fullmatch(r"(?=.*[A-Za-z])(?=.*\d)\S{16,}", value):
         return False
-    changes = len(re.findall(r"[a-z](?=[A-Z\d])|[A-Z](?=\d)|\d(?=[A-Za-z])", value))
-    return changes >= 0.25 * len(value) or bool(
+    num_changes = len(re.findall(r"[a-z](?=[A-Z\d])|[A-Z](?=\d)|\d(?=[A-Za-z])", value))
+    return num_changes >= 0.25 * len(value) or bool(
         re.search(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-", value)
     )
 
 
-def one_line(message: str, max_characters: int = MAX_MESSAGE) -> str:
+def one_line(message: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
     """Return a message as one line of bounded length without secrets, for storage."""
-    line = " ".join(
-        _current_mask.hide(message).split()
-    )  # before truncation, since half a value is not recognised
-    line = redacted(line[:MAX_QUOTED])
+    # Mask before truncating, because half a value is not recognised
+    line = " ".join(_current_mask.hide(message).split())
+    line = redacted(line[:MAX_SEARCHED_CHARACTERS])
     return line if len(line) <= max_characters else f"{line[:max_characters]}..."
 
 
-def in_yaml(value: Any) -> str:
-    """Return a value as in a recipe: null, true, false, text without quotes; not shortened."""
+def yaml_text(value: Any) -> str:
+    """Return a value as a recipe writes it: null, true, false, or text without quotes; of any length."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value) or "''"
 
 
 class _BoundedRepr(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
-        # Redact before truncation, since half a token is not recognised
-        return super().repr_str(redacted(_current_mask.hide(x)[:MAX_QUOTED]), level)
+        # Redact before truncating, because half a token is not recognised
+        return super().repr_str(redacted(_current_mask.hide(x)[:MAX_SEARCHED_CHARACTERS]), level)
 
     def repr_bool(self, x: bool, level: int) -> str:
-        return in_yaml(x)
+        return yaml_text(x)
 
     repr_NoneType = repr_bool
 
 
 def shortened(value: Any) -> str:
-    """Return a value as in a recipe, as one line of at most 60 characters without secrets."""
+    """Return a value as a recipe writes it, in one line of at most 60 characters, without secrets."""
     bounded = _BoundedRepr()
     bounded.maxlevel, bounded.maxstring, bounded.maxother = 3, 60, 60
     text = bounded.repr(value)

@@ -261,7 +261,8 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     monkeypatch.setattr(machine, "hub_refusal", lambda name: asked.append(name) or "it sleeps")
     change = ("--set", "model={path: some/hub-name}")
     line = (
-        "arms baseline, treatment: model.path: got 'some/hub-name', which is no folder here, and it sleeps; "
+        "arms baseline, treatment: model.path: got 'some/hub-name', which is not a folder here, "
+        "and it sleeps; "
     )
     code, output, _ = run("launch", SMALL, "--dry-run", *change)
     assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]

@@ -10,11 +10,11 @@ import abrun
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.metric_names import (
     METRICS,
-    direction,
     find_metric,
     is_clock,
-    phase_of,
-    unknown_metric,
+    learning_sign,
+    peak_memory_phase,
+    unrecorded_metric_problem,
 )
 
 SOURCES = [
@@ -65,15 +65,15 @@ def test_other_names_are_unknown(name):
     ],
 )
 def test_a_claim_on_what_it_does_not_record_is_named_with_the_nearest(metric, algorithm, hint):
-    reason = unknown_metric(metric, algorithm)
+    reason = unrecorded_metric_problem(metric, algorithm)
     assert reason is not None and "\n" not in reason
     assert reason.startswith(f"got {metric!r}, ") and f"run of {algorithm} does not" in reason
     assert hint in reason
 
 
 def test_a_phase_is_read_from_a_peak_of_one_counter():
-    assert phase_of("memory/logprobs/peak_allocated_bytes", "peak_allocated_bytes") == "logprobs"
-    assert phase_of("memory/logprobs/peak_reserved_bytes", "peak_allocated_bytes") is None
+    assert peak_memory_phase("memory/logprobs/peak_allocated_bytes", "peak_allocated_bytes") == "logprobs"
+    assert peak_memory_phase("memory/logprobs/peak_reserved_bytes", "peak_allocated_bytes") is None
 
 
 def test_clocks_are_known_in_other_trainers_words():
@@ -86,4 +86,4 @@ def test_clocks_are_known_in_other_trainers_words():
     )
     assert not any(map(is_clock, ["train/reward", "train/loss", "epoch", "timesteps", "critic/score/mean"]))
     trl = "profiling/Time taken: GRPOTrainer._calculate_rewards"
-    assert is_clock(trl) and direction(trl, policy_gradient=False) is None
+    assert is_clock(trl) and learning_sign(trl, policy_gradient=False) is None

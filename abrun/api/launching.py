@@ -52,7 +52,7 @@ class LaunchResult:
     experiment_dir: Path
     outcome: LaunchOutcome | None  # None: detached, with its jobs queued on a cluster
     exit_code: int = 0  # 1 if a run did not finish or the comparison failed, 128 + signal
-    comparison: "Comparison | None" = None  # made here
+    comparison: "Comparison | None" = None  # made by this process
     compared: str | None = None  # printed by the job that compares, on a cluster
     verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
     problem: str | None = None  # why the comparison could not be made

@@ -65,7 +65,7 @@ class Ranks:
         return slice(self.data.rank() * count, (self.data.rank() + 1) * count)
 
     def all_reduce_sum_data(self, *values: float) -> list[float]:
-        """Sum each value over the data-parallel ranks, so over the global batch; float64. Collective."""
+        """Sum each value over the data-parallel ranks, which is the global batch, in float64. Collective."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals, group=self.data)
         return totals.tolist()

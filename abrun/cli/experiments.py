@@ -195,7 +195,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     Examples:
         abrun cancel quickstart
     """
-    from abrun.launch.cluster import cancel_experiment as cancel_experiment
+    from abrun.launch.cluster import cancel_experiment
     from abrun.runs.experiment import find_experiment
 
     print(display_safe(cancel_experiment(find_experiment(experiment, runs_dir))))

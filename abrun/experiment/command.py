@@ -64,10 +64,8 @@ def run_environment(directory: Path, devices: Sequence[str], config: RunConfig) 
     user's environment sets another number; its follower fills in its variables.
     """
     is_own_trainer = isinstance(config, OwnRunConfig)
-    process_marks = {
-        RUN_DIR_VARIABLE: os.path.realpath(directory),
-        "SPT_NOENV": "1",
-    }  # setproctitle would overwrite them
+    # SPT_NOENV keeps setproctitle from overwriting the environment, and with it the mark
+    process_marks = {RUN_DIR_VARIABLE: os.path.realpath(directory), "SPT_NOENV": "1"}
     inherited = {
         **os.environ,
         **(config.trainer.env if is_own_trainer else {}),

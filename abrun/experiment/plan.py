@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find_metric, unknown_metric
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find_metric, unrecorded_metric_problem
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Compare, Guards
@@ -139,9 +139,8 @@ def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
         if not recipe.auto_keys:
             raise
         slowest_values = {key: AUTO_SETTINGS[key].values[-1] for key in recipe.auto_keys}
-        return make_plan(
-            recipe.with_auto_values(slowest_values)
-        )  # an arm that states the first ones would be the baseline
+        # With the first values, an arm that sets one of them could equal the baseline
+        return make_plan(recipe.with_auto_values(slowest_values))
 
 
 def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
@@ -215,7 +214,7 @@ def _metric_problem(metric: str, config: OwnRunConfig) -> str | None:
     """Return why a run of abrun's trainer does not record a metric; None if it does."""
     if metric in (MEMORY_PEAK, FINAL_WEIGHTS):
         return None
-    if problem := unknown_metric(metric, config.algorithm.type):
+    if problem := unrecorded_metric_problem(metric, config.algorithm.type):
         return problem
     known_metric = find_metric(metric)
     assert known_metric is not None

@@ -33,7 +33,7 @@ def dense_logprobs(
     sum_exp, target_logit, *sum_exp_logit = _SumOverShards.apply(torch.stack(sums), head)
 
     logprobs = target_logit - sum_exp.log()
-    # A target outside the vocabulary has the constant logit 0, so only the gradient of -log(sum_exp) remains.
+    # The log-prob of a target outside the vocabulary is 0; only the gradient of -log(sum_exp) remains.
     logprobs = torch.where(head.is_out_of_vocabulary(target), logprobs - logprobs.detach(), logprobs)
     ignored = head.ignored(target)
     logprobs = logprobs.masked_fill(ignored, 0.0)

@@ -56,7 +56,7 @@ class TorchTiles:
     def gradient_from_saved(
         self, gradient: LogitGradient, saved: Tensor, num_rows: int, target: Tensor, first_row: int
     ) -> Tensor:
-        softcap_slope = None  # of tanh: 1 - tanh^2
+        softcap_slope = None  # derivative of tanh: 1 - tanh^2
         if self._head.logit_softcap is not None:
             softcap_slope = saved.square().neg_().add_(1.0)
         shifted = self._scaled(saved.sub_(gradient.maximum[:, None]))

@@ -24,7 +24,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import RunConfig
-from abrun.redaction import in_yaml
+from abrun.redaction import yaml_text
 from abrun.regular_files import is_directory, is_file
 from abrun.runs.experiment import (
     REFERENCE,
@@ -132,7 +132,7 @@ def own_experiment(
             refuse(experiment_dir)
             if resume:
                 _refuse_other_recipe(plan, experiment_dir)
-                if cluster_jobs := find_cluster_jobs(experiment_dir):  # they have ended
+                if cluster_jobs := find_cluster_jobs(experiment_dir):  # these jobs have ended
                     cluster_jobs.clear_jobs()
                 _write_experiment(plan, experiment_dir, resume=True)
             else:
@@ -299,5 +299,7 @@ def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: 
     differences = diff_configs(recorded, config)
     for key, (recorded_value, planned_value) in differences.items():
         suffix = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        return f"{key} is {in_yaml(recorded_value)} there and {in_yaml(planned_value)} in the recipe{suffix}"
+        return (
+            f"{key} is {yaml_text(recorded_value)} there and {yaml_text(planned_value)} in the recipe{suffix}"
+        )
     return None

@@ -15,15 +15,15 @@ from abrun.launch.cluster import BatchCluster
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import units
-from abrun.messages.records import coded
+from abrun.messages.numbers import sample_unit
+from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
-from abrun.redaction import REFERENCE, in_yaml, printable
+from abrun.redaction import REFERENCE, printable, yaml_text
 
 MAX_ROWS = 200  # per table: the layout of more takes minutes
 MAX_COMMANDS = 20
@@ -99,12 +99,12 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
         "notes": sentences(inert),
-        "note_codes": coded(inert),
+        "note_codes": encode_reasons(inert),
         "decided": plan.decided,
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
-        "refusal_codes": coded(reasons),
+        "refusal_codes": encode_reasons(reasons),
     }
 
 
@@ -215,7 +215,7 @@ def _count_parallel(plan: ExperimentPlan, machine: Machine, num_jobs: int | None
 
 def _render_diff(plan: ExperimentPlan) -> list[RenderableType]:
     rows = [
-        (arm, key, in_yaml(baseline_value), in_yaml(arm_value))
+        (arm, key, yaml_text(baseline_value), yaml_text(arm_value))
         for arm, changes in plan.treatment_diff.items()
         for key, (baseline_value, arm_value) in changes.items()
     ]
@@ -244,7 +244,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
     level = (interim_levels(compare.interim, spending=compare.alpha_spending) or [ALPHA])[-1]
-    counted = units(paired=compare.paired)
+    counted = sample_unit(paired=compare.paired)
     headings = [
         "metric",
         "window",

@@ -19,9 +19,8 @@ from abrun.recipe.experiment import (
 from abrun.runs.experiment import open_experiment
 
 DEFAULT_MAX_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
-MIN_FIRST_PAIRS = (
-    3  # of a first interim analysis by the recipe's own number of seeds: fewer decide next to nothing
-)
+# Pairs of the first interim analysis if the recipe's number of seeds sets it; fewer decide almost nothing
+MIN_FIRST_PAIRS = 3
 DEFAULT_FIRST_PAIRS = 4
 
 

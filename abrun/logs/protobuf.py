@@ -89,12 +89,12 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 
 def message_class(name: str) -> Any:
     """Return the class of one of MESSAGES, whose `FromString` parses it."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+    return message_factory.GetMessageClass(_build_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
 @cache
-def _pool() -> descriptor_pool.DescriptorPool:
-    """Build a separate pool: the default one may hold the packages' own declarations."""
+def _build_pool() -> descriptor_pool.DescriptorPool:
+    """Build a separate descriptor pool, because wandb or tensorboard may have filled the default pool."""
     file = descriptor_pb2.FileDescriptorProto(name="abrun.proto", package=PACKAGE, syntax="proto3")
     file.dependency.append("google/protobuf/struct.proto")
     for name, fields in MESSAGES.items():

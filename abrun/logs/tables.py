@@ -32,14 +32,9 @@ TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
 MAX_CELL_CHARS = 2**24  # characters
-MAX_VALUES = 2**24  # of a Parquet file
-METRIC_COLUMNS = (
-    "metric",
-    "variable",
-    "tag",
-    "key",
-    "name",
-)  # in a long table: name of the row's metric
+MAX_VALUES = 2**24  # maximum number of values in a Parquet file
+# Columns of a long table: the name and the value of the row's metric
+METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"

@@ -135,7 +135,7 @@ def _read_scalar(value: Any) -> float | None:
     repeated = getattr(value.tensor, values)
     if len(repeated) != 1:
         return None
-    if values == "half_val":  # its bits
+    if values == "half_val":  # bits of float16 values
         return float(np.array(repeated, np.uint16).view(np.float16)[0])
     return float(repeated[0])
 
@@ -180,5 +180,5 @@ def _has_valid_crc(content: bytes, start: int, stop: int) -> bool:
     if stop + FOOTER > len(content):
         return False
     crc = google_crc32c.value(content[start:stop])
-    masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # as TFRecords mask it
+    masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # masked CRC of the TFRecord format
     return masked == struct.unpack_from("<I", content, stop)[0]

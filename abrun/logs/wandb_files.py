@@ -177,7 +177,7 @@ def _read_file(contents: RunContents, path: Path) -> None:
 def _iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
     """Yield the complete records of a log, up to the first damaged one, and the offset of each one's end."""
     position = FILE_HEADER
-    chunks: list[bytes] = []  # of the current, incomplete record
+    chunks: list[bytes] = []  # chunks of the incomplete record
     while position + CHUNK_HEADER <= len(content):
         if BLOCK - position % BLOCK < CHUNK_HEADER:
             position += BLOCK - position % BLOCK  # padding at the end of a block

@@ -1,4 +1,4 @@
-"""The sentences of all reason codes: the only place to change a wording.
+"""Sentences of all reason codes. Wordings are defined only in this package.
 
 Each module has a table from code to message. A message is a template, or a function if a sentence needs more
 than a template. Functions get a reason's values as keyword arguments; the values have no static types.
@@ -46,8 +46,8 @@ MESSAGES: dict[Code, Message] = {
 
 
 def sentence(reason: Reason) -> str:
-    """Return a reason as one sentence without a full stop. Reasons among its values become sentences, too."""
-    values = {name: _with_sentences(value) for name, value in reason.values.items()}
+    """Return a reason as one sentence without a full stop; reasons in its values become sentences first."""
+    values = {name: _replace_reasons(value) for name, value in reason.values.items()}
     return render(MESSAGES[reason.code], values)
 
 
@@ -55,11 +55,11 @@ def sentences(reasons: "list[Reason] | tuple[Reason, ...]") -> list[str]:
     return [sentence(reason) for reason in reasons]
 
 
-def _with_sentences(value: object) -> object:
+def _replace_reasons(value: object) -> object:
     if isinstance(value, Reason):
         return sentence(value)
     if isinstance(value, list):
-        return [_with_sentences(item) for item in value]
+        return [_replace_reasons(item) for item in value]
     if isinstance(value, dict):
-        return {name: _with_sentences(item) for name, item in value.items()}
+        return {name: _replace_reasons(item) for name, item in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""Sentences beside claims: why one is not tested or cannot be read, and cautions about one that is."""
+"""Sentences on claims that cannot be tested or measured, and cautions on those that were tested."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ _NEEDED_VALUES = {
 
 
 def _one_run_as_two_seeds(run: str, other: str, metrics: Sequence[str], correlation: float | None) -> str:
-    """Two seeds hold one run: in all metrics, in these, or up to noise."""
+    """Two seeds are copies of one run: in all metrics, in the listed ones, or up to noise."""
     names = ", ".join(metrics)
     if correlation is not None:
         verb = "move" if len(metrics) > 1 else "moves"
@@ -35,7 +35,7 @@ def _one_run_as_two_seeds(run: str, other: str, metrics: Sequence[str], correlat
 
 
 def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> str:
-    """The baseline is not shown to learn enough."""
+    """The runs do not show that the baseline learns enough."""
     return (
         f"the baseline is not shown to climb by more than the margin of {margin:.3g} up to step {step}: it "
         f"climbs by {climb:.3g} (95 % lower bound {bound:.3g}), so arms that learn nothing would also agree; "
@@ -45,13 +45,13 @@ def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> st
 
 
 def _outside_domain(transform: str, value: float) -> str:
-    """A value that the transform cannot take."""
+    """The transform does not accept a value."""
     allowed = "of at least 1" if transform == "log_excess" else "above 0"
     return f"transform {transform!r} got the value {value:.6g}, but takes only values {allowed}"
 
 
 def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) -> str:
-    """A sample is skewed more than chance explains."""
+    """A sample is more skewed than chance explains."""
     sign = f"skewness {skewness:+.2g}" if skewness is not None else _OUTLIERS[num_far or 1]
     return (
         f"{_SAMPLES[sample]} skewed ({sign}; p = {p:.2g} if they were normal), so the t-test may err more "
@@ -66,7 +66,7 @@ def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> 
 
 
 def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
-    """A margin in sigmas of runs without spread; `whose`: a `reference`, or an `experiment` and an `arm`."""
+    """The margin is in sigmas, but the runs (of a `reference`, or of an `arm`) have no spread."""
     if "reference" in whose:
         runs = f"reference {whose['reference']!r}"
     else:

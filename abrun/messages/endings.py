@@ -1,4 +1,4 @@
-"""Sentences about endings: how a process ended, why a run failed or was stopped, and where a run hangs."""
+"""Sentences on how processes end, why runs fail or are stopped, and where they hang."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def _memory_ran_out(on_gpu: bool, doing: str, others: Mapping[str, int] | None, 
 
 
 def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
-    """No rank makes progress; `ranks` says where at most four of them are."""
+    """No rank makes progress; `ranks` has the positions of at most four."""
     places = [
         f"rank {rank['rank']}{' (on {})'.format(rank['host']) if rank['host'] else ''} in {rank['place']} "
         f"during {rank['doing']}"
@@ -56,13 +56,13 @@ def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
 
 
 def _nodes_silent(nodes: Sequence[Mapping[str, Any]], silent_s: float) -> str:
-    """The agents of these nodes do not report."""
+    """The agents of some nodes do not report."""
     names = ", ".join(f"node {node['node']} ({node['host']})" for node in nodes)
     return f"no report from {names} for {silent_s:.0f} s"
 
 
 def _alias_not_logged(name, metric, num_steps, logged, num_more, close) -> str:
-    """An alias names a metric that the log lacks after some steps."""
+    """The metric of an alias is missing from the first logged steps."""
     names = ", ".join(logged) + ", ..." * bool(num_more)
     hint = f"; did you mean {close!r}?" if close else ""
     return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {names}{hint}"
@@ -75,7 +75,7 @@ def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str
 
 
 def _job_ended(job: str, state: str) -> str:
-    """The cluster reports that a job ended in this state."""
+    """The cluster reports that a job ended."""
     return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
 
 

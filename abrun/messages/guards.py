@@ -7,7 +7,7 @@ from abrun.reasons import Code
 
 
 def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
-    """No watched metric is NaN or Inf (`clean`), or only as those of the baseline are (`broken`)."""
+    """Watched metrics have no NaN or Inf (`clean`), or the baseline has them as well (`broken`)."""
     clauses = [f"no NaN or Inf in {', '.join(clean)}"] if clean else []
     if broken:
         baseline = "its baseline" if paired else "every baseline run"
@@ -24,15 +24,15 @@ def _not_finite_more_often(metric: str, share: float, baseline_share: float, p: 
 
 
 def _token_error_kept(metric: str, above: float | None, value: float, limit: float) -> str:
-    """The error keeps its limit: the worst run's median, or (`above`) the share of steps above a limit."""
+    """The train-inference mismatch keeps its limit: the worst run's median, or the steps `above` a value."""
     statistic = "the worst run's median" if above is None else f"the share of steps above {above:g}"
-    return f"{metric}: {statistic} is {_number(value)} (limit {limit:g})"
+    return f"{metric}: {statistic} is {_finite_text(value)} (limit {limit:g})"
 
 
 def _token_error_exceeded(metric, above, value, limit, baseline, p, level) -> str:
-    """The error of trainer against rollout engine exceeds its limit."""
+    """The train-inference mismatch exceeds its limit."""
     value_text = _token_error_kept(metric, above, value, limit)
-    return f"{value_text}, {_number(baseline)} in the baseline ({_p_value(p, level)})"
+    return f"{value_text}, {_finite_text(baseline)} in the baseline ({_p_value(p, level)})"
 
 
 def _p_value(p: float, level: float) -> str:
@@ -44,7 +44,7 @@ def _ratio_exceeded(quantity: str, ratio: float, limit: float, p: float, level: 
     return f"{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g}; {_p_value(p, level)})"
 
 
-def _number(value: float) -> str:
+def _finite_text(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "not a number"
 
 

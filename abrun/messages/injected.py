@@ -1,21 +1,21 @@
-"""Sentences on injected faults: what caught one, and what would show one that was missed."""
+"""Sentences on injected faults: the evidence that detected one, or what would detect a missed one."""
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import units
+from abrun.messages.numbers import sample_unit
 from abrun.reasons import Code
 
 
 def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:
-    """Ways to show an injected fault that was missed."""
-    unit = units(paired=paired)
-    ways = [f"more than {num_pairs} {unit}" if num_pairs is not None else f"a smaller margin and more {unit}"]
+    """Changes that would detect an injected fault that was missed."""
+    unit = sample_unit(paired=paired)
+    changes = [f"a smaller margin and more {unit}" if num_pairs is None else f"more than {num_pairs} {unit}"]
     if rounded_metric is not None:
-        ways = [f"policy.dtype: float32, which rules out rounding of {rounded_metric} at step one"]
+        changes = [f"policy.dtype: float32, which rules out rounding of {rounded_metric} at step one"]
     if tolerance is not None:
-        ways.append(_lower_tolerance(**tolerance))
+        changes.append(_lower_tolerance(**tolerance))
     if amount is not None:
-        ways.append(f"a size above {amount:g}" + ("" if most is None else f" (at most {most:g})"))
-    return f"{', '.join(ways)}, more than {num_steps} steps, or a claim where it shows: {shows}"
+        changes.append(f"a size above {amount:g}" + ("" if most is None else f" (at most {most:g})"))
+    return f"{', '.join(changes)}, more than {num_steps} steps, or a claim where it shows: {shows}"
 
 
 def _lower_tolerance(metric: str, deviation: float, aa_deviation: float) -> str:

@@ -1,4 +1,4 @@
-"""The messages of reason codes, and their rendering: templates with a few extra formats, or functions."""
+"""Messages of reason codes and their rendering. A message is a template with extra formats, or a function."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Message = str | Callable[..., str]
-"""The wording of one code: a template in the syntax of `str.format`, or a function of the values by name.
+"""Wording of one code: a template in the syntax of `str.format`, or a function of the reason's values.
 
 The text after a template's last semicolon is its remedy. A function's docstring describes the code.
 """
@@ -15,27 +15,27 @@ The text after a template's last semicolon is its remedy. A function's docstring
 
 def render(message: Message, values: Mapping[str, Any]) -> str:
     """Return the sentence of a message with these values."""
-    return message(**values) if callable(message) else _filled(message, values)
+    return message(**values) if callable(message) else _fill_template(message, values)
 
 
 def value_names(message: Message) -> list[str]:
     """Return the names of the values that a message takes, in order."""
-    return list(inspect.signature(message).parameters) if callable(message) else _fields(message)
+    return list(inspect.signature(message).parameters) if callable(message) else _field_names(message)
 
 
-def _fields(template: str) -> list[str]:
+def _field_names(template: str) -> list[str]:
     names = []
     for _, field, kind, _ in _FORMATTER.parse(template):
-        names += [re.split(r"[.\[]", field)[0], *_fields(kind or "")] if field else []
+        names += [re.split(r"[.\[]", field)[0], *_field_names(kind or "")] if field else []
     return list(dict.fromkeys(names))
 
 
-def _filled(template: str, values: Mapping[str, Any]) -> str:
+def _fill_template(template: str, values: Mapping[str, Any]) -> str:
     """Return a template with its values filled in.
 
     In addition to Python's formats:
     `{seeds:list}` joins with commas, `{versions:join , then }` with another text;
-    `{runs:first}` and `{runs:some}` give one name, or up to five, and the number of the others;
+    `{runs:first}` gives the first name, `{runs:some}` the first five, and both the number of the others;
     `{pairs:count pair}` gives `1 pair` or `2 pairs`, `{seeds:plural seed}` gives `seed` or `seeds`;
     `{value:repr}` quotes as Python does;
     `{paired:if its baseline|every baseline run}` gives the first text if the value is true, else the second
@@ -49,13 +49,13 @@ def _filled(template: str, values: Mapping[str, Any]) -> str:
         value = _FORMATTER.convert_field(_FORMATTER.get_field(field, (), values)[0], conversion)
         if kind and kind.startswith("if "):
             clauses = _CLAUSES.match(kind.removeprefix("if "))
-            filled += _filled(clauses["yes" if value else "no"] or "", values) if clauses else ""
+            filled += _fill_template(clauses["yes" if value else "no"] or "", values) if clauses else ""
         else:
-            filled += _formatted(value, kind or "")
+            filled += _format_value(value, kind or "")
     return filled
 
 
-def _formatted(value: Any, spec: str) -> str:
+def _format_value(value: Any, spec: str) -> str:
     kind, _, noun = spec.partition(" ")
     if kind == "list":
         return value if isinstance(value, str) else ", ".join(map(str, value))
@@ -75,4 +75,5 @@ def _formatted(value: Any, spec: str) -> str:
 
 _MAX_NAMES = 5
 _FORMATTER = string.Formatter()
-_CLAUSES = re.compile(r"(?P<yes>(?:[^{|]|\{[^}]*\})*)(?:\|(?P<no>.*))?$")  # braces may hold a bar
+# A bar inside braces does not separate the clauses
+_CLAUSES = re.compile(r"(?P<yes>(?:[^{|]|\{[^}]*\})*)(?:\|(?P<no>.*))?$")

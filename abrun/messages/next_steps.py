@@ -1,10 +1,10 @@
-"""Sentences of what to do after a verdict; a command follows each of them."""
+"""Sentences that suggest what to do after a verdict. A command follows each of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import AT_OBSERVED, agreement_text, units
+from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
 from abrun.reasons import Code
 
 
@@ -13,7 +13,7 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
     origin = f"suggested here: {margin_is}"
     if seen is None:
         return origin
-    difference = f"{seen['difference']:+.3g}, {agreement_text(seen)}"
+    difference = f"{seen['difference']:+.3g}, {direction_text(seen)}"
     if passes:
         return (
             f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by "
@@ -23,7 +23,7 @@ def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bo
 
 
 def _declare_rounding(untested_metrics: Sequence[str]) -> str:
-    """Declare a tolerance of the first step, and test it on fresh seeds."""
+    """Advice to declare a tolerance for step one and test it on fresh seeds."""
     text = "If it was rounding, declare a tolerance for it and test on fresh seeds"
     if not untested_metrics:
         return text
@@ -32,20 +32,20 @@ def _declare_rounding(untested_metrics: Sequence[str]) -> str:
 
 
 def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
-    """The number of fresh pairs, or runs of each arm, that decide."""
-    text = f"{count} {units(paired=paired)} give 80 % power {AT_OBSERVED}, if the arms are truly equal"
+    """Number of fresh pairs, or runs of each arm, that decide."""
+    text = f"{count} {sample_unit(paired=paired)} give 80 % power {AT_OBSERVED}, if the arms are truly equal"
     return f"{text} ({if_differing}, if they differ as they do here)" if if_differing else text
 
 
 MESSAGES: dict[Code, Message] = {
-    # Where fresh runs come from
+    # Sources of fresh runs
     Code.FRESH_REFERENCE: "{step}: the reference has none, so train its arm on seeds {first}-{last} and "
     "freeze it",
     Code.FRESH_FOLDERS: "{step}: train {num_runs} more runs of each arm into new folders, and compare only "
     "those",
     Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} next to these runs, then compare only "
     "the new ones",
-    # How many decide
+    # Number of pairs that decide
     Code.MARGIN_EXCEEDED: "No number of {paired:if pairs|runs of each arm} shows this margin if the observed "
     "difference is the true one",
     Code.HALVE_INTERVAL: "Four times as many {paired:if pairs|runs of each arm} halve the interval that a "
@@ -66,7 +66,7 @@ MESSAGES: dict[Code, Message] = {
     Code.FIND_MISMATCH: "Find out why trainer and rollout engine differ",
     Code.READ_COMPLETIONS: "Compare completions side by side",
     Code.CONFIRM_ON_FRESH_SEEDS: "Confirm it on fresh seeds",
-    # Where it stays open
+    # After an inconclusive verdict
     Code.TRAIN_LONGER: "These runs could not show a difference{nothing_shown:if  ({nothing_shown})| (see the "
     "reasons)}; if they were too short, train longer",
     Code.DECLARE_METRIC: "Declare which metric has to agree, and how closely",
@@ -83,7 +83,7 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_WHAT_SHOWS: "{other_margin:if Claim what these runs can show, within a margin that you accept "
     "({other_margin})|Leave out the claims that these runs cannot show}{launched:if , and use fresh seeds}",
     Code.TELL_FROM_CHANCE: "Train fresh seeds to see whether it was chance",
-    # Where runs of others stay open
+    # After an inconclusive verdict on foreign runs
     Code.REPEAT_IN_FLOAT32: "Train one step in float32, where rounding cannot explain it; if rounding was "
     "the cause, leave step one out",
     Code.TRAIN_FOR_INTERIM: "An interim analysis is still to come: train both arms on {seeds_to_come:plural "
@@ -103,7 +103,7 @@ MESSAGES: dict[Code, Message] = {
     "only those",
     Code.OTHER_SEED_TOO: "Train the remaining seeds of the reference, too ({seeds_left:list}), then compare "
     "again",
-    # Where no verdict can be given
+    # After an invalid comparison
     Code.CALL_VERSIONS_TREATMENT: "If you compare versions, declare them as the treatment",
     Code.COMPARE_SHARED_SEEDS: "Compare only the seeds that both arms have",
     Code.UNPAIR: "Compare them as independent runs",

@@ -1,4 +1,4 @@
-"""Sentences on runs that a comparison leaves out, and on what it did not test."""
+"""Sentences on properties that a comparison did not test, and on runs that it left out."""
 
 from abrun.messages.message import Message
 from abrun.reasons import Code
@@ -14,7 +14,7 @@ def how_to_rerun(has_recipe: bool) -> str:
 def _step_one_not_settled(
     metric, seed, deviation, scale, scale_from, tolerance, tolerance_from, raised_by_rounding, has_recipe
 ) -> str:
-    """A first step neither agrees nor shows a fault; the sentence says what would settle it."""
+    """The step-one check is inconclusive; the sentence says what would settle it."""
     deviation_text = (
         f"step one of {metric}: in seed {seed} it deviates by {deviation:.2g} of {scale_from} ({scale:.3g})"
     )
@@ -22,7 +22,7 @@ def _step_one_not_settled(
     reruns = how_to_rerun(has_recipe)
     if tolerance >= 1:
         return f"{deviation_text}, but a tolerance of {limit} allows anything; add A/A reruns ({reruns})"
-    # Reruns of the baseline do not show how far rounding goes in another implementation.
+    # Reruns of the baseline do not show the rounding errors of another implementation.
     remedy = "one step in float32" if raised_by_rounding else f"A/A reruns that differ ({reruns})"
     remedies = f"{'compare.step_one_tolerance, or ' * has_recipe}{remedy}"
     return (
@@ -37,7 +37,7 @@ def _no_reruns(has_recipe: bool) -> str:
 
 
 def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
-    """A failure rate that so few runs can miss."""
+    """Upper bound on the failure rate of runs, none of which failed."""
     runs = f"{num_runs} {'seed' if paired else 'treated run'}{'s' * (num_runs != 1)}"
     return (
         f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "

@@ -1,15 +1,15 @@
-"""Sentences of notes: facts that readers need beside a verdict, and guesses about runs."""
+"""Sentences of notes: facts that qualify a verdict, and guesses about runs."""
 
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import interval_text, units
+from abrun.messages.numbers import interval_text, sample_unit
 from abrun.messages.validity import first_and_more
 from abrun.reasons import Code
 
 
 def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
-    """One arm's step counter is one ahead of the other's."""
+    """The step counters of the arms differ by one."""
     counts = ", ".join(f"{name} counts {grid['first']}-{grid['last']}" for name, grid in grids.items())
     return (
         f"{metric}: the step counters differ by one ({counts}), so at the same step {late} has made one "
@@ -19,14 +19,14 @@ def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
 
 def _grids_differ(metric, grids, averaged, num_shared, first, last) -> str:
     """Runs recorded a metric at different steps."""
-    ranges = ", ".join(f"{name} {_grid(**grid)}" for name, grid in grids.items())
+    ranges = ", ".join(f"{name} {_step_range(**grid)}" for name, grid in grids.items())
     caution = "; the runs that log less often may log averages" * averaged
     return (
         f"{metric}: recorded at different steps ({ranges}); {_compared_on(num_shared, first, last)}{caution}"
     )
 
 
-def _grid(first: int, last: int, every: int) -> str:
+def _step_range(first: int, last: int, every: int) -> str:
     return f"{first}-{last}" + (f" every {every}" if every > 1 else "")
 
 
@@ -38,13 +38,13 @@ def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
     """The runs were compared several times."""
     *earlier, latest = map(str, num_pairs)
     return (
-        f"{_arm_mark(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
-        f"{latest} {units(paired=paired)}: taking the first match errs in {false_match:.2g} of experiments "
-        f"at the margin, not in {level:g}; compare fresh seeds alone"
+        f"{_arm_prefix(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
+        f"{latest} {sample_unit(paired=paired)}: taking the first match errs in {false_match:.2g} of "
+        f"experiments at the margin, not in {level:g}; compare fresh seeds alone"
     )
 
 
-def _arm_mark(arm: str | None) -> str:
+def _arm_prefix(arm: str | None) -> str:
     return f"{arm}: " if arm else ""
 
 
@@ -64,7 +64,7 @@ def _ledger(
     num_chains,
     disagree,
 ) -> str:
-    """Sum of the entries of a reference's ledger."""
+    """Total drift of the changes in a reference's ledger."""
     direct_drift = ""
     if direct:
         direct_drift = f", direct comparison {interval_text(direct)} by {direct_by}"
@@ -92,7 +92,7 @@ def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
 
 
 def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
-    """LM head or logits have another precision than the baseline's."""
+    """An arm computes the LM head or logits in another precision than the baseline."""
     differences = [f"{label} in {dtype} instead of {usual}" for label, (usual, dtype) in precisions.items()]
     return f"{arm}: {', '.join(differences)}"
 
@@ -122,8 +122,6 @@ NOTES: dict[Code, Message] = {
     Code.LEDGER: _ledger,
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
-
-
 GUESSED: dict[Code, Message] = {
     Code.SEEDS_FROM: "{arm:if arms and }seeds from {how}: {arm:if {arm}, }seed {seed}",
     Code.ARMS_FROM_NAMES: "each of the {num_arms} arms from the names of its runs",

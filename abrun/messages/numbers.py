@@ -1,15 +1,15 @@
-"""The numbers of claims as sentences and tables write them: one function for each quantity."""
+"""Texts of the numbers in claims, shared by sentences and tables: one function for each quantity."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# `abrun plan --from` plans with the upper bound of the sd instead, and so needs more pairs.
+# `abrun plan --from` plans with the upper bound of the sd instead, and so asks for more pairs.
 AT_OBSERVED = "at the observed sd"
 
 
 def bound_text(bound: float) -> str:
-    """Return an upper bound in three digits, rounded up: a claim with a bound of 0.05004 fails at 0.05."""
+    """Return an upper bound in three digits, rounded up: the bound 0.05004 does not pass a margin of 0.05."""
     return _rounded(bound, math.ceil) if bound > 0 else f"{bound:.3g}"
 
 
@@ -20,8 +20,8 @@ def _rounded(value: float, to_integer: Callable[[float], int]) -> str:
     return f"{to_integer(round(value / unit, 6)) * unit:.3g}"
 
 
-def beside_limit(value: float, limit: float) -> str:
-    """Return a value in four digits, or in more if only they show on which side of the limit it lies."""
+def text_near_limit(value: float, limit: float) -> str:
+    """Return a value in four digits, or in as many as show whether it is above or below the limit."""
     for digits in range(4, 10):
         if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
             return f"{value:.{digits}g}"
@@ -34,12 +34,12 @@ def difference_text(difference: float, interval: Sequence[float]) -> str:
 
 
 def interval_text(interval: Sequence[float]) -> str:
-    """Return an interval in three digits, rounded outward: its wider end reads like the certified bound."""
+    """Return an interval in three digits, rounded outward, so that it agrees with the certified bound."""
     return f"[{_rounded(interval[0], math.floor)}, {_rounded(interval[1], math.ceil)}]"
 
 
 def difference_unit(transform: str) -> str:
-    """Return the scale of a difference in parentheses; empty if the values are not transformed."""
+    """Return the scale of a difference as a suffix, in parentheses; empty without a transform."""
     scale = difference_scale(transform)
     return f" ({scale})" if scale else ""
 
@@ -59,27 +59,25 @@ def certified_text(certified_bound: float | None, certified_number: float | None
     return f"{bound_text(number)}{' sigma' * (margin_unit == 'sigma')}"
 
 
-def agreeing_text(detected: Mapping[str, Any]) -> str:
-    """Return in how many seeds, or runs, a detected difference has its direction: `in 4 of 4 seeds`."""
-    agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
-    return (
-        f"{agreeing} seeds" if detected["paired"] else f"{agreeing} treated runs, against the baseline's mean"
-    )
+def agreeing_seeds_text(detected: Mapping[str, Any]) -> str:
+    """Return how many seeds (unpaired: treated runs) agree with a difference's sign: `in 4 of 4 seeds`."""
+    counts = f"in {detected['num_agreeing']} of {detected['num_compared']}"
+    return f"{counts} seeds" if detected["paired"] else f"{counts} treated runs, against the baseline's mean"
 
 
-def agreement_text(detected: Mapping[str, Any]) -> str:
-    """Return a direction and its seeds: `lower in 4 of 4 seeds`."""
-    return f"{detected['direction']} {agreeing_text(detected)}"
+def direction_text(detected: Mapping[str, Any]) -> str:
+    """Return the direction of a difference and how many seeds agree: `lower in 4 of 4 seeds`."""
+    return f"{detected['direction']} {agreeing_seeds_text(detected)}"
 
 
-def measured_text(detected: Mapping[str, Any]) -> str:
-    """Return a difference and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{difference_text(detected['difference'], detected['interval'])}, {agreeing_text(detected)}"
+def difference_and_seeds_text(detected: Mapping[str, Any]) -> str:
+    """Return a difference, its interval and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+    return f"{difference_text(detected['difference'], detected['interval'])}, {agreeing_seeds_text(detected)}"
 
 
-def detected_text(detected: Mapping[str, Any]) -> str:
-    """Return all of a detected difference: `lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{detected['direction']}: {measured_text(detected)}"
+def detected_difference_text(detected: Mapping[str, Any]) -> str:
+    """Return a detected difference in full: `lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+    return f"{detected['direction']}: {difference_and_seeds_text(detected)}"
 
 
 def margin_text(number: float, unit: str) -> str:
@@ -98,7 +96,7 @@ def margin_of_reference_text(margin: float, sigmas: float, reference: str) -> st
 
 
 def interval_level_text(alpha: float) -> str:
-    """Return the level of the interval that two one-sided tests at `alpha` give: `90 %`."""
+    """Return the level of the interval that matches two one-sided tests at `alpha`: `90 %` for 0.05."""
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
@@ -106,8 +104,8 @@ def confidence_text(alpha: float) -> str:
     return f"{100 * (1 - alpha):.3g} %"
 
 
-def units(*, paired: bool) -> str:
-    """Return the noun of a sample size: pairs, or runs of each arm."""
+def sample_unit(*, paired: bool) -> str:
+    """Return what a sample size counts: `pairs`, or `runs of each arm`."""
     return "pairs" if paired else "runs of each arm"
 
 

@@ -1,4 +1,4 @@
-"""Sentences of checks before a launch: what a run lacks on this machine, and settings without effect."""
+"""Sentences of checks before a launch: missing requirements of a run, and settings without effect."""
 
 import json
 from typing import Any
@@ -8,14 +8,14 @@ from abrun.messages.numbers import count_text
 from abrun.reasons import Code
 
 
-def _value(got: str | bool) -> str:
+def _yaml_text(got: str | bool) -> str:
     return str(got).lower() if isinstance(got, bool) else repr(got)
 
 
 def _without_package(field: str, got: str | bool, package: str, install: str, instead: str | None) -> str:
     """A setting needs a package that is not installed."""
     remedy = f"{install}, or use {instead}" if instead else install
-    return f"{field}: got {_value(got)}, but the package {package} is missing; {remedy}"
+    return f"{field}: got {_yaml_text(got)}, but the package {package} is missing; {remedy}"
 
 
 def _devices(ranks: int, engines: int) -> str:
@@ -48,7 +48,7 @@ def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int) -> str:
 
 
 def _unset_variable(field: str, variable: str, is_placeholder: bool) -> str:
-    """A run's `env` refers to a variable that is not set where it is launched."""
+    """A run's `env` refers to a variable that is not set in the launcher's environment."""
     hint = f" (the placeholder is {{{variable}}}, without $)" if is_placeholder else ""
     return f"{field}: got ${{{variable}}}, but {variable} is not set here; export {variable} first{hint}"
 
@@ -96,8 +96,8 @@ MESSAGES: dict[Code, Message] = {
     Code.TOO_FEW_CORES: _too_few_cores,
     Code.TOO_MANY_JOBS: _too_many_jobs,
     Code.VARIABLE_UNSET: _unset_variable,
-    Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, but there is no module {package} here; name "
-    "an installed module, or one in the directory where abrun is started",
+    Code.VERIFIER_NOT_FOUND: "task.verifier: got {verifier!r}, but module {package} does not exist here; "
+    "name an installed module, or one in the directory where abrun is started",
     Code.REASONING_GYM_MISSING: "task.type: got 'reasoning_gym', but the package is missing; pip install "
     "'abrun[reasoning]'",
     # Packages
@@ -141,7 +141,7 @@ MESSAGES: dict[Code, Message] = {
     # Models
     Code.MODEL_FOLDER_DAMAGED: "model.path: got {path!r}, which cannot load: {problem}; give a folder with "
     "config.json, whole safetensors files and a tokenizer",
-    Code.MODEL_NOT_ON_HUB: "model.path: got {path!r}, which is no folder here, and {problem}; give a "
+    Code.MODEL_NOT_ON_HUB: "model.path: got {path!r}, which is not a folder here, and {problem}; give a "
     "checkpoint's folder, or the name of a hub model that is reachable or cached (hf download)",
     Code.HUB_NAME_INVALID: "it is not a valid hub name",
     Code.HUB_MODEL_GATED: "the hub model is gated: request access, then log in (hf auth login)",

@@ -6,7 +6,7 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 MAX_NAMED = 100  # characters of the names of further invalid fields
-# Values that pydantic allows, by its kinds of errors, which supply the numbers.
+# Allowed values by the type of pydantic's error, which supplies the numbers
 ALLOWED = {
     "bool_type": "true or false",
     "dict_type": "a mapping of keys to values",

@@ -1,4 +1,4 @@
-"""Records with reasons as JSON: a sentence for each reason, and its code and values next to it."""
+"""JSON of records with reasons: each reason as a sentence, with its code and values next to it."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import value_names
 from abrun.reasons import Code, Reason
 
-# Stored JSON has these numbers as text.
+# Stored JSON has non-finite numbers as these texts
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -32,30 +32,32 @@ def as_json(record: Any) -> Any:
         value = getattr(record, field.name)
         name = field.metadata.get("alias", field.name)  # the name that pydantic uses
         content[name] = as_json(value)
-        codes_name = name_of_codes(name, field.type)
+        codes_name = codes_key(name, field.type)
         if codes_name:
-            content[codes_name] = coded(value)
+            content[codes_name] = encode_reasons(value)
     return content
 
 
-def with_reasons(content: Any) -> Any:
-    """Return the JSON of records with reasons in the place of the sentences that `as_json` wrote."""
+def restore_reasons(content: Any) -> Any:
+    """Return JSON that `as_json` wrote, with its sentences and codes replaced by reasons."""
     if isinstance(content, list):
-        return [with_reasons(entry) for entry in content]
+        return [restore_reasons(entry) for entry in content]
     if not isinstance(content, Mapping):
         return content
-    restored = {name: with_reasons(value) for name, value in content.items()}
+    restored = {name: restore_reasons(value) for name, value in content.items()}
     for codes_name in content:
         name, _, kind = codes_name.rpartition("_")
         name = f"{name}s" if kind == "codes" and name not in content else name
         if kind in ("code", "codes") and name in content:
-            restored[name] = _decoded(restored.pop(codes_name))
+            restored[name] = _decode_reasons(restored.pop(codes_name))
     return restored
 
 
 def reason_from_json(content: Mapping[str, Any]) -> Reason:
-    """Return the reason of a code and its values, the inverse of `coded`."""
-    return Reason(Code(content["code"]), {name: _decoded(value) for name, value in content["values"].items()})
+    """Return the reason with this code and values; the inverse of `encode_reasons`."""
+    return Reason(
+        Code(content["code"]), {name: _decode_reasons(value) for name, value in content["values"].items()}
+    )
 
 
 def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason | None:
@@ -65,14 +67,14 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
         sentence(reason)
         if set(reason.values) == set(value_names(MESSAGES[reason.code])):
             return reason
-    except Exception:  # another version, or damage, can put anything in the place of the values
+    except Exception:  # the values of another version or a damaged file can be anything
         pass
     return None if text is None else Code.FOREIGN_TEXT(text=text)
 
 
 def print_reason(reason: Reason) -> None:
     """Print a reason as one line of JSON, for the process that reads this one's output."""
-    print(f"{json.dumps(coded(reason))}\n", end="", flush=True)
+    print(f"{json.dumps(encode_reasons(reason))}\n", end="", flush=True)
 
 
 def printed_reason(line: str) -> Reason | None:
@@ -85,7 +87,7 @@ def printed_reason(line: str) -> Reason | None:
         return None
 
 
-def name_of_codes(name: str, annotation: Any) -> str | None:
+def codes_key(name: str, annotation: Any) -> str | None:
     """Return the JSON key for the codes of a field; None for a field without reasons."""
     arguments = get_args(annotation)
     if annotation is Reason or (Reason in arguments and get_origin(annotation) not in (list, tuple)):
@@ -93,22 +95,22 @@ def name_of_codes(name: str, annotation: Any) -> str | None:
     return f"{name.removesuffix('s')}_codes" if Reason in arguments else None
 
 
-def coded(value: Any) -> Any:
+def encode_reasons(value: Any) -> Any:
     """Return a reason as code and values, also inside lists and mappings; anything else unchanged."""
     if isinstance(value, Reason):
-        return {"code": value.code.value, "values": coded(value.values)}
+        return {"code": value.code.value, "values": encode_reasons(value.values)}
     if isinstance(value, Mapping):
-        return {key: coded(entry) for key, entry in value.items()}
+        return {key: encode_reasons(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [coded(entry) for entry in value]
+        return [encode_reasons(entry) for entry in value]
     return value
 
 
-def _decoded(value: Any) -> Any:
+def _decode_reasons(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {"code", "values"}:
             return reason_from_json(value)
-        return {key: _decoded(entry) for key, entry in value.items()}
+        return {key: _decode_reasons(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_decoded(entry) for entry in value]
+        return [_decode_reasons(entry) for entry in value]
     return float(value) if value in _NOT_FINITE else value

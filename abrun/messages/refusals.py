@@ -10,7 +10,7 @@ _REFUSED = {
     "--package": "; allowed: a name such as torch",
     "--claim": "; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last 20%:0.05', "
     "'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'",
-    "--repo": ", which is no git repository; give the trainer's",
+    "--repo": ", which is not a git repository; give the trainer's",
     "--seeds": "; allowed: numbers such as 0,1,2 or ranges such as 0-4",
     "--set": "; allowed: key=value with a dotted key, such as steps=20",
     "--sigma": "; allowed: a finite number of 0 or more",
@@ -19,8 +19,8 @@ _REFUSED = {
     "CUDA_VISIBLE_DEVICES": ", which hides every GPU; unset CUDA_VISIBLE_DEVICES",
     "RAY_ADDRESS": "; allowed: http://HEAD:8265 or HEAD:6379; or set launcher.address",
     "cluster.nodes": ", but the local launcher has only this machine; use nodes: 1",
-    "compare.reference": ", which is no file here; make one with abrun freeze",
-    "model.path": ", which is no folder here; give a checkpoint's folder, or a hub name",
+    "compare.reference": ", which is not a file here; make one with abrun freeze",
+    "model.path": ", which is not a folder here; give a checkpoint's folder, or a hub name",
     "trainer": ", which is reserved for abrun; choose another name",
     "trainer.argv.0": ", which is not on PATH; install it, or give the path of an executable file",
 }

@@ -29,12 +29,12 @@ def first_and_more(names: Sequence[str]) -> str:
 
 
 def unread_text(unread: str | None) -> str:
-    """Return the end of a sentence on a metric that a log holds as text."""
+    """Return the clause on values of a metric that were not read because they are text; or nothing."""
     return f": {unread}" if unread else ""
 
 
 def alias_hint(recorded: Sequence[str]) -> str:
-    """Return advice to map one of the recorded metrics to one of step one's."""
+    """Return a clause that advises to map a recorded metric to a step-one metric."""
     for metric, word in _STEP_ONE_WORDS.items():
         match = next((name for name in recorded if word in name.lower().replace("-", "_")), None)
         if match and match != metric:
@@ -72,7 +72,7 @@ def _run_not_finished(run: str, status: str) -> str:
 
 
 def _runs_exchanged(run: str, identity: Mapping[str, Any]) -> str:
-    """A run directory holds another run."""
+    """A run directory contains a different run."""
     fields = ", ".join(f"{key} {value}" for key, value in identity.items())
     return f"{run}: its config.json belongs to another run ({fields}); run directories were swapped"
 
@@ -87,15 +87,18 @@ def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -
 def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
     """Versions, devices, prompts or initial weights of two runs differ."""
     if isinstance(values, Mapping):
-        changes = [f"{name} {left} against {right}" for name, (left, right) in values.items()]
+        changes = [
+            f"{name} {baseline_version} against {version}"
+            for name, (baseline_version, version) in values.items()
+        ]
         num_more = len(changes) - _MAX_VERSIONS
         text = ", ".join(changes[:_MAX_VERSIONS]) + (f" and {num_more} more" if num_more > 0 else "")
     else:
-        text = " against ".join(map(_brief, values))
+        text = " against ".join(map(_short_text, values))
     return f"{_ENVIRONMENT[key]} between {baseline} and {run}: {text}"
 
 
-def _brief(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, list):
         names = sorted({str(item) for item in value})
         return f"{len(value)} x {', '.join(names)}"

@@ -1,9 +1,9 @@
-"""Sentences of a verdict: why an arm matches, differs, stays open or is invalid, and how it is described."""
+"""Sentences of verdicts: reasons why an arm fails or stays undecided, and descriptions without a test."""
 
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import agreement_text, interval_text
+from abrun.messages.numbers import direction_text, interval_text
 from abrun.reasons import Code
 
 _OPEN_GUARDS = {
@@ -18,12 +18,12 @@ _MARGINS = {
 
 
 def _guard_open(guard: str, reason: str, result: str) -> str:
-    """A guard's limit is exceeded, but not by more than seed noise explains."""
+    """A guard's limit is exceeded, but in the baseline too, or within seed noise."""
     return f"guard {guard}: {reason}; {_OPEN_GUARDS[result]}"
 
 
 def _described(arm, baseline, metric, levels, steps, runs, paired, difference, interval, detected) -> str:
-    """The observed difference of the arms; `levels` and `runs` are the baseline's and the treatment's."""
+    """Observed difference of the arms; `levels` and `runs` have the baseline's value first."""
     window = f"steps {steps[0]}-{steps[1]}"
     sample = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
     sample = "one run of each arm" if max(runs) == 1 else sample
@@ -41,7 +41,7 @@ def _described(arm, baseline, metric, levels, steps, runs, paired, difference, i
             f"{metric}: no difference detected: {levels[1]:.4g} in {arm}, {levels[0]:.4g} in {baseline}, "
             f"{window}, {sample} (difference {difference:+.3g}, 90 % CI {interval_text(interval)})"
         )
-    return f"{change}; {agreement_text(detected)} (90 % CI {interval_text(interval)})"
+    return f"{change}; {direction_text(detected)} (90 % CI {interval_text(interval)})"
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:

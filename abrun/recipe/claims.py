@@ -44,9 +44,8 @@ class Claim(Section):
     above: float | str | None = None  # lower limit; a claim has exactly one of margin, below, above, exact
     exact: bool = False  # both runs of each pair are bit-identical at every step of the window
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: chosen by the metric's name
-    climbs: bool = (
-        True  # false: a match does not require the metric to improve (e.g. it starts at its optimum)
-    )
+    # False: a match does not require the metric to improve (e.g. it starts at its optimum)
+    climbs: bool = True
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
 

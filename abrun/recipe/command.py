@@ -67,9 +67,8 @@ class Command(Section):
     env: Env = Field(default={})  # secrets as ${NAME}
     parameters: dict[str, Annotated[Scalar, PlainValidator(_check_scalar)]] = Field(default={})
     metrics: MetricsLog
-    aliases: Annotated[str | dict[str, str], PlainValidator(_check_aliases)] = Field(
-        default={}  # abrun's metric name -> the trainer's, or the name of a preset
-    )
+    # abrun's metric name -> the trainer's, or the name of a preset
+    aliases: Annotated[str | dict[str, str], PlainValidator(_check_aliases)] = Field(default={})
     versions_of: list[str] = Field(default=[])  # packages whose installed versions are recorded
     python: str | None = None  # the command's interpreter; None: the first word of argv
 
@@ -203,7 +202,7 @@ class Invocation:
     argv: list[str]
     env: dict[str, str]  # added to the inherited environment
     metrics_path: str
-    python: str  # what {python} stands for
+    python: str  # value of the placeholder {python}
 
 
 def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[Reason]:

@@ -1,4 +1,4 @@
-"""Library of injectable faults, each modelled on a real bug, and the settings each needs.
+"""Library of injectable faults, each modelled on a real bug, and the settings that they need.
 
 The table is `faults.toml`; `abrun.train.faults` implements the faults under the same names.
 """
@@ -23,18 +23,20 @@ class Fault:
     """Row of the fault library."""
 
     name: str
+    # Part of the training code that the fault wraps
     seam: Literal["engine", "batch", "objective", "head", "optimizer", "setup"]
-    does: str
-    source: str  # the bug report: owner/repository#number
-    shows: str  # where the comparison should detect it
+    does: str  # what the fault does to training
+    source: str  # bug report: owner/repository#number
+    shows: str  # checks of a comparison that should detect it
     size: float | None = None  # default size; None: the fault has no size
     unit: str = ""  # unit of the size
-    most: float | None = None  # the largest size; None: any
+    most: float | None = None  # maximum size; None: unlimited
     needs: tuple[str, ...] = ()  # keys of NEEDS
-    any_algorithm: bool = False  # also works with SFT and DPO, which have no advantages
+    any_algorithm: bool = False  # True: needs no advantages, so SFT and DPO can have it
 
 
 def _read_library(path: Path) -> dict[str, Fault]:
+    """Read the faults of a TOML file, by name."""
     rows = tomllib.loads(path.read_text(encoding="utf-8")).items()
     return {name: Fault(name=name, **{**row, "needs": tuple(row.get("needs", ()))}) for name, row in rows}
 
@@ -42,7 +44,7 @@ def _read_library(path: Path) -> dict[str, Fault]:
 LIBRARY = _read_library(Path(__file__).with_suffix(".toml"))
 FAULTS = tuple(fault for name, fault in LIBRARY.items() if name != ONE_ULP)
 
-# Need -> a predicate of a run, and the setting that satisfies it
+# Name of a need -> whether a run meets it, and a clause with the setting that does
 NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "two steps": (lambda run: run.steps > 1, "only shows after the first update; set steps: 2 or more"),
     "groups": (
@@ -127,12 +129,15 @@ NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def describe_needs(fault: Fault) -> dict[str, str]:
-    """Return each need of a fault with the setting that satisfies it."""
+    """Return each need of a fault with the clause on the setting that meets it."""
     return {need: NEEDS[need][1] for need in fault.needs}
 
 
 def unmet_need(fault: Fault, run: Any) -> str | None:
-    """Return a fault's first need that an OwnRunConfig does not meet, with the fix; None if it meets all."""
+    """Return the first need of a fault that a run does not meet, with the fix; None if it meets all.
+
+    `run` is an OwnRunConfig.
+    """
     if run.algorithm.type not in ("grpo", "ppo") and not fault.any_algorithm:
         return "needs advantages; set algorithm.type: grpo or ppo"
     return next((NEEDS[need][1] for need in fault.needs if not NEEDS[need][0](run)), None)
@@ -142,7 +147,7 @@ class InjectedFault(Section):
     """Fault injected into a run: a name listed by `abrun faults`, and its size."""
 
     name: str
-    size: Positive | None = None  # in the fault's own unit; null: its default
+    size: Positive | None = None  # in the fault's unit; null: the fault's default
     draw: int = Field(default=0, ge=0, lt=2**31)  # seed of the fault's random choices
 
     @model_validator(mode="after")
@@ -169,12 +174,12 @@ class InjectedFault(Section):
 
     @property
     def amount(self) -> float:
-        """Return the size, or the fault's default, or 1 if it has no size."""
+        """Return the declared size, else the fault's default, else 1 (a fault without a size)."""
         return self.size or LIBRARY[self.name].size or 1.0
 
 
 def _expand_fault_name(value: Any) -> Any:
-    """Return the section that `injected_fault: NAME` abbreviates."""
+    """Expand `injected_fault: NAME` to a section; return any other value unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 

@@ -74,7 +74,7 @@ class Local(Section):
 class Container(Section):
     """Container image for the ranks, run by Slurm's pyxis plugin. abrun must be installed in it."""
 
-    image: str  # as `srun --container-image` takes it
+    image: str  # value for `srun --container-image`
     mounts: list[str] = Field(default=[])  # HOST_PATH:CONTAINER_PATH; must include the runs directory
 
 
@@ -90,9 +90,8 @@ class Slurm(Section):
     time: Annotated[str, AfterValidator(_check_duration)] | None = None
     # Seconds before the time limit at which runs save a checkpoint and stop
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120
-    requeues: Annotated[int, Field(ge=0)] = (
-        20  # maximum restarts of a job after its limit, preemption or a fault
-    )
+    # Maximum restarts of a job after its time limit, preemption or a fault
+    requeues: Annotated[int, Field(ge=0)] = 20
     cpus_per_rank: Count = 1
     # Network interface between nodes, such as ib0; default: the libraries' choice
     interface: Word | None = None

@@ -147,9 +147,8 @@ class _RecipeFiles:
         if resolved in chain:
             cycle = [file.name for file in (*chain, resolved)]
             raise RecipeError(Code.DEFAULTS_CYCLE(source=chain[-1], cycle=cycle))
-        named = Path(
-            os.path.realpath(path.parent), path.name
-        )  # `defaults:` are relative to a link's own folder
+        # `defaults:` are relative to the folder of a link, not of its target
+        named = Path(os.path.realpath(path.parent), path.name)
         if named not in self._trees:
             if max(len(chain), len(self._trees)) >= MAX_FILES:
                 raise RecipeError(Code.DEFAULTS_TOO_MANY_FILES(source=path, max_files=MAX_FILES))

@@ -21,9 +21,8 @@ RENAMED_KEYS = {
     "looks_spending": "alpha_spending",
     "planted_fault": "injected_fault",
 }
-SCALAR_PATTERN = (
-    r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"  # what YAML reads as a number or a truth value
-)
+# Texts that YAML reads as numbers or booleans
+SCALAR_PATTERN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"
 
 
 def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:

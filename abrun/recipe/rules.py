@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.recipe.presets import EXPERTS_BY_PRESET
-from abrun.redaction import in_yaml, shortened
+from abrun.redaction import shortened, yaml_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,8 @@ def find_broken_rule(section: Any) -> tuple[str, str] | None:
     return next(filter(None, refusals), None)
 
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = (
-    0.01,
-    2.0,
-)  # vLLM raises lower values to the minimum and refuses higher ones
+# vLLM raises lower temperatures to the minimum and refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 VLLM_RANGE = f"with engine 'vllm', which samples at {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 GROUP_BASELINES = ("group_mean", "leave_one_out")
 ONE_PASS_PROBLEM = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
@@ -112,7 +110,7 @@ def _find_filter_without_logits(run: Any) -> Any:
         if getattr(filters, filter_name) != getattr(off, filter_name)
     )
     one_pass = " with one_pass: false" * policy.logprobs.one_pass
-    return {"name": name, "off": in_yaml(getattr(off, name)), "one_pass": one_pass}
+    return {"name": name, "off": yaml_text(getattr(off, name)), "one_pass": one_pass}
 
 
 def _make_expert_rule(field: str, off: Any) -> RecipeRule:
@@ -120,7 +118,7 @@ def _make_expert_rule(field: str, off: Any) -> RecipeRule:
         unknown = run.model.preset is None or run.model.preset in EXPERTS_BY_PRESET
         return not unknown and _value_at(run.policy, field.split(".")) != off
 
-    remedy = f"use {field.split('.')[-1]}: {in_yaml(off)}"
+    remedy = f"use {field.split('.')[-1]}: {yaml_text(off)}"
     problem = "got {got} with model.preset {model.preset!r}, which has no experts; " + remedy
     return RecipeRule(f"policy.{field}", broken, problem)
 

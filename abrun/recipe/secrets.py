@@ -8,7 +8,7 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.redaction import holds_token, is_dense, is_secret, redacted
+from abrun.redaction import has_token, is_random_looking, is_secret, redacted
 
 PROGRAM_SECTIONS = ("argv", "env", "parameters", "setup", "sbatch")
 OPTION = re.compile(r"([-+]{0,2})([A-Za-z][\w.-]*)(?:=([\s\S]*))?")  # --name=value, ++section.name=value
@@ -38,7 +38,7 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
     }
     for names, words in _iter_lists(raw, ()):
         filled = [_fill_parameters(word, parameters) for word in words if isinstance(word, str)]
-        filled = [word for word in filled if not holds_token(word)]  # refused below with their own field
+        filled = [word for word in filled if not has_token(word)]  # refused below with their own field
         if names[-1] == "argv" and (where := find_secret_in_words(filled)):
             raise RecipeError(Code.SECRET_IN_COMMAND(source=source, field=".".join(names), word=where))
     for names, value in _iter_texts(raw, ()):
@@ -49,7 +49,7 @@ def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
             raise RecipeError(Code.SECRET_IN_ENV(source=source, field=field, variable=name))
         named = (in_launcher or section in PROGRAM_SECTIONS) and is_secret(name, value)
         inside = section in PROGRAM_SECTIONS and has_secret_in_text(_fill_parameters(value, parameters))
-        if named or inside or holds_token(value) or any(map(holds_token, names)):
+        if named or inside or has_token(value) or any(map(has_token, names)):
             raise RecipeError(Code.SECRET_IN_RECIPE(source=source, field=field, of_launcher=in_launcher))
 
 
@@ -58,7 +58,7 @@ def has_secret_in_text(text: str, depth: int = MAX_DEPTH) -> bool:
     for match in ASSIGNMENT.finditer(text):
         name, value = match["name"], match["value"]
         # Unquoted lower-case names are usually code: `token = next_token`
-        literal = bool(match["quote"]) or name.isupper() or is_dense(value)
+        literal = bool(match["quote"]) or name.isupper() or is_random_looking(value)
         if literal and is_secret(name, value):
             return True
     substituted = [

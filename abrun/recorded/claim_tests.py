@@ -18,9 +18,9 @@ from abrun.regular_files import is_directory
 from abrun.runs.files import read_json
 
 STAMP_FILE = ".report.json"  # in a report's folder: the request and the claim tests behind the report
-MAX_FOLDERS = 2000  # next to a report, searched for stamps
+MAX_FOLDERS = 2000  # sibling folders searched for stamps
 MAX_TESTS = 500
-MAX_STAMP_BYTES = 4_000_000  # of a stamp
+MAX_STAMP_BYTES = 4_000_000
 HASH_LENGTH = 16
 
 
@@ -36,7 +36,7 @@ class ClaimTest:
 
 
 def find_earlier_claim_tests(output: Path) -> set[ClaimTest]:
-    """Return the tests recorded by stamps in a report's folder and in its sibling folders."""
+    """Return the tests in the stamp files of a report's folder and of its sibling folders."""
     claim_tests = set(read_claim_tests(output))
     with suppress(OSError), os.scandir(output.parent) as entries:
         for entry in islice(entries, MAX_FOLDERS):

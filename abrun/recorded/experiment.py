@@ -29,9 +29,8 @@ class RecordedRun(RunRecording):
     # unknown: the source does not record whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
     forbidden: bool = False  # unreadable because permission is missing, not because of damage
-    identity: Mapping[str, Any] | None = (
-        None  # arm, seed, rerun as its own files state them; None: they do not
-    )
+    # Arm, seed and rerun as recorded in the run's own files; None: not recorded
+    identity: Mapping[str, Any] | None = None
     final_weights_hash: str | None = None  # None: unknown
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read on demand
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
@@ -171,11 +170,9 @@ class RecordedExperiment:
     arms: tuple[str, ...]  # the baseline first
     compare: Compare
     runs: Mapping[RunName, RecordedRun]
-    directory: Path | None = None  # only of an experiment that abrun launched
-    # Only of an experiment that abrun launched.
-    treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = (
-        None  # arm -> key -> [baseline's, arm's]
-    )
+    directory: Path | None = None  # None: abrun did not launch the experiment
+    # arm -> key -> [baseline's value, arm's value]; None: abrun did not launch the experiment
+    treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = None
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
     decided: tuple[Reason, ...] = ()  # values that the recipe left to the launch, each with the reason
@@ -293,9 +290,8 @@ def union_steps(grids: Iterable[Steps]) -> Steps:
     differing_grids = [grid for grid in other_grids if not np.array_equal(grid, first_grid)]
     if not differing_grids:
         return first_grid
-    steps = np.sort(
-        np.concatenate([first_grid, *differing_grids]), kind="stable"
-    )  # np.unique is slow on whole numbers
+    # np.unique is slow on integers
+    steps = np.sort(np.concatenate([first_grid, *differing_grids]), kind="stable")
     return steps[np.append(True, np.diff(steps) > 0)]
 
 

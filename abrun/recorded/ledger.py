@@ -30,11 +30,11 @@ class Entry(_LedgerModel):
 
     date: str  # UTC, ISO 8601
     experiment: str
-    runs_sha256: str  # of the experiment's runs and what the claim reads of them
+    runs_sha256: str  # hash of the experiment's run names and of the values that the claim reads
     arm: str
     treatment: dict[str, tuple[Any, Any]]  # dotted key -> value before, value after
-    commit: str | None  # of the checkout that the treated runs were launched from
-    environment_sha256: str  # of their versions and devices
+    commit: str | None  # commit from which the treated runs were launched
+    environment_sha256: str  # hash of the runs' package versions and devices
     moved: str | None  # other differences from the previous entry's state
     margin: str
     interim: list[int]  # numbers of pairs at the interim analyses
@@ -46,9 +46,8 @@ class Entry(_LedgerModel):
     interval: tuple[Finite, Finite]  # 90 % confidence interval of this change
     certified_bound: Finite  # 95 % bound of this change
     drift: Finite  # bound of the drift since the anchor when this entry was added
-    tried: Annotated[
-        int, Field(ge=1, le=1_000_000)
-    ]  # changes judged since the entry before, this one among them
+    # Number of changes judged since the previous entry, including this one
+    tried: Annotated[int, Field(ge=1, le=1_000_000)]
     previous: str
     sha256: str
 
@@ -69,7 +68,7 @@ class Ledger(_LedgerModel):
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     alpha: Annotated[float, Field(gt=0, lt=0.5)]  # probability that the drift exceeds its bound
     rule: Rule
-    commit: str | None  # of the anchor
+    commit: str | None  # commit of the anchor's runs
     entries: tuple[Entry, ...] = ()
 
     @property

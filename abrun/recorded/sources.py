@@ -30,7 +30,7 @@ class SourceContents:
 
     sources: Sequence[str]
     reading: ReadingOptions
-    directory: Path | None  # of an experiment of the store
+    directory: Path | None  # None: the source is not an experiment that abrun launched
     recorded: RecordedExperiment | Sources
 
     def experiment(self, **changes: Any) -> RecordedExperiment:

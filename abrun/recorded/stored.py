@@ -114,7 +114,7 @@ def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
     seconds = [end - start for start, end in spans if start is not None and end is not None]
     try:
         config = parse_stored_run(record.config) if record else None
-    except RecipeError:  # of another version
+    except RecipeError:  # written by another version
         config = None
     if config is None or not spans or len(seconds) < len(spans):
         return None

@@ -186,10 +186,11 @@ def show_first_log(facts: NextStepFacts) -> str:
 
 
 def measure_mismatch(facts: NextStepFacts) -> str:
+    # The weights before the update of the failed step
     step_options = [
         f" --step {check.step - 1}" for check in facts.failed_checks if check.metric in ENGINE_ERRORS
     ]
-    return f"abrun mismatch {_first_failing_run_path(facts)}{''.join(step_options[:1])}"  # its first update
+    return f"abrun mismatch {_first_failing_run_path(facts)}{''.join(step_options[:1])}"
 
 
 def show_samples(facts: NextStepFacts) -> str:

@@ -84,9 +84,8 @@ def _collect_seed(
 def _align_prompts(samples_of_arms: Iterable[tuple[Sample, ...]]) -> list[PromptCompletions]:
     by_prompt = [{sample.prompt: sample for sample in samples} for samples in samples_of_arms]
     prompts = list(dict.fromkeys(prompt for samples in by_prompt for prompt in samples))
-    prompts.sort(
-        key=lambda prompt: -sum(prompt in samples for samples in by_prompt)
-    )  # those that all have come first
+    # Prompts that all arms have come first
+    prompts.sort(key=lambda prompt: -sum(prompt in samples for samples in by_prompt))
     return [
         PromptCompletions(
             prompt=_shorten_text(prompt),

@@ -10,7 +10,7 @@ import numpy as np
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import difference_text, interval_level_text
 from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
-from abrun.redaction import in_yaml
+from abrun.redaction import yaml_text
 from abrun.report.injected import caught_sentence
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.decide import ArmSection
@@ -95,7 +95,7 @@ def _metrics_text(described: Sequence[Description], counts: Sequence[int]) -> st
 
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return a `key: old -> new` text for each key that a treatment changes."""
-    return [f"{key}: {in_yaml(old)} -> {in_yaml(new)}" for key, (old, new) in treatment_diff.items()]
+    return [f"{key}: {yaml_text(old)} -> {yaml_text(new)}" for key, (old, new) in treatment_diff.items()]
 
 
 def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import special
 
 from abrun.messages.numbers import difference_scale
-from abrun.metric_names import Transform, phase_of, unit_of
+from abrun.metric_names import Transform, metric_unit, peak_memory_phase
 from abrun.recorded.experiment import Pair, RecordedExperiment, RecordedRun, Sides, stack_runs, union_steps
 from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
@@ -21,7 +21,7 @@ from abrun.verdict.claims import ClaimResult
 from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metrics, shared_peak_counter
 from abrun.verdict.summaries import reduce_window, transform_with_gaps
 
-NUM_WINDOWS = 8  # of the Bonferroni-t bars
+NUM_WINDOWS = 8  # number of Bonferroni-t intervals
 MAX_LINES = 32  # drawn per kind, so that they do not hide each other; statistics include all
 T = TypeVar("T")
 
@@ -287,7 +287,7 @@ def memory_peaks(experiment: RecordedExperiment) -> Peaks | None:
     rows = [[peak_memory(run, counter), *(largest_value(run, metric) for metric in metrics)] for run in runs]
     peaks, arms = np.array(rows), np.array([run.name.arm for run in runs])
     unit, divisor = display_unit(counter, _largest_finite(peaks))
-    phases = [(phase_of(metric, counter) or "").replace("_", " ") for metric in metrics]
+    phases = [(peak_memory_phase(metric, counter) or "").replace("_", " ") for metric in metrics]
     means = [peaks[arms == arm].mean(axis=0) if (arms == arm).any() else None for arm in experiment.arms]
     return Peaks(
         counter=counter.removesuffix("_bytes").replace("_", " "),
@@ -303,7 +303,7 @@ def memory_peaks(experiment: RecordedExperiment) -> Peaks | None:
 
 def display_unit(metric: str, largest: float) -> tuple[str, float]:
     """Return the label and divisor to display a metric with; files keep seconds and bytes."""
-    unit = unit_of(metric)
+    unit = metric_unit(metric)
     if unit == "bytes":
         return ("GiB", 2.0**30) if largest >= 2**28 else ("MiB", 2.0**20)
     return (unit, 1.0) if unit in ("s", "nats") else ("", 1.0)

@@ -12,14 +12,8 @@ RUNS_DIR = Path("runs")  # default of --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
 COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
 LAUNCH_COMMANDS = ("launch", "sensitivity")  # commands that start runs
-READING_OPTIONS = (
-    "--baseline",
-    "--pattern",
-    "--group",
-    "--alias",
-    "--step-column",
-    "--runs-dir",
-)  # of foreign runs
+# Options that say how to read foreign runs
+READING_OPTIONS = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")
 
 
 def fill_placeholders(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
@@ -32,9 +26,8 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
     if _split_options(options, ["--reference"])[0]:
         command = command.replace(COMPARE_WITH_REFERENCE, shlex.join(["abrun", "compare", "NEW", *options]))
     elif experiment.directory:
-        command = command.replace(
-            f" --no-compare && {COMPARE_WITH_REFERENCE}", ""
-        )  # its recipe names the reference
+        # The experiment's recipe names the reference
+        command = command.replace(f" --no-compare && {COMPARE_WITH_REFERENCE}", "")
     if not compare_words:
         return command.replace("RUNS", experiment_argument(experiment)) if experiment.directory else command
     if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
@@ -47,7 +40,7 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
     replaced_options = [
         option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command
     ]
-    replaced_options += ["--interim"] * (" --seeds " in command)  # of other runs
+    replaced_options += ["--interim"] * (" --seeds " in command)  # declared for the runs compared before
     _, options = _split_options(options, replaced_options)
     if command.startswith("abrun freeze"):
         sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
-from abrun.messages.numbers import pairs_or_more_text, units
+from abrun.messages.numbers import pairs_or_more_text, sample_unit
 from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
@@ -51,7 +51,8 @@ def measure_spread(experiment: RecordedExperiment, claim: Claim, *, paired: bool
         sd_difference=sd,
         num_pairs=count,
         source=(
-            f"measured in {experiment.name} over {count} {units(paired=paired)}{_steps_text(tested.steps)}"
+            f"measured in {experiment.name} over {count} {sample_unit(paired=paired)}"
+            f"{_steps_text(tested.steps)}"
         ),
         level=estimate.baseline_mean,
         climb=estimate.climb,
@@ -68,9 +69,8 @@ def pilot_differences_text(recipe: ExperimentDeclaration, earlier: RecordedExper
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]
     type_keys = [key for key in differing if key.endswith(".type")]
-    other_keys = [
-        key for key in differing if f"{key.split('.')[0]}.type" not in type_keys
-    ]  # other keys are a type's
+    # A differing type explains the differing keys of its section
+    other_keys = [key for key in differing if f"{key.split('.')[0]}.type" not in type_keys]
     keys_to_name = [*type_keys, *other_keys]
     if not keys_to_name:
         return None
@@ -155,7 +155,7 @@ def render_plan(
         return Text(
             f"{name}: no claim declared (compare.claims): only step one and the guards will be judged"
         )
-    unit = units(paired=compare.paired)
+    unit = sample_unit(paired=compare.paired)
     lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {unit} planned", style="bold"), Text("")]
     plans = list(_plan_claims(compare, earlier, sigma, correlation))
     powers = [plan.power for plan in plans if plan.power]

@@ -13,13 +13,13 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import (
-    beside_limit,
     bound_text,
     certified_text,
     confidence_text,
     difference_text,
     interval_level_text,
-    units,
+    sample_unit,
+    text_near_limit,
 )
 from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.present.markdown import code_span, escape_markdown
@@ -265,7 +265,7 @@ def _description_cells(description: Description) -> list[str]:
     margin_text = "-"
     if description.margin is not None:
         count = description.runs_needed or "more than 1000"
-        margin_text = f"±{description.margin:.3g}: {count} {units(paired=description.paired)}"
+        margin_text = f"±{description.margin:.3g}: {count} {sample_unit(paired=description.paired)}"
         if description.detected:
             margin_text += f", but a difference was detected: {description.detected.direction}"
         if min(abs(end) for end in description.interval) > description.margin and description.detected:
@@ -305,7 +305,7 @@ def claim_cells(claim: ClaimResult) -> list[str]:
     bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
     if claim.estimate.limited is not None:
         estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
-        middle, *ends = (beside_limit(value, claim.claim.margin_number) for value in estimates)
+        middle, *ends = (text_near_limit(value, claim.claim.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
     # The heading of a limit names its scale.
     is_limit = claim.estimate.limited is not None

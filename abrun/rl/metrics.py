@@ -207,7 +207,6 @@ def merge_keys(metrics: MetricParts, more_metrics: MetricParts) -> MetricParts:
 
 def _extreme(values: Tensor, mask: Tensor, empty_value: float) -> Tensor:
     """Return the largest (empty_value = -inf) or smallest (empty_value = inf) unmasked value."""
-    counted = pad(
-        torch.where(mask, values, empty_value).flatten(), (0, 1), value=empty_value
-    )  # there may be no row
+    # Add one empty value, because there may be no row
+    counted = pad(torch.where(mask, values, empty_value).flatten(), (0, 1), value=empty_value)
     return counted.amax() if empty_value < 0 else counted.amin()

@@ -109,7 +109,7 @@ def filtered_logprobs(
     """Return log-probs and entropy [...] of the distribution of a filtered sampler; 0 at ignored targets.
 
     Without `support`, the filters are applied to these logits. The target is always kept, because rounding or
-    an update may remove it from the set of the sampler. This needs the logits, so no fused path can do it.
+    an update may remove it from the sampler's set. No fused implementation can do this: it needs the logits.
     """
     counted = target != ignore_index
     target_index = torch.where(counted, target, 0)[..., None]

@@ -8,7 +8,7 @@ import contextlib
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.messages.records import coded, print_reason, printed_reason, stored_reason
+from abrun.messages.records import encode_reasons, print_reason, printed_reason, stored_reason
 from abrun.reasons import Reason
 from abrun.redaction import one_line
 from abrun.runs import layout
@@ -27,7 +27,7 @@ def write_ending(run: RunDir, writer: str, previous_attempt: int, reason: Reason
     reason = reason.map_texts(one_line)
     if run.exists:
         with contextlib.suppress(StoreError):  # for example on a full disk
-            content = {"after": previous_attempt, "reason": coded(reason)}
+            content = {"after": previous_attempt, "reason": encode_reasons(reason)}
             return write_json(_endings_folder(run) / f"{ENDING_PREFIX}{writer}.json", content, durable=False)
     print_reason(reason)
 

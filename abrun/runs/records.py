@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.messages import sentence
-from abrun.messages.records import coded, stored_reason
+from abrun.messages.records import encode_reasons, stored_reason
 from abrun.reasons import Code, Reason
 from abrun.redaction import one_line, shortened
 from abrun.regular_files import MAX_FILE_BYTES, exists, is_file
@@ -130,7 +130,7 @@ def message_fields(reason: Reason | None) -> dict[str, Any]:
     """Return the record fields of a reason: a one-line sentence without secrets, and the code."""
     if reason is None:
         return {"message": None, "message_code": None}
-    return {"message": one_line(sentence(reason)), "message_code": coded(reason.map_texts(one_line))}
+    return {"message": one_line(sentence(reason)), "message_code": encode_reasons(reason.map_texts(one_line))}
 
 
 def latest_record(launches: Sequence[Launch], attempt: Attempt) -> LatestRecord:
@@ -406,7 +406,7 @@ class SavedState:
     run: str  # RunDir.identity
     step: Count
     num_ranks: Count
-    attempt: Count  # that wrote it
+    attempt: Count  # attempt that wrote it
     files: Mapping[PathText, dict[str, Any]]  # by name, each a runs.files.fingerprint
 
 

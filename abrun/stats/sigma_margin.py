@@ -122,9 +122,8 @@ def sigma_power(sigmas: float, num_pairs: int, model: VarianceModel, alpha: floa
     )
     error = model.sd_factor * np.sqrt(np.maximum(sum_of_squares, 0) / dof / num_pairs)
     max_difference = _max_mean_difference(u / math.sqrt(dof), error, num_pairs, sigmas, alpha)
-    standard_error = max(
-        model.sd_difference / math.sqrt(num_pairs), 1e-300
-    )  # the sd is 0 if the arms are perfectly correlated
+    # The sd is 0 if the arms are perfectly correlated
+    standard_error = max(model.sd_difference / math.sqrt(num_pairs), 1e-300)
     return float(np.mean(2 * special.ndtr(np.maximum(max_difference, 0) / standard_error) - 1))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import AbrunError
-from abrun.messages.records import coded, stored_reason
+from abrun.messages.records import encode_reasons, stored_reason
 from abrun.processes import PYTHON_ERROR, Child, ending_reason, first_traceback, signal_name, wait_for_exit
 from abrun.reasons import Code, Reason
 
@@ -35,7 +35,8 @@ def record_failure(error: AbrunError) -> None:
     extra_info = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     kind = type(error).__name__
     reason = Code.EXCEPTION(kind=kind, error=error.reason, origin=None)
-    content = {"message": {"message": f"{kind}: {error}", "extraInfo": extra_info}, "reason": coded(reason)}
+    message = {"message": f"{kind}: {error}", "extraInfo": extra_info}
+    content = {"message": message, "reason": encode_reasons(reason)}
     Path(file).write_text(json.dumps(content))
 
 
@@ -51,7 +52,7 @@ def record_exception(error: Exception) -> None:
         content = json.loads(Path(file).read_text())
         message, callstack = content["message"]["message"], content["message"]["extraInfo"]["py_callstack"]
         origin = _error_behind(message, callstack) if isinstance(error, ImportError) else None
-        content["reason"] = coded(Code.EXCEPTION(kind=None, error=message, origin=origin))
+        content["reason"] = encode_reasons(Code.EXCEPTION(kind=None, error=message, origin=origin))
         Path(file).write_text(json.dumps(content))
 
 
@@ -70,7 +71,7 @@ class Failure:
     """The failure of one rank."""
 
     rank: int
-    status: int  # as `subprocess` gives it
+    status: int  # exit code, or -N for signal N
     cause: Reason | None  # from the rank's error file; None if it wrote none
     time_s: int
 

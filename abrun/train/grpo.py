@@ -42,9 +42,9 @@ Metrics = dict[str, float]
 class Minibatch:
     """The sequences of one optimizer step, and the reduction of the loss over its global batch."""
 
-    rows: slice | Tensor  # of this rank's batch
+    rows: slice | Tensor  # selects rows of this rank's batch
     num_tokens: float  # completion tokens of the global minibatch
-    num_sequences: float  # its sequences with completion tokens
+    num_sequences: float  # sequences with completion tokens in the global minibatch
     reduction: dict[str, Any]  # arguments of loss_weights
 
 

@@ -20,7 +20,7 @@ from abrun.metric_names import (
     STEP_ONE,
     default_transform,
     is_clock,
-    with_role,
+    metrics_with_role,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
@@ -63,9 +63,9 @@ class Description:
     treatment: float
     difference: float
     # Distance of the two curves over all shared steps; None with several runs of an arm.
-    mean_distance: float | None  # of |treatment - baseline|
+    mean_distance: float | None  # mean |treatment - baseline| over steps
     largest_distance: float | None
-    largest_at: int | None  # at this step
+    largest_at: int | None  # step of the largest distance
     # None with one run of each arm.
     detected: DetectedDifference | None  # None if the interval includes zero
     interval: tuple[float, float] | None  # 90 % confidence interval of the difference
@@ -153,7 +153,11 @@ def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
     step_one_rank = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
     is_repeated = " vs " in metric  # Megatron-LM logs curves twice: `lm loss vs samples`
-    return direction_rank + 4 * is_repeated, step_one_rank + 100 * (metric in with_role("given")), metric
+    return (
+        direction_rank + 4 * is_repeated,
+        step_one_rank + 100 * (metric in metrics_with_role("configured")),
+        metric,
+    )
 
 
 def _describe_metric(

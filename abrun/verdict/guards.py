@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, phase_of
+from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, peak_memory_phase
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
@@ -136,7 +136,7 @@ def peak_memory(run: RecordedRun, counter: str) -> float:
 
 
 def _memory_metrics(run: RecordedRun, counter: str) -> list[str]:
-    return [metric for metric in run.metrics if phase_of(metric, counter) is not None]
+    return [metric for metric in run.metrics if peak_memory_phase(metric, counter) is not None]
 
 
 def shared_memory_metrics(runs: Sequence[RecordedRun], counter: str) -> list[str]:

@@ -11,7 +11,7 @@ from abrun.metric_names import (
     default_reduction,
     find_metric,
     is_clock,
-    unit_of,
+    metric_unit,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
@@ -95,7 +95,7 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
     # Time and memory do not depend on the seed.
-    is_machine_metric = metric == MEMORY_PEAK or is_clock(metric) or unit_of(metric) == "bytes"
+    is_machine_metric = metric == MEMORY_PEAK or is_clock(metric) or metric_unit(metric) == "bytes"
     repeated_run = None if claim.exact or is_machine_metric else check_distinct_seeds(finished, metric)
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
@@ -316,7 +316,7 @@ def _limit_reduction(metric: str) -> WindowReduction:
     definition = find_metric(metric)
     if (
         metric == MEMORY_PEAK
-        or unit_of(metric) == "bytes"
+        or metric_unit(metric) == "bytes"
         or (definition and definition.combined == "maximum")
     ):
         return "maximum"

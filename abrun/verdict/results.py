@@ -113,7 +113,7 @@ class ClaimEstimate:
     # Sd of treatment - (baseline ± margin), if the margin is estimated too.
     sd_at_margin: float | None = None
     standard_error: float | None = None  # of the mean difference
-    freedom: float | None = None  # degrees of freedom of its t distribution
+    freedom: float | None = None  # degrees of freedom of the difference's t distribution
     ci90: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None  # level 1 - 2 alpha, compared with the margin
     certified_bound: float | None = None  # the smallest absolute margin that would have passed

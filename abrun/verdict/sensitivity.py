@@ -20,7 +20,7 @@ from abrun.metric_names import (
     default_transform,
     find_metric,
     is_clock,
-    unit_of,
+    metric_unit,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
@@ -40,7 +40,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
     `may_repeat`: bit-identical arms were declared, and are not a treatment that was never applied.
     """
     definition = find_metric(metric)
-    if definition and "given" in definition.roles:
+    if definition and "configured" in definition.roles:
         return Code.FOLLOWS_FROM_CONFIG()
     baselines, treatments = sides.baselines, sides.treatments
     for runs, arm in ((baselines, "baseline"), (treatments, "treatment")):
@@ -54,7 +54,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
             return Code.ADVANTAGES_ZERO(arm=arm)
     values = _recorded_values(sides.runs, metric)
     values = values[np.isfinite(values)]
-    if len(values) and np.ptp(values) == 0 and unit_of(metric) != "bytes":  # memory may be constant
+    if len(values) and np.ptp(values) == 0 and metric_unit(metric) != "bytes":  # memory may be constant
         return Code.NEVER_MOVED(value=values[0])
     return check_run_lengths(sides.runs) or (None if may_repeat else _check_arms_differ(sides))
 
@@ -68,7 +68,7 @@ def check_learning(
     lower 95 % bound over seeds. For any other metric (a norm, an entropy, trainer against engine), some
     recorded metric with a direction must have climbed at all. Time and memory do not depend on learning.
     """
-    if not claim.climbs or is_clock(claim.metric) or unit_of(claim.metric) == "bytes":
+    if not claim.climbs or is_clock(claim.metric) or metric_unit(claim.metric) == "bytes":
         return None
     if learning_direction(baselines[0], claim.metric):
         lower_bound, num_dead_seeds = (
@@ -207,12 +207,12 @@ def _find_copies_in_other_metrics(
     compared_metrics, is_copy = [], np.ones((len(runs), len(runs)), bool)
     for other_metric in runs[0].metrics if runs else ():
         definition = find_metric(other_metric)
-        is_configured = definition is not None and "given" in definition.roles
+        is_configured = definition is not None and "configured" in definition.roles
         if (
             other_metric == metric
             or is_configured
             or is_clock(other_metric)
-            or unit_of(other_metric) == "bytes"
+            or metric_unit(other_metric) == "bytes"
         ):
             continue
         values = stack_runs(runs, other_metric)[1]
@@ -261,7 +261,7 @@ def _has_same_numbers(run: RecordedRun, other_run: RecordedRun) -> bool:
     learned_metrics = [
         metric
         for metric in {*run.metrics, *other_run.metrics}
-        if not is_clock(metric) and unit_of(metric) != "bytes"
+        if not is_clock(metric) and metric_unit(metric) != "bytes"
     ]
     return bool(learned_metrics) and all(
         np.array_equal(run.series(metric).steps, other_run.series(metric).steps)

@@ -6,7 +6,14 @@ from typing import Literal
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import REWARD, Transform, default_reduction, default_transform, direction, unit_of
+from abrun.metric_names import (
+    REWARD,
+    Transform,
+    default_reduction,
+    default_transform,
+    learning_sign,
+    metric_unit,
+)
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
@@ -77,7 +84,7 @@ def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) ->
     """
     values = np.concatenate([run.series(claim.metric).values for run in runs])
     values = values[np.isfinite(values)]
-    step = 0.0 if unit_of(claim.metric) == "bytes" or not len(values) else _find_smallest_step(values)
+    step = 0.0 if metric_unit(claim.metric) == "bytes" or not len(values) else _find_smallest_step(values)
     num_stretches = 1.0
     if window.size and default_reduction(claim.metric) != "median":
         changes = np.abs(np.diff(window, axis=-1)) > step / 2  # smaller changes are rounding in the log
@@ -131,7 +138,7 @@ def measure_climbs(runs: Sequence[RecordedRun], claim: Claim, last_step: int) ->
 
 def learning_direction(run: RecordedRun, metric: str) -> Literal[1, -1] | None:
     """Return 1 if learning raises this metric, -1 if it lowers it, None if neither is known."""
-    return direction(metric, policy_gradient=REWARD in run.metrics)
+    return learning_sign(metric, policy_gradient=REWARD in run.metrics)
 
 
 def _measure_climb(run: RecordedRun, claim: Claim, last_step: int) -> float:

@@ -25,7 +25,7 @@ from abrun.recorded.experiment import (
     no_shared_step_reason,
     union_steps,
 )
-from abrun.redaction import in_yaml
+from abrun.redaction import yaml_text
 from abrun.stats.series import Array, Steps, intersect_steps, window_bounds
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter
@@ -214,7 +214,7 @@ def _check_configs(
         for key, (baseline, treatment) in _config_values(sides).items():
             if _is_mixed(baseline, treatment, paired=sides.paired):
                 values = [
-                    (str(run), in_yaml(value))
+                    (str(run), yaml_text(value))
                     for run, value in zip(sides.runs, [*baseline, *treatment], strict=True)
                 ]
                 groups = [[value] for value in values]
@@ -253,7 +253,7 @@ def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, 
     for key in sorted({*config, *reference_config}):
         actual, expected = config.get(key), declared.get(key, reference_config.get(key))
         if actual != expected and expected is not ...:
-            value, expected_text = in_yaml(actual), in_yaml(expected)
+            value, expected_text = yaml_text(actual), yaml_text(expected)
             if key in declared:
                 yield Code.CONFIG_NOT_AS_DECLARED(run=str(run), key=key, value=value, declared=expected_text)
             else:

@@ -234,7 +234,7 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.with_reasons(_with_note_codes(content))
+        restored = records.restore_reasons(_with_note_codes(content))
         restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
@@ -250,7 +250,7 @@ def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
     codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
     notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
-    return {**content, "note_codes": records.coded(notes)}
+    return {**content, "note_codes": records.encode_reasons(notes)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +296,7 @@ def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
         for name, content in list(properties.items()):
             if _REASON in repr(content):
                 is_list = content.get("type") == "array"
-                codes_field = records.name_of_codes(name, list[Reason] if is_list else Reason)
+                codes_field = records.codes_key(name, list[Reason] if is_list else Reason)
                 properties |= {name: _replace_reasons_by_text(content), codes_field: content}
                 if name in record.get("required", ()):
                     record["required"].append(codes_field)

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.errors import StoreError
-from abrun.messages.records import coded
+from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -134,7 +134,7 @@ def _runs_json(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
             "num_steps": run.state.num_steps,
             "started_s": run.state.started_s,
             "message": run.state.message,
-            "message_code": coded(run.state.reason),
+            "message_code": encode_reasons(run.state.reason),
             "step_time_s": run.step_time_s,
             "eta_s": run.eta_s,
             "peak_memory_bytes": run.peak_bytes,

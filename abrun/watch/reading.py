@@ -34,9 +34,8 @@ class JobStates(Protocol):
     def state_of(self, state: RunState) -> RunState: ...
 
 
-FindJobStates = Callable[
-    [Path], JobStates | None
-]  # experiment directory -> jobs; abrun.launch.cluster.find_cluster_jobs
+# Experiment directory -> its jobs, as abrun.launch.cluster.find_cluster_jobs returns them
+FindJobStates = Callable[[Path], JobStates | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +102,7 @@ class _RunReader:
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
         self._rates: deque[float] = deque(maxlen=10)
-        self._first_row: dict[str, Any] = {}  # of the latest attempt
+        self._first_row: dict[str, Any] = {}  # first row of the latest attempt
         self._peak_bytes: float | None = None
 
     def read(self, state: RunState) -> WatchedRun:

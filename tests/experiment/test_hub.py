@@ -24,8 +24,8 @@ from abrun.reasons import Code, Reason
 from abrun.messages.records import reason_from_json
 from abrun.messages import sentence
 from abrun.experiment.preflight.hub import hub_refusal
-from abrun.messages.records import coded
-print(json.dumps([coded(hub_refusal(name)) for name in sys.argv[1:]]))
+from abrun.messages.records import encode_reasons
+print(json.dumps([encode_reasons(hub_refusal(name)) for name in sys.argv[1:]]))
 """
 
 

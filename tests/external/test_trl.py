@@ -48,9 +48,8 @@ def test_two_learning_rates_are_a_mismatch(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_same_twice_is_no_mismatch(tmp_path: Path) -> None:
-    change = (
-        "{trainer.parameters.learning_rate: 3e-3, trainer.parameters.label: again}"  # the baseline's own rate
-    )
+    # The learning rate is the baseline's own
+    change = "{trainer.parameters.learning_rate: 3e-3, trainer.parameters.label: again}"
     same = ("--set", f"arms.treatment={change}", "--set", "controls.aa_reruns=0")
     launched = abrun(
         "launch", str(RECIPE), "--runs-dir", str(tmp_path), "--seeds", "0-2", *same, "--no-compare"

@@ -9,7 +9,7 @@ from abrun.launch import auto
 from abrun.launch.auto import decide_values
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import PeakPrediction
-from abrun.metric_names import phase_of
+from abrun.metric_names import peak_memory_phase
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, load_recipe
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
@@ -48,7 +48,7 @@ def test_runs_take_what_was_predicted(memory: str, value: str, tmp_path: Path) -
     assert measured["peak_bytes"] == pytest.approx(chosen["peaks"][measured["arm"]]["peak_bytes"], rel=0.1)
     for arm, predicted in chosen["peaks"].items():
         metrics = RunDir(tmp_path / "small" / arm / "seed-0").metrics()
-        peaks = {phase_of(name, COUNTER): max(one.values) for name, one in metrics.items()}
+        peaks = {peak_memory_phase(name, COUNTER): max(one.values) for name, one in metrics.items()}
         peaks = {phase: peak for phase, peak in peaks.items() if phase not in (None, "", "generation")}
         print(arm, {phase: round(peak / 2**30, 1) for phase, peak in peaks.items()}, predicted)
         assert max(peaks.values()) == pytest.approx(predicted["peak_bytes"], rel=0.1)

@@ -26,7 +26,7 @@ from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.messages import sentence
-from abrun.messages.records import coded
+from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, parse_stored_run
@@ -877,7 +877,7 @@ def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path)
         write_ending(run, f"node-{rank:04d}", 0, reason)
     first, second = read_endings(run, 0, "")
     unseen = Code.NODE_WITHOUT_RUN(directory="x", host="n2", seen_on="n0")
-    lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(coded(unseen))}\n"
+    lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(encode_reasons(unseen))}\n"
     printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     run.log.write_text(printed)
     job = queue.LaunchJob(label="run", run=run, config=run_config())

@@ -34,7 +34,7 @@ from abrun.memory.profile import measure_recipe
 from abrun.memory.show import make_prediction_table
 from abrun.memory.sweep import SweepPlan, Variant, set_microbatch_size
 from abrun.memory.trace import trace
-from abrun.messages.records import coded
+from abrun.messages.records import encode_reasons
 from abrun.models import load_network
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
@@ -324,7 +324,7 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
     monkeypatch.setattr("abrun.experiment.probe.hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing': no network; give a folder"
-    line = json.dumps(coded(Code.FOREIGN_TEXT(text=why)))
+    line = json.dumps(encode_reasons(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
     monkeypatch.setattr(predict, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -11,9 +11,8 @@ from pathlib import Path
 from abrun.processes import progress
 from abrun.runs.rundir import RunDir
 
-WATCHDOG = (
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"  # as torch says it
-)
+# torch's own wording
+WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
 
 

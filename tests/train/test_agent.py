@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from abrun.errors import LaunchError
 from abrun.messages import sentence
-from abrun.messages.records import coded
+from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes, progress
 from abrun.reasons import Code, Reason
 from abrun.runs.endings import read_endings
@@ -365,7 +365,7 @@ def test_a_failure_is_noted_whenever_it_happens(tmp_path: Path, polls: list[int 
 def test_who_has_lost_others_is_not_the_first_that_failed(tmp_path: Path, effect: Reason) -> None:
     """It says when, in whole seconds; when another was killed is known only once somebody looks."""
     reason = Code.EXCEPTION(kind="LaunchError", error=effect, origin=None)
-    lost = {0: error_of("LaunchError: in whatever words", reason=coded(reason))}
+    lost = {0: error_of("LaunchError: in whatever words", reason=encode_reasons(reason))}
     assert blamed(tmp_path, lost, Ends(None, None, None, 2), Ends(-9)) == (1, -9)
     assert blamed(tmp_path, lost, Ends(2), Ends(None, None, None, 1)) == (1, 1)
     assert blamed(tmp_path, lost, Ends(2), Ends(None, None, None, -15)) == (0, 2), "by the agent"

@@ -109,4 +109,4 @@ def test_reasons_are_read_from_the_codes_beside_their_sentences():
     nested = Reason(Code.NO_CLAIM, {"inner": Reason(Code.NOTHING_CLAIMED), "seeds": [1, 2]})
     for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
         content = json.loads(json.dumps(records.as_json([noted])))
-        assert Noted(**records.with_reasons(content)[0]) == noted
+        assert Noted(**records.restore_reasons(content)[0]) == noted

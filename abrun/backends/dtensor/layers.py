@@ -87,7 +87,7 @@ def _run_checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any
 
 
 def _run_with_graphs_recomputed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """Keep only the inputs of a layer's compiled graphs, and all that the attention between them saves.
+    """Run a layer, saving only the inputs of its compiled graphs and what attention between them saves.
 
     Selective checkpointing by operator was no faster than recomputing whole layers, and took 20 GiB more.
     """

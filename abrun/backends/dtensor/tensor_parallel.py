@@ -159,9 +159,8 @@ class TensorParallel:
         module.num_key_value_groups = config.num_attention_heads // max(num_key_heads, self.size)
 
         def run(hidden_states: Tensor, position_embeddings: Any, **settings: Any) -> Any:
-            length = position_embeddings[0].shape[
-                -2
-            ]  # without padding: rotary embeddings cover real positions only
+            # The length without padding, because rotary embeddings cover real positions only
+            length = position_embeddings[0].shape[-2]
             states = self.enter(hidden_states, length)
             return forward(hidden_states=states, position_embeddings=position_embeddings, **settings)
 

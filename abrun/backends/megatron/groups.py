@@ -15,8 +15,8 @@ _joined: tuple[Any, Megatron] | None = None  # the world group and settings that
 def join_groups(ranks: Ranks, settings: Megatron) -> None:
     """Make megatron-core's process groups for the recipe's layout, unless they exist. Collective.
 
-    megatron-core refuses context parallelism without Transformer Engine. So the ranks of a context are
-    data-parallel replicas to it, over which it sums gradients and shards the optimizer's state.
+    megatron-core refuses context parallelism without Transformer Engine. So it is told that the ranks of a
+    context are data-parallel replicas: it sums gradients and shards the optimizer's state over them.
     """
     global _joined
     if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():

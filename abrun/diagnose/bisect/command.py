@@ -29,9 +29,8 @@ from abrun.verdict.decide import ArmVerdict, judge
 FILE = "bisect.json"
 AGAIN = "good-again"  # arm name of the good candidate's reruns
 
-Launch = Callable[
-    [ExperimentPlan, Collection[RunName]], int
-]  # runs these runs of a plan; returns a signal's exit code, or 0
+# Runs the named runs of a plan; returns the exit code of a signal, or 0
+Launch = Callable[[ExperimentPlan, Collection[RunName]], int]
 
 
 class StoppedError(Exception):
@@ -203,8 +202,10 @@ class Bisection:
         return verdict
 
     def _ensure_runs(self, arm: str, num_pairs: int, launch: Launch) -> str | None:
-        """Run a candidate's first pairs. Returns why it cannot be tested, or None; raises for the good
-        one."""
+        """Run a candidate's first pairs; return why it cannot be tested, or None.
+
+        Raises EndpointError for the good candidate.
+        """
         seeds = self._seeds[:num_pairs]
         good_runs = [RunName(arm=BASELINE, seed=seed) for seed in seeds]
         names = [_counterpart(arm, seed) for seed in seeds]
@@ -234,7 +235,10 @@ class Bisection:
         return None
 
     def _prepare(self, arm: str) -> str | None:
-        """Set up the environments of an arm and of the good candidate. Returns why that failed, or None."""
+        """Set up the environments of an arm and of the good candidate; return why the arm's failed, or None.
+
+        Raises EndpointError if the good candidate's fails.
+        """
         for candidate in self.candidates:
             is_good = candidate is self.candidates[0]
             if not is_good and candidate.arm != arm:

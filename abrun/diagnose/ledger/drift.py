@@ -306,14 +306,14 @@ def _changes_besides_config(
     """Return how the baseline's code and machine differ from the last entry's; None if they do not."""
     last_entry = ledger.entries[-1] if ledger.entries else None
     linked_commit = last_entry.commit if last_entry else ledger.commit
-    moved = []
+    changes = []
     if commit != linked_commit:
-        moved.append(f"commit {(linked_commit or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
+        changes.append(f"commit {(linked_commit or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
     baselines = list(experiment.arm(experiment.baseline).values())
     machine = last_entry.environment_sha256 if last_entry else _sha256(_machine(reference.environment))
     if _environment_sha256(baselines) != machine:
-        moved.append("package versions or devices")
-    return ", ".join(moved) or None
+        changes.append("package versions or devices")
+    return ", ".join(changes) or None
 
 
 def _environment_sha256(runs: Sequence[RecordedRun]) -> str:

@@ -82,7 +82,7 @@ def budget_of(
     facts: MeasuredRun,
     *,
     inference: Array,  # [N], the engine's log-probs
-    trainer: Scored,  # by the unchanged trainer
+    trainer: Scored,  # scores of the unchanged trainer
     sequences: NDArray[np.int64],  # [N], the sequence of each token
     prompts: NDArray[np.int64],  # [N], the prompt of each token
     changes: Sequence[tuple[Variation, Scored | str | None]],
@@ -100,7 +100,7 @@ def budget_of(
         num_sequences=len(np.unique(sequences)),
         num_prompts=clusters.num_prompts,
         error=total,
-        floor=_floor(rows),
+        floor=_select_floor_rows(rows),
         rows=rows,
         cause=cause,
     )
@@ -156,8 +156,8 @@ def _cause(rows: Sequence[ChangeResult], excess: float, engine: str) -> str | No
     return key if excess > PARITY and largest > WORTH_NAMING * excess else None
 
 
-def _floor(rows: Sequence[ChangeResult]) -> list[ChangeResult]:
-    """Return the batch shape that moves the log-probs most, and float32 of the same weights."""
+def _select_floor_rows(rows: Sequence[ChangeResult]) -> list[ChangeResult]:
+    """Return the rows of the noise floor: the batch shape that moves the log-probs most, and float32."""
     shapes = [row for row in rows if row.kind == "batch shape" and row.moves]
     exact = [row for row in rows if row.key == "float32" and row.moves]
     return [*sorted(shapes, key=lambda row: -(row.moves.value if row.moves else 0))[:1], *exact]

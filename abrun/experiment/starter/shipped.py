@@ -26,9 +26,9 @@ class ShippedRecipe:
     about: str  # the first sentence of its comment
     arms: int
     runs: int
-    steps: int  # of each run
-    nodes: int  # of each run
-    devices: int  # of each node
+    steps: int  # steps of each run
+    nodes: int  # nodes of each run
+    devices: int  # devices of each node
     device: Literal["GPU", "CPU core"]
     completions: int | None  # sampled by all runs; None: no sampling, or by another trainer
 

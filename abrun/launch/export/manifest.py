@@ -80,7 +80,7 @@ class ExportedPlan:
 
 
 def parse_recipe(text: str) -> ExperimentDeclaration:
-    """Return the recipe that a node was given. Raises RecipeError."""
+    """Parse the recipe in a node's environment variable. Raises RecipeError."""
     try:
         content = json.loads(text)
     except ValueError:

@@ -56,7 +56,7 @@ class RayCluster(BatchCluster):
         """Submit the job and return its id."""
         previous = record.read_job(self._experiment_dir)
         content = self._new_record(previous, git, compare=compare)
-        record.write_job(self._experiment_dir, content)  # which its driver reads
+        record.write_job(self._experiment_dir, content)  # the job's driver reads it
         try:
             environment = _environment(content)["runtime_env"]
             client.submit_job(content["url"], content["job"], self._entrypoint(content), environment)

@@ -26,11 +26,11 @@ from abrun.verdict.claims import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # they share one scope
+SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # all share one scope
 # Limits of all charts together. MAX_VALUES is about 6 MB; charts beyond MAX_BYTES are left out.
 MAX_VALUES = 600_000
 MAX_BYTES = 8_000_000
-MAX_NAMED_METRICS = 20  # of those left out
+MAX_NAMED_METRICS = 20  # names listed of metrics that are left out
 LARGEST_INTEGER = 2**53  # JavaScript holds larger integers only approximately
 _ESCAPED = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 

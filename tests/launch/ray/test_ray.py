@@ -19,7 +19,7 @@ from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import RayJob
-from abrun.messages.records import coded
+from abrun.messages.records import encode_reasons
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.rundir import RunDir
@@ -215,7 +215,7 @@ NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
         ("STOPPED", "", "interrupted", "was stopped; continue with --resume"),
         (
             "FAILED",
-            f"Job failed: exit code 2\nlast logs\n{json.dumps(coded(NOT_ON_HEAD))}\n",
+            f"Job failed: exit code 2\nlast logs\n{json.dumps(encode_reasons(NOT_ON_HEAD))}\n",
             "failed",
             "ended: /x: not on h",
         ),
