@@ -2,7 +2,8 @@
 
 They share these values. `over`: the sample (`pairs`, or the `runs` of both arms if they are not paired),
 `steps`, `window`, whether there is a `recipe` and whether Welch's test was used. `detected`: a difference
-whose interval excludes zero, or None. `power`: the power now, and the pairs needed.
+whose interval excludes zero, or None. `power`: the power now, and the pairs needed. `arm`, `baseline_arm`:
+the names of both arms, which files of older versions lack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,11 @@ from abrun.messages.message import Message
 from abrun.messages.numbers import (
     AT_OBSERVED,
     agreeing_text,
-    agreement_text,
+    arm_texts,
     beside_limit,
     bound_text,
     certified_text,
     confidence_text,
-    detected_text,
     difference_unit,
     interval_level_text,
     interval_text,
@@ -33,9 +33,12 @@ Detected = Mapping[str, Any] | None
 # --- outcomes ---
 
 
-def _not_tested(metric: str, window: str, problem: str, detected: Detected) -> str:
+def _not_tested(metric, window, problem, detected, arm="treatment", baseline_arm="baseline") -> str:
     """The claim could not be tested on these runs."""
-    difference = f"; the runs do differ, {detected_text(detected)}" if detected else ""
+    difference = ""
+    if detected:
+        change = _change(arm, baseline_arm, detected["direction"])
+        difference = f"; yet {change}: {measured_text(detected, arm, baseline_arm)}"
     return f"{metric}: not tested over {window}: {problem}{difference}"
 
 
@@ -51,6 +54,8 @@ def _equivalent(
     certified_number,
     certified_jointly,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The arms are equivalent within the margin."""
     unit = difference_unit(transform)
@@ -63,7 +68,8 @@ def _equivalent(
     if detected is None:
         joint_bound = f", {joint_bound}" if joint_bound else ""
         return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_clauses(warnings)}"
-    change = f"{detected['direction']} by {abs(detected['difference']):.3g}{unit} {agreeing_text(detected)}"
+    size = f"{abs(detected['difference']):.3g}{unit} {detected['direction']}"
+    change = f"{_change(arm, baseline_arm, size)} {agreeing_text(detected, arm, baseline_arm)}"
     joint_bound = f" ({joint_bound})" if joint_bound else ""
     return (
         f"{equivalent} {sample}, yet {change} ({_interval(alpha, detected['interval'])}); any margin below "
@@ -72,12 +78,26 @@ def _equivalent(
 
 
 def _differs(
-    metric, margin, margin_unit, transform, over, alpha, detected, difference, interval, p_beyond, warnings
+    metric,
+    margin,
+    margin_unit,
+    transform,
+    over,
+    alpha,
+    detected,
+    difference,
+    interval,
+    p_beyond,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The arms differ by more than the margin."""
+    size = f"{abs(difference):.3g}{difference_unit(transform)} {'lower' if difference < 0 else 'higher'}"
+    agreement = f", {agreeing_text(detected, arm, baseline_arm)}" if detected else ""
     return (
-        f"{metric}: differs by {difference:+.3g}{difference_unit(transform)}, more than "
-        f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{_agreement(detected)} "
+        f"{metric}: {_change(arm, baseline_arm, size)}, more than the margin "
+        f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{agreement} "
         f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the margin held, Holm-corrected)"
         f"{_clauses(warnings)}"
     )
@@ -102,17 +122,20 @@ def _detected(
     absolute_margin,
     power,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """A difference was detected, and may lie within the margin."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
     margin = _with_unit(margin, margin_unit, transform)
     estimate = _estimate(margin, transform, alpha, difference, interval, bound)
     needed = _needed_for_the_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
+    change = _change(arm, baseline_arm, detected["direction"])
     return (
         f"{metric}: a difference {'was detected' if significant else 'is likely'} over {_setting(over)} "
-        f"(p = {p_difference:.2g}, Holm-corrected){_agreement(detected)}, but it is undecided whether it "
-        f"stays within the margin: {estimate}; {_spread(over, sd_difference, pair_correlation)}; "
-        f"{needed}{_clauses(warnings)}"
+        f"(p = {p_difference:.2g}, Holm-corrected): {change} {agreeing_text(detected, arm, baseline_arm)}; "
+        f"undecided whether the difference stays within the margin: {estimate}; "
+        f"{_spread(over, sd_difference, pair_correlation)}; {needed}{_clauses(warnings)}"
     )
 
 
@@ -131,6 +154,8 @@ def _undecided(
     pair_correlation,
     power,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """Neither equivalence nor a difference was shown."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
@@ -144,9 +169,22 @@ def _undecided(
     )
 
 
-def _limit_holds(metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings) -> str:
+def _limit_holds(
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
+) -> str:
     """The limit holds."""
-    value = _limited(measure, limit, limited, alpha, interval, detected)
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return (
         f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
         f"({value}){_clauses(warnings)}"
@@ -154,23 +192,46 @@ def _limit_holds(metric, margin, over, alpha, measure, limit, limited, interval,
 
 
 def _limit_broken(
-    metric, margin, over, alpha, measure, limit, limited, interval, detected, p_beyond, warnings
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    p_beyond,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The limit is broken."""
-    value = _limited(measure, limit, limited, alpha, interval, detected)
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
     return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(
-    metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """It is not shown whether the limit holds; `interval` is None for one pair."""
     head = f"{metric}: {margin}: undecided over {_setting(over)}"
     if interval is None:
         needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"
-        return f"{head}: {_measured(measure, limit, limited)}; {needed}"
-    value = _limited(measure, limit, limited, alpha, interval, detected)
+        return f"{head}: {_measured(measure, limit, limited, arm, baseline_arm)}; {needed}"
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return f"{head}: {value}; more seeds narrow the interval{_clauses(warnings)}"
 
 
@@ -209,8 +270,10 @@ def _clauses(warnings: Sequence[str]) -> str:
     return "".join(f"; {warning}" for warning in warnings)
 
 
-def _agreement(detected: Detected) -> str:
-    return f", {agreement_text(detected)}" if detected else ""
+def _change(arm: str, baseline_arm: str, change: str) -> str:
+    """Return a difference of named arms: `fused is 0.03 lower than plain`."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
+    return f"{treatment} is {change} than {baseline}"
 
 
 def _interval(alpha: float, interval: Sequence[float]) -> str:
@@ -261,26 +324,36 @@ def _needed_for_the_observed(
     return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _measured(measure: str, limit: float, limited: float) -> str:
+def _measured(measure: str, limit: float, limited: float, arm: str, baseline_arm: str) -> str:
     """Name what a limit is on: a ratio, a ratio of excesses, a distance of weights, or a reduction."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
     quantity = {
-        "ratio": "treatment / baseline",
-        "excess": "treatment / baseline of the excess over 1",
-        "distance": "the arms' distance, relative to how far the baseline moved,",
-    }.get(measure, f"the treatment's {measure}")
+        "ratio": f"{arm} / {baseline_arm}",
+        "excess": f"{arm} / {baseline_arm} of the excess over 1",
+        "distance": f"the arms' distance, relative to how far {baseline} moved,",
+    }.get(measure, f"the {measure} of {treatment}")
     return f"{quantity} is {beside_limit(limited, limit)}"
 
 
 def _limited(
-    measure: str, limit: float, limited: float, alpha: float, interval: Sequence[float], detected: Detected
+    measure: str,
+    limit: float,
+    limited: float,
+    alpha: float,
+    interval: Sequence[float],
+    detected: Detected,
+    arm: str,
+    baseline_arm: str,
 ) -> str:
     low, high = (beside_limit(end, limit) for end in interval)
-    value = f"{_measured(measure, limit, limited)}, {interval_level_text(alpha)} CI [{low}, {high}]"
+    measured = _measured(measure, limit, limited, arm, baseline_arm)
+    value = f"{measured}, {interval_level_text(alpha)} CI [{low}, {high}]"
     if detected is None:
         return value
     if measure in ("ratio", "excess"):
-        return f"{value}{_agreement(detected)}"
-    return f"{value}; {detected['direction']} than the baseline: {measured_text(detected)}"
+        return f"{value}, {detected['direction']} {agreeing_text(detected, arm, baseline_arm)}"
+    baseline = arm_texts(arm, baseline_arm)[1]
+    return f"{value}; {detected['direction']} than {baseline}: {measured_text(detected, arm, baseline_arm)}"
 
 
 MESSAGES: dict[Code, Message] = {

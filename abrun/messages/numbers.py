@@ -55,16 +55,24 @@ def certified_text(certified_bound: float | None, certified_number: float | None
     if number is None:
         return "-"
     if margin_unit in ("level", "climb") and certified_number is not None:
-        return f"{bound_text(100 * number)}%{' of climb' * (margin_unit == 'climb')}"
+        return f"{bound_text(100 * number)} %{' of climb' * (margin_unit == 'climb')}"
     return f"{bound_text(number)}{' sigma' * (margin_unit == 'sigma')}"
 
 
-def agreeing_text(detected: Mapping[str, Any]) -> str:
+def arm_texts(arm: str, baseline_arm: str) -> tuple[str, str]:
+    """Return the names of treatment and baseline as nouns; arms named after their roles get an article."""
+    names = ((arm, "treatment"), (baseline_arm, "baseline"))
+    treatment, baseline = (f"the {name}" if name == role else name for name, role in names)
+    return treatment, baseline
+
+
+def agreeing_text(detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline") -> str:
     """Return in how many seeds, or runs, a detected difference has its direction: `in 4 of 4 seeds`."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
     agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
-    return (
-        f"{agreeing} seeds" if detected["paired"] else f"{agreeing} treated runs, against the baseline's mean"
-    )
+    if detected["paired"]:
+        return f"{agreeing} seeds"
+    return f"{agreeing} runs of {treatment}, against the mean of {baseline}"
 
 
 def agreement_text(detected: Mapping[str, Any]) -> str:
@@ -72,14 +80,15 @@ def agreement_text(detected: Mapping[str, Any]) -> str:
     return f"{detected['direction']} {agreeing_text(detected)}"
 
 
-def measured_text(detected: Mapping[str, Any]) -> str:
+def measured_text(detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline") -> str:
     """Return a difference and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{difference_text(detected['difference'], detected['interval'])}, {agreeing_text(detected)}"
+    difference = difference_text(detected["difference"], detected["interval"])
+    return f"{difference}, {agreeing_text(detected, arm, baseline_arm)}"
 
 
-def detected_text(detected: Mapping[str, Any]) -> str:
-    """Return all of a detected difference: `lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{detected['direction']}: {measured_text(detected)}"
+def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
+    """Return a deviation with its scale, such as `0.047 relative to the largest advantage (2.47)`."""
+    return f"{deviation:.2g} relative to {scale_from} ({scale:.3g})"
 
 
 def margin_text(number: float, unit: str) -> str:
@@ -94,7 +103,7 @@ def margin_text(number: float, unit: str) -> str:
 
 
 def margin_of_reference_text(margin: float, sigmas: float, reference: str) -> str:
-    return f"±{margin:.3g} ({sigmas:g} x the lower bound of sigma of {reference})"
+    return f"±{margin:.3g} ({sigmas:g}x the lower bound of sigma of {reference})"
 
 
 def interval_level_text(alpha: float) -> str:

@@ -31,6 +31,6 @@ def render_ledger(reference: Reference) -> RenderableType:
             f"{entry.drift:.3g}",
         )
         rows.append(cells)
-    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
+    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 % CI]", "drift then")
     state = Text(printable(sentence(ledger_state(reference))), style="bold")
     return Group(Table(columns(*titles, fold=True), rows), state) if rows else state
