@@ -93,7 +93,7 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(
-        r"train/reward changes by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
+        r"train/reward differs by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
     )
     advice = missed.advice
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
