@@ -28,6 +28,7 @@ from abrun.memory.predict import (
 )
 from abrun.memory.profile import measured_cell
 from abrun.memory.sweep import microbatch_size
+from abrun.messages.numbers import percent_text
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import AUTO_SETTINGS, CHECKPOINTING, MICRO_BATCH_TOKENS, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
@@ -116,9 +117,11 @@ def decide_values(
             )
         )
     candidates = [*(trial for trial in trials.tried if trial is not choice), choice]
-    margin_text = f", of which {choice.margin:.0%} stay free"
+    margin_text = f", of which {percent_text(choice.margin)} stay free"
     if not choice.fits:
-        margin_text = f": nothing leaves {choice.margin:.0%} of it free, and runs may run out of memory"
+        margin_text = (
+            f": nothing leaves {percent_text(choice.margin)} of it free, and runs may run out of memory"
+        )
     return _make_decisions(
         choice.values,
         why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}"

@@ -20,6 +20,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, Plan
+from abrun.messages.numbers import percent_text
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
@@ -95,8 +96,8 @@ class Prediction:
         assumed = f"Assumed: {STATES} in {self.master_dtype}."
         if self.master_dtype != MASTER_DTYPE:
             assumed += f" abrun itself trains with {STATES} in {MASTER_DTYPE}."
-        error = f"Within {ERROR:.0%} of measured peaks, of PPO's value update and of experts up to"
-        limits = f"{error} {ERROR_BELOW:.0%} too low. Not in it: {NOT_IN_IT}."
+        error = f"Within {percent_text(ERROR)} of measured peaks, of PPO's value update and of experts up to"
+        limits = f"{error} {percent_text(ERROR_BELOW)} too low. Not in it: {NOT_IN_IT}."
         return [assumed, limits, *filter(None, [self.note])]
 
     def as_json(self) -> dict[str, Any]:

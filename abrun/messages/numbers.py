@@ -111,6 +111,11 @@ def interval_level_text(alpha: float) -> str:
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
+def percent_text(share: float) -> str:
+    """Return a share in whole percent: `5 %`."""
+    return f"{share:.0%}".replace("%", " %")
+
+
 def confidence_text(alpha: float) -> str:
     return f"{100 * (1 - alpha):.3g} %"
 

@@ -558,7 +558,7 @@ def test_where_all_that_is_measured_is_too_much_it_is_refused_or_said(
     only = load_recipe(SMALL, [ON_GPUS[1], "policy.packing=true", f"{MICRO_BATCH_TOKENS}=8192", AUTO])
     measures({8192: 77.0})
     one = decide_values(only, None, is_local=True)[CHECKPOINTING]
-    assert one["value"] == "full" and "nothing leaves 5% of it free" in one["why"]
+    assert one["value"] == "full" and "nothing leaves 5 % of it free" in one["why"]
     measures({8192: "optimizer"})
     with pytest.raises(LaunchError) as refusal:
         decide_values(only, None, is_local=True)
