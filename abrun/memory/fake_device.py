@@ -231,7 +231,7 @@ def _stand_ins(account: Account, master_dtype: torch.dtype) -> Iterator[Any]:
         from abrun.kernels import triton_tiles
 
         yield patch.object(triton_tiles, "kernels", NoKernel())
-        yield patch.object(triton_tiles, "_device_limits", lambda _: HOPPER)
+        yield patch.object(triton_tiles, "_query_device_limits", lambda _: HOPPER)
 
 
 def hollow_network(model: Model, *, dtype: torch.dtype = torch.float32, **_: Any) -> Any:

@@ -164,7 +164,7 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
     of_all = json.loads(CliRunner().invoke(app, ["faults", "--json"]).output)
     assert [one["name"] for one in of_all] == [fault.name for fault in LIBRARY_OF_FAULTS]
     assert of_all[2]["needs"] == {
-        "microbatches": "needs several microbatches; set policy.micro_batch_size"
+        "microbatches": "needs several micro-batches; set policy.micro_batch_size"
     } and all(one["shows"] and one["source"].startswith("https://") for one in of_all)
     refused = CliRunner().invoke(app, ["faults", "rank_men"])
     assert "such as 'rank_mean'" in str(refused.exception)
