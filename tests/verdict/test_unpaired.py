@@ -158,7 +158,7 @@ def test_a_recipe_can_declare_it(simulated, judged):
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
     with pytest.raises(ValueError, match="paired: false with interim"):
         Compare(paired=False, interim=[3, 5])
-    with pytest.raises(ValueError, match="paired: false and final_weights"):
+    with pytest.raises(ValueError, match="paired: false with final_weights"):
         Compare(paired=False, claims=[parse_claim("final_weights:all:<0.05")])
 
 
