@@ -28,6 +28,7 @@ from abrun.memory.predict import (
 )
 from abrun.memory.profile import measure_cell
 from abrun.memory.sweep import microbatch_size
+from abrun.messages.numbers import percent_text
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import AUTO_SETTINGS, CHECKPOINTING, MICRO_BATCH_TOKENS, CommandRecipe, Recipe
 from abrun.recipe.reading import dotted
@@ -116,10 +117,10 @@ def decide_values(
             )
         )
     candidates = [*(trial for trial in trials.tried if trial is not choice), choice]
-    margin_text = f", of which {100 * choice.margin:.0f} % stay free"
+    margin_text = f", of which {percent_text(choice.margin)} stay free"
     if not choice.fits:
         margin_text = (
-            f": nothing leaves {100 * choice.margin:.0f} % of it free, and runs may run out of memory"
+            f": nothing leaves {percent_text(choice.margin)} of it free, and runs may run out of memory"
         )
     return _make_decisions(
         choice.values,

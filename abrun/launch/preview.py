@@ -15,7 +15,7 @@ from abrun.launch.cluster import BatchCluster
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import sample_unit
+from abrun.messages.numbers import percent_text, sample_unit
 from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
@@ -267,7 +267,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
             advice = f", or set compare.claims.{index}.sigma" if spread is None else ""
             expected, needed = f"unknown: see abrun plan --from EXPERIMENT{advice}", ""
         else:
-            expected, pairs = f"{chances.power(num_pairs):.0%}", chances.pairs_needed
+            expected, pairs = percent_text(chances.power(num_pairs)), chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
         margin = claim.margin if isinstance(claim.margin, str) else f"{claim.margin:g}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"

@@ -20,6 +20,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
+from abrun.messages.numbers import percent_text
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Ppo
@@ -96,8 +97,8 @@ class SweepPrediction:
         assumption = f"Assumes {TRAINING_STATE} in {self.master_dtype}."
         if self.master_dtype != MASTER_DTYPE:
             assumption += f" abrun's own trainer keeps them in {MASTER_DTYPE}."
-        accuracy = f"Accuracy: within {MAX_ERROR:.0%} of measured peaks; PPO's value update and expert models"
-        limits = f"{accuracy} up to {MAX_UNDERESTIMATE:.0%} too low. Not included: {NOT_INCLUDED}."
+        accuracy = f"Accuracy: within {percent_text(MAX_ERROR)} of measured peaks; PPO's value update and expert models"
+        limits = f"{accuracy} up to {percent_text(MAX_UNDERESTIMATE)} too low. Not included: {NOT_INCLUDED}."
         return [assumption, limits, *filter(None, [self.note])]
 
     def as_json(self) -> dict[str, Any]:

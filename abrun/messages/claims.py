@@ -1,8 +1,9 @@
-"""Sentences on the outcomes of claims.
+"""Sentences of claims: the outcome of each.
 
-They share three values. `over` describes the sample: `pairs` (or, if unpaired, the `runs` of both arms),
-`steps`, `window`, and whether there is a `recipe` and Welch's test was used. `detected` is a difference whose
-interval excludes zero, or None. `power` has the power now and the pairs needed.
+They share these values. `over`: the sample (`pairs`, or the `runs` of both arms if they are not paired),
+`steps`, `window`, whether there is a `recipe` and whether Welch's test was used. `detected`: a difference
+whose interval excludes zero, or None. `power`: the power now, and the pairs needed. `arm`, `baseline_arm`:
+the names of both arms, which files of older versions lack.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,12 @@ from abrun.messages.message import Message
 from abrun.messages.numbers import (
     AT_OBSERVED,
     agreeing_seeds_text,
+    arm_texts,
     bound_text,
     certified_text,
     confidence_text,
-    detected_difference_text,
     difference_and_seeds_text,
     difference_unit,
-    direction_text,
     interval_level_text,
     interval_text,
     pairs_or_more_text,
@@ -33,9 +33,12 @@ Detected = Mapping[str, Any] | None
 # --- outcomes ---
 
 
-def _not_tested(metric: str, window: str, problem: str, detected: Detected) -> str:
+def _not_tested(metric, window, problem, detected, arm="treatment", baseline_arm="baseline") -> str:
     """The claim could not be tested on these runs."""
-    difference = f"; the runs do differ, {detected_difference_text(detected)}" if detected else ""
+    difference = ""
+    if detected:
+        change = _change(arm, baseline_arm, detected["direction"])
+        difference = f"; yet {change}: {difference_and_seeds_text(detected, arm, baseline_arm)}"
     return f"{metric}: not tested over {window}: {problem}{difference}"
 
 
@@ -51,6 +54,8 @@ def _equivalent(
     certified_number,
     certified_jointly,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The arms are equivalent within the margin."""
     unit = difference_unit(transform)
@@ -59,28 +64,42 @@ def _equivalent(
     if certified_jointly is not None and certified_jointly != certified_bound:
         joint_bound = f"{bound_text(certified_jointly)} jointly with the other claims"
     equivalent = f"{metric}: equivalent within {_with_unit(margin, margin_unit, transform)}"
-    sample = f"at {confidence_text(alpha)} confidence over {_scope(over)}"
+    sample = f"at {confidence_text(alpha)} confidence over {_setting(over)}"
     if detected is None:
         joint_bound = f", {joint_bound}" if joint_bound else ""
-        return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_warning_clauses(warnings)}"
-    size = f"{abs(detected['difference']):.3g}{unit}"
-    change = f"{detected['direction']} by {size} {agreeing_seeds_text(detected)}"
+        return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_clauses(warnings)}"
+    size = f"{abs(detected['difference']):.3g}{unit} {detected['direction']}"
+    change = f"{_change(arm, baseline_arm, size)} {agreeing_seeds_text(detected, arm, baseline_arm)}"
     joint_bound = f" ({joint_bound})" if joint_bound else ""
     return (
         f"{equivalent} {sample}, yet {change} ({_interval(alpha, detected['interval'])}); any margin below "
-        f"{bound}{joint_bound} would not have passed{_warning_clauses(warnings)}"
+        f"{bound}{joint_bound} would not have passed{_clauses(warnings)}"
     )
 
 
 def _differs(
-    metric, margin, margin_unit, transform, over, alpha, detected, difference, interval, p_beyond, warnings
+    metric,
+    margin,
+    margin_unit,
+    transform,
+    over,
+    alpha,
+    detected,
+    difference,
+    interval,
+    p_beyond,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The arms differ by more than the margin."""
+    size = f"{abs(difference):.3g}{difference_unit(transform)} {'lower' if difference < 0 else 'higher'}"
+    agreement = f", {agreeing_seeds_text(detected, arm, baseline_arm)}" if detected else ""
     return (
-        f"{metric}: differs by {difference:+.3g}{difference_unit(transform)}, more than "
-        f"{_with_unit(margin, margin_unit, transform)}, over {_scope(over)}{_agreement(detected)} "
+        f"{metric}: {_change(arm, baseline_arm, size)}, more than the margin "
+        f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{agreement} "
         f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the margin held, Holm-corrected)"
-        f"{_warning_clauses(warnings)}"
+        f"{_clauses(warnings)}"
     )
 
 
@@ -103,17 +122,21 @@ def _detected(
     absolute_margin,
     power,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """A difference was detected, and may lie within the margin."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
     margin = _with_unit(margin, margin_unit, transform)
     estimate = _estimate(margin, transform, alpha, difference, interval, bound)
-    needed = _pairs_needed_at_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
+    needed = _needed_for_the_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
+    change = _change(arm, baseline_arm, detected["direction"])
+    seeds = agreeing_seeds_text(detected, arm, baseline_arm)
     return (
-        f"{metric}: a difference {'was detected' if significant else 'is likely'} over {_scope(over)} "
-        f"(p = {p_difference:.2g}, Holm-corrected){_agreement(detected)}, but it is undecided whether it "
-        f"stays within the margin: {estimate}; {_spread(over, sd_difference, pair_correlation)}; "
-        f"{needed}{_warning_clauses(warnings)}"
+        f"{metric}: a difference {'was detected' if significant else 'is likely'} over {_setting(over)} "
+        f"(p = {p_difference:.2g}, Holm-corrected): {change} {seeds}; "
+        f"undecided whether the difference stays within the margin: {estimate}; "
+        f"{_spread(over, sd_difference, pair_correlation)}; {needed}{_clauses(warnings)}"
     )
 
 
@@ -132,6 +155,8 @@ def _undecided(
     pair_correlation,
     power,
     warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """Neither equivalence nor a difference was shown."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
@@ -139,57 +164,93 @@ def _undecided(
     estimate = _estimate(margin, transform, alpha, difference, interval, bound)
     power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
     return (
-        f"{metric}: undecided over {_scope(over)}: {estimate}; "
-        f"{_spread(over, sd_difference, pair_correlation)}; power now {power_now}; "
-        f"{_pairs_needed(over, power)}{_warning_clauses(warnings)}"
+        f"{metric}: undecided over {_setting(over)}: {estimate}; "
+        f"{_spread(over, sd_difference, pair_correlation)}; power now {power_now}; {_needed(over, power)}"
+        f"{_clauses(warnings)}"
     )
 
 
-def _limit_holds(metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings) -> str:
+def _limit_holds(
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
+) -> str:
     """The limit holds."""
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected)
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return (
-        f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_scope(over)} "
-        f"({value}){_warning_clauses(warnings)}"
+        f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
+        f"({value}){_clauses(warnings)}"
     )
 
 
 def _limit_broken(
-    metric, margin, over, alpha, measure, limit, limited, interval, detected, p_beyond, warnings
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    p_beyond,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
     """The limit is broken."""
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected)
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
-    return f"{metric}: not {margin} over {_scope(over)} ({value}; {p_value}){_warning_clauses(warnings)}"
+    return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(
-    metric, margin, over, alpha, measure, limit, limited, interval, detected, warnings
+    metric,
+    margin,
+    over,
+    alpha,
+    measure,
+    limit,
+    limited,
+    interval,
+    detected,
+    warnings,
+    arm="treatment",
+    baseline_arm="baseline",
 ) -> str:
-    """The runs do not show whether the limit holds; `interval` is None for one pair."""
-    undecided = f"{metric}: {margin}: undecided over {_scope(over)}"
+    """It is not shown whether the limit holds; `interval` is None for one pair."""
+    head = f"{metric}: {margin}: undecided over {_setting(over)}"
     if interval is None:
         needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"
-        return f"{undecided}: {_quantity(measure, limit, limited)}; {needed}"
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected)
-    return f"{undecided}: {value}; more seeds narrow the interval{_warning_clauses(warnings)}"
+        return f"{head}: {_measured(measure, limit, limited, arm, baseline_arm)}; {needed}"
+    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
+    return f"{head}: {value}; more seeds narrow the interval{_clauses(warnings)}"
 
 
 def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
     """The arms are bit-identical."""
-    return f"{metric}: bit-identical over {_scope(over)}"
+    return f"{metric}: bit-identical over {_setting(over)}"
 
 
 def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
     """The arms are not bit-identical."""
-    return f"{metric}: not bit-identical over {_scope(over)}: {where}"
+    return f"{metric}: not bit-identical over {_setting(over)}: {where}"
 
 
 # --- parts of outcomes ---
 
 
-def _scope(over: Mapping[str, Any]) -> str:
-    """Return the scope of an outcome, its sample and steps: `5 pairs, this recipe, steps 33-40`."""
+def _setting(over: Mapping[str, Any]) -> str:
+    """Return the sample and the steps of an outcome: `5 pairs, this recipe, steps 33-40`."""
     steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
     return f"{_sample(over)}, {'this recipe, ' * over['recipe']}steps {steps}"
 
@@ -202,16 +263,18 @@ def _sample(over: Mapping[str, Any]) -> str:
 
 
 def _with_unit(margin: str, margin_unit: str, transform: str) -> str:
-    """Return a margin with its scale, unless it names a unit itself (sigma or percent)."""
+    """Return a margin with its scale; one in sigmas or percent names its unit itself."""
     return margin + difference_unit(transform) * (margin_unit == "")
 
 
-def _warning_clauses(warnings: Sequence[str]) -> str:
+def _clauses(warnings: Sequence[str]) -> str:
     return "".join(f"; {warning}" for warning in warnings)
 
 
-def _agreement(detected: Detected) -> str:
-    return f", {direction_text(detected)}" if detected else ""
+def _change(arm: str, baseline_arm: str, change: str) -> str:
+    """Return a difference of named arms: `fused is 0.03 lower than plain`."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
+    return f"{treatment} is {change} than {baseline}"
 
 
 def _interval(alpha: float, interval: Sequence[float]) -> str:
@@ -234,7 +297,7 @@ def _spread(over: Mapping[str, Any], sd: float, pair_correlation: float | None) 
     return f"sd of the paired differences {sd:.3g}, correlation within pairs {correlation}"
 
 
-def _pairs_needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
+def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
     needed = "unknown"
     if power["pairs_needed_range"] is not None:
         low, high = map(pairs_or_more_text, power["pairs_needed_range"])
@@ -249,12 +312,12 @@ def _pairs_needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
     return f"runs of each arm needed for 80 % power: {needed}; {paired}"
 
 
-def _pairs_needed_at_observed(
+def _needed_for_the_observed(
     over: Mapping[str, Any], power: Mapping[str, Any], margin_unit: str, exceeds_margin: bool
 ) -> str:
-    """Return the clause on how many pairs decide if the observed difference is the true one."""
+    """Return how many pairs would decide if the true difference is the observed one."""
     if margin_unit == "sigma":
-        return _pairs_needed(over, power)
+        return _needed(over, power)
     pairs = sample_unit(paired=over["runs"] is None)
     if exceeds_margin:
         return f"no number of {pairs} shows equivalence if the true difference is the observed one"
@@ -262,26 +325,37 @@ def _pairs_needed_at_observed(
     return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _quantity(measure: str, limit: float, limited: float) -> str:
-    """Return the limited quantity with its value, such as `treatment / baseline is 0.94`."""
+def _measured(measure: str, limit: float, limited: float, arm: str, baseline_arm: str) -> str:
+    """Name what a limit is on: a ratio, a ratio of excesses, a distance of weights, or a reduction."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
     quantity = {
-        "ratio": "treatment / baseline",
-        "excess": "treatment / baseline of the excess over 1",
-        "distance": "the arms' distance, relative to how far the baseline moved,",
-    }.get(measure, f"the treatment's {measure}")
+        "ratio": f"{arm} / {baseline_arm}",
+        "excess": f"{arm} / {baseline_arm} of the excess over 1",
+        "distance": f"the arms' distance, relative to how far {baseline} moved,",
+    }.get(measure, f"the {measure} of {treatment}")
     return f"{quantity} is {text_near_limit(limited, limit)}"
 
 
-def _quantity_and_interval(
-    measure: str, limit: float, limited: float, alpha: float, interval: Sequence[float], detected: Detected
+def _limited(
+    measure: str,
+    limit: float,
+    limited: float,
+    alpha: float,
+    interval: Sequence[float],
+    detected: Detected,
+    arm: str,
+    baseline_arm: str,
 ) -> str:
     low, high = (text_near_limit(end, limit) for end in interval)
-    value = f"{_quantity(measure, limit, limited)}, {interval_level_text(alpha)} CI [{low}, {high}]"
+    measured = _measured(measure, limit, limited, arm, baseline_arm)
+    value = f"{measured}, {interval_level_text(alpha)} CI [{low}, {high}]"
     if detected is None:
         return value
     if measure in ("ratio", "excess"):
-        return f"{value}{_agreement(detected)}"
-    return f"{value}; {detected['direction']} than the baseline: {difference_and_seeds_text(detected)}"
+        return f"{value}, {detected['direction']} {agreeing_seeds_text(detected, arm, baseline_arm)}"
+    baseline = arm_texts(arm, baseline_arm)[1]
+    difference = difference_and_seeds_text(detected, arm, baseline_arm)
+    return f"{value}; {detected['direction']} than {baseline}: {difference}"
 
 
 MESSAGES: dict[Code, Message] = {

@@ -3,6 +3,7 @@
 import math
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import arm_texts
 from abrun.reasons import Code
 
 
@@ -15,11 +16,14 @@ def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
     return "; ".join(clauses) or "none of the watched metrics is recorded"
 
 
-def _not_finite_more_often(metric: str, share: float, baseline_share: float, p: float, level: float) -> str:
+def _not_finite_more_often(
+    metric, share, baseline_share, p, level, arm="treatment", baseline_arm="baseline"
+) -> str:
     """A metric is NaN or Inf at more steps than in the baseline."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
     return (
-        f"{metric} is NaN or Inf at {100 * share:.3g} % of the treatment's steps and "
-        f"{100 * baseline_share:.3g} % of the baseline's ({_p_value(p, level)})"
+        f"{metric} is NaN or Inf at {100 * share:.3g} % of the steps of {treatment} and at "
+        f"{100 * baseline_share:.3g} % of those of {baseline} ({_p_value(p, level, arm)})"
     )
 
 
@@ -29,19 +33,27 @@ def _token_error_kept(metric: str, above: float | None, value: float, limit: flo
     return f"{metric}: {statistic} is {_finite_text(value)} (limit {limit:g})"
 
 
-def _token_error_exceeded(metric, above, value, limit, baseline, p, level) -> str:
+def _token_error_exceeded(
+    metric, above, value, limit, baseline, p, level, arm="treatment", baseline_arm="baseline"
+) -> str:
     """The train-inference mismatch exceeds its limit."""
     value_text = _token_error_kept(metric, above, value, limit)
-    return f"{value_text}, {_finite_text(baseline)} in the baseline ({_p_value(p, level)})"
+    baseline_text = f"{_finite_text(baseline)} in {arm_texts(arm, baseline_arm)[1]}"
+    return f"{value_text}, {baseline_text} ({_p_value(p, level, arm)})"
 
 
-def _p_value(p: float, level: float) -> str:
-    return f"p = {p:.2g} if the treatment were no worse, level {level:.2g}"
+def _p_value(p: float, level: float, arm: str) -> str:
+    return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse, level {level:.2g}"
 
 
-def _ratio_exceeded(quantity: str, ratio: float, limit: float, p: float, level: float) -> str:
+def _ratio_kept(quantity, ratio, limit, arm="treatment", baseline_arm="baseline") -> str:
+    """The ratio of the arms keeps its limit."""
+    return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g})"
+
+
+def _ratio_exceeded(quantity, ratio, limit, p, level, arm="treatment", baseline_arm="baseline") -> str:
     """The ratio of the arms exceeds its limit."""
-    return f"{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g}; {_p_value(p, level)})"
+    return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
 
 
 def _finite_text(value: float) -> str:
@@ -68,6 +80,6 @@ MESSAGES: dict[Code, Message] = {
     Code.TOKEN_ERROR_KEPT: _token_error_kept,
     Code.TOKEN_ERROR_EXCEEDED: _token_error_exceeded,
     Code.RATIO_NOT_RECORDED: "{quantity}: not recorded in finished runs of both arms",
-    Code.RATIO_KEPT: "{quantity}: treatment / baseline is {ratio:.3g} (limit {limit:g})",
+    Code.RATIO_KEPT: _ratio_kept,
     Code.RATIO_EXCEEDED: _ratio_exceeded,
 }

@@ -26,11 +26,11 @@ def _lower_tolerance(metric: str, deviation: float, aa_deviation: float) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.FOUND_BY_STEP_ONE: "deviates by {deviation:.2g} of {scale_from} ({scale:.3g}), tolerance "
+    Code.FOUND_BY_STEP_ONE: "deviates by {deviation:.2g} relative to {scale_from} ({scale:.3g}), tolerance "
     "{tolerance:.2g}",
     Code.FOUND_BY_GUARD: "{value:.3g}, limit {limit:.3g}",
     Code.LIMITED_METRIC: "{metric} is {value:.3g}, {limit}",
-    Code.MOVED_METRIC: "{metric} changes by {difference:+.2g}, certified bound {bound}, margin {margin}",
+    Code.MOVED_METRIC: "{metric} differs by {difference:+.3g}, certified bound {bound}, margin {margin}",
     Code.FINAL_WEIGHTS_NOT_RECORDED: "the {arm} run of seed {seed} does not record its final weights",
     Code.NO_SKETCHES_IN_COMMON: "the runs of seed {seed} have no sketches of the same weights, which only "
     "this version of abrun's own trainer keeps; launch them again",

@@ -1,6 +1,7 @@
 """Sentences on properties that a comparison did not test, and on runs that it left out."""
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import deviation_text
 from abrun.reasons import Code
 
 _MAX_LISTED = 4
@@ -15,19 +16,17 @@ def _step_one_not_settled(
     metric, seed, deviation, scale, scale_from, tolerance, tolerance_from, raised_by_rounding, has_recipe
 ) -> str:
     """The step-one check is inconclusive; the sentence says what would settle it."""
-    deviation_text = (
-        f"step one of {metric}: in seed {seed} it deviates by {deviation:.2g} of {scale_from} ({scale:.3g})"
-    )
+    size = deviation_text(deviation, scale, scale_from)
+    problem = f"step one of {metric}: in seed {seed} it deviates by {size}"
     limit = f"{tolerance:.2g} ({tolerance_from})"
     reruns = how_to_rerun(has_recipe)
     if tolerance >= 1:
-        return f"{deviation_text}, but a tolerance of {limit} allows anything; add A/A reruns ({reruns})"
+        return f"{problem}, but a tolerance of {limit} allows anything; add A/A reruns ({reruns})"
     # Reruns of the baseline do not show the rounding errors of another implementation.
     remedy = "one step in float32" if raised_by_rounding else f"A/A reruns that differ ({reruns})"
     remedies = f"{'compare.step_one_tolerance, or ' * has_recipe}{remedy}"
     return (
-        f"{deviation_text}, more than {limit}, and the size of rounding errors is unknown; settle it with "
-        f"{remedies}"
+        f"{problem}, more than {limit}, and the size of rounding errors is unknown; settle it with {remedies}"
     )
 
 
@@ -38,7 +37,7 @@ def _no_reruns(has_recipe: bool) -> str:
 
 def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
     """Upper bound on the failure rate of runs, none of which failed."""
-    runs = f"{num_runs} {'seed' if paired else 'treated run'}{'s' * (num_runs != 1)}"
+    runs = f"{num_runs} {'seed' if paired else 'treatment run'}{'s' * (num_runs != 1)}"
     return (
         f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "
         "possible (95 % bound)"
@@ -71,8 +70,8 @@ NOT_TESTED: dict[Code, Message] = {
     Code.NO_MARGIN: "whether the arms converge alike: no claim has a margin",
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned anything: `climbs: false` is declared for "
     "{metrics:list}",
-    Code.NO_FAULT_INJECTED: "which bugs it would catch: no fault was injected{faults:if  besides "
-    "{faults:list}}{can_inject:if  (abrun sensitivity)}",
+    Code.NO_FAULT_INJECTED: "which bugs this comparison would catch: no fault was injected{faults:if  "
+    "besides {faults:list}}{can_inject:if  (abrun sensitivity)}",
     Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, but without a claim",
     Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, "
     "seeds} and steps {first}-{last}",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import interval_text, sample_unit
+from abrun.messages.numbers import bound_text, interval_text, sample_unit
 from abrun.messages.validity import first_and_more
 from abrun.reasons import Code
 
@@ -67,13 +67,13 @@ def _ledger(
     """Total drift of the changes in a reference's ledger."""
     direct_drift = ""
     if direct:
-        direct_drift = f", direct comparison {interval_text(direct)} by {direct_by}"
+        direct_drift = f", direct comparison {interval_text(direct)} over {direct_by}"
         direct_drift += f" for {num_chains:.3g} possible chains" if num_chains > 1 else ""
     num_rejected = num_tried - num_entries
     rejected = f", {num_rejected} of them rejected" if num_rejected else ""
     text = (
         f"ledger of {metric} over steps {first}-{last}: {num_entries} change{'s' * (num_entries != 1)}, "
-        f"drift spent {bound:.3g} of {budget:g} ({100 * confidence:g} % bound by {bound_by}; chain "
+        f"drift spent {bound_text(bound)} of {budget:g} ({100 * confidence:g} % bound by {bound_by}; chain "
         f"{interval_text(chain)}{direct_drift}; jointly over {num_tried} evaluated changes{rejected})"
     )
     if disagree:

@@ -1,15 +1,15 @@
-"""Texts of the numbers in claims, shared by sentences and tables: one function for each quantity."""
+"""The numbers of claims as sentences and tables write them: one function for each quantity."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# `abrun plan --from` plans with the upper bound of the sd instead, and so asks for more pairs.
+# `abrun plan --from` plans with the upper bound of the sd instead, and so needs more pairs.
 AT_OBSERVED = "at the observed sd"
 
 
 def bound_text(bound: float) -> str:
-    """Return an upper bound in three digits, rounded up: the bound 0.05004 does not pass a margin of 0.05."""
+    """Return an upper bound in three digits, rounded up: a claim with a bound of 0.05004 fails at 0.05."""
     return _rounded(bound, math.ceil) if bound > 0 else f"{bound:.3g}"
 
 
@@ -21,7 +21,7 @@ def _rounded(value: float, to_integer: Callable[[float], int]) -> str:
 
 
 def text_near_limit(value: float, limit: float) -> str:
-    """Return a value in four digits, or in as many as show whether it is above or below the limit."""
+    """Return a value in four digits, or in more if only they show on which side of the limit it lies."""
     for digits in range(4, 10):
         if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
             return f"{value:.{digits}g}"
@@ -34,12 +34,12 @@ def difference_text(difference: float, interval: Sequence[float]) -> str:
 
 
 def interval_text(interval: Sequence[float]) -> str:
-    """Return an interval in three digits, rounded outward, so that it agrees with the certified bound."""
+    """Return an interval in three digits, rounded outward: its wider end reads like the certified bound."""
     return f"[{_rounded(interval[0], math.floor)}, {_rounded(interval[1], math.ceil)}]"
 
 
 def difference_unit(transform: str) -> str:
-    """Return the scale of a difference as a suffix, in parentheses; empty without a transform."""
+    """Return the scale of a difference in parentheses; empty if the values are not transformed."""
     scale = difference_scale(transform)
     return f" ({scale})" if scale else ""
 
@@ -55,29 +55,44 @@ def certified_text(certified_bound: float | None, certified_number: float | None
     if number is None:
         return "-"
     if margin_unit in ("level", "climb") and certified_number is not None:
-        return f"{bound_text(100 * number)}%{' of climb' * (margin_unit == 'climb')}"
+        return f"{bound_text(100 * number)} %{' of climb' * (margin_unit == 'climb')}"
     return f"{bound_text(number)}{' sigma' * (margin_unit == 'sigma')}"
 
 
-def agreeing_seeds_text(detected: Mapping[str, Any]) -> str:
-    """Return how many seeds (unpaired: treated runs) agree with a difference's sign: `in 4 of 4 seeds`."""
-    counts = f"in {detected['num_agreeing']} of {detected['num_compared']}"
-    return f"{counts} seeds" if detected["paired"] else f"{counts} treated runs, against the baseline's mean"
+def arm_texts(arm: str, baseline_arm: str) -> tuple[str, str]:
+    """Return the names of treatment and baseline as nouns; arms named after their roles get an article."""
+    names = ((arm, "treatment"), (baseline_arm, "baseline"))
+    treatment, baseline = (f"the {name}" if name == role else name for name, role in names)
+    return treatment, baseline
+
+
+def agreeing_seeds_text(
+    detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline"
+) -> str:
+    """Return in how many seeds, or runs, a detected difference has its direction: `in 4 of 4 seeds`."""
+    treatment, baseline = arm_texts(arm, baseline_arm)
+    agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
+    if detected["paired"]:
+        return f"{agreeing} seeds"
+    return f"{agreeing} runs of {treatment}, against the mean of {baseline}"
 
 
 def direction_text(detected: Mapping[str, Any]) -> str:
-    """Return the direction of a difference and how many seeds agree: `lower in 4 of 4 seeds`."""
+    """Return a direction and its seeds: `lower in 4 of 4 seeds`."""
     return f"{detected['direction']} {agreeing_seeds_text(detected)}"
 
 
-def difference_and_seeds_text(detected: Mapping[str, Any]) -> str:
-    """Return a difference, its interval and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{difference_text(detected['difference'], detected['interval'])}, {agreeing_seeds_text(detected)}"
+def difference_and_seeds_text(
+    detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline"
+) -> str:
+    """Return a difference and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+    difference = difference_text(detected["difference"], detected["interval"])
+    return f"{difference}, {agreeing_seeds_text(detected, arm, baseline_arm)}"
 
 
-def detected_difference_text(detected: Mapping[str, Any]) -> str:
-    """Return a detected difference in full: `lower: -0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
-    return f"{detected['direction']}: {difference_and_seeds_text(detected)}"
+def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
+    """Return a deviation with its scale, such as `0.047 relative to the largest advantage (2.47)`."""
+    return f"{deviation:.2g} relative to {scale_from} ({scale:.3g})"
 
 
 def margin_text(number: float, unit: str) -> str:
@@ -92,12 +107,17 @@ def margin_text(number: float, unit: str) -> str:
 
 
 def margin_of_reference_text(margin: float, sigmas: float, reference: str) -> str:
-    return f"±{margin:.3g} ({sigmas:g} x the lower bound of sigma of {reference})"
+    return f"±{margin:.3g} ({sigmas:g}x the lower bound of sigma of {reference})"
 
 
 def interval_level_text(alpha: float) -> str:
-    """Return the level of the interval that matches two one-sided tests at `alpha`: `90 %` for 0.05."""
+    """Return the level of the interval that two one-sided tests at `alpha` give: `90 %`."""
     return f"{100 * (1 - 2 * alpha):.3g} %"
+
+
+def percent_text(share: float) -> str:
+    """Return a share in whole percent: `5 %`."""
+    return f"{share:.0%}".replace("%", " %")
 
 
 def confidence_text(alpha: float) -> str:
@@ -105,7 +125,7 @@ def confidence_text(alpha: float) -> str:
 
 
 def sample_unit(*, paired: bool) -> str:
-    """Return what a sample size counts: `pairs`, or `runs of each arm`."""
+    """Return the noun of a sample size: pairs, or runs of each arm."""
     return "pairs" if paired else "runs of each arm"
 
 

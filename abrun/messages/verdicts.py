@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import direction_text, interval_text
+from abrun.messages.numbers import arm_texts, deviation_text, direction_text, interval_text
 from abrun.reasons import Code
 
 _OPEN_GUARDS = {
@@ -15,6 +15,49 @@ _MARGINS = {
     "level": "a twentieth of the baseline's level",
     "zero": "none, because the baseline is 0",
 }
+
+
+def _step_one_differs(
+    metric,
+    baseline,
+    treatment,
+    step,
+    seed,
+    deviation,
+    scale,
+    scale_from,
+    tolerance,
+    tolerance_from,
+    arm="treatment",
+    baseline_arm="baseline",
+) -> str:
+    """The first step differs by more than rounding."""
+    treatment_text, baseline_text = arm_texts(arm, baseline_arm)
+    return (
+        f"step one: {metric} is {baseline:.6g} in {baseline_text} and {treatment:.6g} in {treatment_text} at "
+        f"step {step} (seed {seed}): the deviation is {deviation_text(deviation, scale, scale_from)}, above "
+        f"the tolerance of {tolerance:.2g} ({tolerance_from})"
+    )
+
+
+def _step_one_open(
+    metric,
+    baseline,
+    treatment,
+    step,
+    seed,
+    deviation,
+    scale,
+    scale_from,
+    tolerance,
+    tolerance_from,
+    arm="treatment",
+    baseline_arm="baseline",
+) -> str:
+    """The first step differs by more than the tolerance, and rounding may explain it."""
+    values = (metric, baseline, treatment, step, seed, deviation, scale, scale_from, tolerance)
+    difference = _step_one_differs(*values, tolerance_from, arm, baseline_arm)
+    return f"{difference}; the cause may be rounding or a fault"
 
 
 def _guard_open(guard: str, reason: str, result: str) -> str:
@@ -50,7 +93,8 @@ def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
     if apart:
         differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
         clauses.append(
-            f"difference detected in: {differences} (tested at 90 %: one in ten differs by chance)"
+            f"difference detected in: {differences} (each tested at the 90 % level, so one in ten "
+            "differs by chance)"
         )
     if alike:
         clauses.append(f"no difference detected in: {', '.join(alike)}")
@@ -81,12 +125,8 @@ MESSAGES: dict[Code, Message] = {
     "arms converge alike; add compare.claims with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
-    Code.STEP_ONE_DIFFERS: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "above the tolerance of {tolerance:.2g} ({tolerance_from})",
-    Code.STEP_ONE_OPEN: "step one: {metric} is {baseline:.6g} in the baseline and {treatment:.6g} in the "
-    "treatment at step {step} (seed {seed}): the deviation is {deviation:.2g} of {scale_from} ({scale:.3g}), "
-    "above the tolerance of {tolerance:.2g} ({tolerance_from}), because of rounding or a fault",
+    Code.STEP_ONE_DIFFERS: _step_one_differs,
+    Code.STEP_ONE_OPEN: _step_one_open,
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",

@@ -250,14 +250,14 @@ def _is_distance(limit: float | str | None) -> bool:
 
 
 def describe_claim(claim: Claim) -> str:
-    """Return the claim without metric and window: `±0.02`, `below 0.6 x the baseline`, `exact`."""
+    """Return the claim without metric and window: `±0.02`, `below 0.6x the baseline`, `exact`."""
     if claim.margin is not None:
         return f"±{claim.margin}" if isinstance(claim.margin, str) else f"±{claim.margin:g}"
     if claim.limit is None:
         return "exact"
     number, is_ratio = claim.limit
     side = "below" if claim.below is not None else "above"
-    text = f"{side} {number:g}{' x the baseline' if is_ratio else ''}"
+    text = f"{side} {number:g}{'x the baseline' if is_ratio else ''}"
     return f"{text}'s excess over 1" if claim.is_limit_on_excess else text
 
 

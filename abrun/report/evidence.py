@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import difference_text, interval_level_text
+from abrun.messages.numbers import deviation_text, difference_text, interval_level_text
 from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.redaction import yaml_text
 from abrun.report.injected import caught_sentence
@@ -18,7 +18,7 @@ from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.step_one import StepOne, deviation_text
+from abrun.verdict.step_one import StepOne
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile, select_arm
 
@@ -148,7 +148,7 @@ def _guards_text(guards: Sequence[Guard]) -> str:
         for guard in guards
         if guard.result == "pass"
     ]
-    return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken)
+    return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken) or "not checked"
 
 
 def _divergence_text(divergences: Sequence[Divergence]) -> str:
@@ -158,11 +158,11 @@ def _divergence_text(divergences: Sequence[Divergence]) -> str:
     repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
     measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]
     clauses = [*map(_noise_floor_text, measured), *([_bitwise_reruns_text(repeating)] if repeating else [])]
-    clauses = clauses or ["noise floor unknown (no A/A reruns)"]
+    clauses = clauses or ["unknown noise floor (no A/A reruns)"]
     if first_divergence.ulp:
         clauses.append(f"{first_divergence.metric}: {_ulp_text(first_divergence.ulp)}")
     if first_divergence.share_of_seed_spread is not None:
-        share = f"{first_divergence.share_of_seed_spread:.2g} of its spread over seeds"
+        share = f"{first_divergence.share_of_seed_spread:.2g}x its sd over seeds"
         clauses.append(f"mean |difference| of {first_divergence.metric} is {share}")
     return "; ".join(clauses)
 
@@ -264,14 +264,14 @@ def _means_text(claim: ClaimResult, baseline: str) -> str | None:
     if claim.claim.transform == "identity":
         qualifier = "difference" if claim.claim.num_runs else "paired difference"
         difference_and_interval = (
-            f"{difference_text(difference, interval)} ({confidence} interval{_wider_interval_text(claim)})"
+            f"{difference_text(difference, interval)} ({confidence} CI{_wider_interval_text(claim)})"
         )
         return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {qualifier} {difference_and_interval}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
     qualifier = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
-    ratio_text = f"ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} interval)"
+    ratio_text = f"ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} CI)"
     return f"{both} (geometric means), {ratio_text}"
 
 
@@ -298,16 +298,17 @@ def _margin_text(claim: ClaimResult) -> str | None:
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
         return None
+    margin_text = f"±{margin:.3g}" if claim.claim.margin_unit else claim.claim.margin_text.split()[0]
     if claim.claim.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])
-        return f"margin ±{margin:.3g} is a factor of {low:.3g} to {high:.3g}"
+        return f"margin {margin_text} is a factor of {low:.3g} to {high:.3g}"
     shares = [
         f"{_percent_text(margin / abs(quantity))} of the {name}"
         for name, quantity in (("level", base), ("climb", climb))
         if quantity
     ]
-    return f"margin ±{margin:.3g} is {' and '.join(shares)}" if shares else None
+    return f"margin {margin_text} is {' and '.join(shares)}" if shares else None
 
 
 def _percent_text(share: float) -> str:
@@ -323,7 +324,7 @@ def _spread_text(claim: ClaimResult) -> str | None:
     if baseline_sd is None or paired_sd is None:
         return None
     if claim.claim.num_runs:
-        return f"sd over the baseline's runs {baseline_sd:.2g}, unpaired"
+        return f"sd over the baseline's runs {baseline_sd:.3g}, unpaired"
     # Records of older versions have no sd of the treatment.
     unpaired_sd = 0.0 if treatment_sd is None else math.hypot(baseline_sd, treatment_sd)
     # A paired sd this small is rounding, and a ratio to it means nothing.
@@ -333,4 +334,4 @@ def _spread_text(claim: ClaimResult) -> str | None:
         if rounding < paired_sd < unpaired_sd
         else ""
     )
-    return f"sd over seeds {baseline_sd:.2g}, of paired differences {paired_sd:.2g}{gain_text}"
+    return f"sd over seeds {baseline_sd:.3g}, sd of the paired differences {paired_sd:.3g}{gain_text}"

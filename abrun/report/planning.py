@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
-from abrun.messages.numbers import pairs_or_more_text, sample_unit
+from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
@@ -133,7 +133,7 @@ def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[
             expected = (
                 f"{pairs:.1f} pairs are expected if a match stops the launch and the arms are truly equal"
             )
-            yield f"  {plan.claim.metric}: {expected}; P(match at any of them) {chance:.0%}"
+            yield f"  {plan.claim.metric}: {expected}; P(match at any of them) {percent_text(chance)}"
 
 
 def render_plan(
@@ -168,7 +168,7 @@ def render_plan(
         spread_text = _spread_text(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
         if power:
-            cells = (f"{power.power(count):.0%}" for count in counts)
+            cells = (percent_text(power.power(count)) for count in counts)
             margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
             rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, unit)))
     if powers:
@@ -179,7 +179,10 @@ def render_plan(
     if len(powers) > 1:
         min_power = max(0.0, 1 - sum(1 - plan.power(num_pairs) for plan in powers))
         lines.append(
-            Text(f"All {len(powers)} claims must pass: at least {min_power:.0%} with {num_pairs} {unit}.")
+            Text(
+                f"All {len(powers)} claims must pass: at least {percent_text(min_power)} with {num_pairs} "
+                f"{unit}."
+            )
         )
     if compare.interim:
         lines += map(Text, _interim_lines(compare, plans))
@@ -246,7 +249,7 @@ def _spread_text(
     if claim.sigma_margin is not None and not compare.reference:
         is_measured = spread is not None and spread.num_pairs
         planning_note = (
-            f" (planned with the upper {ASSURANCE:.0%} bound of the sd; {COMPARE_NOTE})"
+            f" (planned with the upper {percent_text(ASSURANCE)} bound of the sd; {COMPARE_NOTE})"
             if is_measured
             else ""
         )
@@ -266,7 +269,7 @@ def _spread_text(
             f"{problem}, so nothing can be planned; run a longer pilot, or assume a spread: {assuming}"
         )
     elif spread.num_pairs:
-        bound = f"its upper {ASSURANCE:.0%} bound, {spread.planned_sd:.3g}"
+        bound = f"its upper {percent_text(ASSURANCE)} bound, {spread.planned_sd:.3g}"
         planning_note = f"; planned with {bound}; {COMPARE_NOTE}"
     return f"{sigma}{pairing_text}, {difference} ({spread.source}{planning_note})"
 
@@ -287,7 +290,7 @@ def _sigma_margins_table() -> Iterator[RenderableType]:
     for margin in (1.0, 1.5, 2.0):
         for correlation in (0.0, 0.5, 0.8):
             sd = sd_of_difference(1.0, correlation)
-            cells = [f"{power_at(margin, sd, count):.0%}" for count in COUNTS]
+            cells = [percent_text(power_at(margin, sd, count)) for count in COUNTS]
             needed = pairs_needed(margin, sd)
             rows.append((f"{margin:g} sigma", f"{correlation:g}", *cells, f"{needed} pairs"))
     yield Table(columns(*titles, numeric=titles), rows)

@@ -247,7 +247,7 @@ def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     ax.add_patch(zone)
     if claim.interval is None:
         return [-margin, margin]
-    label = f"claim: mean, {100 * claim.level:.3g} % interval (TOST)"
+    label = f"claim: mean, {100 * claim.level:.3g} % CI (TOST)"
     _draw_interval(ax, right_edge, *claim.interval, "black", 2.2, "D", label)
     return [-margin, margin, *claim.interval]
 

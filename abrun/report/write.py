@@ -21,6 +21,7 @@ from abrun.messages.numbers import (
     sample_unit,
     text_near_limit,
 )
+from abrun.metric_names import FINAL_WEIGHTS
 from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.present.markdown import code_span, escape_markdown
 from abrun.present.tables import Table, columns
@@ -210,7 +211,7 @@ def _description_columns(content: VerdictFile) -> list[str]:
     shared_columns = ["metric", "steps", content.baseline, treatment_name(content)]
     if all(description.interval is None for description in content.descriptions):
         return [*arm, *shared_columns, "difference", *ONE_RUN_COLUMNS]
-    return [*arm, *shared_columns, "difference [90 %]", *SEVERAL_RUNS_COLUMNS]
+    return [*arm, *shared_columns, "difference [90 % CI]", *SEVERAL_RUNS_COLUMNS]
 
 
 def _comparison_note(content: VerdictFile) -> str:
@@ -224,10 +225,13 @@ def _comparison_note(content: VerdictFile) -> str:
     if not alphas:
         return text
     level = max(alphas)
-    return (
-        f"{text} Claims are tested one-sided at {confidence_text(level)} confidence, which corresponds to "
-        f"{interval_level_text(level)} intervals."
+    note = (
+        f"{text} Claims are tested one-sided at {confidence_text(level)} confidence, which corresponds to a "
+        f"{interval_level_text(level)} confidence interval (CI)."
     )
+    if not any(claim.estimate.certified_bound is not None for claim in content.claims):
+        return note
+    return f"{note} The certified bound is the smallest margin that would have passed."
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -286,13 +290,15 @@ def _headline(content: VerdictFile) -> str:
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
-    level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
+    interval_level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
     unit = "pairs" if content.paired else "runs"
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
-    levels = {"limit": f"{treatment_name(content)}'s level", "ratio limit": "ratio"}
+    limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
+    level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
+    levels = {"limit": level, "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
-    heading = f"{' or '.join(kinds)} [{level}]"
+    heading = f"{' or '.join(kinds)} [{interval_level} CI]"
     return ["metric", "steps", unit, heading, "margin", "certified bound", "result"]
 
 

@@ -202,6 +202,7 @@ def judge_arm(
             [run for pair in pairs for run in (pair.baseline, pair.treatment)]
         ),
         has_recipe=experiment.has_recipe,
+        baseline_arm=experiment.baseline,
     )
     described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
@@ -259,6 +260,7 @@ def decide_verdict(
     recorded: Sequence[str] = (),
     no_shared_step: Reason | None = None,
     has_recipe: bool = True,
+    baseline_arm: str = "baseline",
 ) -> tuple[Verdict, list[Reason]]:
     """Return the verdict on one arm with its reasons: INVALID before MISMATCH before INCONCLUSIVE before
     MATCH.
@@ -270,10 +272,13 @@ def decide_verdict(
     crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
     if reads_step_one and not first_steps and not crashed:
         return "INVALID", [no_shared_step or Code.FIRST_STEP_MISSING(recorded=recorded)]
-    outcomes = [(result, outcome_reason(result, has_recipe=has_recipe)) for result in claims]
+    outcomes = [
+        (result, outcome_reason(result, has_recipe=has_recipe, baseline_arm=baseline_arm))
+        for result in claims
+    ]
     mismatches = [
         *(
-            Code.STEP_ONE_DIFFERS(**_deviation_values(step_one))
+            Code.STEP_ONE_DIFFERS(**_deviation_values(step_one), baseline_arm=baseline_arm)
             for step_one in first_steps
             if step_one.result == "fail"
         ),
@@ -288,7 +293,7 @@ def decide_verdict(
         return "MISMATCH", mismatches
     open_questions = [
         *(
-            Code.STEP_ONE_OPEN(**_deviation_values(step_one))
+            Code.STEP_ONE_OPEN(**_deviation_values(step_one), baseline_arm=baseline_arm)
             for step_one in first_steps
             if step_one.result == "open"
         ),
@@ -312,7 +317,7 @@ def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:
 
 def _deviation_values(step_one: StepOne) -> dict[str, Any]:
     """Return the values of a reason about a step-one metric."""
-    names = ("metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
+    names = ("arm", "metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
     return {name: getattr(step_one, name) for name in (*names, "tolerance", "tolerance_from")}
 
 

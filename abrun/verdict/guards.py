@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -75,14 +75,21 @@ def check_guards(
     `sides`, each at one-sided level `alpha`.
     """
     watched = [*limits.finite, *(metric for metric, _ in windows)]
+    baseline_arm = sides.baselines[0].name.arm if sides.baselines else "baseline"
+    arms = {"arm": arm, "baseline_arm": baseline_arm}
     return [
         _check_finished(arm, pairs, paired=sides.paired),
         _check_finite(
-            arm, pairs, windows, watched, partial(_find_more_non_finite, sides, alpha), paired=sides.paired
+            arm,
+            pairs,
+            windows,
+            watched,
+            partial(_find_more_non_finite, sides, alpha, arms),
+            paired=sides.paired,
         ),
-        *_check_token_error(arm, sides, limits, alpha),
-        *_check_ratio(arm, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
-        *_check_ratio(arm, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
+        *_check_token_error(arms, sides, limits, alpha),
+        *_check_ratio(arms, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
+        *_check_ratio(arms, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
     ]
 
 
@@ -300,7 +307,9 @@ def _find_new_non_finite(
             yield Code.NOT_FINITE_IN_WINDOW(metric=metric, value=value, run=str(run), step=step_in_window)
 
 
-def _find_more_non_finite(sides: Sides, alpha: float, watched: Collection[str]) -> Iterator[Reason]:
+def _find_more_non_finite(
+    sides: Sides, alpha: float, arms: Mapping[str, str], watched: Collection[str]
+) -> Iterator[Reason]:
     """Yield the watched metrics that are non-finite at more of the treatment's steps, at `alpha` over all."""
     for metric in watched:
         recorded = sides.select(
@@ -325,6 +334,7 @@ def _find_more_non_finite(sides: Sides, alpha: float, watched: Collection[str]) 
                 baseline_share=shares[0].mean(),
                 p=p_value,
                 level=alpha / len(watched),
+                **arms,
             )
 
 
@@ -345,7 +355,9 @@ def _non_finite_since(series: Series, baseline_curves: Sequence[Array]) -> int |
     return None
 
 
-def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> Iterator[Guard]:
+def _check_token_error(
+    arms: Mapping[str, str], sides: Sides, limits: Guards, alpha: float
+) -> Iterator[Guard]:
     """Check that trainer and engine agree on log-probs: the worst run's median, and the share of steps
     above it.
     """
@@ -365,7 +377,7 @@ def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> 
     )
     recorded = min(recorded_sides.sizes) > 0
     yield _judge_token_error(
-        arm,
+        arms,
         None,
         limit,
         np.array([run_values.max() for run_values in medians]) if recorded else None,
@@ -385,7 +397,7 @@ def _check_token_error(arm: str, sides: Sides, limits: Guards, alpha: float) -> 
         else None
     )
     yield _judge_token_error(
-        arm,
+        arms,
         limit,
         share,
         None if shares is None else np.array(shares),
@@ -437,7 +449,7 @@ def _binomial_error(shares: Sequence[NDArray[Any]], num_steps: Sequence[NDArray[
 
 
 def _judge_token_error(
-    arm: str,
+    arms: Mapping[str, str],
     threshold: float | None,  # limit the share of steps above it; None: limit the median
     limit: float,
     values: Array | None,  # baseline, treatment
@@ -455,16 +467,23 @@ def _judge_token_error(
         reason = Code.TOKEN_ERROR_KEPT(**error)
         if result == "fail":
             p_value = compute_p()
-            reason = Code.TOKEN_ERROR_EXCEEDED(**error, baseline=baseline_value, p=p_value, level=alpha)
+            reason = Code.TOKEN_ERROR_EXCEEDED(
+                **error, baseline=baseline_value, p=p_value, level=alpha, **arms
+            )
             undecided: GuardResult = "baseline too" if breaks(baseline_value, limit) else "open"
             result = "fail" if p_value < alpha else undecided
         value = value if math.isfinite(value) else None
     name = f"token_mult_prob_error_{statistic}"
-    return Guard(arm=arm, guard=name, limit=limit, value=value, result=result, reason=reason)
+    return Guard(arm=arms["arm"], guard=name, limit=limit, value=value, result=result, reason=reason)
 
 
 def _check_ratio(
-    arm: str, guard: str, quantity: str, limit: float | None, savings: Sequence[Saving], alpha: float
+    arms: Mapping[str, str],
+    guard: str,
+    quantity: str,
+    limit: float | None,
+    savings: Sequence[Saving],
+    alpha: float,
 ) -> Iterator[Guard]:
     """Fail if the lower bound of the ratio is above its limit. (Proving that it is kept takes a claim.)"""
     if limit is None:
@@ -479,7 +498,9 @@ def _check_ratio(
         if has_enough_runs and saving.log_error is not None and saving.freedom is not None:
             p_value = p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
         result = "fail" if p_value < alpha else "open" if value > limit and not has_enough_runs else "pass"
-        reason = Code.RATIO_KEPT(quantity=quantity, ratio=value, limit=limit)
+        reason = Code.RATIO_KEPT(quantity=quantity, ratio=value, limit=limit, **arms)
         if value > limit:
-            reason = Code.RATIO_EXCEEDED(quantity=quantity, ratio=value, limit=limit, p=p_value, level=alpha)
-    yield Guard(arm=arm, guard=guard, limit=limit, value=value, result=result, reason=reason)
+            reason = Code.RATIO_EXCEEDED(
+                quantity=quantity, ratio=value, limit=limit, p=p_value, level=alpha, **arms
+            )
+    yield Guard(arm=arms["arm"], guard=guard, limit=limit, value=value, result=result, reason=reason)

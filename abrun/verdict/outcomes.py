@@ -9,13 +9,14 @@ from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
-def outcome_reason(result: ClaimResult, *, has_recipe: bool = True) -> Reason:
+def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm: str = "baseline") -> Reason:
     """Return the outcome of one claim; `has_recipe` says that one recipe trained the arms."""
+    arms = {"arm": result.arm, "baseline_arm": baseline_arm}
     terms, estimate = result.claim, result.estimate
     detected = asdict(estimate.detected) if estimate.detected else None
     if result.problem and result.result != "different":
         return Code.CLAIM_NOT_TESTED(
-            metric=terms.metric, window=terms.window, problem=result.problem, detected=detected
+            metric=terms.metric, window=terms.window, problem=result.problem, detected=detected, **arms
         )
     sample = _describe_sample(terms, has_recipe=has_recipe)
     if terms.test == "exact" and result.result == "holds":
@@ -23,16 +24,16 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True) -> Reason:
     if terms.test == "exact":
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
     if terms.test in ("limit", "ratio limit"):
-        return _limit_reason(result, sample, detected)
+        return _limit_reason(result, sample, detected, arms)
     if estimate.mean_difference is None or estimate.interval is None or terms.steps is None:
         if not terms.paired:
             return Code.CLAIM_TOO_FEW_RUNS(metric=terms.metric)
         return Code.CLAIM_TOO_FEW_PAIRS(metric=terms.metric, pairs=terms.num_pairs)
-    return _equivalence_reason(result, sample, detected)
+    return _equivalence_reason(result, sample, detected, arms)
 
 
 def _equivalence_reason(
-    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None
+    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None, arms: dict[str, str]
 ) -> Reason:
     terms, estimate = result.claim, result.estimate
     values = {
@@ -43,6 +44,7 @@ def _equivalence_reason(
         "over": sample,
         "alpha": terms.alpha,
         "warnings": result.warnings,
+        **arms,
     }
     bounds = {"certified_bound": estimate.certified_bound, "certified_number": estimate.certified_number}
     if result.result == "equivalent":
@@ -82,7 +84,9 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     }
 
 
-def _limit_reason(result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None) -> Reason:
+def _limit_reason(
+    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None, arms: dict[str, str]
+) -> Reason:
     terms, estimate = result.claim, result.estimate
     measure: str = terms.reduction
     if terms.metric == FINAL_WEIGHTS:
@@ -100,6 +104,7 @@ def _limit_reason(result: ClaimResult, sample: dict[str, Any], detected: dict[st
         "interval": estimate.limited_interval,
         "detected": detected,
         "warnings": result.warnings,
+        **arms,
     }
     if estimate.limited_interval is not None and result.result == "holds":
         return Code.LIMIT_HOLDS(**values)

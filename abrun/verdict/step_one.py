@@ -241,11 +241,6 @@ def _rounding_scale(
     return (size, "its size") if size >= min_scale else (min_scale, min_scale_source)
 
 
-def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
-    """Return a deviation with its scale, such as `0.047 of the largest advantage (2.47)`."""
-    return f"{deviation:.2g} of {scale_from} ({scale:.3g})"
-
-
 def _find_tolerance(
     metric: str, pair: Pair, compare: Compare, num_pairs: int, rerun_deviations: Sequence[float], alpha: float
 ) -> tuple[float, str, bool]:

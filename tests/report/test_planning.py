@@ -45,7 +45,7 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
     text = shown(render_plan("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment))
     assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
-    assert f"upper 80% bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
+    assert f"upper 80 % bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
 
 

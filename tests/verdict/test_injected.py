@@ -93,7 +93,7 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     *first, figures, num_pairs = sensitivity_rows(found)[0]
     assert (*first, num_pairs) == ("misgrouped", "1 rows off", "MATCH", "nothing", "-", "5")
     assert re.fullmatch(
-        r"train/reward changes by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
+        r"train/reward differs by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
     )
     advice = missed.advice
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
@@ -164,7 +164,7 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
     of_all = json.loads(CliRunner().invoke(app, ["faults", "--json"]).output)
     assert [one["name"] for one in of_all] == [fault.name for fault in LIBRARY_OF_FAULTS]
     assert of_all[2]["needs"] == {
-        "microbatches": "needs several microbatches; set policy.micro_batch_size"
+        "microbatches": "needs several micro-batches; set policy.micro_batch_size"
     } and all(one["shows"] and one["source"].startswith("https://") for one in of_all)
     refused = CliRunner().invoke(app, ["faults", "rank_men"])
     assert "such as 'rank_mean'" in str(refused.exception)

@@ -90,7 +90,7 @@ def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
 
 def test_runs_without_seeds_are_numbered_only_where_they_are_not_paired(tmp_path, compared):
     arms = write(tmp_path, "old", range(4), named="x{}y"), write(tmp_path, "new", range(4), named="x{}y")
-    with pytest.raises(ComparisonError, match="or pass --unpaired"):
+    with pytest.raises(ComparisonError, match="or pass --unpaired if the runs have no seeds"):
         compared(*arms, unpaired=False)
     found = compared(*arms)
     assert found.verdict == "MATCH"

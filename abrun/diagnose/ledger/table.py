@@ -5,7 +5,7 @@ from rich.text import Text
 
 from abrun.diagnose.ledger.drift import ledger_state
 from abrun.messages import sentence
-from abrun.messages.numbers import difference_text
+from abrun.messages.numbers import bound_text, difference_text
 from abrun.present.tables import Table, columns
 from abrun.recorded.experiment import Reference
 from abrun.redaction import printable
@@ -28,9 +28,9 @@ def render_ledger(reference: Reference) -> RenderableType:
             "; ".join(changed),
             (entry.commit or "-")[:9],
             difference_text(entry.difference, entry.interval),
-            f"{entry.drift:.3g}",
+            bound_text(entry.drift),
         )
         rows.append(cells)
-    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 %]", "drift then")
+    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 % CI]", "drift then")
     state = Text(printable(sentence(ledger_state(reference))), style="bold")
     return Group(Table(columns(*titles, fold=True), rows), state) if rows else state

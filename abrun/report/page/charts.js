@@ -175,7 +175,7 @@ class Figure {
         panel.reruns.length ? key("rerun", `A/A: rerun ${MINUS} its baseline run`) : null,
         margin ? key("margin", `margin ${marginText(margin)}`) : null,
         claims.some((one) => one.interval || one.ci90)
-          ? key("claim", `claim: mean and ${level} interval`)
+          ? key("claim", `claim: mean and ${level} CI`)
           : null,
         panel.windows.some((one) => one.interval)
           ? key("bars", `thin bars: simultaneous 95\u00a0% over ${panel.windows.length} windows (Bonferroni-t)`)

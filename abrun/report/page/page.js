@@ -171,10 +171,10 @@ function description() {
   const title = hasOneRunPerArm ? "The two runs" : "The arms";
   const intro = hasOneRunPerArm
     ? "Levels over the window, and the distance of the curves over all steps that both runs recorded. With one run per arm, an effect of the treatment cannot be distinguished from seed noise."
-    : "Levels over the window, the difference with its 90 % interval, and the certified bound (the smallest margin that these runs would pass). The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
+    : "Levels over the window, the difference with its 90 % confidence interval (CI), and the certified bound (the smallest margin that these runs would pass). The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
   const headings = hasOneRunPerArm
     ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
-    : [["90 % interval", "right"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
+    : [["90 % CI", "right"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
   return section(
     "description",
     title,
@@ -271,7 +271,7 @@ function claimsSection() {
               ? `${confidence(claim.alpha)} ${interval(claim.limited_interval, 4)}`
               : claim.interval || claim.ci90
               ? `${confidence(claim.interval ? claim.alpha : 0.05)} ${outwardInterval(claim.interval || claim.ci90)}`
-              : "no interval",
+              : "no CI",
           ),
         ],
         marginText(claim),
@@ -288,7 +288,7 @@ function claimsSection() {
       { class: "caption" },
       key("margin", "margin"),
       content.paired === false ? null : key("dot", "one pair"),
-      key("claim", "mean and its interval"),
+      key("claim", "mean and its CI"),
     ),
   );
 }
@@ -297,7 +297,7 @@ function claimsSection() {
 function certifiedText(claim) {
   if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
   if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
-  return `${boundText(100 * claim.certified_number)}%${claim.margin_unit === "climb" ? " of climb" : ""}`;
+  return `${boundText(100 * claim.certified_number)}\u00a0%${claim.margin_unit === "climb" ? " of climb" : ""}`;
 }
 
 // The test level, as in the other reports; with interim analyses, that of the analysis.
@@ -306,7 +306,7 @@ function testedText(claims) {
   if (!levels.length) return "";
   const level = Math.max(...levels);
   const share = (value) => `${number(100 * value, 3)}\u00a0%`;
-  return ` Claims are tested one-sided at ${share(1 - level)} confidence, which corresponds to ${confidence(level)} intervals.`;
+  return ` Claims are tested one-sided at ${share(1 - level)} confidence, which corresponds to a ${confidence(level)} confidence interval (CI).`;
 }
 
 // The heading of the column of means: a limit is on a level or a ratio, not on a difference.
@@ -314,7 +314,9 @@ function measured(claims) {
   const tests = new Set(claims.map((claim) => claim.test));
   const named = [];
   if ([...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test))) named.push("mean difference");
-  if (tests.has("limit")) named.push(`level of ${treatmentName()}`);
+  const limited = claims.filter((claim) => claim.test === "limit");
+  if (limited.length)
+    named.push(limited.every((claim) => claim.metric === "final_weights") ? "distance" : `level of ${treatmentName()}`);
   if (tests.has("ratio limit")) named.push("ratio");
   return named.join(" or ") || "mean difference";
 }
@@ -532,7 +534,7 @@ function stepOne() {
             chip({ pass: "agrees", fail: "deviates" }[check.result] || check.result),
             number(check.baseline, 6),
             number(check.treatment, 6),
-            [number(check.deviation, 2), muted(`of ${check.scale_from} (${number(check.scale, 3)})`)],
+            [number(check.deviation, 2), muted(`relative to ${check.scale_from} (${number(check.scale, 3)})`)],
             [number(check.tolerance, 2), muted(check.tolerance_from)],
             meter(check),
             number(check.aa_deviation, 2),
@@ -593,7 +595,7 @@ function divergence() {
     el(
       "p",
       { class: "intro" },
-      `The distance of the arms, averaged over steps, compared with the distance of baseline reruns of the same seed (the A/A noise floor), with the divergence caused by one ULP in the initial weights${recipeKey("controls.ulp_reruns")}, and with the spread over seeds. A diagnostic: it does not affect the verdict.`,
+      `The distance of the arms, averaged over steps, compared with the distance of baseline reruns of the same seed (the A/A noise floor), with the divergence caused by one ULP in the initial weights${recipeKey("controls.ulp_reruns")}, and with the baseline's sd over seeds. A diagnostic: it does not affect the verdict.`,
     ),
     unknown ? el("p", {}, `Noise floor unknown: no A/A reruns${recipeKey("controls.aa_reruns")}.`) : null,
     list.some((row) => row.noise_floor === "zero")
@@ -608,7 +610,7 @@ function divergence() {
             ["A/A mean |difference|", "right"],
             ["ratio to A/A", "right"],
             ["ratio to one ULP", "right nowrap"],
-            ["share of seed spread", "right"],
+            ["ratio to sd over seeds", "right"],
             ["first step that differs", "right"],
           ]),
           list.map((row) => [
@@ -635,7 +637,7 @@ function sensitivity() {
       : [fault.caught_by, fault.metric].filter(Boolean).join(": ");
   return section(
     "sensitivity",
-    "What it would have caught",
+    "What this comparison would have caught",
     el(
       "p",
       { class: "intro" },
@@ -755,7 +757,7 @@ function savings() {
             [baselineName(), "right"],
             [treatmentName(), "right"],
             ["ratio", "right"],
-            ["95\u00a0% interval", "right"],
+            ["95\u00a0% CI", "right"],
             [content.paired === false ? "runs" : "pairs", "right"],
           ]),
           list.map((saving) => [
@@ -941,7 +943,7 @@ const GUIDE = [
   ],
   [
     "Diamond and bar",
-    "The claim: mean difference over the window, and the interval that must lie inside the margin (90\u00a0%; wider with interim analyses). For a margin in sigmas of the baseline another test decides, and the zone and interval are only a guide.",
+    "The claim: mean difference over the window, and the interval that must lie inside the margin (90\u00a0% CI; wider with interim analyses). For a margin in sigmas of the baseline another test decides, and the zone and interval are only a guide.",
   ],
   [
     "Thin bars",
