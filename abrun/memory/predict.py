@@ -97,9 +97,9 @@ class SweepPrediction:
         assumption = f"Assumes {TRAINING_STATE} in {self.master_dtype}."
         if self.master_dtype != MASTER_DTYPE:
             assumption += f" abrun's own trainer keeps them in {MASTER_DTYPE}."
-        accuracy = f"Accuracy: within {percent_text(MAX_ERROR)} of measured peaks; PPO's value update and expert "
-            "models"
-        limits = f"{accuracy} up to {percent_text(MAX_UNDERESTIMATE)} too low. Not included: {NOT_INCLUDED}."
+        error, shortfall = percent_text(MAX_ERROR), percent_text(MAX_UNDERESTIMATE)
+        accuracy = f"Accuracy: within {error} of measured peaks; PPO's value update and expert models"
+        limits = f"{accuracy} up to {shortfall} too low. Not included: {NOT_INCLUDED}."
         return [assumption, limits, *filter(None, [self.note])]
 
     def as_json(self) -> dict[str, Any]:
