@@ -329,5 +329,5 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(RecipeError, match=r"megatron-core; pip install 'abrun\[megatron\]'"):
+    with pytest.raises(RecipeError, match=r"megatron-core is missing; pip install 'abrun\[megatron\]'"):
         library.check_megatron()

@@ -221,7 +221,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit": (lambda path: flip(rank_file(path), -1), "does not match its recorded checksum"),
     "truncated": (lambda path: os.truncate(rank_file(path), 100), "rank-0.safetensors has 100 bytes"),
     "no file": (lambda path: rank_file(path).unlink(), "rank-0.safetensors is missing"),
-    "no state": (lambda path: (path / "state.json").unlink(), "state.json no such file"),
+    "no state": (lambda path: (path / "state.json").unlink(), "state.json: no such file"),
     "half a state": (lambda path: (path / "state.json").write_text("{"), "state.json: not readable as JSON"),
     "an older form": (
         lambda path: write_json(path / "state.json", {"step": 7, "num_ranks": 1}),
