@@ -79,7 +79,7 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
     assert code == 0 and plan["runs_at_once"] is None and "cluster.nodes" in plan["refusals"][0]
     for folder in ("/no/such/folder", "no/such/folder"):  # a hub's names have one slash
         code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", f"model={{path: {folder}}}")
-        assert code == 2 and "no such folder" in plan["refusals"][0]
+        assert code == 2 and "is not a folder here" in plan["refusals"][0]
 
 
 def test_a_dry_run_exits_with_2_where_a_reference_of_the_task_is_broken(

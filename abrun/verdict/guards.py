@@ -40,10 +40,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """Cost of the treatment relative to the baseline.
-
-    The geometric mean of paired ratios, or the ratio of geometric means for independent arms.
-    """
+    """Cost ratio treatment / baseline: geometric mean over pairs, or ratio of geometric means if unpaired."""
 
     arm: str
     quantity: str
@@ -191,9 +188,7 @@ def _measure_saving(
 
 
 def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
-    """Check that no treated run failed whose baseline finished: such a failure is a result, not missing
-    data.
-    """
+    """Check that no treated run failed whose baseline finished: a failure is a result, not missing data."""
     comparable_pairs = [pair for pair in pairs if pair.baseline.finished]
     failed = [pair.treatment for pair in comparable_pairs if pair.treatment.status == "failed"]
     reason = Code.RUNS_FINISHED(arm=arm, paired=paired)
@@ -358,9 +353,7 @@ def _non_finite_since(series: Series, baseline_curves: Sequence[Array]) -> int |
 def _check_token_error(
     arms: Mapping[str, str], sides: Sides, limits: Guards, alpha: float
 ) -> Iterator[Guard]:
-    """Check that trainer and engine agree on log-probs: the worst run's median, and the share of steps
-    above it.
-    """
+    """Check the train-inference mismatch: the worst run's median, and the share of steps above the limit."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
     recorded_sides = sides.select(
         [run.finished and len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.baselines],

@@ -41,7 +41,7 @@ def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) ->
 
 
 def test_a_dollar_before_a_placeholder_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"whose \$ would stay .*; write \{seed\}"):
+    with pytest.raises(RecipeError, match=r"which would leave a \$ before the value; write \{seed\}"):
         load_recipe(FOREIGN, ["trainer.argv=[train, '${seed}', '{script}{format}{learning_rate}{step_s}']"])
 
 

@@ -152,5 +152,5 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     ]
     first = {label: (0, int(minor)) for minor, changes in rows for label in changes.split("; ")}
     assert first["has sampling masks"] == MIN_VLLM_WITH_SAMPLING_MASKS
-    assert first["an engine sets up the log as it starts"] == MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG
+    assert first["an engine replaces the log handlers when it starts"] == MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG
     assert VLLM_VERSIONS in text

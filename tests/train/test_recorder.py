@@ -54,6 +54,6 @@ def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str
     run = make_run(directory / "run", config)
     here = RunDir(run)
     ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
-    policy: Any = SimpleNamespace(ranks=ranks, weights=lambda: iter([("weight", torch.ones(2, 3))]))
+    policy: Any = SimpleNamespace(ranks=ranks, gather_weights=lambda: iter([("weight", torch.ones(2, 3))]))
     Recorder(here.begin_attempt(), config).environment(config, policy, [], None)
     return (here.environment() or {})["precision"]

@@ -154,4 +154,6 @@ def test_no_text_of_a_stored_experiment_is_more_than_text(tmp_path, abrun) -> No
         assert token not in text and "hunter" not in text, name
     markdown = without_code((folder / "report" / "report.md").read_text())
     assert not re.search(r"(?<!\\)[<&`]|(?<!\\)\]\(java|https?://|www\.|e@e", markdown)
-    assert all(line[:2] in ("# ", "- ", "| ", "**", "![", "an", "di", "") for line in markdown.splitlines())
+    assert all(
+        line[:2] in ("# ", "- ", "| ", "**", "![", "an", "di", "Di", "") for line in markdown.splitlines()
+    )
