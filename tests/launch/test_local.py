@@ -413,7 +413,7 @@ if "limit" in options:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (options["limit"],) * 2)
 test_local.supervisor.POLL_S = 0.02
-test_local.LAUNCHERS.update([test_local.FAKE])
+test_local.LOCAL_LAUNCHERS.update([test_local.FAKE])
 try:
     outcome = test_local.launch(
         Path(sys.argv[2]), *options.get("set", []), jobs=4, resume=options.get("resume", False),

@@ -308,7 +308,7 @@ def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> No
     assert code == 0 and "abrun.launch.ray.driver" in said and URL in said
     assert ray.submitted == [] and not (tmp_path / "runs").exists()
     code, said, _ = run("launch", SMALL, "--launcher", "ray", "--detach")
-    assert code == 0 and said.startswith("in the queue: small-") and "abrun watch" in said
+    assert code == 0 and said.startswith("queued: small-") and "abrun watch" in said
     code, said, _ = run("status", "small")
     assert code == 0 and "4 waiting" in said and "is RUNNING" in said
     assert run("cancel", "small")[1].startswith("cancelled: 1 job (small-")
