@@ -33,7 +33,7 @@ from pathlib import Path
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from tests.launch.fakes import FAKE_UNDER_AGENT
 from tests.launch.test_copies import launch
-LAUNCHERS.update([FAKE_UNDER_AGENT])
+LOCAL_LAUNCHERS.update([FAKE_UNDER_AGENT])
 launch(Path(sys.argv[1]), "steps=2000", launcher="fake-under-agent")
 """
 

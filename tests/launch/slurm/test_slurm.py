@@ -552,7 +552,7 @@ def run(tmp_path: Path, abrun: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
 
 def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Path, run: Cli) -> None:
     code, said, _ = run("launch", SMALL, "--launcher", "slurm", "--detach")
-    assert code == 0 and said.startswith("in the queue: 101, 102; ") and "abrun watch" in said
+    assert code == 0 and said.startswith("queued: 101, 102; ") and "abrun watch" in said
     code, said, _ = run("status", "small")
     assert (
         code == 0 and "4 waiting" in said and "baseline/seed-0 and 1 more: job 101_0 waits: Priority" in said
