@@ -1,9 +1,9 @@
-"""Sentences of claims: the outcome of each.
+"""Sentences on the outcome of a claim.
 
 They share these values. `over`: the sample (`pairs`, or the `runs` of both arms if they are not paired),
 `steps`, `window`, whether there is a `recipe` and whether Welch's test was used. `detected`: a difference
 whose interval excludes zero, or None. `power`: the power now, and the pairs needed. `arm`, `baseline_arm`:
-the names of both arms, which files of older versions lack.
+the names of both arms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ Detected = Mapping[str, Any] | None
 # --- outcomes ---
 
 
-def _not_tested(metric, window, problem, detected, arm="treatment", baseline_arm="baseline") -> str:
+def _not_tested(metric, window, problem, detected, arm, baseline_arm) -> str:
     """The claim could not be tested on these runs."""
     difference = ""
     if detected:
@@ -54,8 +54,8 @@ def _equivalent(
     certified_number,
     certified_jointly,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The arms are equivalent within the margin."""
     unit = difference_unit(transform)
@@ -89,8 +89,8 @@ def _differs(
     interval,
     p_beyond,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The arms differ by more than the margin."""
     size = f"{abs(difference):.3g}{difference_unit(transform)} {'lower' if difference < 0 else 'higher'}"
@@ -122,8 +122,8 @@ def _detected(
     absolute_margin,
     power,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """A difference was detected, and may lie within the margin."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
@@ -155,8 +155,8 @@ def _undecided(
     pair_correlation,
     power,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """Neither equivalence nor a difference was shown."""
     bound = certified_text(certified_bound, certified_number, margin_unit)
@@ -181,11 +181,11 @@ def _limit_holds(
     interval,
     detected,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The limit holds."""
-    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
+    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return (
         f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
         f"({value}){_clauses(warnings)}"
@@ -204,11 +204,11 @@ def _limit_broken(
     detected,
     p_beyond,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The limit is broken."""
-    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
+    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
     return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
@@ -224,15 +224,15 @@ def _limit_undecided(
     interval,
     detected,
     warnings,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """It is not shown whether the limit holds; `interval` is None for one pair."""
     head = f"{metric}: {margin}: undecided over {_setting(over)}"
     if interval is None:
         needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"
-        return f"{head}: {_measured(measure, limit, limited, arm, baseline_arm)}; {needed}"
-    value = _limited(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
+        return f"{head}: {_quantity(measure, limit, limited, arm, baseline_arm)}; {needed}"
+    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return f"{head}: {value}; more seeds narrow the interval{_clauses(warnings)}"
 
 
@@ -250,9 +250,9 @@ def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
 
 
 def _setting(over: Mapping[str, Any]) -> str:
-    """Return the sample and the steps of an outcome: `5 pairs, this recipe, steps 33-40`."""
+    """Return the sample and the steps of an outcome: `5 pairs of this recipe, steps 33-40`."""
     steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
-    return f"{_sample(over)}, {'this recipe, ' * over['recipe']}steps {steps}"
+    return f"{_sample(over)}{' of this recipe' * over['recipe']}, steps {steps}"
 
 
 def _sample(over: Mapping[str, Any]) -> str:
@@ -325,8 +325,8 @@ def _needed_for_the_observed(
     return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _measured(measure: str, limit: float, limited: float, arm: str, baseline_arm: str) -> str:
-    """Name what a limit is on: a ratio, a ratio of excesses, a distance of weights, or a reduction."""
+def _quantity(measure: str, limit: float, limited: float, arm: str, baseline_arm: str) -> str:
+    """Return the limited quantity with its value, such as `fused / plain is 0.94`."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     quantity = {
         "ratio": f"{arm} / {baseline_arm}",
@@ -336,7 +336,7 @@ def _measured(measure: str, limit: float, limited: float, arm: str, baseline_arm
     return f"{quantity} is {text_near_limit(limited, limit)}"
 
 
-def _limited(
+def _quantity_and_interval(
     measure: str,
     limit: float,
     limited: float,
@@ -347,8 +347,8 @@ def _limited(
     baseline_arm: str,
 ) -> str:
     low, high = (text_near_limit(end, limit) for end in interval)
-    measured = _measured(measure, limit, limited, arm, baseline_arm)
-    value = f"{measured}, {interval_level_text(alpha)} CI [{low}, {high}]"
+    quantity = _quantity(measure, limit, limited, arm, baseline_arm)
+    value = f"{quantity}, {interval_level_text(alpha)} CI [{low}, {high}]"
     if detected is None:
         return value
     if measure in ("ratio", "excess"):

@@ -16,9 +16,7 @@ def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
     return "; ".join(clauses) or "none of the watched metrics is recorded"
 
 
-def _not_finite_more_often(
-    metric, share, baseline_share, p, level, arm="treatment", baseline_arm="baseline"
-) -> str:
+def _not_finite_more_often(metric, share, baseline_share, p, level, arm, baseline_arm) -> str:
     """A metric is NaN or Inf at more steps than in the baseline."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     return (
@@ -33,9 +31,7 @@ def _token_error_kept(metric: str, above: float | None, value: float, limit: flo
     return f"{metric}: {statistic} is {_finite_text(value)} (limit {limit:g})"
 
 
-def _token_error_exceeded(
-    metric, above, value, limit, baseline, p, level, arm="treatment", baseline_arm="baseline"
-) -> str:
+def _token_error_exceeded(metric, above, value, limit, baseline, p, level, arm, baseline_arm) -> str:
     """The train-inference mismatch exceeds its limit."""
     value_text = _token_error_kept(metric, above, value, limit)
     baseline_text = f"{_finite_text(baseline)} in {arm_texts(arm, baseline_arm)[1]}"
@@ -46,12 +42,12 @@ def _p_value(p: float, level: float, arm: str) -> str:
     return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse, level {level:.2g}"
 
 
-def _ratio_kept(quantity, ratio, limit, arm="treatment", baseline_arm="baseline") -> str:
+def _ratio_kept(quantity, ratio, limit, arm, baseline_arm) -> str:
     """The ratio of the arms keeps its limit."""
     return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g})"
 
 
-def _ratio_exceeded(quantity, ratio, limit, p, level, arm="treatment", baseline_arm="baseline") -> str:
+def _ratio_exceeded(quantity, ratio, limit, p, level, arm, baseline_arm) -> str:
     """The ratio of the arms exceeds its limit."""
     return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
 

@@ -8,12 +8,14 @@ from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
 from abrun.reasons import Code
 
 
-def _margin_suggested(margin_is: str, seen: Mapping[str, Any] | None, passes: bool) -> str:
+def _margin_suggested(
+    margin_is: str, seen: Mapping[str, Any] | None, passes: bool, arm: str, baseline_arm: str
+) -> str:
     """Origin of a suggested margin, and the difference of these runs if one was detected."""
     origin = f"suggested here: {margin_is}"
     if seen is None:
         return origin
-    difference = f"{seen['difference']:+.3g}, {direction_text(seen)}"
+    difference = f"{seen['difference']:+.3g}, {direction_text(seen, arm, baseline_arm)}"
     if passes:
         return (
             f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by "

@@ -1,4 +1,4 @@
-"""The numbers of claims as sentences and tables write them: one function for each quantity."""
+"""Texts of the numbers in claims, shared by sentences and tables: one function for each quantity."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ AT_OBSERVED = "at the observed sd"
 
 
 def bound_text(bound: float) -> str:
-    """Return an upper bound in three digits, rounded up: a claim with a bound of 0.05004 fails at 0.05."""
+    """Return an upper bound in three digits, rounded up: the bound 0.05004 does not pass a margin of 0.05."""
     return _rounded(bound, math.ceil) if bound > 0 else f"{bound:.3g}"
 
 
@@ -21,7 +21,7 @@ def _rounded(value: float, to_integer: Callable[[float], int]) -> str:
 
 
 def text_near_limit(value: float, limit: float) -> str:
-    """Return a value in four digits, or in more if only they show on which side of the limit it lies."""
+    """Return a value in four digits, or in as many as show whether it is above or below the limit."""
     for digits in range(4, 10):
         if value == limit or f"{value:.{digits}g}" != f"{limit:.{digits}g}":
             return f"{value:.{digits}g}"
@@ -34,12 +34,12 @@ def difference_text(difference: float, interval: Sequence[float]) -> str:
 
 
 def interval_text(interval: Sequence[float]) -> str:
-    """Return an interval in three digits, rounded outward: its wider end reads like the certified bound."""
+    """Return an interval in three digits, rounded outward, so that it agrees with the certified bound."""
     return f"[{_rounded(interval[0], math.floor)}, {_rounded(interval[1], math.ceil)}]"
 
 
 def difference_unit(transform: str) -> str:
-    """Return the scale of a difference in parentheses; empty if the values are not transformed."""
+    """Return the scale of a difference as a suffix, in parentheses; empty without a transform."""
     scale = difference_scale(transform)
     return f" ({scale})" if scale else ""
 
@@ -66,10 +66,8 @@ def arm_texts(arm: str, baseline_arm: str) -> tuple[str, str]:
     return treatment, baseline
 
 
-def agreeing_seeds_text(
-    detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline"
-) -> str:
-    """Return in how many seeds, or runs, a detected difference has its direction: `in 4 of 4 seeds`."""
+def agreeing_seeds_text(detected: Mapping[str, Any], arm: str, baseline_arm: str) -> str:
+    """Return how many seeds (unpaired: treated runs) agree with a difference's sign: `in 4 of 4 seeds`."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
     if detected["paired"]:
@@ -77,15 +75,13 @@ def agreeing_seeds_text(
     return f"{agreeing} runs of {treatment}, against the mean of {baseline}"
 
 
-def direction_text(detected: Mapping[str, Any]) -> str:
-    """Return a direction and its seeds: `lower in 4 of 4 seeds`."""
-    return f"{detected['direction']} {agreeing_seeds_text(detected)}"
+def direction_text(detected: Mapping[str, Any], arm: str, baseline_arm: str) -> str:
+    """Return the direction of a difference and how many seeds agree: `lower in 4 of 4 seeds`."""
+    return f"{detected['direction']} {agreeing_seeds_text(detected, arm, baseline_arm)}"
 
 
-def difference_and_seeds_text(
-    detected: Mapping[str, Any], arm: str = "treatment", baseline_arm: str = "baseline"
-) -> str:
-    """Return a difference and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
+def difference_and_seeds_text(detected: Mapping[str, Any], arm: str, baseline_arm: str) -> str:
+    """Return a difference, its interval and its seeds: `-0.0328 [-0.0349, -0.0307], in 4 of 4 seeds`."""
     difference = difference_text(detected["difference"], detected["interval"])
     return f"{difference}, {agreeing_seeds_text(detected, arm, baseline_arm)}"
 

@@ -28,8 +28,8 @@ def _step_one_differs(
     scale_from,
     tolerance,
     tolerance_from,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The first step differs by more than rounding."""
     treatment_text, baseline_text = arm_texts(arm, baseline_arm)
@@ -51,8 +51,8 @@ def _step_one_open(
     scale_from,
     tolerance,
     tolerance_from,
-    arm="treatment",
-    baseline_arm="baseline",
+    arm,
+    baseline_arm,
 ) -> str:
     """The first step differs by more than the tolerance, and rounding may explain it."""
     values = (metric, baseline, treatment, step, seed, deviation, scale, scale_from, tolerance)
@@ -84,7 +84,7 @@ def _described(arm, baseline, metric, levels, steps, runs, paired, difference, i
             f"{metric}: no difference detected: {levels[1]:.4g} in {arm}, {levels[0]:.4g} in {baseline}, "
             f"{window}, {sample} (difference {difference:+.3g}, 90 % CI {interval_text(interval)})"
         )
-    return f"{change}; {direction_text(detected)} (90 % CI {interval_text(interval)})"
+    return f"{change}; {direction_text(detected, arm, baseline)} (90 % CI {interval_text(interval)})"
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:

@@ -214,7 +214,13 @@ class NextStepFacts:
         bound, margin = description.certified_bound, description.margin
         passes = bound is not None and margin is not None and bound < margin
         detected = description.detected and asdict(description.detected)
-        return Code.MARGIN_SUGGESTED(margin_is=description.margin_is, seen=detected, passes=passes)
+        return Code.MARGIN_SUGGESTED(
+            margin_is=description.margin_is,
+            seen=detected,
+            passes=passes,
+            arm=description.arm,
+            baseline_arm=self.experiment.baseline,
+        )
 
     @property
     def has_several_runs(self) -> bool:

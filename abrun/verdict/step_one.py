@@ -327,13 +327,15 @@ def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: flo
 
 def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:
     """Return why the first step is not evaluated in runs that abrun did not launch."""
-    if pairs and all(no_shared_step_reason([pair.baseline, pair.treatment]) for pair in pairs):
+    if not pairs:
+        return Code.FIRST_STEP_NOT_PAIRED()
+    if all(no_shared_step_reason([pair.baseline, pair.treatment]) for pair in pairs):
         return Code.FIRST_STEP_NOT_SHARED()
     firsts = [(first_step(pair.baseline), first_step(pair.treatment)) for pair in pairs]
     differing = next((steps for steps in firsts if steps[0] != steps[1]), None)
     if differing:
         return Code.FIRST_STEPS_DIFFER(baseline=differing[0], treatment=differing[1])
-    latest = max((latest for latest, _ in firsts), default=0)
+    latest = max(latest for latest, _ in firsts)
     if latest > 1:
         return Code.FIRST_STEP_LATE(step=latest)
     if any(

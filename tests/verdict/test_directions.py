@@ -63,4 +63,4 @@ def test_directions_agree_with_their_interval():
     found = detect(base, base + np.array([0.1, 0.2, -0.01]), 0.1, (0.01, 0.2), paired=True)
     assert found is not None
     assert (found.direction, found.num_agreeing, found.num_compared) == ("higher", 2, 3)
-    assert difference_and_seeds_text(asdict(found)) == "+0.1 [0.01, 0.2], in 2 of 3 seeds"
+    assert difference_and_seeds_text(asdict(found), "new", "old") == "+0.1 [0.01, 0.2], in 2 of 3 seeds"

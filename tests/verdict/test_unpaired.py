@@ -69,6 +69,13 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     jsonschema.Draft202012Validator(json_schema()).validate(content)
 
 
+def test_arms_without_a_common_seed_have_no_first_step_to_compare(tmp_path, compared):
+    arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
+    found = compared(*arms, unpaired=False)
+    assert found.verdict == "INVALID"
+    assert only(found.content.not_tested, Code.STEP_ONE_NOT_READ)["why"] == Code.FIRST_STEP_NOT_PAIRED()
+
+
 def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path, compared):
     arms = write(tmp_path, "old", range(3)), write(tmp_path, "new", range(5, 8))
     found = compared(*arms, margin="0.008")
