@@ -55,6 +55,7 @@ RecipeFile = Annotated[
 ]
 RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DryRunJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -98,13 +99,13 @@ Aliases = Annotated[
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="Column or key of the step number.")]
-Seeds = Annotated[str | None, typer.Option(help="Compare only these seeds, such as 0-3 or 1,5.")]
+Seeds = Annotated[str | None, typer.Option(help="Use only these seeds, such as 0-3 or 1,5.")]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(
         metavar="RUN",
         help="Exclude a run, such as new/seed-2, or all runs that match a pattern: by arm and seed, name in "
-        "the log, or wandb id; repeatable. The report lists excluded runs.",
+        "the log, or wandb id; repeatable. The output lists excluded runs.",
     ),
 ]
 VersionsDiffer = Annotated[
@@ -124,13 +125,15 @@ Interim = Annotated[
     str | None,
     typer.Option(
         metavar="3,5,8",
-        help="Numbers of pairs (in order of their seeds) at which runs not launched by abrun are analysed; "
-        "pass the same list each time. Experiments declare compare.interim instead.",
+        help="For runs not launched by abrun: numbers of pairs, in seed order, at which to make interim "
+        "analyses; pass the same list each time. Experiments declare compare.interim instead.",
     ),
 ]
 NoStepOne = Annotated[
     bool,
-    typer.Option("--no-step-one", help="Skip the step-one check: the first recorded step follows an update."),
+    typer.Option(
+        "--no-step-one", help="Skip the step-one check; for runs whose first recorded step follows an update."
+    ),
 ]
 ReportFolder = Annotated[
     Path | None,
@@ -159,7 +162,10 @@ TakeOver = Annotated[
 Launcher = Annotated[
     str | None, typer.Option(help="Launcher: local, slurm or ray; default: the recipe's, or local.")
 ]
-Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="Folder of the experiment; default: the recipe's name (bisect: with -bisect)."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any problems; write nothing.")]
 DeviceMemory = Annotated[
     str | None,

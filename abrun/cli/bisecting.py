@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
     from abrun.runs.layout import RunName
 
-Refs = Annotated[str | None, typer.Option(help="Comma-separated git refs to test instead, from good to bad.")]
+Refs = Annotated[
+    str | None,
+    typer.Option(help="Instead of --good and --bad: comma-separated git refs to test, from good to bad."),
+]
 Setup = Annotated[
     str | None,
     typer.Option(
@@ -69,8 +72,9 @@ def bisect(
 ) -> None:
     """Find the commit or package version that broke the claims of a recipe.
 
-    Re-run the same command to resume. Exit code: 0 one candidate is found, 4 several remain or the result is
-    inconclusive, 5 nothing to bisect, 2 bad input, or good or bad cannot run, 130 after Ctrl-C.
+    Re-run the same command to resume. Exit code: 0 if one candidate is found, 4 if several remain or the
+    result is inconclusive, 5 if there is nothing to bisect, 2 for bad input or if the good or the bad
+    candidate cannot run, 130 after Ctrl-C.
 
     Examples:
         abrun bisect recipe.yaml --good v1.2 --bad main --setup 'pip install -e .'

@@ -12,6 +12,7 @@ from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
     DryRun,
+    DryRunJson,
     ExitZero,
     Experiment,
     Json,
@@ -64,13 +65,13 @@ def launch(
     max_seeds: MaxSeeds = None,
     device_memory: DeviceMemory = None,
     exit_zero: ExitZero = False,
-    as_json: Json = False,
+    as_json: DryRunJson = False,
 ) -> None:
     """Run an experiment: train all arms and seeds with live progress, then compare the arms.
 
-    Exit code if every run finished: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without a claim), 5 INVALID; 0
-    with --exit-zero or --no-compare. Otherwise: 1 if a run did not finish or the comparison failed, 2 for bad
-    input (in a dry run also for a plan that no machine could run), 130 after Ctrl-C.
+    Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without a claim), 5 INVALID; --exit-zero and
+    --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input, 130
+    after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
 
     Examples:
         abrun launch quickstart

@@ -60,7 +60,7 @@ def compare(
     claim: Claims = None,
     reference: Reference = None,
     arm: Annotated[
-        str | None, typer.Option(help="With --reference: the arm to compare; default: the baseline.")
+        str | None, typer.Option(help="With --reference: the arm to compare; required if there are several.")
     ] = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
@@ -142,8 +142,9 @@ ChainOnly = Annotated[
     bool,
     typer.Option(
         "--chain-alone",
-        help="With --budget: bound drift only by the sum of the changes' bounds. Default: the smaller of "
-        "that sum and a direct comparison with these runs, at half the level each.",
+        help="With --budget: bound the total drift only by the chain, the sum of the accepted changes' "
+        "bounds. Default: the smaller of that sum and the bound of a direct comparison, each at half of "
+        "alpha.",
     ),
 ]
 
@@ -318,7 +319,12 @@ def plan(
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
     max_seeds: Annotated[
-        int | None, typer.Option(min=3, max=MAX_SEEDS, help="Plan for launch --until-decided --max-seeds.")
+        int | None,
+        typer.Option(
+            min=3,
+            max=MAX_SEEDS,
+            help="Plan for `abrun launch --until-decided` with this maximum number of seeds.",
+        ),
     ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),

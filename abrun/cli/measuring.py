@@ -51,7 +51,11 @@ Sampling = Annotated[
 ]
 Folder = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Folder of peaks.json; default: <runs-dir>/<recipe>-memory."),
+    typer.Option(
+        "--output",
+        "-o",
+        help="Folder of peaks.json (with --predict: prediction.json); default: <runs-dir>/<recipe>-memory.",
+    ),
 ]
 
 Predict = Annotated[
@@ -122,15 +126,17 @@ def memory_profile(
         _measure(plan, folder)
 
 
-def _refuse_options(predict: bool, measured: dict[str, Any], predicted: dict[str, Any]) -> None:
-    """Raise RecipeError for options of a measurement with --predict, and of a prediction without it."""
-    for option in (option for option, value in measured.items() if predict and value):
+def _refuse_options(predict: bool, measure_options: dict[str, Any], predict_options: dict[str, Any]) -> None:
+    """Raise RecipeError for options that do not fit --predict, or an unknown --master-dtype."""
+    for option in (option for option, value in measure_options.items() if predict and value):
         raise RecipeError(Code.OPTION_NOT_PREDICTED(option=option))
-    for option in (option for option, value in predicted.items() if value and not predict):
+    for option in (option for option, value in predict_options.items() if value and not predict):
         raise RecipeError(Code.OPTION_NEEDS_PREDICT(option=option))
-    if predicted["--master-dtype"] not in (None, *MASTER_DTYPES):
+    if predict_options["--master-dtype"] not in (None, *MASTER_DTYPES):
         raise RecipeError(
-            Code.MASTER_DTYPE_UNKNOWN(got=predicted["--master-dtype"], allowed=" or ".join(MASTER_DTYPES))
+            Code.MASTER_DTYPE_UNKNOWN(
+                got=predict_options["--master-dtype"], allowed=" or ".join(MASTER_DTYPES)
+            )
         )
 
 
@@ -162,7 +168,9 @@ def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
 def mismatch(
     run: Annotated[
         str,
-        typer.Argument(help="A run's folder, or an experiment, from which a run is chosen."),
+        typer.Argument(
+            help="A run's folder, or an experiment: its first run with a checkpoint, baseline first."
+        ),
     ],
     step: Annotated[
         int | None,

@@ -79,7 +79,8 @@ def group_pairs(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     """Make the plan of a recipe.
 
-    Raises RecipeError if an arm does not differ from the baseline or a claim could not be judged.
+    Raises RecipeError for too many runs, for an arm that changes nothing or changes `validation`, and for a
+    claim that could not be judged.
     """
     controls = recipe.controls
     num_arms = len(recipe.arms) + len(controls.faults)
@@ -88,7 +89,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         raise RecipeError(
             Code.NOT_ALLOWED(
                 field=recipe.name,
-                got=f"{num_arms} arms x {len(recipe.seeds)} seeds, {num_runs} runs",
+                got=f"{num_runs} runs ({num_arms} arms and faults x {len(recipe.seeds)} seeds, plus reruns)",
                 allowed=f"at most {MAX_RUNS} per experiment; remove some, or split the experiment",
             )
         )

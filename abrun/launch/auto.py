@@ -97,7 +97,7 @@ def decide_values(
     request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
         values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
-        explanation = f"auto is {_format_values(values)}: no arm with an open value trains on GPUs"
+        explanation = f"auto resolves to {_format_values(values)}: no arm with an open value trains on GPUs"
         return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
     _refuse_unpredictable(request, keys, configs)
     own_bytes = resolve_device_memory(None) if is_local else None
@@ -124,7 +124,7 @@ def decide_values(
         )
     return _make_decisions(
         choice.values,
-        why=f"auto is {_format_values(choice.values)}: {_describe_trials(candidates)}"
+        why=f"auto resolves to {_format_values(choice.values)}: {_describe_trials(candidates)}"
         + f", {memory_text}{margin_text}"
         + (f"; predicted, not measured: {why_not_measured}" if why_not_measured else ""),
         device_bytes=device_bytes,

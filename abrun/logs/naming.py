@@ -213,11 +213,11 @@ def _check_distinct(logs: Sequence[Log], names: Sequence[RunName], run_filter: R
     for name, log in zip(names, logs, strict=True):
         if run_filter(name):
             logs_of.setdefault(name, []).append(log)
-    for name, same_name in logs_of.items():
-        if len(same_name) > 1 and merge_starts(same_name, str(name)) is None:
+    for name, logs_with_name in logs_of.items():
+        if len(logs_with_name) > 1 and merge_starts(logs_with_name, str(name)) is None:
             raise ComparisonError(
-                f"{printable(str(name))}: got two runs of that name, {same_name[0].place} and "
-                f"{same_name[1].place}; leave one out with --exclude, describe the names, for example "
+                f"{printable(str(name))}: got two runs of that name, {logs_with_name[0].place} and "
+                f"{logs_with_name[1].place}; leave one out with --exclude, describe the names, for example "
                 "--pattern '{arm}-s{seed}', or name the folder of each arm: ARM=FOLDER"
             )
     return list(names)

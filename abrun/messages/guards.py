@@ -39,7 +39,7 @@ def _token_error_exceeded(metric, above, value, limit, baseline, p, level, arm, 
 
 
 def _p_value(p: float, level: float, arm: str) -> str:
-    return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse, level {level:.2g}"
+    return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse; significance level {level:.2g}"
 
 
 def _ratio_kept(quantity, ratio, limit, arm, baseline_arm) -> str:

@@ -26,7 +26,7 @@ def _lower_tolerance(metric: str, deviation: float, aa_deviation: float) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.FOUND_BY_STEP_ONE: "deviates by {deviation:.2g} relative to {scale_from} ({scale:.3g}), tolerance "
+    Code.FOUND_BY_STEP_ONE: "deviates by {deviation:.2g} relative to {scale:.3g} ({scale_from}), tolerance "
     "{tolerance:.2g}",
     Code.FOUND_BY_GUARD: "{value:.3g}, limit {limit:.3g}",
     Code.LIMITED_METRIC: "{metric} is {value:.3g}, {limit}",

@@ -77,8 +77,8 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_SEEDS: "Or first plan the number of seeds",
     Code.TRAIN_THREE_SEEDS: "Three or more seeds can decide",
     Code.FINISH_INTERIM_PAIRS: "An interim analysis is still to come: let its pairs finish",
-    Code.RUN_IN_FLOAT32: "Train one step in float32 to tell rounding from a fault: there, rounding errors "
-    "stay below 1e-4",
+    Code.RUN_IN_FLOAT32: "Train one step in float32, where rounding errors stay below 1e-4, to tell rounding "
+    "from a fault",
     Code.DECLARE_ROUNDING: _declare_rounding,
     Code.PLAN_WIDER_MARGIN: "{needed}; plan with a wider margin",
     Code.TRAIN_MORE_PAIRS: "{needed}",

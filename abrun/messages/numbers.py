@@ -87,8 +87,8 @@ def difference_and_seeds_text(detected: Mapping[str, Any], arm: str, baseline_ar
 
 
 def deviation_text(deviation: float, scale: float, scale_from: str) -> str:
-    """Return a deviation with its scale, such as `0.047 relative to the largest advantage (2.47)`."""
-    return f"{deviation:.2g} relative to {scale_from} ({scale:.3g})"
+    """Return a deviation with its scale, such as `0.047 relative to 2.47 (the largest advantage)`."""
+    return f"{deviation:.2g} relative to {scale:.3g} ({scale_from})"
 
 
 def margin_text(number: float, unit: str) -> str:

@@ -171,8 +171,8 @@ VALIDITY: dict[Code, Message] = {
     Code.RUN_COPIED: "{run} is a copy of {original}: all numbers are the same, even the times",
     Code.CONFIG_MISSING: "{run}: config.json is missing, so undeclared differences cannot be ruled out",
     Code.CONFIG_NOT_AS_DECLARED: "{run}: config {key} is {value}, but the treatment declares {declared}",
-    Code.CONFIG_DIFFERS: "{run}: config {key} is {value}, but {expected} in {reference}, which is not part "
-    "of the declared treatment",
+    Code.CONFIG_DIFFERS: "{run}: config {key} is {value}, but {expected} in {reference}; the declared "
+    "treatment does not explain this difference",
     Code.CONFIG_MIXED: _config_mixed,
     Code.ENVIRONMENT_MISSING: "{run}: environment.json is missing, so versions, devices and prompts are "
     "unknown",

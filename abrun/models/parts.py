@@ -127,7 +127,7 @@ def _build_on_meta(config: Any) -> Any:
         network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     base = network.base_model
     base.rotary_emb = type(base.rotary_emb)(config=network.config)
-    assert not any(buffer.is_meta for buffer in network.buffers()), "buffers are computed, not read"
+    assert not any(buffer.is_meta for buffer in network.buffers()), "a buffer is still on the meta device"
     disable_noise(network)
     return network
 
@@ -141,7 +141,7 @@ def read_slice(network: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
 
 
 def check_twin(network: Any, *, decodes: bool) -> bool:
-    """Run the checks on a small network of the same family, since this one has no weights yet.
+    """Run `check_network` on a small twin of `network`, which has no weights yet.
 
     With `decodes`, returns the result of `check_decoding`.
     """

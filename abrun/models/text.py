@@ -141,9 +141,9 @@ def _is_stock(tokenizer: Any, names: Sequence[str]) -> bool:
 
 
 def load_text(model: Model, *, weights: Path | None) -> Text:
-    """Return the `Text` of a recipe's model; `weights`, a checkpoint folder, replaces the recipe's own.
+    """Return the `Text` of a recipe's model, from the checkpoint folder `weights` if it is given.
 
-    Raises RecipeError if the checkpoint does not exist.
+    Raises RecipeError if the checkpoint does not load, or has no chat template for the system prompt.
     """
     source = source_of(model, weights)
     if source is None:

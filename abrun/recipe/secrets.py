@@ -94,7 +94,10 @@ def find_secret_in_words(words: list[str]) -> str | None:
 
 
 def _find_secret_assignment(word: str, depth: int = 1) -> str | None:
-    """Return the name in `--name=value` or `Name: value` if the value is a secret, else None."""
+    """Return the name in `--name=value` or `Name: value` if the value is a secret, else None.
+
+    For a proxy URL with a password, return "a URL".
+    """
     if (proxy := PROXY.fullmatch(word)) and is_secret("password", proxy[1]):
         return "a URL"
     option, header = OPTION.fullmatch(word), HEADER.fullmatch(word)

@@ -103,7 +103,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         name=_experiment_name(sources.named_sources, arms),
         arms=arms,
         compare=Compare(paired=paired),
-        runs={run: _make_run(run, by_name[run], numbered=not guess.seeds_known) for run in ordered},
+        runs={run: _make_run(run, by_name[run], seed_is_unknown=not guess.seeds_known) for run in ordered},
         seeds_known=guess.seeds_known,
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
@@ -131,14 +131,14 @@ def _add_renamed_keys(unread: Mapping[str, T], names: Mapping[str, str]) -> dict
     return {**unread, **{our_names[name]: content for name, content in unread.items() if name in our_names}}
 
 
-def _make_run(name: RunName, log: Log, *, numbered: bool) -> RecordedRun:
-    identity = log.identity if log.identity == name else None  # otherwise the user named it
+def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
+    identity = log.identity if log.identity == name else None  # None if the user renamed the run
     return RecordedRun(
         **log.recording_fields(),
         name=name,
         status=log.status,
         identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
-        notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if numbered else log.notes,
+        notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if seed_is_unknown else log.notes,
     )
 
 

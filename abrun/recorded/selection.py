@@ -56,8 +56,8 @@ class ReadingOptions:
         }
         return {option: value for option, value in options.items() if value is not None}
 
-    def refuse_for_stored(self, directory: Path) -> None:
-        """Raise ComparisonError for any option, since none affects an experiment of the store."""
+    def refuse_reading_options(self, directory: Path) -> None:
+        """Raise ComparisonError for any of these options: none applies to an experiment of abrun's."""
         for option, value in self.given_options.items():
             raise ComparisonError(
                 Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)

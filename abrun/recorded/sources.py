@@ -49,7 +49,7 @@ def read_sources(sources: Sequence[str], reading: ReadingOptions) -> SourceConte
     """Read the runs of sources. Raises StoreError or ComparisonError if that fails."""
     directory = find_stored_experiment(sources, reading.runs_dir)
     if directory is not None:
-        reading.refuse_for_stored(directory)
+        reading.refuse_reading_options(directory)
     recorded = read_foreign(sources, reading) if directory is None else load_experiment(directory)
     return SourceContents(sources=sources, reading=reading, directory=directory, recorded=recorded)
 

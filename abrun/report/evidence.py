@@ -86,11 +86,12 @@ def _pairs_text(section: ArmSection) -> str:
     return f"{section.num_pairs} of {section.num_planned_pairs} finished"
 
 
-def _metrics_text(described: Sequence[Description], counts: Sequence[int]) -> str:
+def _metrics_text(described: Sequence[Description], num_metrics: Sequence[int]) -> str:
+    num_in_every_run, num_in_any_run = num_metrics
     metrics = [description.metric for description in described]
-    num_omitted = counts[0] - len(metrics)
+    num_omitted = num_in_every_run - len(metrics)
     names_text = f": {', '.join(metrics)}" + (f" and {num_omitted} more" if num_omitted > 0 else "")
-    return f"{counts[0]} of {counts[1]} recorded in every run{names_text}"
+    return f"{num_in_every_run} of {num_in_any_run} recorded in every run{names_text}"
 
 
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -115,7 +116,7 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
     state = (
         f"fails for {', '.join(failed_metrics)}"
         if failed_metrics
-        else f"open for {', '.join(open_metrics)}"
+        else f"undecided for {', '.join(open_metrics)}"
         if open_metrics
         else f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
     )
@@ -186,7 +187,7 @@ def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
             divergence.metric for divergence in divergences if divergence.first_step_apart == first_step
         ]
         omitted = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
-        treatment = f"the arms differ from step {first_step} on" + f" ({earliest[0]}{omitted})" * (
+        treatment = f"the arms first differ at step {first_step}" + f", in {earliest[0]}{omitted}" * (
             len(divergences) > 1
         )
     metrics_text = (
@@ -304,8 +305,8 @@ def _margin_text(claim: ClaimResult) -> str | None:
             low, high = np.exp([-margin, margin])
         return f"margin {margin_text} is a factor of {low:.3g} to {high:.3g}"
     shares = [
-        f"{_percent_text(margin / abs(quantity))} of the {name}"
-        for name, quantity in (("level", base), ("climb", climb))
+        f"{_percent_text(margin / abs(quantity))} of {name}"
+        for name, quantity in (("the baseline's level", base), ("its climb", climb))
         if quantity
     ]
     return f"margin {margin_text} is {' and '.join(shares)}" if shares else None

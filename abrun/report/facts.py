@@ -299,6 +299,10 @@ class NextStepFacts:
         return [run for run in runs if not run.finished and not run.thinned]
 
     @property
+    def has_misplaced_runs(self) -> bool:
+        return bool(values_of(self.content, Code.RUNS_EXCHANGED, Code.RUN_COPIED))
+
+    @property
     def is_claim_unrecorded(self) -> bool:
         missing = values_of(self.content, Code.METRIC_MISSING)
         return not self.regression and any(values["role"] == "claim" for values in missing)

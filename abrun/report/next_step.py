@@ -281,6 +281,8 @@ INVALID = (
         Code.CLAIM_WHAT_SHOWS,
         commands.compare_with_other_claims,
     ),
+    # No change of the recipe repairs directories that were swapped or copied.
+    NextStepRule(lambda f: f.has_misplaced_runs, Code.MEND_REASONS, COMPARE, is_final=True),
     NextStepRule(lambda f: True, Code.MEND_RECIPE, "abrun launch RECIPE --dry-run"),
 )
 INVALID_OF_OTHERS = (

@@ -53,7 +53,7 @@ def _sample_size_text(difference: Difference) -> str:
 
 
 def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
-    """Draw the interval of each claim in units of its margin; return None for fewer than two such claims."""
+    """Draw the confidence interval of each claim in units of its margin; None if fewer than two have both."""
     bounded_claims = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
     bounded_claims = [
         c for c in bounded_claims if np.isfinite(np.divide(c.estimate.interval, c.claim.margin)).all()

@@ -49,7 +49,7 @@ CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
 MAX_LINES = 30  # of report.md, without images
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
-    ["mean |difference| over steps"],
+    ["mean |difference| over all steps"],
     ["certified bound", "suggested margin: sample size if the arms are equal"],
 )
 MAX_LINKS = 20  # to runs in wandb
@@ -262,7 +262,7 @@ def _description_cells(description: Description) -> list[str]:
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
         maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
-        distance_text = f"{description.mean_distance:.3g}, at most {maximum_text}"
+        distance_text = f"{description.mean_distance:.3g}, max {maximum_text}"
         return [*cells, f"{description.difference:+.3g}", distance_text]
     if description.interval is None or description.certified_bound is None:
         return [*cells, f"{description.difference:+.3g}", "-", "two runs of each arm"]

@@ -58,7 +58,8 @@ def find_overwritten_storage(func: Any, args: tuple[Any, ...], result: Any) -> t
     """Return the storage that `result` would overwrite if no dispatch mode were entered.
 
     None if `func` allocates its result in either case. Call it from `__torch_dispatch__`. Autograd overwrites
-    an operand only if nothing else refers to it, which the caller can see: the storage is then freed at once.
+    an operand only if nothing else refers to it. The caller can detect this: the operand's storage is then
+    freed immediately after the call.
     """
     if func not in ALLOCATES_WHILE_WATCHED or torch.is_grad_enabled() or not _is_called_by_autograd():
         return None

@@ -42,12 +42,12 @@ class Rollouts:
 
     def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
-        # A step trains on whole fetches, except that dynamic_sampling selects `_target` groups.
+        # A step trains on all groups of its fetches; with dynamic_sampling, on `_num_groups` of them.
         documents = self._settings.documents_per_step
-        self._target = (
+        self._num_groups = (
             math.ceil(documents / self._settings.group_size) if documents else self._settings.prompts_per_step
         )
-        self._num_fetches = math.ceil(self._target / self._settings.prompts_per_step)
+        self._num_fetches = math.ceil(self._num_groups / self._settings.prompts_per_step)
 
     def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return this rank's sequences of a step, with rewards, and metrics of all drawn completions.
@@ -69,14 +69,14 @@ class Rollouts:
         with_signal: list[Group] = []
         without_signal: list[Group] = []
         num_fetches = 0
-        while len(with_signal) < self._target and num_fetches < self._num_fetches * max_tries:
+        while len(with_signal) < self._num_groups and num_fetches < self._num_fetches * max_tries:
             fetched = self.fetch(engine, step, num_fetches)
             local_groups += fetched
             for group in ranks.all_gather_data(fetched):
                 (with_signal if group.has_signal else without_signal).append(group)
             num_fetches += 1
-        chosen = [*with_signal, *without_signal][: self._target]
-        return self._make_batch(chosen[ranks.data_slice(self._target)]), self._compute_metrics(
+        chosen = [*with_signal, *without_signal][: self._num_groups]
+        return self._make_batch(chosen[ranks.data_slice(self._num_groups)]), self._compute_metrics(
             local_groups
         ) | {
             "train/dynamic_sampling_kept_share": len(with_signal) / (len(with_signal) + len(without_signal)),

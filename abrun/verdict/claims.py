@@ -325,16 +325,14 @@ def _standard_errors_at_margin(
 
 
 def _estimate_power(
-    terms: ClaimTerms, test: TostResult, error: float, sd: float, dof_per_pair: float
+    terms: ClaimTerms, test: TostResult, standard_error: float, sd: float, dof_per_pair: float
 ) -> Power:
-    """Return power and sample size for the standard error and the sd of a difference at the margin
-    (`power_at`).
-    """
+    """Return power and sample size, given the standard error and sd of the difference; see `power_at`."""
     assert terms.margin is not None
     margin, alpha = terms.margin, terms.alpha
     needed = partial(pairs_needed, margin, alpha=alpha, dof_per_pair=dof_per_pair)
     return Power(
-        power_now=tost_power(margin, error, test.dof, alpha),
+        power_now=tost_power(margin, standard_error, test.dof, alpha),
         pairs_needed=needed(sd),
         pairs_needed_range=pairs_needed_range(margin, sd, test.dof + 1, alpha, dof_per_pair),
         pairs_needed_observed=needed(sd, true_difference=test.mean_difference),

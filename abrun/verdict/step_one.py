@@ -229,7 +229,7 @@ def _rounding_scale(
     size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
     min_scale, min_scale_source = 0.0, ""
     if metric.endswith("entropy"):
-        min_scale, min_scale_source = ENTROPY_SCALE, "the minimum scale of an entropy"
+        min_scale, min_scale_source = ENTROPY_SCALE, "the smallest scale used for an entropy"
     if metric == LOSS:
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
@@ -237,8 +237,8 @@ def _rounding_scale(
         ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         advantages = [abs(end) for end in ends if end is not None and math.isfinite(end)]
         min_scale = max(advantages, default=1.0)
-        min_scale_source = "the largest advantage" if advantages else "the minimum scale of a loss"
-    return (size, "its size") if size >= min_scale else (min_scale, min_scale_source)
+        min_scale_source = "the largest advantage" if advantages else "the smallest scale used for a loss"
+    return (size, "the larger value") if size >= min_scale else (min_scale, min_scale_source)
 
 
 def _find_tolerance(
@@ -247,8 +247,8 @@ def _find_tolerance(
     """Return the tolerance, its source, and if a deviation beyond it is certainly more than rounding.
 
     The tolerance for bfloat16 is a rule of thumb: an optimizer step within the first step, or a norm of
-    cancelling terms, can exceed it. Only reruns or the recipe say by how much. For metrics that rounding
-    always raises, reruns say nothing: the baseline rounds like itself.
+    cancelling terms, can exceed it. Only A/A reruns or the recipe can set a reliable tolerance. In bfloat16,
+    reruns are ignored for the metrics in RAISED_BY_ROUNDING: the baseline rounds the same way each time.
     """
     declared = compare.step_one_tolerance
     if isinstance(declared, dict):
@@ -257,19 +257,19 @@ def _find_tolerance(
         return declared, "recipe", True
     dtypes = {(run.config or {}).get("policy.dtype") for run in (pair.baseline, pair.treatment)}
     if None in dtypes:  # unknown precision of another framework: assume the coarsest
-        rounding, rounding_of = ROUNDING["bfloat16"], "rounding in an unrecorded precision"
+        rounding, rounding_source = ROUNDING["bfloat16"], "rounding in an unrecorded precision"
     else:
         coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
-        rounding, rounding_of = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
-    is_exact = rounding <= ROUNDING["float32"]
-    is_raised = not is_exact and metric in RAISED_BY_ROUNDING
+        rounding, rounding_source = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
+    is_certain = rounding <= ROUNDING["float32"]
+    is_raised = not is_certain and metric in RAISED_BY_ROUNDING
     finite_deviations = [deviation for deviation in rerun_deviations if math.isfinite(deviation)]
     if finite_deviations and max(finite_deviations) > 0 and not is_raised:
         factor = maxima_ratio_quantile(num_pairs, len(finite_deviations), alpha)
         if factor * max(finite_deviations) > rounding:
             source = f"{factor:.3g}x the largest A/A deviation of {len(finite_deviations)}"
             return factor * max(finite_deviations), source, True
-    return rounding, rounding_of, is_exact
+    return rounding, rounding_source, is_certain
 
 
 def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> float:

@@ -85,7 +85,7 @@ def _message_lines(runs: Sequence[WatchedRun], *, wrap: bool) -> list[Text]:
 
 
 def _select_runs(runs: Sequence[WatchedRun], max_rows: int | None) -> list[WatchedRun]:
-    """Select up to `max_rows` runs: running ones first, then failed ones, then the latest to finish."""
+    """Select up to `max_rows` runs and keep their order: running, failed, then the last that finished."""
     if max_rows is None or len(runs) <= max_rows:
         return list(runs)
     ranks = {

@@ -137,7 +137,10 @@ def test_a_large_plan_resolves_its_arms_once_and_shows_its_first_rows() -> None:
     assert len(plan.runs) == 100_000 and len({id(run.config) for run in plan.runs}) == 200
     shown = dry_run(plan)
     assert "... and 99800 more" in shown and len(shown.splitlines()) < 1000
-    with pytest.raises(RecipeError, match="200 arms x 500 seeds, 100001 runs; allowed: at most 100000"):
+    with pytest.raises(
+        RecipeError,
+        match="100001 runs \\(200 arms and faults x 500 seeds, plus reruns\\); allowed: at most 100000",
+    ):
         plan_of(*many, "controls.aa_reruns=1")
 
 

@@ -263,7 +263,7 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
     asked = predicts(PEAKS)
     words = ("launch", SMALL, *sets(*ON_GPUS), "--dry-run", "--device-memory", "120GiB")
     code, said, _ = command(*words)
-    assert code == 0 and "auto is none: predicted peaks 95.0 GiB (baseline)" in said
+    assert code == 0 and "auto resolves to none: predicted peaks 95.0 GiB (baseline)" in said
     assert len(asked) == 2  # nothing is predicted twice
     code, said, _ = command(*words, "--json")
     assert code == 0 and json.loads(said)["decided"][CHECKPOINTING]["value"] == "none"
@@ -424,7 +424,7 @@ def test_what_was_never_decided_is_not_resumed(command: Command, made_up: list[d
 def test_on_cpu_cores_it_is_what_takes_the_least_time(made_up: list[dict[str, Any]]) -> None:
     one = decide_values(load_recipe(SMALL, ALL), None, is_local=True)
     assert [of["value"] for of in one.values()] == ["none", True, 32768] and not made_up
-    assert one[KEEP_GATHERED]["why"].startswith("auto is none, true, 32768: no arm")
+    assert one[KEEP_GATHERED]["why"].startswith("auto resolves to none, true, 32768: no arm")
 
 
 def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(

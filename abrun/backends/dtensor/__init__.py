@@ -134,13 +134,15 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
         self.module = PolicyModule(network, facts, head)
         if not facts.head.weight.is_meta:
             self.module.to(ranks.device)
-        self._tensor = (
+        self._tensor_parallel = (
             TensorParallel(ranks.mesh["tensor_parallel"], sequence_parallel=policy.backend.sequence_parallel)
             if ranks.tensor
             else None
         )
-        if self._tensor:
-            self._tensor.shard_network(network, facts, experts_are_sharded=ranks.expert_mesh is not None)
+        if self._tensor_parallel:
+            self._tensor_parallel.shard_network(
+                network, facts, experts_are_sharded=ranks.expert_mesh is not None
+            )
         self._hidden_size = facts.head.in_features
         self._routers = Routers(network)
         check_routing(policy, network, self._routers.num_layers)
@@ -182,13 +184,15 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
             with contextlib.ExitStack() as stack:
                 if self.settings.compile:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                if self._tensor:
-                    stack.enter_context(self._tensor.with_full_sequences())
+                if self._tensor_parallel:
+                    stack.enter_context(self._tensor_parallel.with_full_sequences())
                 for experts in self._experts:
                     stack.enter_context(experts.with_all_experts())
                 if in_place:
                     stack.enter_context(attention_in_place(network))
-                yield Decoder(step=self._decode, in_place=in_place, collective=self._tensor is not None)
+                yield Decoder(
+                    step=self._decode, in_place=in_place, collective=self._tensor_parallel is not None
+                )
         finally:
             self.module.train()
             for fsdp_module in fsdp_modules:
@@ -203,7 +207,7 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
             self.ranks,
             backbone,
             self._hidden_size,
-            tensor=self._tensor,
+            tensor=self._tensor_parallel,
             seed=seed,
         )
 

@@ -70,7 +70,7 @@ class DtensorValueModel(ValueBackend):
         seed: int,
     ) -> None:
         self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
-        self._tensor = tensor
+        self._tensor_parallel = tensor
         self._coefficient = 1.0
         # float32, unless the recipe tests how much bfloat16 master weights and moments lose by rounding.
         self.head = _make_head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
@@ -115,7 +115,7 @@ class DtensorValueModel(ValueBackend):
                 return self._hidden_states(token_ids, packing)
         hidden = self._hidden_states(token_ids, packing)
         # Every tensor-parallel rank computes the full loss, and the gradients of the states are summed.
-        share = self._coefficient / (self._tensor.size if self._tensor else 1)
+        share = self._coefficient / (self._tensor_parallel.size if self._tensor_parallel else 1)
         if hidden.requires_grad and share != 1:
             hidden.register_hook(lambda gradient: gradient * share)
         return hidden
@@ -127,8 +127,10 @@ class DtensorValueModel(ValueBackend):
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:
             module.to(self.ranks.device)
-        if self._tensor:
-            self._tensor.shard_network(network, facts, experts_are_sharded=self.ranks.expert_mesh is not None)
+        if self._tensor_parallel:
+            self._tensor_parallel.shard_network(
+                network, facts, experts_are_sharded=self.ranks.expert_mesh is not None
+            )
         shard_experts(network, self.ranks, self.settings.dtype)
         prepare_layers(facts.layers, self.settings)
         shard_layers(facts.layers, self.ranks.weight_mesh, self.settings.dtype)

@@ -303,15 +303,20 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Rec
 def _changes_besides_config(
     reference: Reference, ledger: Ledger, experiment: RecordedExperiment, commit: str | None
 ) -> str | None:
-    """Return how the baseline's code and machine differ from the last entry's; None if they do not."""
+    """Return how the baseline's code and machine differ from the last link's; None if they do not.
+
+    The last link is the newest entry, or the anchor if there is none.
+    """
     last_entry = ledger.entries[-1] if ledger.entries else None
     linked_commit = last_entry.commit if last_entry else ledger.commit
     changes = []
     if commit != linked_commit:
         changes.append(f"commit {(linked_commit or 'unknown')[:9]} -> {(commit or 'unknown')[:9]}")
     baselines = list(experiment.arm(experiment.baseline).values())
-    machine = last_entry.environment_sha256 if last_entry else _sha256(_machine(reference.environment))
-    if _environment_sha256(baselines) != machine:
+    expected_sha256 = (
+        last_entry.environment_sha256 if last_entry else _sha256(_machine(reference.environment))
+    )
+    if _environment_sha256(baselines) != expected_sha256:
         changes.append("package versions or devices")
     return ", ".join(changes) or None
 

@@ -128,18 +128,18 @@ def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str,
 
 def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool) -> Iterator[DoctorItem]:
     broken = {name: answer for name, answer in imported.items() if isinstance(answer, Reason)}
-    torch = broken.get("torch")
-    no_gpu = torch or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
-    needed = torch or broken.get("transformers")
+    torch_problem = broken.get("torch")
+    no_gpu = torch_problem or _unusable_gpus(imported["torch"], packages.get("torch"), has_gpus)
+    trainer_problem = torch_problem or broken.get("transformers")
     # The kernels do not need transformers
-    triton_refusal = torch or (broken.get("triton") if "triton" in packages else None)
-    yield DoctorItem(kind="device", name="cpu", refusal=torch)
+    triton_refusal = torch_problem or (broken.get("triton") if "triton" in packages else None)
+    yield DoctorItem(kind="device", name="cpu", refusal=torch_problem)
     yield DoctorItem(kind="device", name="cuda", refusal=no_gpu)
     for kind, (field, names) in PARTS.items():
         for name in names:
             refusal = None
             if kind != "launcher":
-                refusal = triton_refusal if name == "triton" else needed
+                refusal = triton_refusal if name == "triton" else trainer_problem
             refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
             yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
