@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from tests.launch.fakes import FAKE_UNDER_AGENT
-from tests.launch.test_copies import launch
+from tests.launch.test_forked_runs import launch
 LOCAL_LAUNCHERS.update([FAKE_UNDER_AGENT])
 launch(Path(sys.argv[1]), "steps=2000", launcher="fake-under-agent")
 """

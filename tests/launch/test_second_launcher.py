@@ -25,7 +25,7 @@ class ToyRun:
     """A process by itself, without torchrun."""
 
     pid = None  # as of a job on another host
-    lost = False
+    is_lost = False
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 from abrun.errors import StoreError
 from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.launch.cluster import agent_grace_s, network_variables
-from abrun.launch.engine import Devices
+from abrun.launch.engine import Devices, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
@@ -131,7 +131,7 @@ class GangEngine:
         self._check_capacity(gang)
         return None
 
-    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "GangRun":
+    def start(self, run: RunDir, config: RunConfig, devices: Devices) -> StartedRun:
         gang = next(gang for gang in self._gangs if self._jobs[run.path] in gang.jobs)
         needs = resources_per_node(config, self._settings)
         remote = ray.remote(NodeAgent)
@@ -247,7 +247,7 @@ class GangRun:
     last_attempt: int = field(init=False)  # number before this start
     failed_s: float | None = None  # time of the first failure of a node
     status: int | None = None
-    lost: bool = False
+    is_lost: bool = False
 
     def __post_init__(self) -> None:
         self.last_attempt = self.run.last_attempt
@@ -352,7 +352,7 @@ class GangRun:
                 ray.kill(node.actor)
         if any(node.lost for node in self.nodes):
             self.gang.is_broken = True
-            self.lost = self.count_loss(self.run)
+            self.is_lost = self.count_loss(self.run)
         self.status = next((node.status for node in self.nodes if node.status), int(self.gang.is_broken))
 
     def _note(self, node: NodeActor, reason: Reason) -> None:

@@ -213,7 +213,7 @@ def test_nodes_meet_at_the_first_and_what_they_print_is_in_the_log(cluster: Any,
     first.answers["poll"] = (1, b"")
     assert started.poll() is None  # its last words, of which there may be more, then its status
     assert "rank 1 of 2 (on n2): killed by SIGKILL" in launch.jobs[0].run.read_log()
-    assert started.poll() == 1 and started.lost is False
+    assert started.poll() == 1 and started.is_lost is False
     assert ("killed",) in first.asked and ("killed",) in second.asked
 
 
@@ -249,7 +249,7 @@ def test_a_lost_node_is_a_new_gang_as_often_as_may_be(cluster: Any, tmp_path: Pa
     cluster.actors[0].answers["poll"] = (1, b"")
     while started.poll() is None:
         pass
-    assert started.lost is True
+    assert started.is_lost is True
     said = launch.jobs[0].run.read_log()
     assert "error: node 1 (n2, 10.0.0.2) is lost: Actor died: node gone\n" in said
     launch.jobs[0].restart(is_retry=False)
@@ -268,7 +268,7 @@ def test_a_lost_node_is_a_new_gang_as_often_as_may_be(cluster: Any, tmp_path: Pa
         actor.answers["get_address"] = RayActorError("gone")
     while again.poll() is None:
         pass
-    assert again.lost is False  # launcher.restarts: 1
+    assert again.is_lost is False  # launcher.restarts: 1
 
 
 def test_an_actor_that_is_away_for_a_while_is_asked_again(cluster: Any, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_an_actor_that_is_away_for_a_while_is_asked_again(cluster: Any, tmp_path
         actor.answers["poll"] = (0, b"")
     while started.poll() is None:
         pass
-    assert started.poll() == 0 and started.lost is False
+    assert started.poll() == 0 and started.is_lost is False
 
 
 def test_stopping_asks_and_killing_ends(cluster: Any, tmp_path: Path) -> None:
