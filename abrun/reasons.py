@@ -26,7 +26,7 @@ class Reason:
         return self.values[name]
 
     def walk(self) -> "Iterator[Reason]":
-        """Yield this reason, then the reasons in its values and in lists of them, each with its own."""
+        """Yield this reason, then, depth first, every reason among its values or in a list among them."""
         yield self
         for value in self.values.values():
             for entry in value if isinstance(value, list) else [value]:

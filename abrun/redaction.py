@@ -312,6 +312,7 @@ def without_secrets(tree: Any, name: str = "") -> Any:
         return [without_secrets(value, name) for value in tree]
     if not isinstance(tree, str):
         return tree
+    # Long texts are not cached.
     replace = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
     return replace(name.rpartition(".")[2], tree)
 

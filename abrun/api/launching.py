@@ -15,7 +15,7 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
 from abrun.launch.auto import resolve_auto
-from abrun.launch.cluster import BatchCluster, find_cluster_jobs, make_cluster
+from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
 from abrun.launch.submit import submit_plan, wait_for_jobs
@@ -42,7 +42,7 @@ class PlannedLaunch:
     plan: ExperimentPlan
     experiment_dir: Path
     engine: Engine | None
-    cluster: BatchCluster | None
+    cluster: ClusterJobs | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,24 +246,24 @@ def _assign_rows(
 
 
 def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
-    """Group rows into samples, which are never split over microbatches.
+    """Merge samples, each of `rows_per_sample` consecutive rows, into groups that no microbatch splits.
 
-    A sample is `rows_per_sample` consecutive rows and, up to `max_tokens` tokens, the following rows that
-    share their prompt. Rows without a completion form samples of their own.
+    A sample joins the previous group whose prompt it shares if the group then has at most `max_tokens`
+    tokens; otherwise it starts a group. Samples without a completion are groups of their own.
     """
-    samples: list[list[int]] = []
-    last_with_prompt, num_tokens = 0, 0  # of the last sample with a prompt
+    groups: list[list[int]] = []
+    prompt_group, num_tokens = 0, 0  # the last group with a prompt
     for start in range(0, len(rows.lengths), rows_per_sample):
         sample = range(start, start + rows_per_sample)
         new_tokens = sum(rows.lengths[row] - rows.shared_lengths[row] for row in sample)
         if rows.shared_lengths[start] and num_tokens + new_tokens <= max_tokens:
-            samples[last_with_prompt] += sample
+            groups[prompt_group] += sample
             num_tokens += new_tokens
             continue
-        samples.append([*sample])
+        groups.append([*sample])
         if any(has_shareable_prompt(rows.lengths[row]) for row in sample):
-            last_with_prompt, num_tokens = len(samples) - 1, rows.select(sample).num_tokens
-    return samples
+            prompt_group, num_tokens = len(groups) - 1, rows.select(sample).num_tokens
+    return groups
 
 
 def assign_samples(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:

@@ -93,9 +93,10 @@ Group = Annotated[str | None, typer.Option(help="Only read wandb runs of this gr
 Aliases = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=LOG_NAME",
-        help="A metric's name in the log, such as train/reward=critic/score/mean, or a framework such as "
-        "verl; repeatable. Default: recognised automatically if possible.",
+        metavar="NAME=LOG_NAME|FRAMEWORK",
+        help="Map a metric to its name in the log, such as train/reward=critic/score/mean, or give a "
+        "framework, such as verl, to use its names; repeatable. Default: recognised automatically if "
+        "possible.",
     ),
 ]
 StepColumn = Annotated[str | None, typer.Option(help="Column or key of the step number.")]
@@ -164,14 +165,14 @@ Launcher = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option(help="Folder of the experiment; default: the recipe's name (bisect: with -bisect)."),
+    typer.Option(help="Folder of the experiment; default: the recipe's name."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any problems; write nothing.")]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
-        help="GPU memory to plan for, such as 80GiB or h200 (default: this machine's): resolves "
-        "`auto` in the policy and predicts OOM."
+        help="GPU memory to plan for, such as 80GiB or h200: predicts OOM and resolves `auto` in the "
+        "recipe's policy section. Default: this machine's."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the experiment's unfinished runs.")]

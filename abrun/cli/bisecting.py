@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
-from abrun.cli.arguments import DryRun, Name, Overrides, RecipeFile, RunsDir, add_seeds
+from abrun.cli.arguments import DryRun, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 
@@ -66,7 +66,9 @@ def bisect(
     overrides: Overrides = None,
     jobs: Jobs = None,
     runs_dir: RunsDir = Path("runs"),
-    name: Name = None,
+    name: Annotated[
+        str | None, typer.Option(help="Folder of the experiment; default: the recipe's name with -bisect.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkouts and environments.")] = False,
     dry_run: DryRun = False,
 ) -> None:

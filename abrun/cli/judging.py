@@ -142,9 +142,9 @@ ChainOnly = Annotated[
     bool,
     typer.Option(
         "--chain-alone",
-        help="With --budget: bound the total drift only by the chain, the sum of the accepted changes' "
-        "bounds. Default: the smaller of that sum and the bound of a direct comparison, each at half of "
-        "alpha.",
+        help="With --budget: bound the total drift only by the sum of the accepted changes' bounds. "
+        "Default: the smaller of that sum and the bound of comparing the last accepted change directly "
+        "with the frozen runs, each at half of the error level.",
     ),
 ]
 

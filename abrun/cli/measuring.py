@@ -169,7 +169,8 @@ def mismatch(
     run: Annotated[
         str,
         typer.Argument(
-            help="A run's folder, or an experiment: its first run with a checkpoint, baseline first."
+            help="A run's folder or name; of an experiment, the first run with a checkpoint, starting with "
+            "the baseline's."
         ),
     ],
     step: Annotated[

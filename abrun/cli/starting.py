@@ -23,7 +23,10 @@ Answer = TypeVar("Answer")
 def init(
     kind: Annotated[
         str | None,
-        typer.Option(help="Kind of comparison: recipe, external (another trainer) or regression (CI)."),
+        typer.Option(
+            help="Kind of comparison: recipe (abrun's own trainer), external (another trainer) or "
+            "regression (CI)."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the recipe and its file.")] = None,
     model: Annotated[

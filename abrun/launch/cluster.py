@@ -29,7 +29,7 @@ class LeftInQueueError(LaunchError):
     """A submission failed, and jobs that were already submitted could not be withdrawn."""
 
 
-class BatchCluster(ABC):
+class ClusterJobs(ABC):
     """The jobs of one experiment on a cluster: submits runs and tracks their jobs.
 
     Queries its cluster at most once every few seconds.
@@ -135,10 +135,10 @@ class BatchCluster(ABC):
         return self._answer
 
 
-def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
+def find_cluster_jobs(experiment_dir: Path) -> ClusterJobs | None:
     """Return the experiment's jobs on whichever cluster has them, or None."""
     for class_path in SCHEDULERS.values():
-        jobs: BatchCluster = load_implementation(class_path)(experiment_dir)
+        jobs: ClusterJobs = load_implementation(class_path)(experiment_dir)
         jobs.load()
         if jobs.is_submitted:
             return jobs
@@ -147,7 +147,7 @@ def find_cluster_jobs(experiment_dir: Path) -> BatchCluster | None:
 
 def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
-) -> BatchCluster | None:
+) -> ClusterJobs | None:
     """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
     if isinstance(settings, ManifestSettings):
         raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))

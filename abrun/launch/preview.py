@@ -11,7 +11,7 @@ from rich.text import Text
 from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.cluster import BatchCluster
+from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
@@ -39,7 +39,7 @@ class Feasibility:
 
 
 def check_feasibility(
-    plan: ExperimentPlan, num_jobs: int | None = None, cluster: BatchCluster | None = None
+    plan: ExperimentPlan, num_jobs: int | None = None, cluster: ClusterJobs | None = None
 ) -> Feasibility:
     """Check a plan as a launch would. Raises LaunchError for an unset variable in a run's `env`."""
     refuse_unset_variables(plan.runs)
@@ -63,7 +63,7 @@ def render_preview(
     return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
 
 
-def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: BatchCluster) -> RenderableType:
+def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(

@@ -7,7 +7,7 @@ from pathlib import Path
 from abrun.errors import LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName
-from abrun.launch.cluster import BatchCluster, LeftInQueueError
+from abrun.launch.cluster import ClusterJobs, LeftInQueueError
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.supervisor import LaunchOutcome, Observer
 from abrun.runs.experiment import read_run_state
@@ -19,7 +19,7 @@ SETTLE_TIMEOUT_S = 20.0
 
 
 def submit_plan(
-    plan: ExperimentPlan, options: LaunchOptions, *, cluster: BatchCluster, observer: Observer
+    plan: ExperimentPlan, options: LaunchOptions, *, cluster: ClusterJobs, observer: Observer
 ) -> list[str]:
     """Submit every unfinished run of a plan; return the job ids. Raises the same errors as `run_plan`."""
     with prepare_experiment(plan, options, cluster.find_problems(plan), observer.say) as prepared:
@@ -36,7 +36,7 @@ def submit_plan(
 
 
 def wait_for_jobs(
-    plan: ExperimentPlan, experiment_dir: Path, cluster: BatchCluster, observer: Observer
+    plan: ExperimentPlan, experiment_dir: Path, cluster: ClusterJobs, observer: Observer
 ) -> LaunchOutcome:
     """Watch submitted jobs until none is queued or active. If this is interrupted, the jobs continue."""
     observer.follow(experiment_dir)
@@ -53,7 +53,7 @@ def wait_for_jobs(
     return LaunchOutcome(statuses=statuses, stopped_by=None)
 
 
-def _has_active_jobs(cluster: BatchCluster, observer: Observer) -> bool:
+def _has_active_jobs(cluster: ClusterJobs, observer: Observer) -> bool:
     try:
         return bool(cluster.active_job_ids)
     except LaunchError as error:  # perhaps the controller is restarting

@@ -115,11 +115,14 @@ class MemoryProfile:
     note: str = ""  # limitation of the measurements
 
     def ratio(self, cell: Cell) -> float | None:
-        """Return the ratio of a cell's highest peak to that of the first arm at the same point, or None."""
+        """Return the ratio of a cell's highest peak to that of the first arm at the same point.
+
+        None if either ran out of memory, or if the first arm has no cell there.
+        """
         baseline_peaks = (
-            baseline_peak.fitting_peak
-            for baseline_peak in self.cells
-            if (baseline_peak.arm, baseline_peak.point) == (self.arms[0], cell.point)
+            other.fitting_peak
+            for other in self.cells
+            if (other.arm, other.point) == (self.arms[0], cell.point)
         )
         baseline_peak = next(baseline_peaks, None)
         return cell.fitting_peak[1] / baseline_peak[1] if baseline_peak and cell.fitting_peak else None

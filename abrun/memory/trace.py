@@ -46,7 +46,7 @@ class FakePhases:
         self.peaks: dict[str, dict[str, int]] = {}
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
+    def __call__(self, phase: str, *, memory: bool = True, in_every_step: bool = True) -> Iterator[None]:
         if not memory:
             yield
             return

@@ -302,7 +302,7 @@ def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
     if power["pairs_needed_range"] is not None:
         low, high = map(pairs_or_more_text, power["pairs_needed_range"])
         point = pairs_or_more_text(power["pairs_needed"])
-        needed = f"{point} ({low} to {high}) {AT_OBSERVED}, if the arms are truly equal"
+        needed = f"{point} {AT_OBSERVED} ({low} to {high} over its 90 % CI), if the arms are truly equal"
     if over["runs"] is None:
         return f"pairs needed for 80 % power: {needed}"
     paired = (

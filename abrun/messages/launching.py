@@ -94,8 +94,8 @@ MESSAGES: dict[Code, Message] = {
     Code.BISECT_SAME_COMMIT: "--bad: got {bad:repr}, the same commit as --good; nothing lies between them",
     Code.TOO_MANY_COMMITS: "{option}: got {commits} commits; allowed: at most {max_commits}; narrow the "
     "range",
-    Code.TOO_FEW_CANDIDATES: "{option}: got {got}; allowed: two or more, the good one first, the bad one "
-    "last",
+    Code.TOO_FEW_CANDIDATES: "{option}: got {got}; allowed: two or more different ones, the good one first, "
+    "the bad one last",
     Code.COMMIT_UNKNOWN: "{option}: got {got}, which is not a commit of {repo} (--repo)",
     Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun', but a bisection runs a command in each "
     "checkout or environment; use trainer: {{type: command, ...}} (docs/foreign-runs.md)",

@@ -110,10 +110,10 @@ MESSAGES: dict[Code, Message] = {
     Code.COMPARE_SHARED_SEEDS: "Compare only the seeds that both arms have",
     Code.UNPAIR: "Compare them as independent runs",
     Code.NAME_STEP_COLUMN: "If another column has the steps of all runs, name it",
-    Code.MEND_REASONS: "Fix the issues above and compare again",
+    Code.MEND_REASONS: "Fix what makes the comparison invalid and compare again",
     Code.READ_FIRST_LOG: "See how the first of them ended",
     Code.RESUME_RUNS: "Continue the runs that did not finish",
     Code.READ_BY_OTHER_NAME: "Compare the same runs under the metric name that they log",
-    Code.MEND_RECIPE: "Fix the issues above (in the recipe, or with --set), then check the plan with a dry "
-    "run",
+    Code.MEND_RECIPE: "Fix what makes the comparison invalid (in the recipe, or with --set), then check the "
+    "plan with a dry run",
 }

@@ -188,7 +188,8 @@ VALIDITY: dict[Code, Message] = {
     "on, are text and were skipped: {remedy}",
     Code.METRIC_MISSING: _metric_missing,
     Code.PEAK_MEMORY_MISSING: "missing metric: not every run recorded memory/<phase>/{counters} (guard)",
-    Code.BASELINE_NOT_FINITE: "{run}: {metric} is {value} at step {step}, and this is a baseline run",
+    Code.BASELINE_NOT_FINITE: "{run}: {metric} is {value} at step {step}; without a finite baseline, this "
+    "pair cannot be compared",
 }
 FIRST_STEP: dict[Code, Message] = {
     Code.FIRST_STEP_MISSING: _first_step_missing,

@@ -231,10 +231,11 @@ class RecordedExperiment:
         ]
 
     def metric_steps(self, metric: str) -> Steps:
-        """Return the steps [S] at which any finished run recorded a metric, up to the end of a reference.
+        """Return the steps [S] at which any finished run recorded a metric, up to a reference's last one.
 
-        Windows of claims on the metric are resolved on these steps. A reference keeps few steps before its
-        claims' windows; the newer runs supply them, or else "last 20%" would cover fewer steps than before.
+        Windows of claims on the metric are resolved on these steps. A reference keeps few steps outside its
+        claims' windows; without the steps of the newer runs, "last 20%" would cover fewer steps than when
+        the reference was made.
         A metric without its own steps, such as `memory` or `final_weights`, uses the training steps.
         """
         finished = [run for run in self.runs.values() if run.finished]

@@ -138,8 +138,8 @@ def _dotted_config(record: RunRecord) -> dict[str, Any]:
 
 def _describe_failure(state: RunState) -> str:
     """Return a short description of how the last attempt ended: `exit code 1: CUDA out of memory`."""
-    ending, message = state.ending or "no exit code", state.message
-    if not message:
-        return ending
-    is_ending_named = state.ending is None or state.has_ending_in_reason
-    return message if is_ending_named else f"{ending}: {message}"
+    if not state.message:
+        return state.ending or "no exit code"
+    if state.ending is None or state.has_ending_in_reason:
+        return state.message
+    return f"{state.ending}: {state.message}"

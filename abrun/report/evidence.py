@@ -164,7 +164,9 @@ def _divergence_text(divergences: Sequence[Divergence]) -> str:
         clauses.append(f"{first_divergence.metric}: {_ulp_text(first_divergence.ulp)}")
     if first_divergence.share_of_seed_spread is not None:
         share = f"{first_divergence.share_of_seed_spread:.2g}x its sd over seeds"
-        clauses.append(f"mean |difference| of {first_divergence.metric} is {share}")
+        clauses.append(
+            f"over all steps, the mean |difference| of {first_divergence.metric} at a step is {share}"
+        )
     return "; ".join(clauses)
 
 
@@ -331,7 +333,7 @@ def _spread_text(claim: ClaimResult) -> str | None:
     # A paired sd this small is rounding, and a ratio to it means nothing.
     rounding = 1e-6 * unpaired_sd
     gain_text = (
-        f" ({unpaired_sd / paired_sd:.2g}x narrower than unpaired)"
+        f", {unpaired_sd / paired_sd:.2g}x below that of unpaired differences ({unpaired_sd:.3g})"
         if rounding < paired_sd < unpaired_sd
         else ""
     )

@@ -26,10 +26,10 @@ def group_advantages(
     0. The std is over the group, the global batch, or the other completions of the group (leave_one_out, as
     NeMo-RL's calculate_baseline_and_std_per_prompt).
 
-    If all rewards under the baseline or the std are equal, A is exactly 0, independent of rounding. If only
-    the rewards of the other completions are equal, A is R - b without division, as in NeMo-RL. The arithmetic
-    is float64, which can hold the square of any float32; the result has the dtype of the rewards. For
-    per-token rewards (REINFORCE++) see `values.reward_to_go_advantages`.
+    If all rewards that enter the baseline, or all that enter the std, are equal, A is exactly 0, independent
+    of rounding. If only the rewards of the other completions are equal, A is R - b without division, as in
+    NeMo-RL. The arithmetic is float64, which can hold the square of any float32; the result has the dtype of
+    the rewards. For per-token rewards (REINFORCE++) see `values.reward_to_go_advantages`.
     """
     grouped = rewards.double().view(-1, group_size)
     batch = rewards.double() if batch_rewards is None else batch_rewards.double()

@@ -2,9 +2,9 @@
 
 Dimensions: B sequences, S positions; entry t belongs to token t. `trainer_logprobs` come from the current
 policy, with gradient, `old_logprobs` from the policy at the start of the step, `reference_logprobs` from the
-frozen reference. Values at masked positions, even NaN, affect neither loss nor gradient. The shape [...]
-stands for [B, S], or [n] for any n tokens, because the loss of a token depends on that token alone. Only
-`gspo_loss` needs whole sequences.
+frozen reference. Formulas call the first two c and p, the advantages A, and rho = exp(c - p). Values at
+masked positions, even NaN, affect neither loss nor gradient. The shape [...] stands for [B, S], or [n] for
+any n tokens, because the loss of a token depends on that token alone. Only `gspo_loss` needs whole sequences.
 """
 
 import math

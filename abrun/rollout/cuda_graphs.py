@@ -30,10 +30,11 @@ class GraphReplayer:
 
     @contextlib.contextmanager
     def __call__(self, step: Step) -> Iterator[Step]:
-        """Yield a callable that runs `step` once, then captures it, then replays it.
+        """Yield a callable that runs `step` on its first call, captures and replays it on its second, and
+        replays it from then on.
 
-        A step that synchronizes with the device is not captured. The trial run then fails halfway and is
-        repeated, so `step` must have no side effects before its end.
+        If the first run synchronizes with the device, it fails halfway and is repeated, and `step` is never
+        captured. So `step` must have no side effects before its end.
         """
         outer_stream, replayed_step = torch.cuda.current_stream(), _ReplayedStep(step)
         self._stream.wait_stream(outer_stream)

@@ -238,9 +238,12 @@ def _start_ranks(
 
 
 def _rank_environment(
-    options: argparse.Namespace, rank: int, host: str, port: int | str, listening: int | None
+    options: argparse.Namespace, rank: int, host: str, port: int | str, listening_fd: int | None
 ) -> dict[str, str]:
-    """Return the variables of a rank as torchrun sets them; the inherited socket is its "agent store"."""
+    """Return the variables of a rank: those of torchrun, and the socket that it inherits.
+
+    They announce an agent store, so that torch starts none of its own: rank 0 serves one on that socket.
+    """
     variables = {
         "RANK": rank,
         "WORLD_SIZE": options.nodes * options.ranks,
@@ -253,7 +256,7 @@ def _rank_environment(
         "TORCHELASTIC_RUN_ID": "abrun",
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        **({} if listening is None else {progress.LISTENING_FD_VARIABLE: listening}),
+        **({} if listening_fd is None else {progress.LISTENING_FD_VARIABLE: listening_fd}),
     }
     return {name: str(value) for name, value in variables.items()}
 

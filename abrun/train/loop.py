@@ -99,7 +99,7 @@ def _train(
         progress.report_step()
         stop, save = requests.collect(setup.ranks)
         if stop or save or step % config.checkpoint.every == 0:
-            with setup.phases("checkpointing", memory=False, usual=False):
+            with setup.phases("checkpointing", memory=False, in_every_step=False):
                 checkpoint.save(checkpoints, setup.learner, setup.ranks, step=step, keep=keep, writer=writer)
             saved = step
             recorder.event("checkpoint", step=step)

@@ -218,8 +218,8 @@ class Phases:
         self._device = device
         self.tracker = None if device.type == "cuda" else LiveTensors()
         self._residents = [resident]
-        self._usual = {COMPILING: 0.0} if compiles else {}  # keys that every step reports
-        self._seconds: dict[str, float] = dict(self._usual)
+        self._initial_seconds = {COMPILING: 0.0} if compiles else {}  # keys that every step reports
+        self._seconds: dict[str, float] = dict(self._initial_seconds)
         self._peaks: dict[str, int] = {}
         self._num_retries = 0
         self.absent_bytes = 0  # freed by a sleeping rollout engine, but still counted by the allocator
@@ -231,9 +231,9 @@ class Phases:
             self._follow_compilers()
 
     @contextlib.contextmanager
-    def __call__(self, phase: str, *, memory: bool = True, usual: bool = True) -> Iterator[None]:
-        """Time `phase`, and record its memory peak if `memory`. `usual`: every step has this phase."""
-        progress.report(phase, in_every_step=usual)
+    def __call__(self, phase: str, *, memory: bool = True, in_every_step: bool = True) -> Iterator[None]:
+        """Time `phase`, and record its memory peak if `memory`."""
+        progress.report(phase, in_every_step=in_every_step)
         start = time.perf_counter()
         try:
             with self._measured(phase) if memory else contextlib.nullcontext():
@@ -305,7 +305,7 @@ class Phases:
         seconds = {f"timing/train/{phase}_s": value for phase, value in self._seconds.items()}
         seconds["timing/train/total_step_time_s"] = now - self._started
         peaks = {key: float(value) for key, value in (self._peaks | self._fragmentation()).items()}
-        self._seconds, self._peaks, self._started = dict(self._usual), {}, now
+        self._seconds, self._peaks, self._started = dict(self._initial_seconds), {}, now
         return seconds, peaks
 
     def _follow_compilers(self) -> None:

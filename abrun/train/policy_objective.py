@@ -31,7 +31,7 @@ class PolicyLosses(TokenLosses):
     batch: TrainBatch  # with old log-probs
     policy_loss: PolicyLoss
     kl_penalty: Tensor | None  # [...]; None: not part of the loss
-    reported: Tensor  # [...] float64, `shares` before the recipe's grad_divisor
+    reported_shares: Tensor  # [...] float64: `shares` without `gradient_factor`; their sum is train/loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class PolicyObjective:
         if self.settings.entropy_coefficient:
             assert entropy is not None
             losses = losses - self.settings.entropy_coefficient * entropy
-        reported = weighted_losses(losses, batch.loss_weights)
+        reported_shares = weighted_losses(losses, batch.loss_weights)
         return PolicyLosses(
-            shares=reported * self.gradient_factor,
-            reported=reported,
+            shares=reported_shares * self.gradient_factor,
+            reported_shares=reported_shares,
             batch=batch,
             policy_loss=policy_loss,
             kl_penalty=penalty,
@@ -91,7 +91,7 @@ class PolicyObjective:
         if losses.kl_penalty is not None:
             weights = batch.token_mask.double() / self.num_tokens  # a mean over tokens under any reduction
             contribution.sums["train/kl_penalty"] = weighted_losses(losses.kl_penalty, weights).sum()
-        contribution.sums["train/loss"] = losses.reported.sum() / self.num_updates
+        contribution.sums["train/loss"] = losses.reported_shares.sum() / self.num_updates
         return contribution
 
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:

@@ -229,7 +229,7 @@ def _rounding_scale(
     size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
     min_scale, min_scale_source = 0.0, ""
     if metric.endswith("entropy"):
-        min_scale, min_scale_source = ENTROPY_SCALE, "the smallest scale used for an entropy"
+        min_scale, min_scale_source = ENTROPY_SCALE, "the floor for small entropies"
     if metric == LOSS:
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
@@ -237,7 +237,7 @@ def _rounding_scale(
         ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         advantages = [abs(end) for end in ends if end is not None and math.isfinite(end)]
         min_scale = max(advantages, default=1.0)
-        min_scale_source = "the largest advantage" if advantages else "the smallest scale used for a loss"
+        min_scale_source = "the largest advantage" if advantages else "the floor for small losses"
     return (size, "the larger value") if size >= min_scale else (min_scale, min_scale_source)
 
 

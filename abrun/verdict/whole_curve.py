@@ -86,7 +86,10 @@ def _robust_sd(changes: Array) -> Array:
 
 
 def measure_smoothness(values: Array) -> float | None:
-    """Return the correlation of consecutive step changes of [R, S], median over runs; None if unknown."""
+    """Return the lag-1 autocorrelation of the step-to-step changes of curves [R, S], median over runs.
+
+    None without runs, or if a curve lacks detail (see `has_detail`).
+    """
     detailed = values[has_detail(values)] if len(values) else values
     if not len(detailed) or len(detailed) < len(values):
         return None

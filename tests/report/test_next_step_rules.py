@@ -159,6 +159,7 @@ CASES = {
         "READ_FIRST_LOG RESUME_RUNS",
     ),
     "INVALID, runs missing": ({"unfinished_runs": [SimpleNamespace(status="missing")]}, "RESUME_RUNS"),
+    "INVALID, runs copied or exchanged": ({"has_misplaced_runs": True}, "MEND_REASONS"),
     "INVALID, another alias": (
         NOT_RECORDED | OTHER | {"suggested_aliases": {"train/reward": "reward"}},
         "READ_BY_OTHER_NAME MEND_RECIPE",

@@ -73,7 +73,7 @@ def _checked(candidates: list[Candidate], option: str) -> list[Candidate]:
     arms = [candidate.arm for candidate in candidates]
     repeated_arm = next((arm for arm in arms if arms.count(arm) > 1), None)
     if repeated_arm or len(candidates) < 2:
-        got = f"{repeated_arm} twice" if repeated_arm else f"{len(candidates)} candidate"
+        got = f"{repeated_arm} twice" if repeated_arm else f"{len(candidates)} of them"
         raise RecipeError(Code.TOO_FEW_CANDIDATES(option=option, got=got))
     return candidates
 

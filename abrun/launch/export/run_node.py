@@ -66,7 +66,10 @@ def find_run_dir(plan: ExperimentPlan, experiment_dir: Path, name: str) -> RunDi
 
 
 def prepare_run(plan: ExperimentPlan, experiment_dir: Path, name: str, run: RunDir) -> None:
-    """Write the run's record, and check that its warm start exists."""
+    """Write the experiment's directory; if `name` is a warm start, only its own record.
+
+    Raises LaunchError if the run needs a warm start that has not finished.
+    """
     kind, _, key = name.partition("/")
     if kind == WARM_START and key in plan.warm_starts:
         if not run.exists:

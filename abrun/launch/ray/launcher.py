@@ -13,7 +13,7 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
-from abrun.launch.cluster import ACTIVE_STATUSES, BatchCluster
+from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs
 from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
@@ -24,7 +24,7 @@ from abrun.runs.records import RunState
 KILL_AFTER_S = 20
 
 
-class RayCluster(BatchCluster):
+class RayCluster(ClusterJobs):
     """The one Ray job of an experiment."""
 
     query_interval_s, folder, cleared_fields = 2.0, record.FOLDER, {"job": ""}

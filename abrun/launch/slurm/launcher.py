@@ -11,7 +11,7 @@ from typing import Any
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals
-from abrun.launch.cluster import ACTIVE_STATUSES, BatchCluster, LeftInQueueError
+from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import AllocationRequest, JobScript
@@ -25,7 +25,7 @@ from abrun.runs.rundir import RunDir
 RELEASE_AFTER_S = 10.0
 
 
-class SlurmCluster(BatchCluster):
+class SlurmCluster(ClusterJobs):
     """The Slurm jobs of an experiment."""
 
     query_interval_s, folder, cleared_fields = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
