@@ -130,7 +130,7 @@ class _Run:
             self._run_command() as process,
         ):
             pass_on()
-            self._report_progress(self._config.stalled_s)
+            self._report_progress()
             status, stop_reason = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.is_forced)
@@ -202,13 +202,13 @@ class _Run:
                 self._longest_step_s = max(self._longest_step_s, step_time_s)
                 self._steps_s = [*self._steps_s[1 - MAX_STEPS :], step_time_s]
             self._step, self._last_step_s = step, now
-            # A command does not report validation or saving, so its longest step may include either.
-            patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
-            self._report_progress(min(patience_s, self._config.stalled_s))
+            self._report_progress()
 
-    def _report_progress(self, patience_s: float) -> None:
-        step = self._follower.last_step
-        self._writer.heartbeat(step, patience_s=patience_s, limit_s=self._stall_limit_s)
+    def _report_progress(self) -> None:
+        # A command does not report validation or saving, so its longest step may include either.
+        patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
+        limit_s = self._stall_limit_s
+        self._writer.heartbeat(self._follower.last_step, patience_s=min(patience_s, limit_s), limit_s=limit_s)
 
     def _record_end(self, status: int) -> int:
         step = self._follower.last_step

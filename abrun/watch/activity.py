@@ -23,7 +23,7 @@ def describe_activity(run: WatchedRun, seconds: float | None = None) -> str | No
     if run.since_step_s is None or not (run.is_starting or run.is_silent):
         return None
     progress, reason = run.state.progress, run.state.reason
-    clock = format_clock(run.since_step_s if seconds is None else seconds)
+    clock = format_clock(_silence_s(run) if seconds is None else seconds)
     limit_s, activity = (progress.limit_s, progress.activity) if progress else (None, None)
     limit = f" (limit {format_clock(limit_s)})" if limit_s is not None else ""
     suffix = f": {activity}" if activity else ""
@@ -36,6 +36,11 @@ def describe_activity(run: WatchedRun, seconds: float | None = None) -> str | No
     return f"no step for {clock}{suffix}{limit}"
 
 
+def _silence_s(run: WatchedRun) -> float:
+    """Return the seconds since the last step, or since the start of a run without one."""
+    return (run.elapsed_s if run.is_starting else run.since_step_s) or 0.0
+
+
 def merge_activities(runs: Iterable[WatchedRun]) -> list[tuple[list[WatchedRun], str]]:
     """Return what the runs do, each activity once, with its runs and the longest of their times."""
     groups: dict[str, list[WatchedRun]] = {}
@@ -45,7 +50,7 @@ def merge_activities(runs: Iterable[WatchedRun]) -> list[tuple[list[WatchedRun],
             groups.setdefault(activity, []).append(run)
     merged = []
     for group in groups.values():
-        longest_run = max(group, key=lambda run: run.since_step_s or 0.0)
+        longest_run = max(group, key=_silence_s)
         merged.append((group, describe_activity(longest_run) or ""))
     return merged
 

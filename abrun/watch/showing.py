@@ -127,10 +127,14 @@ def _title_line(name: str, runs: Sequence[WatchedRun]) -> Text:
     for status, count in counts.items():
         title.append("  ")
         title.append(f"{count} {status}", style=COLOURS.get(status, "yellow"))
-    silent_runs = [run for run in runs if run.is_silent and not run.is_starting]
-    if silent_runs:
-        longest_s = max(run.since_step_s or 0.0 for run in silent_runs)
-        title.append(f"  {len(silent_runs)} without a step for {format_clock(longest_s)}", style="yellow")
+        silent_s = [
+            run.since_step_s or 0.0
+            for run in runs
+            if run.status == status and run.is_silent and not run.is_starting
+        ]
+        if silent_s:
+            share = "" if len(silent_s) == count else f"{len(silent_s)}: "
+            title.append(f" ({share}no step for {format_clock(max(silent_s))})", style="yellow")
     title.no_wrap, title.overflow = True, "ellipsis"
     return title
 

@@ -86,7 +86,7 @@ def test_a_command_that_hangs_after_step_5_is_marked_after_a_minute(tmp_path: Pa
     clock.now_s += 252
     for width in (80, 120):
         lines = drawn(experiment_dir, width).splitlines()
-        assert lines[0] == "demo  1 running  1 pending  1 without a step for 5:13"
+        assert lines[0] == "demo  1 running (no step for 5:13)  1 pending"
         assert lines[-2] == "baseline/seed-0: no step for 5:13 (limit 30:00)"
         assert "left" not in lines[-1] and max(map(len, lines)) <= width
     status = run_json(experiment_dir)
@@ -132,7 +132,7 @@ def test_a_command_that_never_logs_and_one_that_warms_up_for_long_are_counted(
     started = [f"{arm}/seed-0: started, 60 steps" for arm in ("baseline", "treatment")]
     assert follower.lines() == started
     clock.now_s = START_S + 314
-    text = "starting for 5:13: no step logged yet (limit 30:00)"
+    text = "starting for 5:14: no step logged yet (limit 30:00)"
     assert follower.lines()[0] == f"baseline/seed-0: {text}"
     lines = drawn(experiment_dir, 80).splitlines()
     assert lines[0] == "demo  2 starting" and lines[-2] == f"baseline/seed-0 and 1 more: {text}"
@@ -140,7 +140,7 @@ def test_a_command_that_never_logs_and_one_that_warms_up_for_long_are_counted(
     take_steps(directories[1], clock, 1, 2, step_s=4.0)
     lines = drawn(experiment_dir, 80).splitlines()
     assert lines[0] == "demo  1 starting  1 running"
-    assert lines[-2] == "baseline/seed-0: starting for 5:21: no step logged yet (limit 30:00)"
+    assert lines[-2] == "baseline/seed-0: starting for 5:22: no step logged yet (limit 30:00)"
 
 
 def test_the_start_of_abruns_trainer_says_what_it_does(tmp_path: Path, clock: Clock) -> None:
