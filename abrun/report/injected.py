@@ -168,7 +168,7 @@ def fault_lines(fault: Fault) -> Iterator[str]:
     yield f"  shows    {fault.shows}"
     yield f"  after    {_issue_url(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
-    yield f"  inject   abrun sensitivity RECIPE --faults {fault.name}"
+    yield f"  inject   abrun faults run RECIPE --faults {fault.name}"
     yield f"           injected_fault: {sized}"
 
 
