@@ -87,7 +87,7 @@ def test_help_imports_nothing_slow() -> None:
         assert done.stderr.strip() == "[]"
 
 
-def test_help_takes_less_than_half_a_second_of_cpu() -> None:
+def test_help_takes_less_than_three_tenths_of_a_second_of_cpu() -> None:
     """Of CPU, not of the clock: how long it waits for a busy machine is not its doing."""
 
     def cpu_s() -> float:
@@ -96,7 +96,7 @@ def test_help_takes_less_than_half_a_second_of_cpu() -> None:
         after = os.times()
         return sum(after[2:4]) - sum(before[2:4])
 
-    assert any(cpu_s() < 0.5 for _ in range(6))
+    assert any(cpu_s() < 0.3 for _ in range(6))
 
 
 def test_only_what_computes_imports_what_computes(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_every_command_has_help(run: Run) -> None:
         (["freeze", "x", "-o", "y"], "freeze was renamed; use abrun reference save"),
         (["export", SMALL], "export was renamed; use abrun launch --export"),
         (["faults", "flipped"], "No such command 'flipped'; see: abrun faults --help"),
-        (["faults", "show", "fliped_advantages"], "did you mean 'flipped_advantages'"),
+        (["faults", "show", "fliped_advantages"], "faults show: got 'fliped_advantages'; allowed: names listed by"),
         (["recipes", "quickstart", "--schema"], "all recipes have one schema"),
-        (["launch", SMALL, "--export", "swarm"], "--export: got 'swarm'; allowed: jobset or skypilot"),
+        (["launch", SMALL, "--export", "swarm"], "--export: got 'swarm'; allowed: jobset, skypilot"),
         (["launch", SMALL, "--export", "jobset", "--jobs", "2"], "--jobs cannot be combined with --export"),
         (["launch", SMALL, "-o", "x"], "--output requires --export"),
         (["compare", "gone", "--margin", "0.05"], "--margin is part of a claim; use --claim METRIC:WINDOW:"),

@@ -37,6 +37,8 @@ def list_faults(context: typer.Context, as_json: FaultsJson = False) -> None:
     from abrun.report.injected import fault_algorithms_text, fault_library_json, fault_library_table
 
     if context.invoked_subcommand:
+        if as_json:
+            raise RecipeError("--json: got before the subcommand; write it at the end")
         return
     if as_json:
         print(json.dumps(fault_library_json(FAULTS), indent=1))
@@ -58,7 +60,7 @@ def show(
     from abrun.recipe.refusals import validated
     from abrun.report.injected import fault_library_json, fault_lines
 
-    fault = LIBRARY[validated(InjectedFault, {"name": name}, "abrun faults show").name]
+    fault = LIBRARY[validated(InjectedFault, {"name": name}, "faults show").name]
     if as_json:
         print(json.dumps(fault_library_json((fault,)), indent=1))
         return

@@ -117,8 +117,8 @@ def recipes(
 ) -> None:
     """List the built-in recipes with their cost, or print one.
 
-    `abrun launch NAME` works in any folder. To complete and check a recipe while you write it, name the
-    schema in its first line: # yaml-language-server: $schema=recipe.schema.json
+    `abrun launch NAME` works in any folder. The schema lets an editor complete and check a recipe that names
+    it in its first line, as `abrun init` writes.
 
     Examples:
         abrun recipes
