@@ -128,7 +128,7 @@ def page(root: Path) -> str:
             continue
         record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
         rows += _rows(recipe, content)
-        notes.append(f"- `{recipe.stem}`. {' '.join(_notes(recipe, folder, record, content))}\n")
+        notes.append(f"- `{recipe.stem}`: {' '.join(_notes(recipe, folder, record, content))}\n")
     return f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}\n{''.join(notes)}"
 
 
@@ -150,8 +150,8 @@ def _claim_cells(claim: ClaimResult) -> list[str]:
 
 def _notes(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     """Yield what was claimed elsewhere, controls, hardware, open questions and files of an experiment."""
-    texts = [text for text in paragraphs(recipe) if text.startswith("Claim: ")]
-    yield from (f"{text.removeprefix('Claim: ').partition('. ')[0].rstrip('.')}." for text in texts)
+    statement = paragraphs(recipe)[0].removeprefix("Claim: ")
+    yield re.split(r"(?<=[.?]) ", statement)[0]
     for arm, text, _ in claimed(recipe):
         yield f"Claimed elsewhere{f' of {arm}' if arm else ''}: {text}."
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
