@@ -171,7 +171,7 @@ class Compare(Section):
     claims: list[Claim] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts are not reproducible
-    # Relative, for all metrics or by metric: {train/gen_kl_error: 0.05}; None: from A/A reruns, else the dtype
+    # Relative, for all metrics or one: {train/gen_kl_error: 0.05}; None: from A/A reruns, else the dtype
     step_one_tolerance: float | dict[str, float] | None = None
     paired: bool = True  # False: runs are independent whatever their seeds (Welch's test)
     # Numbers of pairs at which a verdict may be given, the last being all pairs
