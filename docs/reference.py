@@ -44,9 +44,7 @@ repeat.
 
 def commands_page() -> str:
     """Return commands.md: options that several commands share, then each command."""
-    commands = {
-        name: command for name, command in _commands(get_group(app), "abrun") if not _is_group(command)
-    }
+    commands = dict(_commands(get_group(app), "abrun"))
     lines = {name: dict(_parameter_lines(command)) for name, command in commands.items()}
     users = Counter(line for parameters in lines.values() for line in parameters.values())
     shared = sorted(line for line, count in users.items() if count >= MIN_USERS)
@@ -66,13 +64,10 @@ def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if getattr(command, "hidden", False):
             continue
-        yield f"{prefix} {name}", command
-        if _is_group(command):
+        if getattr(command, "invoke_without_command", True):
+            yield f"{prefix} {name}", command
+        if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix} {name}")
-
-
-def _is_group(command: Any) -> bool:
-    return bool(getattr(command, "commands", None))
 
 
 def _is_argument(parameter: Any) -> bool:

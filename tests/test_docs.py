@@ -55,10 +55,10 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
         "recipes.md": [f"{{{name}}}" for name in PLACEHOLDERS],
     }
     assert len(variables) == 8
-    lacking = {
-        file: [name for name in listed if f"`{name}`" not in page(file)] for file, listed in names.items()
-    }
-    assert lacking == dict.fromkeys(names, [])
+    lacking = [
+        (file, name) for file, listed in names.items() for name in listed if f"`{name}`" not in page(file)
+    ]
+    assert lacking == []
     codes = {int(code) for code in re.findall(r"^- (\d+): ", page("exit-codes.md"), re.M)}
     assert codes == {0, 1, 2, *EXIT_CODES.values()}
 
