@@ -18,6 +18,7 @@ from typer.main import get_group
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from abrun.cli import app
+from abrun.cli.app import COMMANDS
 from abrun.experiment.starter.schema import field_comment
 from abrun.messages import MESSAGES
 from abrun.messages.message import value_names
@@ -46,28 +47,36 @@ def commands_page() -> str:
     """Return commands.md: options that several commands share, then each command."""
     commands = dict(_commands(get_group(app), "abrun"))
     lines = {name: dict(_parameter_lines(command)) for name, command in commands.items()}
-    users = Counter(line for parameters in lines.values() for line in parameters.values())
-    shared = sorted(line for line, count in users.items() if count >= MIN_USERS)
-    sections = [COMMANDS_HEAD, "## Shared options\n", *shared]
+    users = Counter((key, line) for parameters in lines.values() for key, line in parameters.items())
+    shared: dict[str, str] = {}
+    for (key, line), count in users.most_common():
+        if count >= MIN_USERS:
+            shared.setdefault(key, line)
+    sections = [COMMANDS_HEAD, "## Shared options\n", *(shared[key] for key in sorted(shared))]
     for name, command in commands.items():
-        own = [line for line in lines[name].values() if users[line] < MIN_USERS]
-        common = [key for key, line in lines[name].items() if users[line] >= MIN_USERS]
+        common = [f"`{key}`" for key, line in lines[name].items() if shared.get(key) == line]
         arguments = " ".join(_argument(parameter) for parameter in command.params if _is_argument(parameter))
-        summary = (command.help or "").split("\n")[0]
-        sections += [f"\n## `{' '.join(filter(None, (name, arguments)))}`\n", summary, ""]
-        sections += own
-        sections += [f"- Shared: {', '.join(f'`{key}`' for key in common)}."] if common else []
+        sections += [f"\n## `{' '.join(filter(None, (name, arguments)))}`\n", _summary(command), ""]
+        sections += [line for key, line in lines[name].items() if shared.get(key) != line]
+        sections += [f"- Shared: {', '.join(common)}."] if common else []
     return "\n".join(sections)
 
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
+    """Yield every command with its full name, in the order of `abrun --help`."""
+    order = [name for names in COMMANDS.values() for name in names]
+    ranked = sorted(group.commands.items(), key=lambda row: order.index(row[0]) if row[0] in order else 0)
+    for name, command in ranked:
         if getattr(command, "hidden", False):
             continue
         if getattr(command, "invoke_without_command", True):
             yield f"{prefix} {name}", command
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix} {name}")
+
+
+def _summary(command: Any) -> str:
+    return (command.help or "").split("\n")[0]
 
 
 def _is_argument(parameter: Any) -> bool:
