@@ -18,7 +18,6 @@ from typer.main import get_group
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from abrun.cli import app
-from abrun.cli.app import COMMANDS
 from abrun.experiment.starter.schema import field_comment
 from abrun.messages import MESSAGES
 from abrun.messages.message import value_names
@@ -64,9 +63,8 @@ def commands_page() -> str:
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield every command with its full name, in the order of `abrun --help`."""
-    order = [name for names in COMMANDS.values() for name in names]
-    ranked = sorted(group.commands.items(), key=lambda row: order.index(row[0]) if row[0] in order else 0)
-    for name, command in ranked:
+    for name in group.list_commands(None):
+        command = group.commands[name]
         if getattr(command, "hidden", False):
             continue
         if getattr(command, "invoke_without_command", True):

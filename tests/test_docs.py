@@ -221,4 +221,4 @@ def test_faults_that_documents_and_helps_name_are_there() -> None:
     texts = [path.read_text() for path in (*DOCUMENTS, *(ROOT / "abrun" / "cli").glob("*.py"))]
     lists = [names for text in texts for names in re.findall(r"--faults ([a-z][a-z_0-9.,:]*)", text)]
     named = {name.partition(":")[0] for names in lists for name in names.strip(".,").split(",")}
-    assert len(named) > 3 and named <= LIBRARY.keys()
+    assert len(named) > 1 and named <= LIBRARY.keys()
