@@ -90,7 +90,7 @@ def _parameter_lines(command: Any) -> Iterator[tuple[str, str]]:
     for parameter in command.params:
         if parameter.hidden:
             continue
-        text = " ".join((parameter.help or "").split()).removesuffix(".")
+        text = " ".join((parameter.help or "").split()).removesuffix(".").replace("<", "&lt;")
         if _is_argument(parameter):
             name = _argument(parameter).strip("[]")
             yield name, f"- `{name}`: {text}."
