@@ -11,7 +11,7 @@ from abrun.recorded.experiment import RecordedExperiment
 RUNS_DIR = Path("runs")  # default of --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
 COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
-LAUNCH_COMMANDS = ("abrun launch ", "abrun faults run ")  # commands that start runs
+LAUNCH_COMMANDS = ("launch", "faults")  # commands that start runs
 # Options that say how to read foreign runs
 READING_OPTIONS = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")
 
@@ -70,7 +70,7 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
     path = _relative_path(directory)
     arguments = typed_recipe or [str(path)]
-    starts_runs = command.startswith(LAUNCH_COMMANDS)
+    starts_runs = command.split()[1] in LAUNCH_COMMANDS
     if typed_recipe:
         seeds = ["--seeds"] * (starts_runs and " --seeds " not in command)
         arguments += _split_options(launch_words, ["--set", *seeds, *(["--launcher"] * starts_runs)])[0]
