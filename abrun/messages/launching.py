@@ -98,7 +98,7 @@ MESSAGES: dict[Code, Message] = {
     "the bad one last",
     Code.COMMIT_UNKNOWN: "{option}: got {got}, which is not a commit of {repo} (--repo)",
     Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun', but a bisection runs a command in each "
-    "checkout or environment; use trainer: {{type: command, ...}} (docs/foreign-runs.md)",
+    "checkout or environment; use trainer: {{type: command, ...}} (docs/tutorials/own-trainer.md)",
     Code.BISECT_NEEDS_CLAIM: "{recipe}: compare.claims: empty, but a bisection needs a claim that broke; "
     "declare one",
     Code.BISECT_REFUSES_REFERENCE: "{recipe}: compare.reference: got {reference:repr}, but a bisection "
