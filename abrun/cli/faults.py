@@ -38,9 +38,7 @@ def list_faults(context: typer.Context, as_json: FaultsJson = False) -> None:
 
     if context.invoked_subcommand:
         if as_json:
-            raise RecipeError(
-                "--json: lists all faults, without a subcommand; for one: abrun faults show NAME --json"
-            )
+            raise RecipeError("--json lists all faults; for one: abrun faults show NAME --json")
         return
     if as_json:
         print(json.dumps(fault_library_json(FAULTS), indent=1))
