@@ -4,7 +4,10 @@ python docs/figures.py                    # all, from the repository; memory and
 python docs/figures.py power verdicts     # only these
 """
 
+import contextlib
+import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,9 @@ from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from abrun.api import COLORS as VERDICT_COLORS
+from abrun.api.demo import render_demo, run_demo
 from abrun.present.figures import COLORS, figure_style, save_figure
+from abrun.present.terminal import Terminal
 from abrun.stats.power import find_min_pairs, power_at, sd_of_difference, welch_dof_per_run
 
 if TYPE_CHECKING:
@@ -349,6 +354,20 @@ def draw_memory() -> "Figure":
     return figure
 
 
+def write_demo() -> Path:
+    """Write the terminal output of `abrun demo`."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        output = render_demo(run_demo(Path("abrun-demo")))
+    console = Terminal(
+        file=io.StringIO(), width=80, record=True, force_terminal=True, color_system="truecolor"
+    )
+    console.print("$ abrun demo", output, sep="\n")
+    path = IMAGES / "demo.svg"
+    picture = console.export_svg(title="abrun demo", unique_id="demo")
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # fonts from the network
+    return path
+
+
 FIGURES: dict[str, Callable[[], "Figure"]] = {
     "verdicts": draw_verdicts,
     "power": draw_power,
@@ -361,9 +380,12 @@ FIGURES: dict[str, Callable[[], "Figure"]] = {
 
 def main(names: Sequence[str]) -> None:
     """Write figures, all by default."""
-    for name in names or FIGURES:
-        with figure_style():
-            (path,) = save_figure(FIGURES[name](), IMAGES / name, ("svg",))
+    for name in names or ("demo", *FIGURES):
+        if name == "demo":
+            path = write_demo()
+        else:
+            with figure_style():
+                (path,) = save_figure(FIGURES[name](), IMAGES / name, ("svg",))
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
+from abrun.cli import demo, starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
 from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
@@ -17,6 +17,7 @@ from abrun.redaction import hide_secrets_of
 __all__ = [
     "bisecting",
     "controls",
+    "demo",
     "experiments",
     "judging",
     "main",
