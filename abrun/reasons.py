@@ -2,7 +2,7 @@
 
 `abrun.messages` turns a reason into a sentence. Programs decide by `reason.code` and `reason.values`, never
 by a sentence. Codes are a public interface, for example in `verdict.json`: wordings may change, but a code
-keeps its meaning. docs/codes.md lists all codes.
+keeps its meaning. docs/reference/codes.md lists all codes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -196,6 +196,7 @@ class Code(StrEnum):
     # Refusals: launching
     MAX_SEEDS_WITHOUT_STAGES, STAGES_NEED_LAUNCHER, STAGES_NEED_COMPARISON = auto(), auto(), auto()
     DETACH_NEEDS_QUEUE, JSON_WITHOUT_DRY_RUN = auto(), auto()
+    OPTION_NOT_EXPORTED, OPTION_NEEDS_EXPORT = auto(), auto()
     JOBS_LEFT_IN_QUEUE, SYNC_NEEDS_PACKAGE, NOT_MEASURED_HERE = auto(), auto(), auto()
     PLAN_CANNOT_RUN, NODE_CANNOT_RUN, SLURM_REFUSES_JOB, LAUNCHED_ELSEWHERE = auto(), auto(), auto(), auto()
     LAUNCHER_UNREACHABLE, FAULTS_NEED_ABRUN_TRAINER, FAULT_NEEDS = auto(), auto(), auto()
@@ -245,7 +246,7 @@ class Code(StrEnum):
     RECIPE_TOO_LARGE, OVERRIDE_WITHOUT_EFFECT, OVERRIDE_INDEX_OF_NO_LIST = auto(), auto(), auto()
     FOLDER_WITHOUT_RECIPE, SECRET_IN_ENV, SEEDS_BACKWARDS, SEEDS_TOO_MANY = auto(), auto(), auto(), auto()
     SEEDS_READ_AS_COUNT, MAX_SEEDS_BELOW_FIRST, UPLOAD_NEEDS_FILE = auto(), auto(), auto()
-    REFERENCE_WITHOUT_LEDGER, PLAN_FROM_AND_ASSUMED, PLAN_NEEDS_RECIPE = auto(), auto(), auto()
+    SCHEMA_OF_ONE_RECIPE, PLAN_FROM_AND_ASSUMED, PLAN_NEEDS_RECIPE = auto(), auto(), auto()
     SEARCHES_TWO, OPTION_NOT_PREDICTED, OPTION_NEEDS_PREDICT = auto(), auto(), auto()
     MASTER_DTYPE_UNKNOWN, OPTION_OF_OTHER_KIND, OPTION_NOT_ASKED = auto(), auto(), auto()
     NO_FAULT_CAN_BE_INJECTED, FILE_EXISTS, RECIPE_NOT_FOUND = auto(), auto(), auto()
