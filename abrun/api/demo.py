@@ -39,7 +39,7 @@ and on the same 4 seeds with it (treatment). The claim, declared beforehand: the
 mean reward over the last 20 % of steps changes by less than 0.05."""
 CONCLUSIONS = {
     "MATCH": "The reward changes by less than 0.05, at 95 % confidence.",
-    "MISMATCH": "The reward falls by more than 0.05: the comparison caught the bug.",
+    "MISMATCH": "The bug is caught: the loss differs at step 1, the reward collapses.",
 }
 WIDTH = 80
 LABEL_WIDTH = 12
@@ -74,10 +74,9 @@ def unpack_runs(folder: Path) -> None:
     if exists(folder) and not is_directory(folder):
         raise RecipeError(f"{folder}: is not a folder; choose another one with -o")
     if is_directory(folder) and any(os.scandir(folder)):
-        missing = next((name for name in contents if not is_file(folder / name)), None)
-        if missing is not None:
+        if not all(is_file(folder / name) for name in contents):
             raise RecipeError(
-                f"{folder}: already exists without the demo's {missing}; choose another folder with -o"
+                f"{folder}: has files, but not all of the demo's runs; choose another folder with -o"
             )
         return
     for name, text in contents.items():

@@ -18,13 +18,14 @@ def demo(
         ),
     ] = Path("abrun-demo"),
 ) -> None:
-    """Judge small bundled runs: a change that is safe (MATCH), then one with a bug (MISMATCH).
+    """Judge bundled runs in seconds: a MATCH, then a MISMATCH.
 
-    Takes seconds, offline and without torch. Writes a report page for each verdict.
+    Each is about a change to the training code; the second change has a bug. Runs offline and without torch,
+    and writes a report page for each verdict.
 
     Examples:
         abrun demo
-        abrun demo -o /tmp/abrun-demo
+        abrun demo -o first-look
     """
     from abrun.api.demo import render_demo, run_demo
 
