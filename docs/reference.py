@@ -26,7 +26,7 @@ from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.families import BIASED_HEADS, ENCODER_DECODERS, MULTIMODAL, SAMPLING_ROUTERS, SHARED_LAYERS
 from abrun.recipe.faults import FAULTS, Fault
 from abrun.recipe.section import Section
-from abrun.verdict.verdict_file import json_schema
+from abrun.verdict.verdict_file import VerdictFile, json_schema
 from tests.models.families import ABILITIES, FAMILIES
 
 FOLDER = Path(__file__).parent / "reference"
@@ -373,7 +373,11 @@ name.
 def verdict_page() -> str:
     """Return verdict-json.md: the fields of every object of the schema."""
     schema = json_schema()
+    comments = {
+        name: _prose(field_comment(VerdictFile, name)) for name in inspect.get_annotations(VerdictFile)
+    }
     lines = [VERDICT_HEAD, "## Top level", "", _names(schema), ""]
+    lines += [*(f"- `{name}`: {comment}" for name, comment in comments.items() if comment), ""]
     for name, record in schema["$defs"].items():
         if not record.get("properties"):
             continue
