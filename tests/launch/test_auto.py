@@ -353,7 +353,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def preferred(*, compiled: bool) -> list[dict[str, Any]]:
-    """The candidates as docs/training.md has them."""
+    """The candidates as docs/explanation/memory-prediction.md has them."""
     found = []
     for recomputed in ("none", "selective", "full") if compiled else ("none", "full"):
         for gathered in (True, False):
