@@ -24,7 +24,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.faults import LIBRARY
 from abrun.recipe.section import Section
 from abrun.runs import layout
-from tests.commands import GROUP, commands_in, commands_of, has_placeholders, problem_of
+from tests.commands import commands_in, commands_of, has_placeholders, problem_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,11 +78,6 @@ def test_contributing_s_table_has_every_room() -> None:
         if path.name[0] not in "_." and path.name != "py.typed"
     }
     assert sorted(listed) == sorted(there)
-
-
-def test_the_readme_s_table_has_every_command() -> None:
-    listed = re.findall(r"^\| `abrun ([a-z-]+)[^`]*` \|", (ROOT / "README.md").read_text(), re.M)
-    assert sorted(listed) == sorted(GROUP.commands)
 
 
 def test_the_readme_s_headline_figures_are_measured() -> None:
