@@ -25,7 +25,7 @@ from abrun.train import policy_objective
 from abrun.train.policy_objective import PolicyObjective
 from tests.train.runs import Rows, make_run, run_config, train_here
 
-# definitions.md's table, as far as GRPO has it.
+# docs/reference/metrics.md, as far as GRPO has it.
 TRAIN_KEYS = [
     "reward",
     "token_mult_prob_error",
