@@ -163,36 +163,43 @@ def make_slug(name: str) -> str:
 
 
 def render_markdown(content: VerdictFile, report_context: Context, images: Sequence[str]) -> str:
-    """Return a Markdown page of at most MAX_LINES lines, followed by the figures."""
-    lines = [
-        f"# {escape_markdown(_headline(content))}",
-        "",
-        *(f"- {escape_markdown(sentence(reason))}" for reason in content.reasons),
-        "",
-        *(
-            f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
-            for step in report_context.next_steps
-        ),
+    """Return a Markdown page: verdict, next commands and tables; the rest and the figures are folded."""
+    lines = [f"# {escape_markdown(_headline(content))}", ""]
+    lines += [f"- {escape_markdown(sentence(reason))}" for reason in content.reasons]
+    if report_context.next_steps:
+        lines.append("")
+    lines += [
+        f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
+        for step in report_context.next_steps
     ]
     for table in _make_tables(content):
-        lines += ["", escape_markdown(_comparison_note(content)), "", *table.to_markdown()]
-    facts = [
-        f"**{escape_markdown(label)}**: {escape_markdown(text)}  " for label, text in evidence_lines(content)
+        lines += ["", *table.to_markdown()]
+    folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
+    max_folded = max(MAX_LINES - len(lines) - 6, 3)
+    if len(folded) > max_folded:
+        omitted = len(folded) - max_folded + 1
+        folded = [*folded[: max_folded - 1], f"- and {omitted} more lines in report.html and verdict.json"]
+    figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
+    summary = "Evidence and curves" if figures else "Evidence"
+    lines += ["", f"<details><summary>{summary}</summary>", "", *folded]
+    lines += ["", *figures] if figures else []
+    return "\n".join([*lines, "", "</details>"]) + "\n"
+
+
+def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
+    items = [
+        f"- **{escape_markdown(label)}**: {escape_markdown(text)}" for label, text in evidence_lines(content)
     ]
-    made_by = f"report made by {code_span(report_context.command)}"
     run_facts = [
         escape_markdown(text) for text in (report_context.time_range, report_context.environment) if text
     ]
-    lines += ["", *facts, f"**runs**: {'; '.join([*run_facts, made_by])}  "]
+    made_by = f"report made by {code_span(report_context.command)}"
+    items.append(f"- **runs**: {'; '.join([*run_facts, made_by])}")
     links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         omitted = f", and {len(links) - MAX_LINKS} more" if len(links) > MAX_LINKS else ""
-        lines.append(f"**wandb**: {', '.join(links[:MAX_LINKS])}{omitted}")
-    if len(lines) > MAX_LINES:
-        omitted = len(lines) - MAX_LINES + 2
-        lines = [*lines[: MAX_LINES - 2], "", f"and {omitted} more lines in report.html and verdict.json"]
-    lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
-    return "\n".join(lines).rstrip() + "\n"
+        items.append(f"- **wandb**: {', '.join(links[:MAX_LINKS])}{omitted}")
+    return items
 
 
 def _make_tables(content: VerdictFile) -> list[Table]:
