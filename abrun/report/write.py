@@ -46,7 +46,6 @@ PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
 VERDICT_COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
-MAX_LINES = 30  # of report.md, without images
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
     ["mean |difference| over all steps"],
@@ -175,10 +174,6 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
     for table in _make_tables(content):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
-    max_folded = max(MAX_LINES - len(lines) - 6, 3)
-    if len(folded) > max_folded:
-        omitted = len(folded) - max_folded + 1
-        folded = [*folded[: max_folded - 1], f"- and {omitted} more lines in report.html and verdict.json"]
     figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
     summary = "Evidence and curves" if figures else "Evidence"
     lines += ["", f"<details><summary>{summary}</summary>", "", *folded]
