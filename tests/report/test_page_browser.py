@@ -68,7 +68,8 @@ def usual():
     values = learning(num_steps=300, metrics=("train/reward", "train/entropy", "train/token_mult_prob_error"))
     for metrics in values.values():
         metrics["train/token_mult_prob_error"] += 1
-    return render_page(experiment(values), verdict([claim(steps=(241, 300))], not_tested=["Evaluation."]))
+    claims = [claim(steps=(241, 300), baseline_mean=0.69, treatment_mean=0.68)]
+    return render_page(experiment(values), verdict(claims, not_tested=["Evaluation."]))
 
 
 def ink(page, selector=CURVE):
@@ -96,7 +97,8 @@ def test_the_verdict_comes_first_and_the_charts_below_are_drawn_when_seen(opened
     with opened(usual) as page:
         assert page.locator("h1").inner_text().endswith("MATCH")
         finding = page.locator(".finding").inner_text()
-        assert finding.startswith("train/reward: treatment 0.") and "within the margin" in finding
+        assert finding.startswith("train/reward: treatment 0.68, baseline 0.69. The difference (")
+        assert finding.endswith(") is within the margin \u00b10.05.")
         assert page.locator(".arms code").all_inner_texts() == ["policy.logprobs.impl", "logits", "chunked"]
         assert page.locator("h2").first.inner_text() == "Claims"
         page.locator(CURVE).first.scroll_into_view_if_needed()
@@ -204,7 +206,7 @@ def test_a_command_is_copied(browser, tmp_path):
 
 
 def test_nothing_is_cut_on_a_phone(opened):
-    values = learning(metrics=("train/reward", "train/entropy"))
+    values = learning(metrics=("train/reward", "train/entropy", "train/" + "length_" * 12))
     of, content = experiment(values), verdict([claim(), claim(metric="train/entropy")])
     command = "abrun compare " + "a-long-name/of-runs " * 9
     with opened(render_page(of, content, make_context(of, content, command)), width=390) as page:

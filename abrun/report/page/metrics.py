@@ -17,6 +17,7 @@ CURVE_HEIGHT = 100  # small curves are whole numbers from 0 (lowest) to this
 ROUNDING = 1e-6  # relative; a smaller difference counts as none
 
 
+@np.errstate(all="ignore")  # values that overflow give no level
 def metric_rows(experiment: RecordedExperiment, metrics: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row per metric, the largest difference relative to the spread over seeds first.
 
@@ -96,11 +97,10 @@ def _small_curves(
     """Yield the mean of each arm as at most NUM_POINTS whole numbers, on a scale shared by the arms."""
     chunks = np.array_split(np.arange(len(steps)), min(NUM_POINTS, len(steps)))
     means: dict[int, Array] = {}
-    with np.errstate(all="ignore"):
-        for index, arm in enumerate(arms):
-            rows = values[[run.name.arm == arm for run in runs]]
-            if len(rows):
-                means[index] = np.array([rows[:, chunk].mean() for chunk in chunks])
+    for index, arm in enumerate(arms):
+        rows = values[[run.name.arm == arm for run in runs]]
+        if len(rows):
+            means[index] = np.array([rows[:, chunk].mean() for chunk in chunks])
     points = np.array([*means.values()])
     is_finite = np.isfinite(points)
     if not is_finite.any():
