@@ -70,7 +70,8 @@ def _compare_levels(
     changes = [treatment[seed] - baseline[seed] for seed in shared]
     treated_mean, baseline_mean = float(np.mean([*treatment.values()])), float(np.mean([*baseline.values()]))
     difference = float(np.mean(changes)) if changes else treated_mean - baseline_mean
-    if abs(difference) <= ROUNDING * max(abs(treated_mean), abs(baseline_mean)):
+    larger = max(abs(treated_mean), abs(baseline_mean))
+    if math.isfinite(difference) and abs(difference) <= ROUNDING * larger:
         difference = 0.0
     spreads = [
         float(np.std([*arm_levels.values()], ddof=1)) if len(arm_levels) > 1 else 0.0

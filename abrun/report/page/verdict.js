@@ -174,6 +174,11 @@ function facts() {
 const drawnClaims = () =>
   (content.claims || []).filter((claim) => claim.margin > 0 && claim.interval?.every(Number.isFinite));
 
+const beyondText = (mean) => {
+  const size = `${number(Math.abs(mean), 2)} margins`;
+  return el("b", {}, mean < 0 ? `\u25c2 ${size}` : `${size} \u25b8`);
+};
+
 function forest() {
   const drawn = drawnClaims();
   if (!drawn.length) return null;
@@ -187,7 +192,7 @@ function forest() {
     return element;
   };
   const label = (share, text) => {
-    const element = mark("label", share);
+    const element = mark(Math.abs(share) < reach ? "label" : `label ${share < 0 ? "first" : "last"}`, share);
     element.append(text);
     return element;
   };
@@ -209,8 +214,7 @@ function forest() {
         },
         mark("zone", -1, 1),
         mark("zero", 0),
-        mark("reach", low, high),
-        mark("mean", mean),
+        Math.abs(mean) > reach ? label(Math.sign(mean) * reach, beyondText(mean)) : [mark("reach", low, high), mark("mean", mean)],
       ),
     ];
   });
@@ -218,7 +222,7 @@ function forest() {
     "div",
     { class: "track heads", "aria-hidden": "true" },
     label(-1, `${MINUS}margin`),
-    label(0, "no difference"),
+    label(0, reach > 2 ? "0" : "no difference"),
     label(1, "+margin"),
   );
   const corner = muted(several ? `difference from ${baselineName()}` : `${treatmentName()} ${MINUS} ${baselineName()}`);
