@@ -72,7 +72,7 @@ def report_to_agent() -> None:
     stack = os.open(_stack_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
     # Main thread only: faulthandler can crash in a thread that is just ending.
     faulthandler.register(DUMP_STACK_SIGNAL, file=stack, all_threads=False)
-    report("starting")
+    report("imports", in_every_step=False)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,9 @@ def _write_status_line() -> None:
         return
     timeout_s = hang_timeout_s(_status_line.steps_s) if _status_line.in_every_step else math.inf
     line = _status_line
-    text = f"{os.getpid()} {line.reported_s:.3f} {timeout_s:.1f} {line.is_waiting:d} {line.activity}"
+    is_first_step = line.in_every_step and line.step_ended_s is not None and not line.steps_s
+    activity = line.activity + " of the first step" * is_first_step
+    text = f"{os.getpid()} {line.reported_s:.3f} {timeout_s:.1f} {line.is_waiting:d} {activity}"
     with contextlib.suppress(OSError):  # for example a full disk
         os.pwrite(_status_line.file, text.encode()[:_STATUS_LINE_BYTES].ljust(_STATUS_LINE_BYTES), 0)
 

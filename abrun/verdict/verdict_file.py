@@ -57,9 +57,9 @@ class VerdictFile:
     baseline: str
     verdict: Verdict
     exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
-    reasons: list[Reason]
-    post_hoc: bool
-    num_pairs: int
+    reasons: list[Reason]  # why, claim by claim
+    post_hoc: bool  # claims or options were not declared before the runs
+    num_pairs: int  # pairs compared
     paired: bool  # False: the arms are independent, whatever their seeds (Welch)
     claims: list[ClaimResult]
     descriptions: list[Description]  # for arms with one run each, or without claims
@@ -67,10 +67,10 @@ class VerdictFile:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
-    savings: list[Saving]
+    savings: list[Saving]  # step time and peak memory relative to the baseline
     arms: dict[str, ArmSection]
     readings: list[Readings]  # one per treatment with tested claims, including this comparison
-    not_tested: list[Reason]
+    not_tested: list[Reason]  # what the verdict does not cover
     guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
     # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]
@@ -301,7 +301,7 @@ def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
                 if name in record.get("required", ()):
                     record["required"].append(codes_field)
     if "Code" in schema.get("$defs", {}):
-        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
+        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/reference/codes.md"}
         schema["$defs"]["Reason"]["required"] = ["code", "values"]
     return schema
 
