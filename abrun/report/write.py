@@ -29,7 +29,7 @@ from abrun.reasons import Code
 from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
-from abrun.report.context import Context, make_context
+from abrun.report.context import Context, make_context, verdict_title
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
@@ -285,10 +285,9 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    is_description = content.descriptions and content.verdict == "INCONCLUSIVE"
     qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
-    return f"{'DESCRIPTION' if is_description else content.verdict}{qualifier_text}: {content.experiment}"
+    return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
 
 def claim_columns(content: VerdictFile) -> list[str]:

@@ -180,6 +180,7 @@ def test_a_description_opens_with_its_finding_and_a_curve_and_no_empty_section(o
     of = experiment(values, arms=("old", "new"))
     content = build_verdict_file(of, judge(of, []), None)
     with opened(render_page(of, content, make_context(of, content, "abrun compare old new"))) as page:
+        assert page.title() == "DESCRIPTION: simulated"
         assert page.locator("h1").inner_text().endswith("DESCRIPTION")
         finding = page.locator(".finding").inner_text()
         assert finding.startswith("train/reward is 0.2") and "lower in new: " in finding

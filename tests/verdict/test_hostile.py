@@ -47,7 +47,7 @@ class Done(NamedTuple):
 
 
 def without_code(markdown):
-    """The markup without commands, which are spans of code on one line, and without the fold of the report."""
+    """The Markdown without commands (code spans of one line) and without the report's own fold."""
     folds = r"^<details><summary>Evidence(?: and curves)?</summary>$|^</details>$"
     return re.sub(folds, "", re.sub(r"(?<!\\)`[^`\n]+`", "", markdown), flags=re.MULTILINE)
 

@@ -19,7 +19,7 @@ import orjson
 
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.report.context import Context
+from abrun.report.context import Context, verdict_title
 from abrun.report.page import charts
 from abrun.report.page.metrics import metric_rows
 from abrun.report.panels import memory_peaks
@@ -61,7 +61,7 @@ def render_page(experiment: RecordedExperiment, content: VerdictFile, context: C
     return Template(_read_file("template.html")).substitute(
         policy=html.escape(policy, quote=False),
         license=_read_file("uPlot.LICENSE"),
-        title=html.escape(_replace_surrogates(f"{content.verdict}: {experiment.name}")),
+        title=html.escape(_replace_surrogates(f"{verdict_title(content)}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data="\n".join(_data_blocks(experiment, content, context)),
@@ -84,6 +84,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
     peaks = memory_peaks(experiment)
     report = {
         "content": as_json(content),
+        "title": verdict_title(content),
         "arms": experiment.arms,
         "runs": [
             {

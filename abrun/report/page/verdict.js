@@ -11,8 +11,8 @@ const VERDICTS = {
 const MAX_CHANGES = 5; // changed keys in the card; the section has all
 const MAX_LEVELS = 4;
 const MAX_INTERVALS = 6;
-const isDescription = (content.descriptions || []).length > 0 && ["DESCRIPTION", "INCONCLUSIVE"].includes(content.verdict);
-const verdictName = isDescription ? "DESCRIPTION" : content.verdict;
+const verdictName = report.title;
+const isDescription = verdictName === "DESCRIPTION";
 
 function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
