@@ -30,6 +30,12 @@ class Context:
     injected_faults: str | None  # a short summary; None without a recipe
 
 
+def verdict_title(content: VerdictFile) -> str:
+    """Return the verdict, or DESCRIPTION if no claim was declared or could be tested."""
+    is_description = content.descriptions and content.verdict == "INCONCLUSIVE"
+    return "DESCRIPTION" if is_description else content.verdict
+
+
 def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=display_safe(command or f"abrun compare {experiment.name}"),
