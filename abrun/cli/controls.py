@@ -167,11 +167,11 @@ def _report_detected_faults(
 def _find_run_folder(run: str, runs_dir: Path) -> Path:
     """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
+    from abrun.runs.experiment import find_run
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment
 
-    path = runs_dir / run
-    path = path if is_directory(path) else Path(run)
+    path = find_run(run, runs_dir)
     refuse_experiment(path)
     if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()

@@ -33,7 +33,6 @@ from abrun.cli.arguments import (
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
-from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.api.launching import LaunchResult
@@ -69,9 +68,9 @@ def launch(
 ) -> None:
     """Run an experiment: train all arms and seeds with live progress, then compare the arms.
 
-    Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without a claim), 5 INVALID; --exit-zero and
-    --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input, 130
-    after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
+    Exit code: 0 MATCH, or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID; --exit-zero
+    and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
+    130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
 
     Examples:
         abrun launch quickstart
@@ -79,7 +78,7 @@ def launch(
         abrun launch recipe.yaml --until-decided --max-seeds 12
         abrun launch recipe.yaml --launcher slurm --detach
     """
-    from abrun.api.launching import launch_recipe
+    from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
     from abrun.recipe.experiment import load_recipe
 
@@ -89,7 +88,7 @@ def launch(
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
     options = LaunchOptions(
-        runs_dir=runs_dir,
+        runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
         name=name,
         launcher=launcher,
         jobs=jobs,
@@ -217,9 +216,9 @@ def logs(
     """
     from abrun import watch as live
     from abrun.launch.cluster import find_cluster_jobs
+    from abrun.runs.experiment import find_run
 
-    path = runs_dir / run
-    for text in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
+    for text in live.read_log(find_run(run, runs_dir), find_cluster_jobs, follow=follow):
         sys.stdout.write(text)
         sys.stdout.flush()
 
