@@ -129,7 +129,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--job", "2"], "--job"),
         (["launch", SMALL, "--jobs", "0"], "'--jobs': got '0'; allowed: greater than"),
         (["launch", SMALL, "--jobs", "two"], "--jobs"),
-        (["compare", ".", "--format", ""], "--format: got '', nothing to write; allowed: terminal"),
+        (["compare", ".", "--wandb"], "--wandb requires --output FOLDER"),
         (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
         (["plan"], "plan: recipe missing; pass one, or --from EXPERIMENT"),
         (["plan", "--from", "gone"], "gone: no experiment here"),

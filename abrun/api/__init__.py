@@ -208,8 +208,9 @@ def launch(
 
     `recipe` is a file, a built-in recipe's name, or an experiment's name or folder. `overrides` sets values
     by dotted keys, such as `{"steps": 20}`. `until_decided` runs at most `max_seeds` pairs in stages and
-    stops once the verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's `auto` values, by
-    default this machine's. Raises RecipeError, LaunchError or StoreError before anything has started.
+    stops once the verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's
+    `auto` values, by default this machine's. Raises RecipeError, LaunchError or StoreError before anything
+    has started.
     """
     from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions

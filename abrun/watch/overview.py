@@ -18,7 +18,7 @@ from abrun.redaction import display_safe
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
 from abrun.runs.lock import describe_launcher
-from abrun.runs.reported import read_reported_verdict
+from abrun.runs.reported import ReportedVerdict, read_reported_verdict
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
 
 MAX_QUERY_S = 5.0  # for schedulers, over all experiments
@@ -59,10 +59,11 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
                 unreachable |= {jobs.silent} - {None}
             elif jobs:
                 num_not_asked += 1
-            reported = read_reported_verdict(experiment_dir)
         except StoreError as error:
             problems.append(str(error))
             continue
+        reported, problem = _read_verdict(experiment_dir)
+        problems += problem
         num_steps_done = sum(
             state.num_steps if state.status == "finished" else state.step for state in states
         )
@@ -84,6 +85,14 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
             "others: abrun status EXPERIMENT asks about one"
         )
     return overviews, [*problems, *map(str, unreachable)]
+
+
+def _read_verdict(experiment_dir: Path) -> tuple[ReportedVerdict | None, list[str]]:
+    """Return the verdict in an experiment's report, if it can be read, and why it cannot."""
+    try:
+        return read_reported_verdict(experiment_dir), []
+    except StoreError as error:
+        return None, [str(error)]
 
 
 def render_experiments(
@@ -122,7 +131,7 @@ def status_json(
             "notes": problems,
         }
     runs = ExperimentReader(experiment_dir, find_jobs).read()
-    reported = read_reported_verdict(experiment_dir)
+    reported, _ = _read_verdict(experiment_dir)
     return {
         "experiment": experiment_dir.name,
         "directory": str(experiment_dir),
