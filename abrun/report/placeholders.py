@@ -73,10 +73,10 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     arguments = typed_recipe or [str(path)]
     starts_runs = command.split()[1] in LAUNCH_COMMANDS
     if typed_recipe:
-        has_seeds = " --seeds " in command
-        arguments += _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds])
-        options = ["--seeds"] * (not has_seeds) + ["--launcher"] if starts_runs else []
-        arguments += _split_options(launch_words, options)[0]
+        options = ["--launcher", *["--seeds"] * (" --seeds " not in command)] if starts_runs else []
+        kept = _split_options(launch_words, options)[0]
+        has_seeds = any("--seeds" in text for text in (command, *kept))
+        arguments += _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept
     if starts_runs and path.parent != RUNS_DIR:
         arguments += ["--runs-dir", str(path.parent)]
     return shlex.join(arguments)

@@ -1,15 +1,15 @@
 """The verdict in an experiment's report, as far as other commands show it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from abrun.regular_files import is_file
 from abrun.runs.files import read_as
 from abrun.runs.layout import REPORT, RESULT, VERDICT
 from abrun.runs.records import RunState
-from abrun.runs.schemas import ExitCode, Items
+from abrun.runs.schemas import ExitCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +18,6 @@ class _StoredVerdict:
 
     verdict: Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
     exit_code: ExitCode
-    claims: Items[Mapping[str, Any]] = ()
-    descriptions: Items[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +45,10 @@ def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
     if not is_file(path):
         return None
     stored = read_as(_StoredVerdict, path)
-    is_description = stored.verdict == "INCONCLUSIVE" and stored.descriptions and not stored.claims
+    is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0
     return ReportedVerdict(
         verdict="DESCRIPTION" if is_description else stored.verdict,
-        exit_code=0 if is_description else stored.exit_code,
+        exit_code=stored.exit_code,
         written_s=_modified_s(path),
     )
 

@@ -36,6 +36,7 @@ _EVIDENCE = (
 )
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
+_WITHOUT_CLAIM = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)  # reasons of a description
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -82,7 +83,7 @@ class VerdictFile:
     @property
     def is_description(self) -> bool:
         """True if no claim was made, so that the report only describes the arms."""
-        return self.verdict == "INCONCLUSIVE" and bool(self.descriptions) and not self.claims
+        return self.verdict == "INCONCLUSIVE" and self.exit_code == 0
 
 
 def build_verdict_file(
@@ -110,12 +111,13 @@ def build_verdict_file(
     ]
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
-    content = VerdictFile(
+    has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
+    return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
         baseline=experiment.baseline,
         verdict=verdict,
-        exit_code=EXIT_CODES[verdict],
+        exit_code=0 if verdict == "INCONCLUSIVE" and has_no_claim else EXIT_CODES[verdict],
         reasons=[
             *reasons,
             *experiment.left_out,
@@ -147,7 +149,6 @@ def build_verdict_file(
         sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
     )
-    return replace(content, exit_code=0) if content.is_description else content
 
 
 def _run_notes(experiment: RecordedExperiment) -> Iterator[Reason]:

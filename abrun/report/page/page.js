@@ -26,8 +26,7 @@ const chip = (result) => {
   const [kind, glyph] = RESULTS[result] || ["plain", "\u2013"];
   return el("span", { class: `chip ${kind}` }, el("span", { "aria-hidden": "true" }, glyph), ` ${result}`);
 };
-const isDescription =
-  content.verdict === "INCONCLUSIVE" && content.descriptions.length > 0 && content.claims.length === 0;
+const isDescription = content.verdict === "INCONCLUSIVE" && content.exit_code === 0;
 const verdictName = isDescription ? "DESCRIPTION" : content.verdict;
 const sections = [];
 function section(id, title, ...children) {
