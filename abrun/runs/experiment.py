@@ -23,6 +23,7 @@ from abrun.runs.schemas import Count, Items, checked
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
 MAX_LISTED = 8  # experiments in a message
+RECIPE_SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +156,14 @@ def suggest_path(path: Path, accepts: Callable[[Path], bool] = is_directory) -> 
         closest = folder / part
         if exists(closest) and not is_last:
             continue
-        names = list[str]()
+        names: dict[str, str] = {}  # by what is compared: the ending of recipes makes all of them similar
         with contextlib.suppress(OSError):
-            names = [entry.name for entry in folder.iterdir() if not is_last or accepts(entry)]
-        matches = difflib.get_close_matches(part, names, n=1)
+            entries = [entry for entry in folder.iterdir() if not is_last or accepts(entry)]
+            names = {entry.name.removesuffix(RECIPE_SUFFIX): entry.name for entry in entries}
+        matches = difflib.get_close_matches(part.removesuffix(RECIPE_SUFFIX), names, n=1)
         if not matches:
             return None
-        closest = folder / matches[0]
+        closest = folder / names[matches[0]]
     return closest
 
 
