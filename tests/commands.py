@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 from typer.exceptions import TyperException
@@ -44,21 +45,32 @@ def problem_of(words: list[str], *, whole: bool = True) -> str | None:
     """
     if not words or words[0].startswith("-"):
         return None
-    command = GROUP.commands.get(words[0])
-    if command is None:
-        return f"abrun has no command {words[0]!r}"
+    name, command = "abrun", GROUP
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"{name} has no command {words[0]!r}"
+        name, command, words = f"{name} {words[0]}", command.commands[words[0]], words[1:]
+    if whole and not getattr(command, "invoke_without_command", True):
+        return f"{name} lacks a command"
     if not whole or has_placeholders(words):
         known = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {
             "--help",
             "-h",
         }
-        unknown = [word for word in words[1:] if re.match(r"--?[a-z]", word) and word not in known]
-        return f"abrun {words[0]} has no option {unknown[0]}" if unknown else None
+        unknown = [word for word in words if re.match(r"--?[a-z]", word) and word not in known]
+        return f"{name} has no option {unknown[0]}" if unknown else None
     try:
-        command.make_context(words[0], words[1:])
+        command.make_context(name, words)
     except (AbrunError, TyperException) as error:
         return str(error) or "bad usage"
     return None
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """Every command with its name, such as `faults run`; a group comes before its commands."""
+    for name, command in GROUP.commands.items():
+        yield name, command
+        yield from ((f"{name} {inner}", each) for inner, each in getattr(command, "commands", {}).items())
 
 
 def has_placeholders(words: list[str]) -> bool:

@@ -20,6 +20,7 @@ from abrun.memory.cells import MemoryProfile
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report import comparing
 from abrun.runs.experiment import planned_runs
+from tests.commands import all_commands
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -86,7 +87,7 @@ def test_help_imports_nothing_slow() -> None:
         assert done.stderr.strip() == "[]"
 
 
-def test_help_takes_less_than_half_a_second_of_cpu() -> None:
+def test_help_takes_less_than_three_tenths_of_a_second_of_cpu() -> None:
     """Of CPU, not of the clock: how long it waits for a busy machine is not its doing."""
 
     def cpu_s() -> float:
@@ -95,7 +96,7 @@ def test_help_takes_less_than_half_a_second_of_cpu() -> None:
         after = os.times()
         return sum(after[2:4]) - sum(before[2:4])
 
-    assert any(cpu_s() < 0.5 for _ in range(6))
+    assert any(cpu_s() < 0.3 for _ in range(6))
 
 
 def test_only_what_computes_imports_what_computes(tmp_path: Path) -> None:
@@ -111,10 +112,9 @@ def test_only_what_computes_imports_what_computes(tmp_path: Path) -> None:
 
 def test_every_command_has_help(run: Run) -> None:
     _, output, _ = run("--help")
-    commands = re.findall(r"^│ ([a-z-]+) +[A-Z]", output, re.MULTILINE)
-    assert {"launch", "compare", "watch", "status"} <= set(commands)
-    for command in commands:
-        code, output, _ = run(command, "-h")
+    assert {"launch", "compare", "watch", "status"} <= set(re.findall(r"^  ([a-z-]+) +[A-Z]", output, re.M))
+    for command, _ in all_commands():
+        code, output, _ = run(*command.split(), "-h")
         assert code == 0 and f"Usage: abrun {command}" in output
 
 
@@ -130,9 +130,9 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--jobs", "0"], "'--jobs': got '0'; allowed: greater than"),
         (["launch", SMALL, "--jobs", "two"], "--jobs"),
         (["compare", ".", "--wandb"], "--wandb requires --output FOLDER"),
-        (["plan", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
-        (["plan"], "plan: recipe missing; pass one, or --from EXPERIMENT"),
-        (["plan", "--from", "gone"], "gone: no experiment here"),
+        (["power", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
+        (["power"], "power: recipe missing; pass one, or --from EXPERIMENT"),
+        (["power", "--from", "gone"], "gone: no experiment here"),
         (["logs", "gone"], "gone: no such run"),
         (["launch", "gone.yaml"], "gone.yaml: no such recipe"),
         (["launch", "."], "cannot be read"),
@@ -177,10 +177,19 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--resume"], "no experiment here"),
         (["launch", SMALL, *CLAIM], "got 'train/rewrad'"),
         (["launch", SMALL, "--dry-run", *CLAIM], "mean 'train/reward'?"),
-        (["plan", SMALL, *CLAIM], "compare.claims.0.metric: got 'train/rewrad'"),
-        (["plan", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
+        (["power", SMALL, *CLAIM], "compare.claims.0.metric: got 'train/rewrad'"),
+        (["power", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),
         (["launch", SMALL, "--dry-run", *WINDOW], "end at step 3"),
         (["compare", "gone"], "gone: no experiment here"),
+        (["freeze", "x", "-o", "y"], "freeze was renamed; use abrun reference save"),
+        (["export", SMALL], "export was renamed; use abrun launch --export"),
+        (["faults", "flipped"], "No such command 'flipped'; see: abrun faults --help"),
+        (["faults", "show", "fliped_advantages"], "faults show: got 'fliped_advantages'; allowed: names"),
+        (["recipes", "quickstart", "--schema"], "all recipes have one schema"),
+        (["launch", SMALL, "--export", "swarm"], "--export: got 'swarm'; allowed: jobset, skypilot"),
+        (["launch", SMALL, "--export", "jobset", "--jobs", "2"], "--jobs cannot be combined with --export"),
+        (["launch", SMALL, "-o", "x"], "--output requires --export"),
+        (["compare", "gone", "--margin", "0.05"], "--margin is part of a claim; use --claim METRIC:WINDOW:"),
         (["compare", "gone", "--primary", "reward"], "--primary was renamed; use --claim"),
         (["compare", "gone", "--looks", "4,8"], "--looks was renamed; use --interim"),
         (["compare", "gone", "--claim", "reward"], "--claim: got 'reward'; allowed: METRIC:"),
@@ -229,7 +238,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     power = next(row for row in rows if row[:1] == ["train/reward"])
     assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
     assert 70 <= int(power[6].rstrip("%")) <= 85 and power[-1] == "pairs"
-    assert "unknown: see abrun plan --from EXPERIMENT, or set compare.claims.1.sigma" in output
+    assert "unknown: see abrun power --from EXPERIMENT, or set compare.claims.1.sigma" in output
     assert "compare.claims.2.sigma" not in output  # of no use without the level
 
 

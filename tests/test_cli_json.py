@@ -67,13 +67,13 @@ def test_the_state_of_all_experiments_and_of_the_runs_of_one(answer: Answer, tmp
 
 
 def test_a_plan_has_its_power_by_pairs(answer: Answer) -> None:
-    _, plan = answer("plan", SMALL, "--json", "--sigma", "0.02", "--correlation", "0.5")
+    _, plan = answer("power", SMALL, "--json", "--sigma", "0.02", "--correlation", "0.5")
     (claim,) = plan["claims"]
     assert claim["spread"]["sd_difference"] == pytest.approx(0.02)  # sigma sqrt(2 (1 - rho))
     powers = [claim["power"][str(count)] for count in (2, 3, 4, 5, 10)]
     assert powers == sorted(powers) and powers[-1] > 0.9
     assert claim["power"][str(claim["pairs_needed"])] >= 0.8 > claim["power"][str(claim["pairs_needed"] - 1)]
-    _, unknown = answer("plan", SMALL, "--json")
+    _, unknown = answer("power", SMALL, "--json")
     assert unknown["claims"][0]["power"] is None and unknown["num_pairs"] == 2
 
 

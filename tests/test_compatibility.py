@@ -160,8 +160,8 @@ def check_core(environment: Environment) -> None:
     compare_csv(environment)
     compare_csv(environment, "--output", "report")
     environment.run("abrun", "recipes")
-    environment.run("abrun", "plan", "quickstart", "--json")
-    environment.run("abrun", "schema")
+    environment.run("abrun", "power", "quickstart", "--json")
+    environment.run("abrun", "recipes", "--schema")
 
 
 def check_figures(environment: Environment) -> None:

@@ -54,7 +54,7 @@ def test_a_near_miss_names_what_is_there(folder: Path, abrun: Command) -> None:
         ("launch", "crsh", "--resume"),
         ("launch", "runs/crsh"),
         ("logs", f"crsh{RUN}"),
-        ("cancel", "crsh"),
+        ("stop", "crsh"),
     ):
         code, _, errors = abrun(*words)
         assert code == 2 and errors.count("\n") == 1, errors

@@ -60,10 +60,10 @@ def test_what_a_trainer_imports_is_what_its_configuration_uses() -> None:
     assert extras.is_imported("vllm", plain | {"task.verifier": "judge:by_a_model"})  # a module of the user's
 
 
-@pytest.mark.parametrize("command", ["launch", "memory-profile", "sensitivity"])
+@pytest.mark.parametrize("command", ["launch", "memory-profile", "faults run"])
 def test_training_without_torch_is_one_line(without, abrun, command: str) -> None:
     without("torch")
-    code, _, said = abrun(command, SMALL)
+    code, _, said = abrun(*command.split(), SMALL)
     assert code == 2 and len(said.strip().splitlines()) == 1
     assert said.rstrip().endswith("needs torch: pip install 'abrun[train]'")
 

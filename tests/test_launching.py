@@ -155,7 +155,7 @@ CHECKPOINTING = "policy.activation_checkpointing"
 
 
 @pytest.mark.parametrize(
-    "words", [("launch", "--no-compare"), ("sensitivity", "--faults=flipped_advantages"), ()]
+    "words", [("launch", "--no-compare"), ("faults", "run", "--faults=flipped_advantages"), ()]
 )
 def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_from(
     command: Command, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

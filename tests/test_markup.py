@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from abrun.cli import app, main
+from abrun.cli import main
 from abrun.experiment.preflight import doctor
 from abrun.reasons import Code
 from abrun.redaction import printable
+from tests.commands import all_commands
 from tests.verdict.simulate import edit_rows, fail, write_experiment
 
 NAMES = ["v[/x]", "v[bold]w", "v[gsm8k]", "v:smile:w", "v[link=http://x]w", "[red]v[/red]", "v\x1b[31mw"]
@@ -31,34 +32,38 @@ RECIPE = {
 COMMANDS: dict[str, list[Command]] = {
     "init": [lambda name: ["--kind", name]],
     "recipes": [lambda name: [name]],
-    "schema": [lambda name: [name]],
-    "launch": [lambda name: ["recipe.yaml", "--dry-run"], lambda name: [f"{name}.yaml"]],
-    "export": [lambda name: [f"{name}.yaml", "--to", "jobset"]],
+    "launch": [
+        lambda name: ["recipe.yaml", "--dry-run"],
+        lambda name: [f"{name}.yaml"],
+        lambda name: ["recipe.yaml", "--export", name],
+    ],
     "watch": [lambda name: ["stored", "--runs-dir", f"runs/{name}"]],
     "status": [
         lambda name: ["stored", "--runs-dir", f"runs/{name}"],
         lambda name: ["--runs-dir", f"{name}-empty"],
     ],
-    "cancel": [lambda name: [name]],
+    "stop": [lambda name: [name]],
     "logs": [lambda name: [f"runs/{name}/stored/treatment/seed-0"], lambda name: [f"nowhere/{name}"]],
-    "sync": [lambda name: [name]],
+    "wandb-sync": [lambda name: [name]],
     "compare": [
         lambda name: [f"runs/{name}/stored", "--no-step-one"],
         lambda name: [f"logs/{name}"],
         lambda name: [f"logs/{name}", "--unpaired"],
     ],
-    "freeze": [lambda name: [f"nowhere/{name}", "--output", "frozen.json"]],
-    "ledger": [lambda name: [f"nowhere/{name}"]],
-    "plan": [lambda name: ["recipe.yaml"], lambda name: [f"{name}.yaml"]],
+    "reference save": [lambda name: [f"nowhere/{name}", "--output", "frozen.json"]],
+    "reference show": [lambda name: [f"nowhere/{name}"]],
+    "reference add": [lambda name: [f"nowhere/{name}", name]],
+    "power": [lambda name: ["recipe.yaml"], lambda name: [f"{name}.yaml"]],
     "faults": [lambda name: [name]],
-    "samples": [
+    "faults show": [lambda name: [name]],
+    "completions": [
         lambda name: [f"dump/{name}"],
         lambda name: [f"dump/{name}", "--against", "dump/plain"],
         lambda name: [f"nowhere/{name}"],
     ],
-    "sensitivity": [lambda name: [f"{name}.yaml"]],
+    "faults run": [lambda name: [f"{name}.yaml"]],
     "memory-profile": [lambda name: [f"{name}.yaml"]],
-    "mismatch": [lambda name: [f"nowhere/{name}"]],
+    "logprob-diff": [lambda name: [f"nowhere/{name}"]],
     "doctor": [lambda name: []],
     "bisect": [lambda name: [f"{name}.yaml"]],
 }
@@ -87,7 +92,7 @@ def write_inputs(name: str) -> None:
 
 
 def test_every_command_is_walked() -> None:
-    commands = {each.name or each.callback.__name__ for each in app.registered_commands if each.callback}
+    commands = {name for name, each in all_commands() if getattr(each, "invoke_without_command", True)}
     assert commands == COMMANDS.keys()
 
 
@@ -111,7 +116,7 @@ def test_names_are_printed_as_they_are(tmp_path: Path, monkeypatch, capsys, name
     wrong = []
     for command, variants in COMMANDS.items():
         for arguments in variants:
-            monkeypatch.setattr(sys, "argv", ["abrun", command, *arguments(name)])
+            monkeypatch.setattr(sys, "argv", ["abrun", *command.split(), *arguments(name)])
             with pytest.raises(SystemExit):  # whatever else ends it would be a traceback
                 main()
             printed = "".join(capsys.readouterr())

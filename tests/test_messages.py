@@ -124,7 +124,7 @@ FOREIGN = {
     "highest in": "the heading of a column",
     "fails in": "the heading of a column",
     "allocated in": "the heading of a column",
-    "abrun freeze": "a command to paste, before its places are filled",
+    "abrun reference save": "a command to paste, before its places are filled",
     "abrun compare": "a command to paste, before its places are filled",
     " --seeds ": "a command to paste, before its places are filled",
 }

@@ -63,7 +63,7 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
     assert {status for status, _ in statuses().values()} == {"finished"}
     done = abrun("compare", "demo", "--output", "report")
     assert done.stderr == "" and json.loads(Path("report/verdict.json").read_text())["num_pairs"] == 2
-    assert "No such" not in abrun("samples", "demo/baseline/seed-0").stderr
+    assert "No such" not in abrun("completions", "demo/baseline/seed-0").stderr
     if IS_ROOT:
         done = abrun("compare", "demo", "--output", "runs/demo/report")
         assert done.returncode == 2 and "--output: " in done.stderr and "choose another folder" in done.stderr
@@ -89,14 +89,14 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
     assert not any("repair or remove" in reason for reason in verdict["reasons"])
     done = abrun("watch", "demo")
     assert "treatment/seed-0: unreadable" in done.stdout and "--resume" not in done.stdout
-    done = abrun("samples", "demo/baseline/seed-0")
+    done = abrun("completions", "demo/baseline/seed-0")
     assert done.returncode == 2 and "samples.jsonl: cannot be read: Permission denied" in done.stderr
     close(experiment_dir)
     for command in (
         ["status", "demo"],
         ["watch", "demo"],
         ["logs", "demo"],
-        ["samples", "demo/baseline/seed-0"],
+        ["completions", "demo/baseline/seed-0"],
     ):
         done = abrun(*command)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, command

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import starting, experiments, judging, controls, measuring, bisecting  # isort: skip  (as --help lists)
+from abrun.cli import bisecting, experiments, faults, judging, measuring, references, starting
 from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
@@ -16,15 +16,34 @@ from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
-    "controls",
     "experiments",
+    "faults",
     "judging",
     "main",
     "measuring",
+    "references",
     "starting",
 ]
 
-RENAMED_OPTIONS = {"--primary": "--claim", "--looks": "--interim"}
+# What a user may type: the option to use instead, and why
+MISTAKEN_OPTIONS = {
+    "--primary": ("--claim", "was renamed; use --claim"),
+    "--looks": ("--interim", "was renamed; use --interim"),
+    "--format": ("--output", "was removed; use --output FOLDER for the whole report, --json for JSON"),
+    "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
+}
+RENAMED_COMMANDS = {
+    "cancel": "stop",
+    "samples": "completions",
+    "freeze": "reference save",
+    "ledger": "reference show, or abrun reference add",
+    "plan": "power",
+    "sensitivity": "faults run",
+    "mismatch": "logprob-diff",
+    "sync": "wandb-sync",
+    "schema": "recipes --schema",
+    "export": "launch --export",
+}
 
 finish_help()
 
@@ -38,8 +57,11 @@ def main() -> None:
 
 def _run() -> int:
     hide_secrets_of(os.environ)
+    command, *options = sys.argv[1:] or ["--help"]
+    if command in RENAMED_COMMANDS:
+        return print_error(f"{command} was renamed; use abrun {RENAMED_COMMANDS[command]}")
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="abrun", standalone_mode=False) or 0
+        code = app([command, *options], prog_name="abrun", standalone_mode=False) or 0
         sys.stdout.flush()
         return code
     except TyperException as error:
@@ -62,10 +84,10 @@ def _run() -> int:
 
 def _usage_error_text(error: Any) -> str:
     """Return typer's usage error as one line."""
-    renamed = RENAMED_OPTIONS.get(getattr(error, "option_name", ""))
-    if renamed:
-        return f"{error.option_name} was renamed; use {renamed}"
     context = getattr(error, "ctx", None)
+    option, advice = MISTAKEN_OPTIONS.get(getattr(error, "option_name", ""), ("", ""))
+    if context and any(option in parameter.opts for parameter in context.command.params):
+        return f"{error.option_name} {advice}"
     command = context.command_path if context else "abrun"
     invalid = getattr(error.__cause__, "errors", list)()  # pydantic's errors include the value
     got = f"got {invalid[0]['input']!r}; " if invalid else ""

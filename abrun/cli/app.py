@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from abrun.processes.output import ignore_output_errors
 from abrun.redaction import display_safe
@@ -15,17 +16,58 @@ from abrun.redaction import display_safe
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
 
-# Headings of `abrun --help`
-GETTING_STARTED, RUNS, VERDICTS, DIAGNOSTICS = "Getting started", "Runs", "Verdicts", "Diagnostics"
+# Headings of `abrun --help` with their commands, in the order in which a new user needs them
+COMMANDS = {
+    "Getting started": ("demo", "init", "recipes", "doctor"),
+    "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),
+    "Verdicts": ("compare", "reference", "power", "faults"),
+    "Diagnostics": ("logprob-diff", "memory-profile", "bisect"),
+}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-app = typer.Typer(
+
+class CommandGroup(TyperGroup):
+    """Group of all commands, listed under their headings."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for names in COMMANDS.values() for name in names if name in self.commands]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        for heading, names in COMMANDS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), self.commands[name].get_short_help_str(formatter.width))
+                        for name in names
+                        if name in self.commands
+                    ]
+                )
+
+
+def make_group(**settings: Any) -> typer.Typer:
+    """Return a group of commands whose help is plain text, which takes no time to import."""
+    return typer.Typer(
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        **settings,
+    )
+
+
+app = make_group(
+    cls=CommandGroup,
     help="Run paired A/B experiments in RL post-training and judge whether the arms converge the same way.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
 )
+
+
+def add_group(name: str, **settings: Any) -> typer.Typer:
+    """Register a command with subcommands."""
+    group = make_group(**settings)
+    app.add_typer(group, name=name)
+    return group
 
 
 def _print_version(is_requested: bool) -> None:
@@ -48,11 +90,19 @@ def _options(
 def finish_help() -> None:
     """Set every command's help to its docstring, wrapped to the terminal, with the examples at the end."""
     for command in app.registered_commands:
-        docstring = inspect.cleandoc((command.callback and command.callback.__doc__) or "")
-        text, _, examples = docstring.partition("\n\nExamples:\n")
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-        lines = ["Examples:", *(f"  {line.strip()}" for line in examples.splitlines())]
-        command.epilog = "\n\n".join(lines)
+        _set_help(command, command.callback)
+    for info in app.registered_groups:
+        assert info.typer_instance and info.typer_instance.registered_callback
+        _set_help(info, info.typer_instance.registered_callback.callback)
+        for command in info.typer_instance.registered_commands:
+            _set_help(command, command.callback)
+
+
+def _set_help(command: Any, callback: Callable[..., Any] | None) -> None:
+    text, _, examples = inspect.cleandoc((callback and callback.__doc__) or "").partition("\n\nExamples:\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    lines = ["\b", "Examples:", *(f"  {line.strip()}" for line in examples.splitlines())]
+    command.epilog = "\n".join(lines)
 
 
 def print_json(content: Any) -> None:

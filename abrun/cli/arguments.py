@@ -3,8 +3,9 @@
 import re
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,10 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import is_directory
+
+if TYPE_CHECKING:
+    from abrun.recipe.claims import Claim
+    from abrun.recorded.sources import ReadingOptions
 
 MAX_SEEDS = 1000
 
@@ -121,7 +126,7 @@ VersionsDiffer = Annotated[
     ),
 ]
 Reference = Annotated[
-    Path | None, typer.Option(help="Compare one arm with a frozen reference (see abrun freeze).")
+    Path | None, typer.Option(help="Compare one arm with a frozen reference (see abrun reference save).")
 ]
 Unpaired = Annotated[
     bool,
@@ -246,3 +251,40 @@ def add_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
         number = int(seeds)
         raise RecipeError(Code.SEEDS_READ_AS_COUNT(got=number, last=number - 1))
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]
+
+
+def make_reading(
+    runs_dir: Path,
+    baseline: str | None,
+    pattern: str | None,
+    group: str | None,
+    alias: list[str] | None,
+    step_column: str | None,
+    seeds: str | None,
+    exclude: list[str] | None,
+) -> "ReadingOptions":
+    """Return the reading settings from the options shared by `compare` and `reference save`."""
+    from abrun.recorded.sources import ReadingOptions
+
+    return ReadingOptions(
+        runs_dir=runs_dir,
+        baseline=baseline,
+        pattern=pattern,
+        group=group,
+        aliases=tuple(alias or ()),
+        step_column=step_column,
+        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
+        exclude=tuple(exclude or ()),
+    )
+
+
+def parse_claims(claim: list[str] | None) -> "list[Claim] | None":
+    from abrun.recipe.claims import parse_claim
+
+    return [parse_claim(text) for text in claim] if claim else None
+
+
+def option_text(values_by_option: Mapping[str, Sequence[str | None]]) -> str:
+    """Return options as shell text for a suggested command."""
+    pairs = ((option, value) for option, values in values_by_option.items() for value in values if value)
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in pairs)

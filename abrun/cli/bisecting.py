@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
+from abrun.cli.app import app, console, survive_output_errors
 from abrun.cli.arguments import DryRun, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
 from abrun.reasons import Code
@@ -46,7 +46,7 @@ Jobs = Annotated[
 ]
 
 
-@app.command(rich_help_panel=DIAGNOSTICS)
+@app.command()
 @survive_output_errors
 def bisect(
     recipe: RecipeFile,
@@ -72,7 +72,7 @@ def bisect(
     keep: Annotated[bool, typer.Option("--keep", help="Keep checkouts and environments.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Find the commit or package version that broke the claims of a recipe.
+    """Find the commit or package version that broke a claim.
 
     Re-run the same command to resume. Exit code: 0 if one candidate is found, 4 if several remain or the
     result is inconclusive, 5 if there is nothing to bisect, 2 for bad input or if the good or the bad

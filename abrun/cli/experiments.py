@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import RUNS, app, console, print_error, print_json, survive_output_errors
+from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     Detach,
     DeviceMemory,
@@ -30,7 +30,7 @@ from abrun.cli.arguments import (
     complete_experiment,
     typed_command,
 )
-from abrun.errors import RecipeError
+from abrun.errors import RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
 
@@ -42,9 +42,26 @@ if TYPE_CHECKING:
     from abrun.recipe.experiment import CommandRecipe, Recipe
 
 
-@app.command(rich_help_panel=RUNS)
+Export = Annotated[
+    str | None,
+    typer.Option(
+        metavar="jobset|skypilot",
+        help="Start nothing: write manifests of the runs for Kubernetes (jobset) or SkyPilot.",
+    ),
+]
+ManifestFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="With --export: new folder for the manifests; default: <name>-<target>."
+    ),
+]
+EXPORTED = ("recipe", "overrides", "seeds", "name", "no_compare", "export", "output")  # fit --export
+
+
+@app.command()
 @survive_output_errors
 def launch(
+    context: typer.Context,
     recipe: RecipeFile,
     overrides: Overrides = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
@@ -65,8 +82,12 @@ def launch(
     device_memory: DeviceMemory = None,
     exit_zero: ExitZero = False,
     as_json: DryRunJson = False,
+    export: Export = None,
+    output: ManifestFolder = None,
 ) -> None:
-    """Run an experiment: train all arms and seeds with live progress, then compare the arms.
+    """Train all arms and seeds of a recipe, then judge them.
+
+    Shows live progress. The report is in the experiment's folder.
 
     Exit code: 0 MATCH, or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID; --exit-zero
     and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
@@ -77,6 +98,7 @@ def launch(
         abrun launch quickstart --dry-run --set steps=100 --seeds 0-7
         abrun launch recipe.yaml --until-decided --max-seeds 12
         abrun launch recipe.yaml --launcher slurm --detach
+        abrun launch recipe.yaml --export skypilot --output manifests
     """
     from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
@@ -86,6 +108,8 @@ def launch(
         raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
     if until_decided and no_compare:
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
+    if export is None and output is not None:
+        raise RecipeError(Code.OPTION_NEEDS_EXPORT(option="--output"))
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
     options = LaunchOptions(
         runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
@@ -100,6 +124,10 @@ def launch(
         max_seeds=max_seeds,
         device_memory=device_memory,
     )
+    if export is not None:
+        _refuse_with_export(context)
+        print(display_safe(_export(loaded, options, export, output)))
+        return
     if dry_run:
         raise typer.Exit(_dry_run(screen, loaded, options, as_json))
     launched = launch_recipe(loaded, options, screen, typed_command())
@@ -107,41 +135,9 @@ def launch(
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
 
 
-@app.command(rich_help_panel=RUNS)
-@survive_output_errors
-def export(
-    recipe: RecipeFile,
-    to: Annotated[str, typer.Option(help="Target: jobset (Kubernetes) or skypilot.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="New folder for the manifests; default: <name>-<target>."),
-    ] = None,
-    overrides: Overrides = None,
-    name: Name = None,
-    no_compare: NoCompare = False,
-) -> None:
-    """Write an experiment's manifests for Kubernetes or SkyPilot; abrun itself does not start them.
-
-    Examples:
-        abrun export recipe.yaml --to jobset --output manifests
-        abrun export recipe.yaml --to skypilot
-    """
-    from abrun.experiment.options import LaunchOptions
-    from abrun.experiment.plan import make_plan
-    from abrun.launch.export.command import export_plan as write_manifests
-    from abrun.launch.prepare import resolve_experiment_dir
-    from abrun.recipe.experiment import load_recipe
-
-    plan = make_plan(load_recipe(recipe, overrides or []))
-    name = resolve_experiment_dir(plan.recipe.name, LaunchOptions(name=name)).name
-    print(
-        display_safe(write_manifests(plan, to, output or Path(f"{name}-{to}"), name, compare=not no_compare))
-    )
-
-
-@app.command(rich_help_panel=RUNS)
+@app.command()
 def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Follow an experiment launched from another shell or host, or on a cluster.
+    """Follow an experiment from another shell, host or cluster.
 
     Examples:
         abrun watch quickstart
@@ -153,7 +149,7 @@ def watch(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     live.watch(find_experiment(experiment, runs_dir), console(), find_cluster_jobs)
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command()
 def status(
     experiment: Annotated[
         str | None,
@@ -164,7 +160,7 @@ def status(
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the state of an experiment's runs, or a one-line summary of every experiment.
+    """Show the state of all experiments, or of one and its runs.
 
     Examples:
         abrun status
@@ -187,13 +183,15 @@ def status(
     screen.print(live.render(experiment_dir.name, views, screen.width))
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command()
 @survive_output_errors
-def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Stop an experiment: running runs save a checkpoint and exit, queued jobs are cancelled.
+def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Stop an experiment: its runs save a checkpoint and exit.
+
+    Jobs that wait in a cluster's queue are cancelled.
 
     Examples:
-        abrun cancel quickstart
+        abrun stop quickstart
     """
     from abrun.launch.cluster import cancel_experiment
     from abrun.runs.experiment import find_experiment
@@ -201,7 +199,7 @@ def cancel(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
     print(display_safe(cancel_experiment(find_experiment(experiment, runs_dir))))
 
 
-@app.command(rich_help_panel=RUNS)
+@app.command()
 def logs(
     run: Annotated[
         str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
@@ -209,7 +207,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print a run's log, or its recorded error if the log is empty.
+    """Print a run's log, or its error if the log is empty.
 
     Examples:
         abrun logs quickstart/baseline/seed-0 --follow
@@ -223,18 +221,90 @@ def logs(
         sys.stdout.flush()
 
 
-@app.command(rich_help_panel=RUNS)
-@survive_output_errors
-def sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
-    """Upload data missing on wandb, such as runs recorded offline.
+@app.command()
+def completions(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
+    ],
+    step: Annotated[int | None, typer.Option(min=1, help="Only this step.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another run to show side by side for the same prompts.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show a run's completions, alone or beside another run's.
+
+    Only saved completions are shown, with their rewards (keep_samples).
 
     Examples:
-        abrun sync quickstart
+        abrun completions quickstart/baseline/seed-0 --step 60
+        abrun completions quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
+    """
+    from abrun.recorded.samples import pair_samples, read_run_samples
+    from abrun.report.samples import render_samples
+
+    names = [run] if against is None else [run, against]
+    samples, right = (read_run_samples(_find_run_folder(name, runs_dir)) for name in (run, against or run))
+    pairs = pair_samples(samples, right, step)
+    if not pairs:
+        steps = ", ".join(map(str, samples)) or "none (keep_samples: null keeps none)"
+        raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {steps}")
+    console().print(render_samples(names, pairs))
+    if against is not None and not any(pair.left and pair.right for pair in pairs):
+        console().print(
+            "The runs have no saved prompt in common: only runs with the same seed draw the same prompts.",
+            style="dim",
+        )
+
+
+@app.command()
+@survive_output_errors
+def wandb_sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
+    """Upload data that wandb lacks, such as offline runs.
+
+    Examples:
+        abrun wandb-sync quickstart
     """
     from abrun.runs.experiment import find_experiment
     from abrun.wandb_sync.sync import sync_experiment
 
     sync_experiment(find_experiment(experiment, runs_dir), print)
+
+
+def _find_run_folder(run: str, runs_dir: Path) -> Path:
+    """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
+    from abrun.logs.completions import read_completions
+    from abrun.regular_files import is_directory
+    from abrun.runs.experiment import find_run
+    from abrun.runs.rundir import RunDir
+    from abrun.watch.log import refuse_experiment
+
+    path = find_run(run, runs_dir)
+    refuse_experiment(path)
+    if not (is_directory(path) and read_completions(path)):
+        RunDir(path).record()
+    return path
+
+
+def _refuse_with_export(context: typer.Context) -> None:
+    """Raise RecipeError if an option was typed that says how to start runs."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in EXPORTED and source and source.name == "COMMANDLINE":
+            raise RecipeError(Code.OPTION_NOT_EXPORTED(option=parameter.opts[0]))
+
+
+def _export(
+    recipe: "Recipe | CommandRecipe", options: "LaunchOptions", target: str, folder: Path | None
+) -> str:
+    """Write the manifests of a launch, and return a sentence about them."""
+    from abrun.experiment.plan import make_plan
+    from abrun.launch.export.command import export_plan
+    from abrun.launch.prepare import resolve_experiment_dir
+
+    name = resolve_experiment_dir(recipe.name, options).name
+    folder = folder or Path(f"{name}-{target}")
+    return export_plan(make_plan(recipe), target, folder, name, compare=options.compare)
 
 
 def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None) -> None:

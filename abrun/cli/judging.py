@@ -3,14 +3,14 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import VERDICTS, app, console, print_error, print_json, survive_output_errors
+from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     MAX_SEEDS,
     Aliases,
@@ -34,24 +34,23 @@ from abrun.cli.arguments import (
     Unpaired,
     VersionsDiffer,
     complete_recipe,
+    make_reading,
+    option_text,
+    parse_claims,
     parse_interim,
-    parse_seeds,
     resolve_recipe_file,
     typed_command,
 )
 from abrun.errors import ComparisonError, RecipeError
-from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.redaction import display_safe
 
 if TYPE_CHECKING:
-    from abrun.recipe.claims import Claim
     from abrun.recorded.experiment import RecordedExperiment
-    from abrun.recorded.sources import ReadingOptions
     from abrun.report.comparing import Comparison
 
 
-@app.command(rich_help_panel=VERDICTS)
+@app.command()
 @survive_output_errors
 def compare(
     sources: Sources,
@@ -77,7 +76,9 @@ def compare(
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Judge whether arms converge the same way, in an experiment or in runs logged by any framework.
+    """Judge whether the arms converge the same way.
+
+    The runs are an experiment's, or logged by any framework.
 
     Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or a description without a
     claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
@@ -92,12 +93,12 @@ def compare(
 
     if wandb and output is None:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE())
-    reading = _make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
         sources,
         replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
-        claims=_parse_claims(claim),
+        claims=parse_claims(claim),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
@@ -125,168 +126,6 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     )
 
 
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        help="Start a ledger with this budget for the total drift of accepted changes, such as 0.05 or "
-        "METRIC=0.05."
-    ),
-]
-ChainOnly = Annotated[
-    bool,
-    typer.Option(
-        "--chain-alone",
-        help="With --budget: bound the total drift only by the sum of the accepted changes' bounds. "
-        "Default: the smaller of that sum and the bound of comparing the last accepted change directly "
-        "with the frozen runs, each at half of the error level.",
-    ),
-]
-
-
-@app.command(rich_help_panel=VERDICTS)
-@survive_output_errors
-def freeze(
-    sources: Sources,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
-    arm: Annotated[str | None, typer.Option(help="Arm to freeze; default: the baseline.")] = None,
-    claim: Claims = None,
-    baseline: Baseline = None,
-    pattern: Pattern = None,
-    group: Group = None,
-    alias: Aliases = None,
-    step_column: StepColumn = None,
-    seeds: Seeds = None,
-    exclude: Exclude = None,
-    runs_dir: RunsDir = Path("runs"),
-    budget: Budget = None,
-    chain_alone: ChainOnly = False,
-) -> None:
-    """Freeze an arm's runs as a reference: a small file with which later runs are compared.
-
-    It stores the experiment's declared claims, by which later runs are judged; for runs without declared
-    claims, pass --claim.
-
-    Examples:
-        abrun freeze quickstart --output quickstart.json
-        abrun freeze runs/old --claim 'train/reward:last 20%:0.02' -o old.json
-        abrun freeze nightly --arm treatment --budget 0.05 -o reference.json
-    """
-    from abrun.diagnose.ledger.command import ledger_maker
-    from abrun.recorded.sources import find_stored_experiment, open_sources
-    from abrun.report.comparing import freeze_arm
-
-    reading = _make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    experiment = open_sources(sources, replace(reading, allows_one_arm=True), _parse_claims(claim))
-    directory = find_stored_experiment(sources, runs_dir)
-    frozen = arm or experiment.baseline
-    new_ledger = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
-    replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
-    text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
-    reading_options = _option_text(
-        {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
-    )
-    console().say(
-        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
-        f"{reading_options}"
-    )
-
-
-def _make_reading(
-    runs_dir: Path,
-    baseline: str | None,
-    pattern: str | None,
-    group: str | None,
-    alias: list[str] | None,
-    step_column: str | None,
-    seeds: str | None,
-    exclude: list[str] | None,
-) -> "ReadingOptions":
-    """Return the reading settings from the options shared by `compare` and `freeze`."""
-    from abrun.recorded.sources import ReadingOptions
-
-    return ReadingOptions(
-        runs_dir=runs_dir,
-        baseline=baseline,
-        pattern=pattern,
-        group=group,
-        aliases=tuple(alias or ()),
-        step_column=step_column,
-        seeds=None if seeds is None else tuple(parse_seeds(seeds)),
-        exclude=tuple(exclude or ()),
-    )
-
-
-def _parse_claims(claim: list[str] | None) -> "list[Claim] | None":
-    from abrun.recipe.claims import parse_claim
-
-    return [parse_claim(text) for text in claim] if claim else None
-
-
-def _reference_text(
-    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
-) -> str:
-    """Return a description of the reference file."""
-    text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
-    if not experiment.compare.claims:
-        text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
-    if budget is not None:
-        text += f", with a ledger of changes (abrun ledger {output})"
-    if replaced is not None:
-        text += f", in place of the reference {replaced}"
-    return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
-
-
-def _option_text(values_by_option: Mapping[str, Sequence[str | None]]) -> str:
-    """Return options as shell text for a suggested command."""
-    pairs = ((option, value) for option, values in values_by_option.items() for value in values if value)
-    return "".join(f" {option} {shlex.quote(value)}" for option, value in pairs)
-
-
-@app.command(rich_help_panel=VERDICTS)
-@survive_output_errors
-def ledger(
-    reference: Annotated[Path, typer.Argument(help="Reference written by abrun freeze --budget.")],
-    add: Annotated[
-        str | None, typer.Option(help="Add the treatment of this experiment, whose verdict must be MATCH.")
-    ] = None,
-    arm: Annotated[
-        str | None, typer.Option(help="With --add: the treatment to add, if there are several.")
-    ] = None,
-    tried: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="With --add: number of changes evaluated since the last entry, including this one (for "
-            "multiplicity correction).",
-        ),
-    ] = 1,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """Track the cumulative drift of accepted changes against a budget; with --add, record a change.
-
-    Exit code: 0 within the budget, 3 above it, 2 for bad input or a change that cannot be added.
-
-    Examples:
-        abrun ledger reference.json
-        abrun ledger reference.json --add nightly
-    """
-    from abrun.diagnose.ledger.command import add_to_ledger
-    from abrun.diagnose.ledger.drift import EXCEEDED, is_over_budget
-    from abrun.diagnose.ledger.table import render_ledger
-    from abrun.recorded.reference import load_reference
-    from abrun.runs.experiment import find_experiment
-
-    if add is None and (arm is not None or tried != 1):
-        raise RecipeError(f"{'--arm' if arm is not None else '--tried'} requires --add")
-    frozen = add_to_ledger(reference, find_experiment(add, runs_dir), arm, tried) if add else None
-    frozen = frozen or load_reference(reference)
-    if frozen.ledger is None:
-        raise RecipeError(Code.REFERENCE_WITHOUT_LEDGER(reference=reference))
-    console().print(render_ledger(frozen))
-    raise typer.Exit(EXCEEDED if is_over_budget(frozen) else 0)
-
-
 PlannedRecipe = Annotated[
     Path | None,
     typer.Argument(
@@ -298,8 +137,8 @@ PlannedRecipe = Annotated[
 ]
 
 
-@app.command(rich_help_panel=VERDICTS)
-def plan(
+@app.command()
+def power(
     recipe: PlannedRecipe = None,
     overrides: Overrides = None,
     earlier: Annotated[
@@ -323,13 +162,15 @@ def plan(
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Estimate power and the number of seeds that the declared margins need, before using any GPU.
+    """Estimate the power, and the seeds that the margins need.
+
+    Trains nothing: the spread over seeds is given, or measured in an earlier experiment.
 
     Examples:
-        abrun plan quickstart
-        abrun plan quickstart --from pilot
-        abrun plan --from pilot --set compare.claims.0.margin=0.1
-        abrun plan quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
+        abrun power quickstart
+        abrun power quickstart --from pilot
+        abrun power --from pilot --set compare.claims.0.margin=0.1
+        abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
     from abrun.launch.stages import add_interim_analyses
@@ -348,7 +189,7 @@ def plan(
     if planned is None:
         raise RecipeError(Code.PLAN_NEEDS_RECIPE())
     assumed_command = (
-        f"abrun plan {shlex.quote(str(planned))}{_option_text({'--set': overrides or []})} --sigma X"
+        f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
     )
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
@@ -371,7 +212,7 @@ def plan(
 def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:
     """Raise ComparisonError if no pair of runs has finished to measure a spread.
 
-    `assuming`: the command that plans with an assumed spread instead.
+    `assumed_command`: the command that plans with an assumed spread instead.
     """
     if any(all(earlier.sides(arm).finished.sizes) for arm in earlier.treatments):
         return

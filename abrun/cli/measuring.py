@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from abrun.cli.app import DIAGNOSTICS, app, console, survive_output_errors
+from abrun.cli.app import app, console, survive_output_errors
 from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, parse_lengths, resolve_recipe_file
 from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
@@ -75,7 +75,7 @@ MasterDtype = Annotated[
 ]
 
 
-@app.command("memory-profile", rich_help_panel=DIAGNOSTICS)
+@app.command("memory-profile")
 @survive_output_errors
 def memory_profile(
     recipe: MeasuredRecipe,
@@ -93,7 +93,9 @@ def memory_profile(
     device_memory: PredictedDevice = None,
     master_dtype: MasterDtype = None,
 ) -> None:
-    """Measure or predict the peak memory of a training step by phase and arm.
+    """Measure or predict peak memory by phase and arm.
+
+    Measures training steps in separate processes, or predicts their peaks with --predict.
 
     Examples:
         abrun memory-profile fused-logprobs-memory --lengths 128,256
@@ -163,9 +165,9 @@ def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
 
 
-@app.command(rich_help_panel=DIAGNOSTICS)
+@app.command("logprob-diff")
 @survive_output_errors
-def mismatch(
+def logprob_diff(
     run: Annotated[
         str,
         typer.Argument(
@@ -193,11 +195,13 @@ def mismatch(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Break down the train-inference mismatch of a run's log-probs by cause.
+    """Break down a run's train-inference mismatch by cause.
+
+    Scores the sampled tokens again, changing one cause at a time between rollout engine and trainer.
 
     Examples:
-        abrun mismatch quickstart/baseline/seed-0
-        abrun mismatch quickstart --set policy.logprobs.head_dtype=float32
+        abrun logprob-diff quickstart/baseline/seed-0
+        abrun logprob-diff quickstart --set policy.logprobs.head_dtype=float32
     """
     from abrun.diagnose.logprob_diff.command import measure_run
     from abrun.diagnose.logprob_diff.report import summary
@@ -216,11 +220,13 @@ def mismatch(
     screen.say(f"The report is in {folder}")
 
 
-@app.command(rich_help_panel=DIAGNOSTICS)
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check this machine: devices, packages, backends, and how to fix what is missing.
+    """Check this machine: devices, packages and backends.
+
+    Says how to fix what is missing.
 
     Exit code: always 0.
 

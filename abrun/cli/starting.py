@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from abrun.cli.app import GETTING_STARTED, app, console, print_error, print_json, survive_output_errors
+from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
 from abrun.reasons import Code
@@ -18,7 +18,7 @@ from abrun.redaction import display_safe
 Answer = TypeVar("Answer")
 
 
-@app.command(rich_help_panel=GETTING_STARTED)
+@app.command()
 @survive_output_errors
 def init(
     kind: Annotated[
@@ -40,7 +40,7 @@ def init(
     ] = None,
     to: Annotated[Path, typer.Option(help="Folder for the files.")] = Path(),
 ) -> None:
-    """Create a starter recipe with its editor schema and any other files it needs.
+    """Create a starter recipe and the files that it needs.
 
     Asks interactively for values not given by options: the kind of comparison, a name, and the model,
     trainer or recipe.
@@ -105,22 +105,35 @@ def _answer(
             print_error(str(error))
 
 
-@app.command(rich_help_panel=GETTING_STARTED)
+@app.command()
 def recipes(
     name: Annotated[
         str | None, typer.Argument(help="Print this recipe (redirect it to a file to edit it).")
     ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the built-in recipes with their cost; `abrun launch NAME` works in any folder.
+    """List the built-in recipes with their cost, or print one.
+
+    `abrun launch NAME` works in any folder. The schema lets an editor complete and check a recipe that names
+    it in its first line, as `abrun init` writes.
 
     Examples:
         abrun recipes
         abrun recipes quickstart > mine.yaml
+        abrun recipes --schema > recipe.schema.json
         abrun launch quickstart
     """
+    from abrun.experiment.starter.schema import recipe_schema
     from abrun.experiment.starter.shipped import RECIPE_GROUPS, find_recipe, list_shipped_recipes
 
+    if schema:
+        if name is not None:
+            raise RecipeError(Code.SCHEMA_OF_ONE_RECIPE(got=name))
+        print(json.dumps(recipe_schema(), indent=1))
+        return
     if name is not None:
         sys.stdout.write(find_recipe(Path(name)).read_text())
         return
@@ -141,25 +154,3 @@ def recipes(
         table = Table(columns("name", "cost", "about", no_wrap=("name",), fold=True), rows)
         screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
     screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
-
-
-@app.command(rich_help_panel=GETTING_STARTED)
-def schema(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Output file; default: stdout.")
-    ] = None,
-) -> None:
-    """Print the JSON schema of recipes, which editors use for completion and validation.
-
-    Reference it in the first line of a recipe: # yaml-language-server: $schema=recipe.schema.json
-
-    Examples:
-        abrun schema --output recipe.schema.json
-    """
-    from abrun.experiment.starter.schema import recipe_schema
-
-    text = json.dumps(recipe_schema(), indent=1)
-    if output is None:
-        print(text)
-    else:
-        output.write_text(text + "\n")

@@ -2,7 +2,7 @@
 
 They are decided once, before anything is stored, and are the same for all arms without own values. The
 decision uses predicted peaks, and one measured step if the launch uses this machine's GPUs. The plan and
-what is stored hold the decided values. docs/training.md has the order of preference.
+what is stored hold the decided values. docs/explanation/memory-prediction.md has their order.
 """
 
 import itertools

@@ -265,7 +265,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
             continue
         if chances is None:
             advice = f", or set compare.claims.{index}.sigma" if spread is None else ""
-            expected, needed = f"unknown: see abrun plan --from EXPERIMENT{advice}", ""
+            expected, needed = f"unknown: see abrun power --from EXPERIMENT{advice}", ""
         else:
             expected, pairs = percent_text(chances.power(num_pairs)), chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"

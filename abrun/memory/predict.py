@@ -44,7 +44,7 @@ DEVICE_MEMORY_MIB = {
     "l40s": 46_068,
     "rtx4090": 24_564,
 }
-# Relative errors that calibration allows (docs/memory-prediction.md)
+# Relative errors that calibration allows (docs/explanation/memory-prediction.md)
 MAX_ERROR = 0.1
 MAX_UNDERESTIMATE = 0.15  # for PPO's value update and mixture-of-experts models
 NOT_INCLUDED = (

@@ -41,9 +41,9 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.INTERIM_TOO_EARLY: "--interim: got {interim}, but there are {num_pairs} pairs, and the last "
     "analysis takes all; choose pairs with --seeds",
     Code.ONLY_INJECTED_FAULTS: "{experiment}: has injected faults but no treatment; its "
-    "report/sensitivity.md says which were caught (abrun sensitivity --resume prints it)",
+    "report/sensitivity.md says which were caught (abrun faults run --resume prints it)",
     Code.ONE_ARM: "{experiment}: has only the arm {arm:repr}, so there is nothing to compare; give "
-    "--reference FILE (made by abrun freeze)",
+    "--reference FILE (made by abrun reference save)",
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
     Code.REPORT_OF_DECLARED: "--output: {folder} has the report of the comparison declared at launch, which "
     "this one would replace; choose another folder",
@@ -90,17 +90,17 @@ REFERENCES: dict[Code, Message] = {
     "choose another file",
     Code.OUTPUT_HAS_LEDGER: "--output: {path} has a ledger (entries: {num_entries}), which would be lost; "
     "choose another file",
-    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, no such file; make one with abrun freeze",
+    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, no such file; make one with abrun reference save",
     Code.EXPERIMENT_AS_REFERENCE: "{path}: belongs to an experiment and is not a reference; make one from "
-    "its runs: abrun freeze {folder} --output reference.json",
+    "its runs: abrun reference save {folder} --output reference.json",
     Code.OTHER_REFERENCE_VERSION: "{path}: schema_version is {version}, but this abrun reads {expected}; "
-    "make the reference again with abrun freeze",
-    Code.NOT_A_REFERENCE: "{path}: not a reference: {problem}; make one with abrun freeze",
+    "make the reference again with abrun reference save",
+    Code.NOT_A_REFERENCE: "{path}: not a reference: {problem}; make one with abrun reference save",
 }
 LEDGERS: dict[Code, Message] = {
     Code.BUDGET_REFUSED: _budget_refused,
-    Code.NO_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze SOURCE -o FILE "
-    "--budget 0.05",
+    Code.NO_LEDGER: "{reference}: has no ledger; save a reference with one: abrun reference save SOURCE "
+    "-o FILE --budget 0.05",
     Code.LEDGER_HAS_RUNS: "{experiment}: {arm} is already entry {entry}, so nothing was added",
     Code.LEDGER_OF_POST_HOC: "{experiment}: post hoc: {why}; a ledger takes only comparisons declared before "
     "the runs",

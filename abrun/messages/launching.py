@@ -19,7 +19,7 @@ MESSAGES: dict[Code, Message] = {
     Code.PLAN_CANNOT_RUN: _problems,
     Code.NODE_CANNOT_RUN: "{host}: {problem}",
     Code.JOBS_LEFT_IN_QUEUE: "{error}; the jobs submitted before ({jobs:list}) are still in the queue "
-    "({problem}); cancel them: abrun cancel {directory}",
+    "({problem}); cancel them: abrun stop {directory}",
     Code.SLURM_REFUSES_JOB: "slurm: {answer} (requested: {options})",
     Code.LAUNCHED_ELSEWHERE: "{directory}: {owner} is launching it; cancel it there",
     Code.LAUNCHER_UNREACHABLE: "{directory}: {owner} is launching it and cannot be reached: {error}",
@@ -28,14 +28,14 @@ MESSAGES: dict[Code, Message] = {
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; change that with --set, or drop the fault",
     Code.NO_FAULT_FITS: "{recipe}: no fault can be injected into it; see: abrun faults",
     Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, which abrun exports to but does not "
-    "start; use abrun export RECIPE --to {launcher}, or --launcher local, slurm or ray",
+    "start; use abrun launch RECIPE --export {launcher}, or --launcher local, slurm or ray",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
     "most 100, but not {reserved:repr}",
     Code.EXPERIMENT_EXISTS: "{directory}: an experiment already exists here ({finished} of {runs} runs "
     "finished); continue it with --resume, or choose another --name",
     Code.DIRECTORY_IN_USE: "{directory}: is not empty and not an experiment; choose another --name",
     Code.JOBS_QUEUED: "{directory}: --resume: its jobs are still in the queue ({jobs:list}); wait for them, "
-    "or cancel them: abrun cancel {directory}",
+    "or cancel them: abrun stop {directory}",
     Code.RESUME_LACKS_RUN: "{directory}: --resume: the recipe no longer has the run {run}, which exists "
     "here; restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name",
     Code.RESUME_OTHER_RECIPE: "{directory}: --resume: the run was launched with another recipe: "
@@ -49,7 +49,7 @@ MESSAGES: dict[Code, Message] = {
     Code.EXPORT_WITHOUT_RUN: "{run}: not a run of the recipe {recipe}; export it again",
     Code.WARM_START_NOT_MADE: "{run}: starts from {path}, which does not exist yet; submit the warm start "
     "first",
-    Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: the value that abrun export writes",
+    Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: the value that abrun launch --export writes",
     Code.NODE_WITHOUT_RUN: "{directory}: exists on {seen_on}, but not on {host}; launch with --runs-dir on a "
     "file system that all nodes share",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
@@ -150,12 +150,15 @@ MESSAGES: dict[Code, Message] = {
     "use --seeds",
     Code.STAGES_NEED_LAUNCHER: "--until-decided: got launcher {launcher}, whose jobs run without a launcher "
     "to judge between stages; use --launcher local, or declare compare.interim, launch all runs, and stop "
-    "them with abrun cancel once abrun compare decides",
+    "them with abrun stop once abrun compare decides",
     Code.STAGES_NEED_COMPARISON: "--until-decided: got --no-compare, which prevents a decision; drop one of "
     "them",
     Code.DETACH_NEEDS_QUEUE: "--detach: the local launcher has no queue; use nohup or tmux, or --launcher "
     "slurm or ray",
     Code.JSON_WITHOUT_DRY_RUN: "--json requires --dry-run",
+    Code.OPTION_NOT_EXPORTED: "{option} cannot be combined with --export, which starts nothing; drop one of "
+    "them",
+    Code.OPTION_NEEDS_EXPORT: "{option} requires --export; add it, or drop {option}",
     Code.NO_RUN: "{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or "
     "an experiment ({runs})",
     Code.NO_RUN_STARTED: "{experiment}: no run has started yet; launch it first",

@@ -42,7 +42,7 @@ def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
 MESSAGES: dict[Code, Message] = {
     # Sources of fresh runs
     Code.FRESH_REFERENCE: "{step}: the reference has none, so train its arm on seeds {first}-{last} and "
-    "freeze it",
+    "save it as a reference",
     Code.FRESH_FOLDERS: "{step}: train {num_runs} more runs of each arm into new folders, and compare only "
     "those",
     Code.FRESH_SEEDS: "{step}: train both arms on seeds {first}-{last} next to these runs, then compare only "

@@ -73,7 +73,7 @@ NOT_TESTED: dict[Code, Message] = {
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned anything: `climbs: false` is declared for "
     "{metrics:list}",
     Code.NO_FAULT_INJECTED: "which bugs this comparison would catch: no fault was injected{faults:if  "
-    "besides {faults:list}}{can_inject:if  (abrun sensitivity)}",
+    "besides {faults:list}}{can_inject:if  (abrun faults run)}",
     Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, but without a claim",
     Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, "
     "seeds} and steps {first}-{last}",

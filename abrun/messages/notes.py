@@ -80,7 +80,8 @@ def _ledger(
         text += "; chain and direct comparison contradict each other: something changed that no entry records"
     if bound > budget:
         text += (
-            "; the budget is exceeded; re-anchor: compare the anchor's arm with today's, then freeze today's"
+            "; the budget is exceeded; re-anchor: compare the anchor's arm with today's, then save today's "
+            "as a new reference"
         )
     return text
 

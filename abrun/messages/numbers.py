@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# `abrun plan --from` plans with the upper bound of the sd instead, and so needs more pairs.
+# `abrun power --from` plans with the upper bound of the sd instead, and so needs more pairs.
 AT_OBSERVED = "at the observed sd"
 
 

@@ -191,11 +191,11 @@ MESSAGES: dict[Code, Message] = {
     "that seed alone {got}-{got}",
     Code.MAX_SEEDS_BELOW_FIRST: "--max-seeds: got {got} with {first} seeds; allowed: {first} or more",
     Code.UPLOAD_NEEDS_FILE: "--wandb requires --output FOLDER, whose report it uploads; add it",
-    Code.REFERENCE_WITHOUT_LEDGER: "{reference}: has no ledger; freeze a reference with one: abrun freeze "
-    "SOURCE -o FILE --budget 0.05",
+    Code.SCHEMA_OF_ONE_RECIPE: "--schema: got the recipe {got:repr}, but all recipes have one schema; "
+    "drop one of them",
     Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} with --sigma or --correlation, which --from "
-    "measures; drop them, or plan without --from: abrun plan RECIPE --sigma X",
-    Code.PLAN_NEEDS_RECIPE: "plan: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe",
+    "measures; drop them, or plan without --from: abrun power RECIPE --sigma X",
+    Code.PLAN_NEEDS_RECIPE: "power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe",
     Code.SEARCHES_TWO: "--max-sequences cannot be combined with --max-seq-len; search for one at a time",
     Code.OPTION_NOT_PREDICTED: "{option} cannot be combined with --predict, which measures nothing; drop one "
     "of them (to set a device's memory: --device-memory)",
@@ -208,6 +208,6 @@ MESSAGES: dict[Code, Message] = {
     Code.FILE_EXISTS: "{path}: already exists; choose another --name or --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, which is neither a file here nor a built-in recipe",
     Code.RECIPE_WITHOUT_REFERENCE: "--recipe: got {got:repr}, which has no compare.reference; make one "
-    "(abrun freeze EXPERIMENT --output FILE), and add compare: {{reference: FILE}}",
+    "(abrun reference save EXPERIMENT --output FILE), and add compare: {{reference: FILE}}",
     Code.NO_SUCH_RECIPE: "{got}: no such recipe, neither a file here nor built in; {hint}",
 }

@@ -19,7 +19,7 @@ _REFUSED = {
     "CUDA_VISIBLE_DEVICES": ", which hides every GPU; unset CUDA_VISIBLE_DEVICES",
     "RAY_ADDRESS": "; allowed: http://HEAD:8265 or HEAD:6379; or set launcher.address",
     "cluster.nodes": ", but the local launcher has only this machine; use nodes: 1",
-    "compare.reference": ", which is not a file here; make one with abrun freeze",
+    "compare.reference": ", which is not a file here; make one with abrun reference save",
     "model.path": ", which is not a folder here; give a checkpoint's folder, or a hub name",
     "trainer": ", which is reserved for abrun; choose another name",
     "trainer.argv.0": ", which is not on PATH; install it, or give the path of an executable file",

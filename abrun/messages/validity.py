@@ -182,7 +182,7 @@ VALIDITY: dict[Code, Message] = {
     Code.FEW_SHARED_STEPS: "too few common steps of {metric}: every run has {num_held} or more of steps "
     "{first}-{last}, but all runs share only {num_shared}; log it at the same steps",
     Code.REFERENCE_STEPS_DIFFER: "too few common steps of {metric}: of steps {first}-{last}, the reference "
-    "has {num_reference}, the later runs {num_later}; train as long and log as often, or freeze the "
+    "has {num_reference}, the later runs {num_later}; train as long and log as often, or save the "
     "reference with this claim, which keeps its whole window",
     Code.TEXT_VALUES: "{run}: {num_values:count value} of {metric} in steps {first}-{last}, from step {step} "
     "on, are text and were skipped: {remedy}",

@@ -184,7 +184,7 @@ class Compare(Section):
     interim: list[Count] = Field(default=[])
     # equal: the same alpha for each analysis; rising: in proportion to its pairs, which loses less power
     alpha_spending: Spending = "equal"
-    # Frozen ensemble (abrun freeze); path relative to the working directory or the recipe's folder
+    # Frozen ensemble (abrun reference save); path relative to the working directory or the recipe's folder
     reference: PathText | None = None
 
     @field_validator("step_one_tolerance", mode="before")

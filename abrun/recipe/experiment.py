@@ -63,7 +63,7 @@ class AutoSetting:
     instead: str  # explicit values, for messages
 
 
-# By dotted key, the costliest in time to give up first; docs/training.md has the reasons
+# By dotted key, the costliest in time to give up first
 AUTO_SETTINGS = {
     CHECKPOINTING: AutoSetting(values=("none", "selective", "full"), instead="none, selective or full"),
     KEEP_GATHERED: AutoSetting(values=(True, False), instead="true or false"),

@@ -44,7 +44,7 @@ class CheckpointConfig(Section):
 
 
 class KeptSamples(Section):
-    """Completions saved to samples.jsonl for inspection; see docs/training.md."""
+    """Completions saved to samples.jsonl for inspection."""
 
     prompts: Annotated[int, Field(ge=1, le=100)] = 2  # one completion for each of a step's first prompts
     every: Count = 10  # steps; the first step is always saved

@@ -265,7 +265,7 @@ class RecordedExperiment:
 
     @property
     def can_inject(self) -> bool:
-        """True if `abrun sensitivity` can inject faults into the baseline."""
+        """True if `abrun faults run` can inject faults into the baseline."""
         configs = [run.config or {} for run in self.arm(self.baseline).values()]
         refused = any(
             config.get("trainer.type") == "command" or config.get("injected_fault.name") is not None

@@ -30,7 +30,7 @@ def fresh_runs_command(experiment: RecordedExperiment, num_pairs: int | None = N
     last_seed = first_seed + count - 1
     if experiment.regression:
         file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', experiment.name).strip('-')}-fresh.json"
-        command = f"abrun freeze NEW{claim_options(experiment)} --output {file}"
+        command = f"abrun reference save NEW{claim_options(experiment)} --output {file}"
         return FreshRunsCommand(
             command, lambda step: Code.FRESH_REFERENCE(step=step, first=first_seed, last=last_seed)
         )
@@ -173,7 +173,8 @@ def freeze_runs(facts: NextStepFacts) -> str:
     experiment, source, file = facts.experiment, "RUNS", f"{experiment_argument(facts.experiment)}.json"
     if facts.launched:
         source, file = experiment_argument(experiment), f"{folder_name(experiment)}.json"
-    return f"abrun freeze {source}{'' if facts.is_declared else claim_options(experiment)} --output {file}"
+    claims = "" if facts.is_declared else claim_options(experiment)
+    return f"abrun reference save {source}{claims} --output {file}"
 
 
 def show_status(facts: NextStepFacts) -> str:
@@ -190,14 +191,14 @@ def measure_mismatch(facts: NextStepFacts) -> str:
     step_options = [
         f" --step {check.step - 1}" for check in facts.failed_checks if check.metric in ENGINE_ERRORS
     ]
-    return f"abrun mismatch {_first_failing_run_path(facts)}{''.join(step_options[:1])}"
+    return f"abrun logprob-diff {_first_failing_run_path(facts)}{''.join(step_options[:1])}"
 
 
 def show_samples(facts: NextStepFacts) -> str:
     step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
     experiment, seed = experiment_argument(facts.experiment), facts.first_failing_run[1]
     baseline_run = f"{experiment}/{facts.experiment.baseline}/seed-{seed}"
-    return f"abrun samples {_first_failing_run_path(facts)} --against {baseline_run}{step}"
+    return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"
 
 
 def join_numbers(seeds: Sequence[int]) -> str:
@@ -215,7 +216,7 @@ def _with_suggested_claim(facts: NextStepFacts) -> RecordedExperiment:
 
 
 def _plan_command(experiment: RecordedExperiment) -> str:
-    return f"abrun plan RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
+    return f"abrun power RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
 
 
 def _stage_options(facts: NextStepFacts) -> str:

@@ -162,13 +162,13 @@ def fault_lines(fault: Fault) -> Iterator[str]:
         yield f"  size     {fault.size:g} {fault.unit} by default{maximum_text}"
     needs = [NEEDS[need][1] for need in fault.needs]
     if not (fault.any_algorithm or {"GRPO", "PPO"} & set(fault.needs)):
-        needs.insert(0, "algorithm.type: grpo or ppo")
-    yield f"  needs    {needs[0] if needs else '-'}"
+        needs.insert(0, "needs algorithm.type: grpo or ppo")
+    yield f"  recipe   {needs[0] if needs else 'any'}"
     yield from (f"           {how}" for how in needs[1:])
     yield f"  shows    {fault.shows}"
     yield f"  after    {_issue_url(fault)}"
     sized = f"{{name: {fault.name}, size: {fault.size:g}}}" if fault.size is not None else fault.name
-    yield f"  inject   abrun sensitivity RECIPE --faults {fault.name}"
+    yield f"  inject   abrun faults run RECIPE --faults {fault.name}"
     yield f"           injected_fault: {sized}"
 
 

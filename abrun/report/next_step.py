@@ -115,7 +115,7 @@ MATCH = (
     NextStepRule(
         lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
         Code.INJECT_FAULTS,
-        "abrun sensitivity RECIPE",
+        "abrun faults run RECIPE",
     ),
     NextStepRule(
         lambda f: f.regression and f.launched,
@@ -199,7 +199,7 @@ UNCLAIMED = (
     NextStepRule(
         lambda f: not f.claimable,
         Code.DECLARE_METRIC,
-        "abrun plan RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
+        "abrun power RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
         is_final=True,
     ),
     NextStepRule(lambda f: f.is_claim_decidable, Code.DECLARE_MARGIN, commands.run_fresh_seeds_with_claim),

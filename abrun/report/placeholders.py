@@ -11,7 +11,7 @@ from abrun.recorded.experiment import RecordedExperiment
 RUNS_DIR = Path("runs")  # default of --runs-dir
 UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
 COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
-LAUNCH_COMMANDS = ("launch", "sensitivity")  # commands that start runs
+LAUNCH_COMMANDS = ("launch", "faults")  # commands that start runs
 # Options that say how to read foreign runs
 READING_OPTIONS = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")
 
@@ -30,7 +30,9 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
         command = command.replace(f" --no-compare && {COMPARE_WITH_REFERENCE}", "")
     if not compare_words:
         return command.replace("RUNS", experiment_argument(experiment)) if experiment.directory else command
-    if command.startswith(("abrun freeze NEW", "abrun compare NEW NEW")):  # read as those that were compared
+    if command.startswith(
+        ("abrun reference save NEW", "abrun compare NEW NEW")
+    ):  # read as those that were compared
         flags = (
             [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
         )
@@ -42,7 +44,7 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
     ]
     replaced_options += ["--interim"] * (" --seeds " in command)  # declared for the runs compared before
     _, options = _split_options(options, replaced_options)
-    if command.startswith("abrun freeze"):
+    if command.startswith("abrun reference save"):
         sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]
     command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
     return command.replace("RUNS", shlex.join(sources) or "RUNS")

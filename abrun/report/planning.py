@@ -1,4 +1,4 @@
-"""`abrun plan`: power and sample size of the declared claims before launch."""
+"""`abrun power`: power and sample size of the declared claims before launch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -142,7 +142,7 @@ def render_plan(
     num_pairs: int,
     *,
     earlier: RecordedExperiment | None = None,
-    assuming: str = "abrun plan RECIPE --sigma X",
+    assuming: str = "abrun power RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
 ) -> RenderableType:

@@ -63,7 +63,7 @@ class WandbSync:
             process.kill()
         process.wait()
         self._reader.join(1.0)
-        sync_hint = f"upload the rest with: abrun sync {self._path.parent.parent}"
+        sync_hint = f"upload the rest with: abrun wandb-sync {self._path.parent.parent}"
         if code is None:  # messages from the killed process are not forwarded
             self._say(f"the upload did not finish within {self._finish_s:g} s; {sync_hint}")
             return

@@ -1,4 +1,4 @@
-"""Equivalence tests of each declared claim over the pairs (verdict.md, "Claims")."""
+"""Equivalence tests of each declared claim over the pairs (docs/explanation/verdict.md, "Claims")."""
 
 import math
 from collections.abc import Iterator, Sequence

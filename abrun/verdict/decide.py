@@ -1,4 +1,4 @@
-"""Verdict of each treatment from its evidence, with the reasons for it (verdict.md)."""
+"""Verdict of each treatment from its evidence, with the reasons for it (docs/explanation/verdict.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

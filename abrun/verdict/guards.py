@@ -64,7 +64,7 @@ def check_guards(
     windows: Sequence[MetricWindow] = (),
     alpha: float = ALPHA,
 ) -> list[Guard]:
-    """Check every guard of verdict.md over all steps: a limit broken early counts as broken.
+    """Check every guard over all steps: a limit broken early counts as broken.
 
     Each of `pairs` is a treated run with the baselines that can excuse it (for independent arms see
     `pair_with_all_baselines`). `windows` are those of the claims, where nothing excuses a non-finite value.

@@ -1,4 +1,4 @@
-"""Validity checks, which come first: are two arms comparable at all? (verdict.md)"""
+"""Validity checks, which come first: are two arms comparable at all? (docs/explanation/verdict.md)"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

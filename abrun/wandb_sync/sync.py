@@ -1,4 +1,4 @@
-"""`abrun sync`: completes every wandb run of an experiment from the run store."""
+"""`abrun wandb-sync`: completes every wandb run of an experiment from the run store."""
 
 from collections.abc import Callable
 from pathlib import Path

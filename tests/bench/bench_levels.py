@@ -1,9 +1,9 @@
-"""Error rates at the edges of what the tests assume, before and after each rule: a table of docs/verdict.md.
+"""Error rates at the edges of what the tests assume, before and after each rule (error-rates.md).
 
 python -m tests.bench.bench_levels
 
-Metrics of few distinct values, margins in sigmas of a baseline that is not normal, two runs of an arm, and
-runs that die at random. "Before" is the same test without the rule.
+Metrics of few distinct values, margins in sigmas of a baseline that is not normal, limits on skewed values,
+two runs of an arm, and runs that fail at random. "Before" is the same test without the rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from abrun.stats.equivalence import equivalence_test
 from abrun.stats.series import Series
 from abrun.verdict.skewness import ARMS, DIFFERENCES, find_skew
 from abrun.verdict.summaries import find_resolution
-from tests.bench.bench_verdict import beyond, tost, welch_beyond, welch_equivalence
+from tests.bench.bench_verdict import beyond, tail, tost, welch_beyond, welch_equivalence
 
 PAIRS = (3, 5, 8, 10)
 ALPHA, ALPHA_DIFFERENCE = 0.05, 0.04
@@ -149,6 +149,29 @@ def _warnings(baseline: Floats, differences: Floats, least: float) -> tuple[bool
     ) is not None
 
 
+# --- limits on values that are skewed towards them ---
+
+SKEWED: dict[str, tuple[Callable[..., Floats], float]] = {  # law and its mean
+    "exponential": (lambda rng, size: rng.exponential(1.0, size), 1.0),
+    "log-normal, sd 1 of the logarithm": (
+        lambda rng, size: rng.lognormal(0.0, 1.0, size),
+        float(np.exp(0.5)),
+    ),
+    "log-normal, sd 2": (lambda rng, size: rng.lognormal(0.0, 2.0, size), float(np.exp(2.0))),
+    "one pair in ten is far off": (
+        lambda rng, size: 0.01 * rng.standard_normal(size) + (rng.random(size) < 0.1),
+        0.1,
+    ),
+}
+
+
+def limit_rates(
+    law: Callable[..., Floats], mean: float, num: int, pairs: Sequence[int] = PAIRS
+) -> list[float]:
+    """Return how often a limit `below` the true mean is called kept, by the number of pairs."""
+    return [float(np.mean(tail(law(np.random.default_rng(n), (num, n)) - mean) < ALPHA)) for n in pairs]
+
+
 # --- few runs ---
 
 SIZES = ((2, 2), (2, 5), (2, 10), (2, 20), (3, 10), (3, 3), (5, 5))
@@ -230,6 +253,9 @@ def main() -> None:
     _print("few prompts, margin 0.05; before, after; pairs:", PAIRS, few)
     sigmas = {name: sigma_rates(law, 4000) for name, law in BASELINES.items()}
     _print("1 sigma of a baseline that is not normal; warned of before, after; pairs:", PAIRS, sigmas)
+    print(f"\n**limit at the true mean; pairs: {PAIRS}**\n")
+    for name, law in SKEWED.items():
+        print(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in limit_rates(*law, 100_000))} |")
     for ratio in (1.0, 0.33):
         unpaired = {f"{one}+{other}": welch_rates((one, other), ratio, 100_000) for one, other in SIZES}
         _print(f"unpaired, sd ratio {ratio}; before, after", ["rate"], unpaired)

@@ -1,4 +1,4 @@
-"""The mismatch budget of a small run in bfloat16, as `abrun mismatch` prints it.
+"""The mismatch budget of a small run in bfloat16, as `abrun logprob-diff` prints it.
 
     python -m tests.bench.bench_mismatch --model FOLDER -o OUT           # one GPU, with vLLM
     python -m tests.bench.bench_mismatch --device cpu -o OUT             # random weights, torch engine

@@ -1,4 +1,4 @@
-"""How often runs are called a match falsely where they are compared more than once: docs/verdict.md.
+"""How often runs are called a match falsely where they are compared more than once: error-rates.md.
 
 python -m tests.bench.bench_readings
 

@@ -1,4 +1,4 @@
-"""Error rates of every kind of claim, simulated at its edge: prints the table of docs/verdict.md.
+"""Error rates of every kind of claim, simulated at its edge: prints the table of error-rates.md.
 
 python -m tests.bench.bench_verdict
 

@@ -274,7 +274,7 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
     [
         (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
-        (["export", SMALL, *sets(AUTO), "--to", "jobset"], "got 'auto'"),
+        (["launch", SMALL, *sets(AUTO), "--export", "jobset"], "got 'auto'"),
         (
             ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
             "--device-memory: got 'h201'; allowed: a size",
@@ -283,7 +283,7 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
             ["launch", SMALL, "--device-memory", "h200"],
             "--device-memory: requires --dry-run",
         ),
-        (["sensitivity", SMALL, "--device-memory", "h200"], "--device-memory: requires --dry-run, or"),
+        (["faults", "run", SMALL, "--device-memory", "h200"], "--device-memory: requires --dry-run, or"),
         (
             ["launch", SMALL, *sets(AUTO), "--device-memory", "lots"],
             "--device-memory: got 'lots'; allowed: a",
@@ -353,7 +353,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def preferred(*, compiled: bool) -> list[dict[str, Any]]:
-    """The candidates as docs/training.md has them."""
+    """The candidates as docs/explanation/memory-prediction.md has them."""
     found = []
     for recomputed in ("none", "selective", "full") if compiled else ("none", "full"):
         for gathered in (True, False):

@@ -1,4 +1,4 @@
-"""`abrun sensitivity` on the recipe that ships for it: what it says is caught is caught, run by run."""
+"""`abrun faults run` on the recipe that ships for it: what it says is caught is caught, run by run."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
     """Half an hour on two cores."""
     said = CliRunner().invoke(
         app,
-        ["sensitivity", RECIPE, "--runs-dir", str(tmp_path)],
+        ["faults", "run", RECIPE, "--runs-dir", str(tmp_path)],
         catch_exceptions=False,
     )
     assert said.exit_code == 0, said.output
@@ -57,7 +57,16 @@ def test_faults_of_two_ranks_are_called_a_mismatch(tmp_path: Path) -> None:
     settings = ("--set", "cluster.cpu_ranks=2", "--set", "algorithm.normalize_over=batch")
     said = CliRunner().invoke(
         app,
-        ["sensitivity", RECIPE, *settings, "--faults", ",".join(sorted(RANKS)), "--runs-dir", str(tmp_path)],
+        [
+            "faults",
+            "run",
+            RECIPE,
+            *settings,
+            "--faults",
+            ",".join(sorted(RANKS)),
+            "--runs-dir",
+            str(tmp_path),
+        ],
         catch_exceptions=False,
     )
     assert said.exit_code == 0, said.output

@@ -83,8 +83,8 @@ def test_a_torn_dump_is_one_line(tmp_path, snapshot):
 def test_two_foreign_runs_stand_side_by_side(tmp_path):
     verl(tmp_path / "a/rollout_data", 3, [("2+2?", "four", 1.0)])
     verl(tmp_path / "b/rollout_data", 3, [("2+2?", "five", 0.0)])
-    result = CliRunner().invoke(app, ["samples", str(tmp_path / "a"), "--against", str(tmp_path / "b")])
+    result = CliRunner().invoke(app, ["completions", str(tmp_path / "a"), "--against", str(tmp_path / "b")])
     assert result.exit_code == 0, result.output
     assert "four" in result.output and "five" in result.output and "reward 0" in result.output
-    empty = CliRunner().invoke(app, ["samples", str(tmp_path)])
+    empty = CliRunner().invoke(app, ["completions", str(tmp_path)])
     assert empty.exit_code != 0

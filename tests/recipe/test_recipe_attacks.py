@@ -26,10 +26,10 @@ from tests.recipe.test_shipped_recipes import RECIPES
 COMMANDS = (
     ("launch", "--dry-run"),
     ("launch", "--dry-run", "--json"),
-    ("plan",),
-    ("plan", "--sigma", "0.02", "--json"),
-    ("export", "--to", "jobset"),
-    ("export", "--to", "skypilot"),
+    ("power",),
+    ("power", "--sigma", "0.02", "--json"),
+    ("launch", "--export", "jobset"),
+    ("launch", "--export", "skypilot"),
 )
 LAUNCHERS = ("launcher={type: jobset, image: x, claim: y}", "launcher={type: skypilot, accelerator: H100}")
 BOMB = "".join(
@@ -103,9 +103,9 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(path.parent, "recipes", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         Path("recipes", path.name).write_bytes(content)
         command = draw.choice(COMMANDS)
-        more = [*(LAUNCHERS[command[-1] == "skypilot"],), *overrides] if command[0] == "export" else overrides
+        more = [*(LAUNCHERS[command[-1] == "skypilot"],), *overrides] if "--export" in command else overrides
         argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in more)]
-        argv += ["-o", f"out-{round_}"] if command[0] == "export" else []
+        argv += ["-o", f"out-{round_}"] if "--export" in command else []
         try:
             code, _, error = answer(argv, monkeypatch)
             codes[code] = codes.get(code, 0) + 1

@@ -164,7 +164,7 @@ def test_a_frozen_arm_leaves_out_what_it_is_told(tmp_path: Path) -> None:
     write_arms(tmp_path, old="runs/old-s{seed}.csv", new="runs/new-s{seed}.csv")
     file = str(tmp_path / "r.json")
     frozen = CliRunner().invoke(
-        app, ["freeze", str(tmp_path / "runs"), "--exclude", "new/*", "--seeds", "1,3", "-o", file]
+        app, ["reference", "save", str(tmp_path / "runs"), "--exclude", "new/*", "--seeds", "1,3", "-o", file]
     )
     assert frozen.exit_code == 0 and "2 seeds of old" in frozen.output, frozen.output
     assert "left out by --seeds: seed 2" in frozen.output

@@ -64,7 +64,10 @@ def commands(comparison, experiment_dir):
 def test_a_match_is_asked_what_it_would_have_caught_and_held_on_to(simulated, judged, here):
     experiment_dir = simulated()
     found = commands(judged(experiment_dir), experiment_dir)
-    assert found == ["abrun sensitivity runs/simulated", "abrun freeze simulated --output simulated.json"]
+    assert found == [
+        "abrun faults run runs/simulated",
+        "abrun reference save simulated --output simulated.json",
+    ]
     assert "simulated.json: 5 seeds of baseline; compare" in pasted(found[1])
 
 
@@ -75,10 +78,10 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     def typed(line):
         return [step.command for step in next_steps(load_experiment(experiment_dir), content, line)]
 
-    assert typed("abrun launch 'my/own a.yaml' --resume")[0] == "abrun sensitivity 'my/own a.yaml'"
-    assert typed("abrun launch quickstart --jobs 2")[0] == "abrun sensitivity quickstart"
+    assert typed("abrun launch 'my/own a.yaml' --resume")[0] == "abrun faults run 'my/own a.yaml'"
+    assert typed("abrun launch quickstart --jobs 2")[0] == "abrun faults run quickstart"
     set_so = "abrun launch quickstart --set seeds=[1] --name x --set=steps=9 --launcher slurm --seeds 0-3"
-    assert typed(set_so)[0] == ("abrun sensitivity quickstart --set steps=9 --launcher slurm --seeds 0-3")
+    assert typed(set_so)[0] == ("abrun faults run quickstart --set steps=9 --launcher slurm --seeds 0-3")
     keys = "--set steps=9 --set compare.claims.0.margin=1 --set policy.seed=1 --set policy.seed=2"
     suggested = "abrun launch RECIPE --set steps=80 --set 'compare={}' --name x"
     assert fill_placeholders(
@@ -87,14 +90,14 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     own = load_experiment(experiment_dir)
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be injected in those
-    assert only.command == "abrun freeze simulated --output simulated.json"
+    assert only.command == "abrun reference save simulated --output simulated.json"
     foreign = replace(own, launched_compare_sha256=None, directory=None)
     (again, *_) = next_steps(foreign, replace(content, verdict="INVALID"), "abrun compare A B --alias x=y")
     assert again.command == "abrun compare A B --alias x=y"
     assert next_steps(foreign, replace(content, verdict="INVALID"))[0].command == "abrun compare RUNS"
     held = replace(foreign, launched_compare_sha256="0" * 64, regression=True)
     assert next_steps(held, content)[0].command == "abrun compare NEW --reference FILE"
-    fresh = "abrun freeze NEW --claim 'train/reward:last 20%:0.02' --output simulated-fresh.json"
+    fresh = "abrun reference save NEW --claim 'train/reward:last 20%:0.02' --output simulated-fresh.json"
     assert next_steps(held, replace(content, verdict="MISMATCH"))[0].command == fresh
 
 
@@ -134,7 +137,7 @@ def test_a_mismatch_is_read(simulated, judged, here):
     assert commands(comparison, experiment_dir) == [fresh]  # no completions were kept
     for arm in ("baseline", "treatment"):
         keep(experiment_dir / arm / "seed-0", [1], sample("1+3="))
-    both = "abrun samples simulated/treatment/seed-0 --against simulated/baseline/seed-0"
+    both = "abrun completions simulated/treatment/seed-0 --against simulated/baseline/seed-0"
     assert commands(comparison, experiment_dir) == [both, fresh]
 
 
@@ -148,7 +151,7 @@ def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged,
     planned = " ".join(pasted(fresh).split())
     assert f"2 arms x {needed} seeds" in planned
     # what a dry run cannot know of these runs, it says where to find
-    assert "sigma unknown" not in planned and "abrun plan --from EXPERIMENT" in planned
+    assert "sigma unknown" not in planned and "abrun power --from EXPERIMENT" in planned
 
 
 @pytest.mark.parametrize("num_seeds", [1, 5])
@@ -164,7 +167,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
         assert "--seeds 1-3 " in first.command and not others
         return
     (plan,) = others
-    assert plan.command.startswith("abrun plan runs/simulated --set 'compare=")
+    assert plan.command.startswith("abrun power runs/simulated --set 'compare=")
     assert first.reason["claim_needs"].code is Code.PAIRS_DECIDE and first.reason["claim_needs"]["paired"]
     assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
 
@@ -200,8 +203,8 @@ def test_an_experiment_that_is_elsewhere_is_named_by_its_path(simulated, judged,
     monkeypatch.chdir(tmp_path.parent)
     below = f"{tmp_path.name}/simulated"
     (first, freeze) = commands(judged(simulated()), experiment_dir)
-    assert first == f"abrun sensitivity {below} --runs-dir {tmp_path.name}"
-    assert freeze == f"abrun freeze {below} --output simulated.json"
+    assert first == f"abrun faults run {below} --runs-dir {tmp_path.name}"
+    assert freeze == f"abrun reference save {below} --output simulated.json"
 
 
 @pytest.mark.parametrize("typed", ["abrun compare later --reference ref.json", "abrun launch later.yaml"])
@@ -227,23 +230,23 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
     assert more.reason == Code.FRESH_REFERENCE(step=Code.NARROW_INTERVAL(), first=3, last=5)
     named = "--output later-s-arm-treatment-against-simulated-fresh.json"
-    assert more.command == f"abrun freeze NEW --claim 'train/reward:last 20%:0.02' {named}"
+    assert more.command == f"abrun reference save NEW --claim 'train/reward:last 20%:0.02' {named}"
 
 
 def test_every_command_is_one_that_exists(simulated, judged):
     import re
 
-    from typer.main import get_group
-
-    from abrun.cli import app
     from abrun.report import commands, next_step
+    from tests.commands import all_commands
 
-    group = get_group(app).commands
+    known_commands = dict(all_commands())
     text = "".join(inspect.getsource(module) for module in (commands, next_step))
-    named = re.findall(r'"abrun ([a-z-]+)([^"]*)', text.replace("{COMPARE}", next_step.COMPARE))
+    named = re.findall(
+        r'"abrun ((?:faults |reference )?[a-z-]+)([^"]*)', text.replace("{COMPARE}", next_step.COMPARE)
+    )
     assert len(named) > 10
     for name, rest in named:
-        known = {option for one in group[name].params for option in one.opts}
+        known = {option for one in known_commands[name].params for option in one.opts}
         assert set(re.findall(r"--[a-z-]+", rest)) <= known, name
 
 

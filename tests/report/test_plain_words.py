@@ -65,9 +65,9 @@ def test_a_pilot_that_does_not_vary_plans_nothing(simulated, monkeypatch):
         rows = (experiment_dir / f"baseline/seed-{seed}/metrics.jsonl").read_text()
         (experiment_dir / f"treatment/seed-{seed}/metrics.jsonl").write_text(rows)
     monkeypatch.chdir(experiment_dir.parent)
-    typed = ["plan", "--from", "./simulated", "--set", "compare.claims.0.margin=0.5"]
+    typed = ["power", "--from", "./simulated", "--set", "compare.claims.0.margin=0.5"]
     said = " ".join(CliRunner().invoke(app, typed).stdout.split())
-    advice = "abrun plan simulated --set compare.claims.0.margin=0.5 --sigma X"
+    advice = "abrun power simulated --set compare.claims.0.margin=0.5 --sigma X"
     assert f": {advice})" in said and "steps 33-40" in said
     assert "P(match) if " not in said
     both = CliRunner().invoke(app, [*typed, "--sigma", "0.02"])

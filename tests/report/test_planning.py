@@ -1,4 +1,4 @@
-"""`abrun plan`: power and pairs from assumptions, or from what an earlier experiment measured."""
+"""`abrun power`: power and pairs from assumptions, or from what an earlier experiment measured."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
     recipe = tmp_path / "next.yaml"
     recipe.write_text(json.dumps({**RECIPE, "name": "next", **change}))
     monkeypatch.chdir(simulated().parent)
-    found = CliRunner().invoke(app, ["plan", str(recipe), "--from", "./simulated"])
+    found = CliRunner().invoke(app, ["power", str(recipe), "--from", "./simulated"])
     assert found.exit_code == 0 and found.stdout.startswith("next: ")
     assert bool(found.stderr) == differs
     if differs:

@@ -27,7 +27,7 @@ from abrun.rollout.vllm import instance, startup
 from abrun.rollout.vllm.startup import LogTail
 from tests.rollout.vllm_sampling import config_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "rollouts.md"
+DOCS = Path(__file__).parents[2] / "docs" / "explanation" / "rollouts-and-backends.md"
 LOG = {
     "version": 1,
     "disable_existing_loggers": False,

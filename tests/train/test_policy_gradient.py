@@ -25,7 +25,7 @@ from abrun.train import policy_objective
 from abrun.train.policy_objective import PolicyObjective
 from tests.train.runs import Rows, make_run, run_config, train_here
 
-# definitions.md's table, as far as GRPO has it.
+# docs/reference/metrics.md, as far as GRPO has it.
 TRAIN_KEYS = [
     "reward",
     "token_mult_prob_error",
@@ -70,7 +70,7 @@ MEMORY_PHASES = ("generation", "logprobs", "reference_logprobs", "forward_backwa
 def test_the_documented_step_has_the_fields_of_each_stage() -> None:
     """And no file of its table is missing."""
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "step.md").read_text()
+    page = (root / "docs" / "explanation" / "training-step.md").read_text()
     files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
     assert len(files) == 6 and all((root / file).is_file() for file in files)
     drawn: set[str] = {"rows_per_sample", "routes", "support"}  # of samples, experts and filters, where used

@@ -62,7 +62,9 @@ def test_keeping_them_changes_no_number(tmp_path: Path, warm_weights: Path, grou
     assert [one.prompt for one in both[:2]] == [one.prompt for one in run.samples()[1]]
     assert all(one.left and one.right and one.left.text == one.right.text for one in both[:2])
     assert all(one.right and (one.right.logprob_error or 0) > 1 for one in both[:2])
-    shown = CliRunner().invoke(app, ["samples", str(run.path), "--against", str(wrong.path), "--step", "1"])
+    shown = CliRunner().invoke(
+        app, ["completions", str(run.path), "--against", str(wrong.path), "--step", "1"]
+    )
     assert shown.exit_code == 0 and "step 1: " in shown.output and "step 3" not in shown.output
     assert shown.output.count("log-prob error") == 4
 
@@ -71,7 +73,7 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, snapshot: Snapshot) -> Non
     run = RunDir(make_run(tmp_path / "run", run_config()))
     row = {"step": 1, "attempt": 1, "samples": [{"prompt": "1+1=", "text": 3}]}
     assert run.samples() == {}
-    said = CliRunner().invoke(app, ["samples", str(run.path)])
+    said = CliRunner().invoke(app, ["completions", str(run.path)])
     assert isinstance(said.exception, StoreError) and "kept: none" in str(said.exception)
     writer = LineWriter(run.path / layout.SAMPLES)
     writer.write(row)

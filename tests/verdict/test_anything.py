@@ -79,7 +79,7 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
     for name in ("a/seed-0", "a/seed-1", "a/seed-2", "b/seed-0", "b/seed-1", "mixed/x-0", "mixed/y-1"):
         write_csv(Path(f"{name}.csv"), rows("old", int(name[-1])))
     for sources in ("a", "a/seed-0.csv a/seed-1.csv a/seed-2.csv", "A=a"):
-        _, output, _ = pasted(f"abrun freeze {sources} -o a.json", monkeypatch)
+        _, output, _ = pasted(f"abrun reference save {sources} -o a.json", monkeypatch)
         assert "a.json: 3 seeds of a, without a claim (--claim" in output.lower()
     _, output, (claim,) = pasted("abrun compare b --reference a.json", monkeypatch)
     assert claim == "abrun compare b --reference a.json --claim METRIC:WINDOW:MARGIN"

@@ -2,7 +2,7 @@
 
 A simulated experiment has two arms of learning curves with autocorrelated noise. Each pair's window means are
 normal over seeds with sd 1 (sigma) and correlation rho between the arms; the treatment is shifted by a known
-amount after step one. The rates are those that verdict.md promises.
+amount after step one. The rates are those that error-rates.md promises.
 """
 
 import functools
@@ -179,7 +179,7 @@ def test_looking_again_without_saying_so_would_err_more_often():
     assert called / EXPERIMENTS > at_most(0.05)
 
 
-# --- every kind of claim, on curves of every kind: the table of docs/verdict.md ---
+# --- every kind of claim, on curves of every kind: the table of error-rates.md ---
 
 HOLDING = [name for name in LAWS if name not in ("skewed (exponential)", "one seed in ten fails")]
 
@@ -215,7 +215,7 @@ def test_what_is_vectorised_is_what_the_verdict_computes():
     check()
 
 
-# --- edges of what the tests assume, before and after each rule: the second table of docs/verdict.md ---
+# --- edges of what the tests assume, before and after each rule: the second table of error-rates.md ---
 
 
 @pytest.mark.parametrize(

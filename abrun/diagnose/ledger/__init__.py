@@ -1,1 +1,1 @@
-"""`abrun ledger`: cumulative drift of accepted changes from a reference, against a budget."""
+"""Ledger of a reference: cumulative drift of accepted changes from a reference, against a budget."""

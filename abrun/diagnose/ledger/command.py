@@ -1,4 +1,4 @@
-"""Changes to a reference's ledger, for `abrun ledger --add` and `abrun freeze --budget`."""
+"""Changes to a reference's ledger, for `abrun reference add` and `abrun reference save --budget`."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""abrun mismatch: choose run and weights, score the tokens in processes, and compute the budget."""
+"""abrun logprob-diff: choose run and weights, score the tokens in processes, and compute the budget."""
 
 import contextlib
 import os
@@ -104,7 +104,7 @@ def _scratch(output: Path) -> Iterator[Path]:
 
     Raises StoreError while another measurement uses `output`.
     """
-    with folder_lock(output, "abrun mismatch"):
+    with folder_lock(output, "abrun logprob-diff"):
         with wrap_write_errors(output):
             for stale in output.glob(f"{SCRATCH}*"):
                 shutil.rmtree(stale, ignore_errors=True)

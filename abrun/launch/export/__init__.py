@@ -1,4 +1,4 @@
-"""`abrun export`: a plan as manifests for engines on which abrun itself starts nothing.
+"""`abrun launch --export`: a plan as manifests for engines on which abrun itself starts nothing.
 
 command.py     checks a plan and writes the manifests and a submit script, or nothing
 jobset.py      Kubernetes: a JobSet per pair of runs

@@ -1,4 +1,4 @@
-"""`abrun export`: writes the manifests of a plan, completely or not at all."""
+"""`abrun launch --export`: writes the manifests of a plan, completely or not at all."""
 
 import shlex
 import tempfile
@@ -27,7 +27,7 @@ def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, c
     Raises LaunchError or RecipeError, with nothing written, if a setting is missing or the plan cannot run.
     """
     if engine not in ENGINES:
-        raise LaunchError(Code.NOT_ALLOWED(field="--to", got=repr(engine), allowed=[*ENGINES]))
+        raise LaunchError(Code.NOT_ALLOWED(field="--export", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
     export = ExportedPlan(plan=plan, name=name, settings=resolve_launcher_settings(declared, engine))
     problems = [*anywhere_refusals(plan), *ENGINES[engine].find_problems(export)]
@@ -53,7 +53,7 @@ def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, c
 
 
 def _write_manifests(export: ExportedPlan, engine: str, documents: Mapping[str, Any], folder: Path) -> None:
-    note = f"# Written by abrun export: {NEVER_LAUNCHED}."
+    note = f"# Written by abrun launch --export: {NEVER_LAUNCHED}."
     for file, document in documents.items():
         write_file(folder / f"{file}.yaml", f"{note}\n{dump_yaml(document)}".encode(), mode=0o644)
     lines = ["#!/bin/sh", note, "set -e", 'cd "$(dirname "$0")"']

@@ -61,7 +61,7 @@ def ledger_of(reference: Reference) -> Ledger:
 
 
 def typed(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["ledger", *arguments], catch_exceptions=False)
+    return CliRunner().invoke(cli.app, ["reference", *arguments], catch_exceptions=False)
 
 
 def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, monkeypatch, snapshot):
@@ -79,7 +79,7 @@ def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, 
     assert (state["budget"], state["confidence"], state["num_chains"]) == (0.05, 0.95, 3)
     assert state["direct_by"] == "5 pairs" and 0 < state["bound"] < 0.1
     snapshot(sentence(state))
-    said = typed(str(reference))
+    said = typed("show", str(reference))
     assert (
         said.exit_code == 0
         and "2 changes" in said.output
@@ -131,10 +131,10 @@ def test_other_seeds_are_compared_unpaired(tmp_path, reference):
 def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
     experiment = load_experiment(tmp_path / "anchor")
     freeze(experiment, tmp_path / "tight.json", "train/reward=0.003", chain_alone=True)
-    said = typed(str(tmp_path / "tight.json"), "--add", str(changed_experiment(tmp_path, shift=0.004)))
+    said = typed("add", str(tmp_path / "tight.json"), str(changed_experiment(tmp_path, shift=0.004)))
     assert said.exit_code == 3 and "re-anchor: " in said.output
     assert is_over_budget(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
-    assert typed(str(tmp_path / "tight.json")).exit_code == 3
+    assert typed("show", str(tmp_path / "tight.json")).exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_moved_besides_is_said(tmp_path, reference, monkeypatch, snapshot):
         (run / "launch.json").write_text(json.dumps({"git": {"sha": "a" * 40}, "launches": []}))
         edit(run / "environment.json", lambda content: content["versions"].update(torch="2.12.0"))
     moved = ledger_of(add(reference, second)).entries[1].moved
-    assert f"not judged: {moved}" in " ".join(typed(str(reference)).output.split())
+    assert f"not judged: {moved}" in " ".join(typed("show", str(reference)).output.split())
     snapshot(moved)
 
 
@@ -253,9 +253,11 @@ def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, 
     plain = tmp_path / "plain.json"
     freeze_arm(load_experiment(tmp_path / "anchor"), "baseline", plain)
     assert load_reference(plain).ledger is None and "ledger" not in read_json(plain)
-    for act in (lambda: add(plain, changed_experiment(tmp_path)), lambda: typed(str(plain))):
-        with pytest.raises(AbrunError, match="has no ledger"):
-            act()
+    with pytest.raises(AbrunError, match="has no ledger"):
+        add(plain, changed_experiment(tmp_path))
+    shown = typed("show", str(plain))
+    assert shown.exit_code == 0 and "5 seeds (0, 1, 2, 3, 4)" in shown.output
+    assert "train/reward over last 20%, ±0.02" in shown.output and "no ledger" in shown.output
 
 
 def test_a_freeze_does_not_overwrite_entries_and_budgets_are_checked(tmp_path, reference):

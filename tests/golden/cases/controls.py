@@ -32,7 +32,7 @@ def step_one_within_reruns(folder: Path) -> Commands:
 def injected_faults(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", controls={**FAULTS, "ulp_reruns": 2}, shift={LATE: -0.2})
     yield compare_command("simulated")
-    yield ["sensitivity", "simulated", "--resume"]
+    yield ["faults", "run", "simulated", "--resume"]
 
 
 @case

@@ -291,7 +291,7 @@ def foreign_aliases_and_patterns(folder: Path) -> Commands:
 @case
 def foreign_frozen(folder: Path) -> Commands:
     _logs(folder, lambda arm, seed, logged: logged)
-    yield ["freeze", "old", *CLAIM, "--output", "reference.json"]
+    yield ["reference", "save", "old", *CLAIM, "--output", "reference.json"]
     yield compare_command("new", "--reference", "reference.json")
     yield compare_command("old", "--reference", "reference.json")
 

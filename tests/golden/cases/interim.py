@@ -98,19 +98,19 @@ def status_of_finished_failed_and_waiting_runs(folder: Path) -> Commands:
 def plan(folder: Path) -> Commands:
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     write_experiment(folder / "runs/pilot", noise=0.02)
-    yield ["plan", "recipe.yaml"]
-    yield ["plan", "recipe.yaml", "--sigma", "0.02", "--correlation", "0.8"]
-    yield ["plan", "recipe.yaml", "--sigma", "0.05", "--max-seeds", "12"]
-    yield ["plan", "recipe.yaml", "--from", "pilot"]
-    yield ["plan", "recipe.yaml", "--from", "pilot", "--json"]
-    yield ["plan", "--from", "pilot", "--set", "compare.claims.0.margin=0.1"]
-    yield ["plan", "--from", "pilot", "--set", "compare.claims.0.margin=5%"]
-    yield ["plan", "--from", "pilot", "--set", "steps=60"]
-    yield ["plan", "--from", "pilot", "--sigma", "0.1"]
-    yield ["plan", "recipe.yaml", "--sigma", "inf"]
-    yield ["plan"]
+    yield ["power", "recipe.yaml"]
+    yield ["power", "recipe.yaml", "--sigma", "0.02", "--correlation", "0.8"]
+    yield ["power", "recipe.yaml", "--sigma", "0.05", "--max-seeds", "12"]
+    yield ["power", "recipe.yaml", "--from", "pilot"]
+    yield ["power", "recipe.yaml", "--from", "pilot", "--json"]
+    yield ["power", "--from", "pilot", "--set", "compare.claims.0.margin=0.1"]
+    yield ["power", "--from", "pilot", "--set", "compare.claims.0.margin=5%"]
+    yield ["power", "--from", "pilot", "--set", "steps=60"]
+    yield ["power", "--from", "pilot", "--sigma", "0.1"]
+    yield ["power", "recipe.yaml", "--sigma", "inf"]
+    yield ["power"]
     edit(folder / "runs/pilot/experiment.json", lambda content: content["recipe"].update(compare={}))
-    yield ["plan", "--from", "pilot"]
+    yield ["power", "--from", "pilot"]
     for run in sorted((folder / "runs/pilot").glob("treatment/*")):
         shutil.rmtree(run)
-    yield ["plan", "--from", "pilot"]
+    yield ["power", "--from", "pilot"]

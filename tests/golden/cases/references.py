@@ -10,7 +10,7 @@ from tests.golden.case import case, compare_command, compare_in_short
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
 
 Commands = Iterator[Sequence[str]]
-FREEZE = ["freeze", "anchor", "--output", "reference.json"]
+FREEZE = ["reference", "save", "anchor", "--output", "reference.json"]
 ALONE: dict[str, Any] = {"arms": {"baseline": {}}, "compare": {"reference": "reference.json"}}
 AGAINST = ["--reference", "reference.json"]
 
@@ -82,12 +82,12 @@ def reference_that_a_recipe_names(folder: Path) -> Commands:
 @case
 def reference_refusals(folder: Path) -> Commands:
     experiment_dir = write_experiment(folder / "runs/anchor")
-    yield ["freeze", "anchor", "--output", "reference.json", "--arm", "nobody"]
-    yield ["freeze", "anchor", "--output", "reference.json", "--seeds", "3"]
-    yield ["freeze", "anchor", "--output", "reference.json", "--budget", "much"]
-    yield ["freeze", "anchor", "--output", "reference.json", "--chain-alone"]
+    yield ["reference", "save", "anchor", "--output", "reference.json", "--arm", "nobody"]
+    yield ["reference", "save", "anchor", "--output", "reference.json", "--seeds", "3"]
+    yield ["reference", "save", "anchor", "--output", "reference.json", "--budget", "much"]
+    yield ["reference", "save", "anchor", "--output", "reference.json", "--chain-alone"]
     (folder / "taken.txt").write_text("mine\n")
-    yield ["freeze", "anchor", "--output", "taken.txt"]
+    yield ["reference", "save", "anchor", "--output", "taken.txt"]
     fail(experiment_dir / "baseline/seed-2", after_steps=10)
     yield FREEZE
     yield ["compare", "anchor", "--reference", "taken.txt"]
@@ -100,12 +100,12 @@ def ledger(folder: Path) -> Commands:
     write_experiment(folder / "runs/second", noise=0.001, arms=SECOND, shift=0.004)
     write_experiment(folder / "runs/worse", noise=0.001, arms=FIRST, shift=0.1)
     yield [*FREEZE, "--budget", "0.05"]
-    yield ["ledger", "reference.json"]
-    yield ["ledger", "reference.json", "--add", "worse"]
-    yield ["ledger", "reference.json", "--add", "first"]
-    yield ["ledger", "reference.json", "--add", "first"]
-    yield ["ledger", "reference.json", "--add", "second", "--tried", "3"]
-    yield ["ledger", "reference.json", "--arm", "other"]
+    yield ["reference", "show", "reference.json"]
+    yield ["reference", "add", "reference.json", "worse"]
+    yield ["reference", "add", "reference.json", "first"]
+    yield ["reference", "add", "reference.json", "first"]
+    yield ["reference", "add", "reference.json", "second", "--tried", "3"]
+    yield ["reference", "show", "reference.json", "--arm", "other"]
     yield compare_in_short("second", *AGAINST, "--arm", "other")
 
 
@@ -114,7 +114,7 @@ def ledger_beyond_its_budget(folder: Path) -> Commands:
     write_experiment(folder / "runs/anchor", noise=0.001)
     write_experiment(folder / "runs/first", noise=0.001, arms=FIRST, shift=0.004)
     yield [*FREEZE, "--budget", "train/reward=0.003", "--chain-alone"]
-    yield ["ledger", "reference.json", "--add", "first"]
-    yield ["ledger", "reference.json"]
+    yield ["reference", "add", "reference.json", "first"]
+    yield ["reference", "show", "reference.json"]
     yield FREEZE
-    yield ["ledger", "reference.json"]
+    yield ["reference", "show", "reference.json"]

@@ -155,7 +155,7 @@ def test_what_is_written_is_said_to_be_never_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["abrun", "export", str(SMALL), "--to", "jobset", "--set", JOBSET])
+    monkeypatch.setattr(sys, "argv", ["abrun", "launch", str(SMALL), "--export", "jobset", "--set", JOBSET])
     for expected in (0, 2):  # the second time it is in the way
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -322,7 +322,7 @@ def test_a_launch_is_refused_what_can_only_be_exported(
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 2 and list(tmp_path.iterdir()) == []
-        assert "abrun export RECIPE --to jobset" in capsys.readouterr().err
+        assert "abrun launch RECIPE --export jobset" in capsys.readouterr().err
 
 
 def test_names_are_labels_of_dns_and_stay_apart() -> None:

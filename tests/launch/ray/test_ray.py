@@ -311,7 +311,7 @@ def test_the_commands_know_the_job(ray: FakeRay, tmp_path: Path, run: Cli) -> No
     assert code == 0 and said.startswith("queued: small-") and "abrun watch" in said
     code, said, _ = run("status", "small")
     assert code == 0 and "4 waiting" in said and "is RUNNING" in said
-    assert run("cancel", "small")[1].startswith("cancelled: 1 job (small-")
+    assert run("stop", "small")[1].startswith("cancelled: 1 job (small-")
     assert "4 interrupted" in run("status", "small")[1]
     assert "4 interrupted" in run("status")[1]
     ray.silent = LaunchError("ray: nobody answers")

@@ -127,7 +127,7 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     experiment_dir = submit(tmp_path, "cancelled", 40)
     at_step(experiment_dir, 7)
     began = time.monotonic()
-    assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 1 job (cancelled-")
+    assert abrun("stop", str(experiment_dir)).startswith("cancelled: 1 job (cancelled-")
     noticed_s = seconds_until(
         lambda: all(state(experiment_dir, arm).status == "interrupted" for arm in ARMS), within_s=60
     )
@@ -141,7 +141,7 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     resumed_s = time.monotonic() - began
     check_end(experiment_dir, undisturbed(40))
     lost = lost_steps(experiment_dir, reached)
-    table_row("abrun cancel, then --resume", noticed_s, resumed_s, lost)
+    table_row("abrun stop, then --resume", noticed_s, resumed_s, lost)
     assert lost == 0
     assert (experiment_dir / "_ray" / "job.json").read_text().count("-a2") == 1
 

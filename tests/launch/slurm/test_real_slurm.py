@@ -137,7 +137,7 @@ def test_what_is_cancelled_stays_so_until_it_is_resumed(
     submit(tmp_path, "cancelled", 40, "--resume")
     seconds_until(lambda: is_past(experiment_dir, reached), within_s=400)
     resumed_s = time.monotonic() - resumed
-    assert abrun("cancel", str(experiment_dir)).startswith("cancelled: 2 jobs")
+    assert abrun("stop", str(experiment_dir)).startswith("cancelled: 2 jobs")
     seconds_until(lambda: not find_cluster_jobs(experiment_dir).active_job_ids, within_s=60)  # pyright: ignore
     for arm in ARMS:
         assert state(experiment_dir, arm).status == "interrupted"
@@ -179,7 +179,7 @@ def test_a_head_that_restarts_costs_nothing(
     sh(CLUSTER, "behead")
     try:
         began = time.monotonic()
-        assert "contact slurm controller" in abrun("cancel", str(experiment_dir), code=2)
+        assert "contact slurm controller" in abrun("stop", str(experiment_dir), code=2)
         refused_s, began = time.monotonic() - began, time.monotonic()
         assert abrun("status", str(experiment_dir)).count("running") >= 2
         answered_s = time.monotonic() - began
@@ -338,7 +338,7 @@ def test_two_hundred_runs_at_once_leave_it_responsive(cluster: Path, tmp_path: P
     began = time.monotonic()
     statuses = Counter(run.state.status for run in reader.read())
     tick_s = time.monotonic() - began
-    cancelled_s = seconds("cancel", "many")
+    cancelled_s = seconds("stop", "many")
     ended_s = seconds_until(lambda: not find_cluster_jobs(tmp_path / "many").active_job_ids, within_s=60)  # pyright: ignore
     print(
         f"\n200 runs: submitted in {submitted_s:.1f} s; status {queued_s:.1f} s, "

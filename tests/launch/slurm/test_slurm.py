@@ -563,7 +563,7 @@ def test_a_detached_launch_and_what_can_be_asked_of_it(slurm: Path, tmp_path: Pa
     code, _, refused = run("logs", "small/baseline/seed-7")
     assert code == 2 and "small/baseline/seed-7" in refused
     assert "4 waiting" in run("status")[1]
-    code, said, _ = run("cancel", "small")
+    code, said, _ = run("stop", "small")
     assert code == 0 and said.startswith("cancelled: 2 jobs")
     assert "4 interrupted" in run("status")[1]
     (slurm / "no-conf").touch()
