@@ -5,6 +5,7 @@ loads numpy and scipy, so the command line imports it only to compare.
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from abrun.extras import missing_package
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim, Compare
+from abrun.recipe.claims import Claim, Compare, claim_option
 from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
 from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
@@ -114,10 +115,29 @@ def compare_contents(
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
     experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
+    if directory is None and command is None:
+        command = _make_command(contents, claims, reference, arm, step_one=step_one)
     if output is not None and directory is not None:
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
     return compare(experiment, declared=declared, output=output, formats=formats, command=command)
+
+
+def _make_command(
+    contents: SourceContents,
+    claims: Sequence[Claim] | None,
+    reference: Path | None,
+    arm: str | None,
+    *,
+    step_one: bool,
+) -> str:
+    """Return the command line of a comparison that was made from Python."""
+    words = ["abrun", "compare", *contents.sources, *contents.reading.to_words()]
+    for claim in claims or ():
+        words += ["--claim", claim_option(claim)]
+    words += [] if reference is None else ["--reference", str(reference)]
+    words += [] if arm is None else ["--arm", arm]
+    return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
 
 
 def _refuse_folder(output: Path, experiment_dir: Path, *, is_declared: bool) -> None:
