@@ -2,7 +2,7 @@
 
 `abrun.messages` turns a reason into a sentence. Programs decide by `reason.code` and `reason.values`, never
 by a sentence. Codes are a public interface, for example in `verdict.json`: wordings may change, but a code
-keeps its meaning. docs/codes.md lists all codes.
+keeps its meaning. docs/reference/codes.md lists all codes.
 """
 
 from collections.abc import Callable, Iterator, Mapping

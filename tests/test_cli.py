@@ -185,6 +185,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["export", SMALL], "export was renamed; use abrun launch --export"),
         (["faults", "flipped"], "No such command 'flipped'; see: abrun faults --help"),
         (["faults", "show", "fliped_advantages"], "faults show: got 'fliped_advantages'; allowed: names"),
+        (["faults", "--json", "show", "misgrouped"], "for one: abrun faults show NAME --json"),
         (["recipes", "quickstart", "--schema"], "all recipes have one schema"),
         (["launch", SMALL, "--export", "swarm"], "--export: got 'swarm'; allowed: jobset, skypilot"),
         (["launch", SMALL, "--export", "jobset", "--jobs", "2"], "--jobs cannot be combined with --export"),

@@ -1,4 +1,4 @@
-"""docs/evidence.py: pages of experiments with a real model, from what is committed alone."""
+"""docs/evidence.py: results of experiments with a real model, from what is committed alone."""
 
 import importlib
 import json
@@ -22,9 +22,6 @@ ROOT = Path(__file__).parents[1]
 LATE = "fault-late_half_batch-0.25"
 LATE_FAULT = {"name": "late_half_batch", "size": 0.25}
 FAULTS = {"aa_reruns": 1, "ulp_reruns": 1, "faults": ["misgrouped", LATE_FAULT]}
-# What pages have
-LEFT_OPEN = "## What is still open"
-ADVICE = "Next steps:"
 
 
 @pytest.fixture
@@ -38,8 +35,7 @@ def site(tmp_path: Path) -> Path:
     """A checkout without recipes of evidence."""
     for folder in ("recipes/evidence", "docs"):
         (tmp_path / "root" / folder).mkdir(parents=True)
-    for name in (".mkdocs.yml", "docs/evidence.md"):
-        shutil.copy(ROOT / name, tmp_path / "root" / name)
+    (tmp_path / "root/docs/evidence.md").write_text("# Evidence\n\n## Results\n\nold\n")
     return tmp_path / "root"
 
 
@@ -58,19 +54,12 @@ def run(site: Path, comment: str = "# Alike.", **scenario: Any) -> Path:
 def page_of(generator: ModuleType, site: Path) -> str:
     recipe = site / "recipes/evidence/demo.yaml"
     generator.write_record(site.parent / "runs/demo", recipe, site / "docs/evidence/demo")
-    return generator.pages(site)["docs/evidence/demo.md"]
+    return generator.page(site)
 
 
-def index_of(generator: ModuleType, site: Path) -> str:
-    return generator.pages(site)["docs/evidence.md"]
-
-
-def test_the_committed_pages_are_what_the_committed_records_give(generator: ModuleType) -> None:
-    pages = generator.pages(ROOT)
-    differing = [path for path, text in pages.items() if (ROOT / path).read_text() != text]
-    assert differing == [], "write them again: python docs/evidence.py"
-    there = {f"docs/evidence/{path.name}" for path in (ROOT / "docs/evidence").glob("*.md")}
-    assert there == set(pages) - {"docs/evidence.md", ".mkdocs.yml"}
+def test_the_committed_page_is_what_the_committed_records_give(generator: ModuleType) -> None:
+    written = (ROOT / "docs/evidence.md").read_text()
+    assert written == generator.page(ROOT), "write it again: python docs/evidence.py"
 
 
 def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: ModuleType) -> None:
@@ -88,46 +77,21 @@ def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generato
         assert len(recipe.seeds) >= 5 and recipe.controls.aa_reruns and recipe.controls.faults, recipe.name
 
 
-def test_a_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
-    comment = "# Claim: alike.\n#\n# Offline:\n# abrun launch recipes/evidence/demo.yaml\n#\n# From nowhere."
-    directory = run(site, comment, controls=FAULTS, shift={LATE: -0.2})
-    sample: dict[str, Any] = {"prompt": "2+1=", "text": "a | b\nc", "reward": 1.0, "truncated": False}
-    sample |= {"logprob_error": 0.0, "num_tokens": 2}
-    for arm in ("baseline", "treatment"):
-        kept = [{"step": step, "attempt": 1, "samples": [sample]} for step in (1, 9, 40)]
-        path = directory / f"{arm}/seed-0/samples.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
+    comment = "# Claim: alike. Truly.\n#\n# Claimed elsewhere: identical, which would be a MATCH here."
+    run(site, comment, controls=FAULTS, shift={LATE: -0.2})
     page = page_of(generator, site)
-    assert page.startswith("# demo: MATCH\n")
+    assert page.startswith("# Evidence\n\n## Results\n\n| experiment | claim |") and "old" not in page
+    row = r"\| `demo` \| train/reward ±0\.02 \| \S+ \[\S+ \S+\] \| 0\.\d+ \| MATCH, as claimed \|"
+    assert re.search(f"^{row}$", page, re.M)
     for part in (
-        "\n\nClaim: alike.\n\nFrom nowhere.\n",
-        "| hardware | NVIDIA H200, torch 2.11.0, Python 3.11.9 |",
-        "| ran | 2001-09-09 01:46 to 01:48 UTC |",
-        "| spent | 0.55 run hours, 22 runs (",  # of 90 s
-        "| seeds | 0, 1, 2, 3, 4 |",
-        "- train/reward: equivalent within ±0.02",
-        "; largest deviation: train/loss, ",
-        "| late_half_batch | 0.25 of the rows | MISMATCH | claim: train/reward | 40 |",
-        "| misgrouped | 1 rows off | MATCH | nothing |",
-        "- Not caught: misgrouped (1 rows off)",
-        f"\n{LEFT_OPEN}\n\n- ",
-        "Step 1, seed 0:",
-        "Step 40, seed 0:",
-        "| 2+1= | a \\| b<br>c<br>*reward 1.0* | a \\| b<br>c<br>*reward 1.0* |",
+        "- `demo`: alike. Claimed elsewhere: identical.",
+        "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
+        "5 seeds, 0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
+        "2001-09-09 01:46 to 01:48 UTC.",
+        "[verdict.json](evidence/demo/verdict.json), [reference.json](evidence/demo/reference.json)",
     ):
         assert part in page, part
-    assert "Step 9" not in page and ADVICE not in page
-    floor = re.search(
-        r"^\| train/reward \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| (0\.\S+) \| - \|$", page, re.M
-    )
-    assert floor and len(set(floor.groups())) == 4  # the arms, a rerun, one ULP, the seeds
-    row = (
-        r"\| \[demo\]\(evidence/demo\.md\) \| - \| MATCH "
-        r"\| train/reward ±0\.02: \S+ \[\S+ \S+\], bound 0\.\d+, equivalent \| 5 "
-        r"\| misgrouped: MATCH \(nothing\)<br>late_half_batch: MISMATCH \(claim: train/reward\) "
-        r"\| NVIDIA H200, .*<br>2001-09-09 01:46 to 01:48 UTC \| 0\.55 run hours, 22 runs \|"
-    )
-    assert re.search(f"^{row}$", index_of(generator, site), re.M)
 
 
 def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: ModuleType, site: Path) -> None:
@@ -139,15 +103,12 @@ def test_what_is_committed_is_enough_and_small_and_names_no_host(generator: Modu
     for name in ("claims.png", "train-reward.png"):
         Image.fromarray(noise).save(directory / "report" / name)
     page = page_of(generator, site)
-    assert page.index("(demo/train-reward.png)") < page.index("(demo/claims.png)")
     shutil.rmtree(site.parent / "runs")
-    assert generator.pages(site)["docs/evidence/demo.md"] == page
+    assert generator.page(site) == page
     files = {path.name: path.read_bytes() for path in (site / "docs/evidence/demo").iterdir()}
-    pictures = {"train-reward.png", "claims.png"}
-    assert set(files) == {"record.json", "verdict.json", "reference.json", *pictures}
-    assert all(f"({'demo/' + name})" in page for name in files.keys() - {"record.json"})
+    assert set(files) == {"record.json", "verdict.json", "reference.json", "train-reward.png"}
+    assert all(f"(evidence/demo/{name})" in page for name in files.keys() - {"record.json"})
     assert all(len(content) < 150_000 and b"node-" not in content for content in files.values())
-    assert "      - demo: evidence/demo.md\n" in generator.pages(site)[".mkdocs.yml"]
 
 
 def test_what_was_run_otherwise_than_written_is_in_its_command(generator: ModuleType, site: Path) -> None:
@@ -155,8 +116,10 @@ def test_what_was_run_otherwise_than_written_is_in_its_command(generator: Module
     recipe = site / "recipes/evidence/demo.yaml"
     text = recipe.read_text().replace("steps: 40", "steps: 50")
     recipe.write_text(text.replace("/somewhere/SmolLM2", "name/of-a-hub"))
-    page = page_of(generator, site)
-    assert "\nabrun launch recipes/evidence/demo.yaml --set steps=40 --set model.path=FOLDER\n" in page
+    page_of(generator, site)
+    record = json.loads((site / "docs/evidence/demo/record.json").read_text())
+    expected = "abrun launch recipes/evidence/demo.yaml --set steps=40 --set model.path=FOLDER"
+    assert record["command"] == expected
     files = [path.read_text() for path in (site / "docs/evidence/demo").iterdir()]
     assert len(files) == 3 and not any("/somewhere" in text for text in files)
 
@@ -168,10 +131,9 @@ def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: Module
     write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
-    assert page.startswith("# demo: INVALID\n") and "out of memory" in page
-    assert re.search("^# no reference .*: baseline/seed-2 ", page, re.M) and "--reference" not in page
+    assert " | INVALID |\n" in page and "unknown run hours, " in page
+    assert "No reference: baseline/seed-2 " in page and "reference.json" not in page
     assert not (site / "docs/evidence/demo/reference.json").exists()
-    assert "| unknown run hours, " in page and "--name demo --resume`" in page
 
 
 def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
@@ -180,7 +142,7 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
     monkeypatch.setattr(generator, "ROOT", site)
     directory = run(site)
     assert generator.main([]) == 0
-    assert "| demo | - | not run yet | - | - | - | - | - |\n" in (site / "docs/evidence.md").read_text()
+    assert "| `demo` | not run yet |" in (site / "docs/evidence.md").read_text()
     (site / "recipes/evidence/other.yaml").write_text((site / "recipes/evidence/demo.yaml").read_text())
     shutil.copytree(directory, directory.parent / "other")
     (directory / "report/verdict.json").unlink()
@@ -188,4 +150,4 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
         assert generator.main([str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and message in lines[0]
-    assert (site / "docs/evidence/other.md").is_file()  # of one that was judged
+    assert "\n- `other`: " in (site / "docs/evidence.md").read_text()  # it was judged

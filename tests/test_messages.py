@@ -15,7 +15,6 @@ from abrun.messages import MESSAGES, sentence
 from abrun.messages.message import render, value_names
 from abrun.messages.records import stored_reason
 from abrun.reasons import Code, Reason
-from docs import codes
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,11 +48,6 @@ def test_every_call_gives_the_values_that_its_message_takes() -> None:
                 f"{place}: {code.name} takes {value_names(MESSAGES[code])}, got {sorted(map(str, given))}"
             )
     assert wrong == []
-
-
-def test_the_documented_table_is_that_of_the_code() -> None:
-    written = (ROOT / "docs/codes.md").read_text()
-    assert written == codes.page() + "\n", "print it again: python docs/codes.py > docs/codes.md"
 
 
 @pytest.mark.parametrize(

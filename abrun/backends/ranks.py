@@ -197,6 +197,8 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
         torch.set_num_threads(1)  # the order of float sums, and so the last bits of metrics, depend on it
     backend = "nccl" if on_gpu else "gloo"
     if "RANK" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            progress.report("rendezvous of the ranks", in_every_step=False)
         dist.init_process_group(
             backend,
             store=_open_store(timeout),

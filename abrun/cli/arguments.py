@@ -84,7 +84,7 @@ Experiment = Annotated[
 Sources = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE...",
+        metavar="SOURCE",
         help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
         "(NAME=PATH names the arm); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
     ),

@@ -308,7 +308,7 @@ def _export(
 
 
 def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None) -> None:
-    """Print each arm's predicted memory peak against the device memory `asked`.
+    """Print each arm's predicted memory peak against the memory of a `device`.
 
     Arms whose prediction decided a value of `auto` are skipped: the decision already shows them.
     """

@@ -38,7 +38,7 @@ def list_faults(context: typer.Context, as_json: FaultsJson = False) -> None:
 
     if context.invoked_subcommand:
         if as_json:
-            raise RecipeError("--json: got before the subcommand; write it at the end")
+            raise RecipeError("--json lists all faults; for one: abrun faults show NAME --json")
         return
     if as_json:
         print(json.dumps(fault_library_json(FAULTS), indent=1))

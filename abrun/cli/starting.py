@@ -153,4 +153,6 @@ def recipes(
         rows = [(recipe.name, recipe.cost, recipe.about) for recipe in shipped if recipe.where == group]
         table = Table(columns("name", "cost", "about", no_wrap=("name",), fold=True), rows)
         screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
-    screen.print("abrun launch NAME runs one; abrun recipes NAME prints it; docs/recipes.md has every field.")
+    screen.print(
+        "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
+    )

@@ -130,6 +130,7 @@ class _Run:
             self._run_command() as process,
         ):
             pass_on()
+            self._report_progress()
             status, stop_reason = self._follow(process, requests)
             if status is None:
                 end_group(process, GRACE_S, lambda: requests.is_forced)
@@ -156,13 +157,17 @@ class _Run:
                 return None, problem
         return status, None
 
+    @property
+    def _stall_limit_s(self) -> float:
+        return max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s)
+
     def _find_exceeded_limit(self) -> Reason | None:
         """Return the limit that the command has exceeded, or None."""
         limits, now = self._config.limits, time.monotonic()
         if limits.run_s and now - self._started_s > limits.run_s:
             return Code.TIME_LIMIT_REACHED(limit_s=limits.run_s)
         silent_s = now - max(self._last_step_s, self._pauses.running_since_s())
-        if silent_s > max(self._config.stalled_s, STALL_FACTOR * self._longest_step_s):
+        if silent_s > self._stall_limit_s:
             step = self._follower.last_step
             return Code.STALL_LIMIT_REACHED(silence=Code.NO_NEW_STEP(step=step, silent_s=round(silent_s)))
         return None
@@ -197,9 +202,13 @@ class _Run:
                 self._longest_step_s = max(self._longest_step_s, step_time_s)
                 self._steps_s = [*self._steps_s[1 - MAX_STEPS :], step_time_s]
             self._step, self._last_step_s = step, now
-            # A command does not report validation or saving, so its longest step may include either.
-            patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
-            self._writer.heartbeat(step, min(patience_s, self._config.stalled_s))
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        # A command does not report validation or saving, so its longest step may include either.
+        patience_s = max(hang_timeout_s(self._steps_s), 2 * self._longest_step_s)
+        limit_s = self._stall_limit_s
+        self._writer.heartbeat(self._follower.last_step, patience_s=min(patience_s, limit_s), limit_s=limit_s)
 
     def _record_end(self, status: int) -> int:
         step = self._follower.last_step

@@ -12,7 +12,7 @@ def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.SYNC_NEEDS_PACKAGE: "{directory}: sync {problem}",
+    Code.SYNC_NEEDS_PACKAGE: "{directory}: wandb-sync {problem}",
     Code.NOT_MEASURED_HERE: "cluster: got {nodes} node(s) x {gpus_per_node} GPU(s){engines:if  and "
     "rollout.devices {engines}}, but this machine, which measures it, has {machine}; use --set "
     "cluster.gpus_per_node=...",
@@ -21,7 +21,7 @@ MESSAGES: dict[Code, Message] = {
     Code.JOBS_LEFT_IN_QUEUE: "{error}; the jobs submitted before ({jobs:list}) are still in the queue "
     "({problem}); cancel them: abrun stop {directory}",
     Code.SLURM_REFUSES_JOB: "slurm: {answer} (requested: {options})",
-    Code.LAUNCHED_ELSEWHERE: "{directory}: {owner} is launching it; cancel it there",
+    Code.LAUNCHED_ELSEWHERE: "{directory}: {owner} is launching it; stop it there",
     Code.LAUNCHER_UNREACHABLE: "{directory}: {owner} is launching it and cannot be reached: {error}",
     Code.FAULTS_NEED_ABRUN_TRAINER: "{recipe}: arms.baseline: runs a foreign trainer, but faults can only be "
     "injected into abrun's own",
@@ -98,7 +98,7 @@ MESSAGES: dict[Code, Message] = {
     "the bad one last",
     Code.COMMIT_UNKNOWN: "{option}: got {got}, which is not a commit of {repo} (--repo)",
     Code.BISECT_NEEDS_COMMAND: "{recipe}: trainer.type: got 'abrun', but a bisection runs a command in each "
-    "checkout or environment; use trainer: {{type: command, ...}} (docs/foreign-runs.md)",
+    "checkout or environment; use trainer: {{type: command, ...}} (docs/tutorials/own-trainer.md)",
     Code.BISECT_NEEDS_CLAIM: "{recipe}: compare.claims: empty, but a bisection needs a claim that broke; "
     "declare one",
     Code.BISECT_REFUSES_REFERENCE: "{recipe}: compare.reference: got {reference:repr}, but a bisection "

@@ -72,7 +72,7 @@ def report_to_agent() -> None:
     stack = os.open(_stack_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
     # Main thread only: faulthandler can crash in a thread that is just ending.
     faulthandler.register(DUMP_STACK_SIGNAL, file=stack, all_threads=False)
-    report("starting")
+    report("imports", in_every_step=False)
 
 
 @contextlib.contextmanager

@@ -58,51 +58,40 @@ class DynamicSampling(Section):
 
 
 class OverlongPunishment(Section):
-    """Reward penalty that grows over the last `buffer` tokens before max_new_tokens.
-
-    See abrun.rl.advantages.overlong_penalties.
-    """
+    """Reward penalty that grows over the last `buffer` tokens before max_new_tokens."""
 
     buffer: Count  # tokens; at most rollout.max_new_tokens
     factor: Positive = 1.0  # the penalty at max_new_tokens
 
 
 class PolicyGradientSettings(Section):
-    """Settings shared by PPO and the GRPO family; see abrun.rl for the formulas."""
+    """Settings shared by PPO and the GRPO family."""
 
     prompts_per_step: Count = 32
     group_size: Count = 8  # completions per prompt
-    # Minimum number of completions per step: draws of prompts_per_step prompts repeat until it is reached,
-    # and all completions are trained on. dynamic_sampling trains on this many, rounded up to whole groups.
-    # Losses are divided by the actual count.
+    # Minimum number of completions per step, for which draws repeat; with dynamic_sampling the number,
+    # rounded up to whole groups
     documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them
     normalize_advantages: bool = True
-    # Denominator of the importance ratio. `old`: log-probs recomputed before the first update. `on_policy`:
-    # stop-gradient of the current log-probs (ratio = 1), which saves that pass if nothing else needs it.
-    # `auto`: on_policy if a step has a single update.
+    # Denominator of the importance ratio: log-probs recomputed before the first update, or the current ones
+    # without gradient (ratio = 1). `auto`: on_policy if a step has one update
     ratio: Literal["auto", "old", "on_policy"] = "auto"
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_high: NonNegative = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     importance_correction: ImportanceCorrection | None = None
     loss_reduction: LossReduction = "token_mean"
-    # Mask all tokens of completions truncated at max_new_tokens; their rewards still count (DAPO,
-    # arXiv:2503.14476, section 3.4).
+    # Mask all tokens of truncated completions; their rewards still count
     overlong_filtering: bool = False
-    # DAPO's soft overlong punishment (same section): lowers the reward of long completions
     overlong_punishment: OverlongPunishment | None = None
-    # Divisor of the gradient instead of the loss reduction's own count: a number, the number of documents in
-    # the optimizer step, or its square. The reported loss is unchanged. With value_backbone: shared it also
-    # divides the value loss's gradient. See abrun.rl.losses.gradient_factor.
+    # Divisor of the gradient instead of the loss reduction's own; the reported loss is unchanged
     grad_divisor: GradDivisor | None = None
     kl_coefficient: NonNegative = 0.0
-    # loss: KL penalty in the loss. reward: subtract a sequence's KL from its reward. reward_to_go: subtract
-    # from each token's reward the KL of this and all later tokens.
+    # loss: KL penalty in the loss; reward: subtracted from the sequence's reward; reward_to_go: each token's
+    # and all later tokens' KL subtracted from its reward
     kl_in: Literal["loss", "reward", "reward_to_go"] = "loss"
-    # As a loss, the gradient of k2 and k3+ minimizes KL(policy || reference), that of k3 minimizes
-    # KL(reference || policy), and that of k1 is zero in expectation
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
@@ -158,9 +147,8 @@ class Grpo(PolicyGradientSettings):
 class Ppo(PolicyGradientSettings):
     """Proximal policy optimisation with a value model and GAE (arXiv:1707.06347, arXiv:1506.02438).
 
-    The value model is updated before the policy, minibatch by minibatch, in as many epochs. With
-    `value_backbone: shared` it is a head on the policy's hidden states: the head has `value_optimizer`, and
-    the gradient of its loss, times `value_coefficient`, adds to the policy's in the backbone.
+    The value model is updated before the policy. With `value_backbone: shared` it is a head on the policy's
+    hidden states, and `value_coefficient` times its gradient adds to the policy's in the backbone.
     """
 
     type: Literal["ppo"]

@@ -27,25 +27,24 @@ Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metri
 class Claim(Section):
     """Claim on `metric` over `window`: arms agree within `margin`, keep a limit, or are bit-identical.
 
-    `margin` is absolute, in units of the transformed metric; or `"1.5 sigma"`: standard deviations over seeds
-    of the baseline, or of `Compare.reference` if set; or `"5%"` of the baseline's level in the window; or
-    `"5% of climb"`: of the baseline's improvement up to the window's end. A match requires that the baseline
-    improved by more than the margin, unless `climbs` is false. `sigma` (over seeds) and `correlation`
-    (between paired arms) are assumptions used only for the power analysis before launch.
+    `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"` (standard deviations of the
+    baseline or reference over seeds), `"5%"` of the baseline's level in the window, or `"5% of climb"` (its
+    improvement up to the window's end). A match requires that the baseline improved by more than the margin,
+    unless `climbs` is false. `sigma` and `correlation` (of paired arms) are assumptions for the power
+    analysis.
     """
 
-    # A recorded metric; or `memory` (peak over all phases; limit only); or `final_weights` (exact or below)
+    # A recorded metric, `memory` (peak; limit only) or `final_weights` (exact or below)
     metric: str
     window: str = DEFAULT_WINDOW
     margin: float | str | None = None
-    # Upper limit on the treatment's mean over seeds; `0.6x` limits treatment / baseline (with
-    # `log_excess`: the ratio of their excesses over 1)
+    # Upper limit on the treatment's mean; `0.6x`: on treatment / baseline (`log_excess`: of their excesses
+    # over 1)
     below: float | str | None = None
-    above: float | str | None = None  # lower limit; a claim has exactly one of margin, below, above, exact
-    exact: bool = False  # both runs of each pair are bit-identical at every step of the window
+    above: float | str | None = None  # lower limit; a claim has one of margin, below, above, exact
+    exact: bool = False  # pairs are bit-identical at every step of the window
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: chosen by the metric's name
-    # False: a match does not require the metric to improve (e.g. it starts at its optimum)
-    climbs: bool = True
+    climbs: bool = True  # False: a match does not require the metric to improve
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
 
@@ -148,17 +147,15 @@ class Claim(Section):
 class Guards(Section):
     """One-sided limits for every treatment over all steps; it must also finish and stay finite.
 
-    A guard fails if the treatment exceeds the limit and a t-test shows it worse than its paired baseline.
-    A verdict calls equal arms a mismatch at a rate of at most 0.05; these tests together get `alpha` of it.
+    A guard fails if the treatment exceeds the limit and a t-test shows it worse than its baseline. These
+    tests together spend `alpha` of the 0.05 at which a verdict calls equal arms a mismatch.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.05)] = 0.01
-    # Metrics in which the treatment may have no NaN or Inf that the baseline lacks; claimed metrics are
-    # included
+    # Besides claimed metrics: metrics in which the treatment may have no NaN or Inf that the baseline lacks
     finite: list[str] = Field(default=["train/loss", "train/grad_norm", "train/reward"], max_length=1000)
-    # Limits on train/token_mult_prob_error: the worst run's median, and the share of steps above that limit
-    token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05
-    token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02
+    token_mult_prob_error_median: Annotated[float, Field(gt=1)] = 1.05  # limit on the worst run's median
+    token_mult_prob_error_share: Annotated[float, Field(ge=0, le=1)] = 0.02  # limit on the steps above that
     step_time_ratio: Positive | None = None  # treatment / baseline, geometric mean over pairs; None: no limit
     peak_memory_ratio: Positive | None = None  # likewise
 
@@ -174,17 +171,14 @@ class Compare(Section):
     claims: list[Claim] = Field(default=[], max_length=100)
     guards: Guards = Guards()
     step_one: bool = True  # False: the first step follows an update, or rollouts are not reproducible
-    # Relative tolerance for all metrics, or by metric: {train/gen_kl_error: 0.05}; None: from A/A reruns, or
-    # else from the dtype
+    # Relative, for all metrics or one: {train/gen_kl_error: 0.05}; None: from A/A reruns, else the dtype
     step_one_tolerance: float | dict[str, float] | None = None
-    # False: treat runs as independent whatever their seeds (Welch's test); less power if paired runs
-    # correlate
-    paired: bool = True
-    # Interim analyses: numbers of pairs at which a verdict may be given; the last is all pairs
+    paired: bool = True  # False: runs are independent whatever their seeds (Welch's test)
+    # Numbers of pairs at which a verdict may be given, the last being all pairs
     interim: list[Count] = Field(default=[])
-    # equal: the same alpha for each analysis; rising: in proportion to its pairs, which loses less power
+    # equal: the same alpha for each interim analysis; rising: in proportion to its pairs
     alpha_spending: Spending = "equal"
-    # Frozen ensemble (abrun reference save); path relative to the working directory or the recipe's folder
+    # File of abrun reference save; path relative to the working directory or the recipe's folder
     reference: PathText | None = None
 
     @field_validator("step_one_tolerance", mode="before")
@@ -219,12 +213,12 @@ class Compare(Section):
 class Controls(Section):
     """Control runs of the baseline: they calibrate the comparison and have no verdict of their own."""
 
-    # Baseline reruns with the same seed (A/A runs): measure the noise floor
+    # Reruns with the same seed (A/A runs), which measure the noise floor
     aa_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
-    # Reruns with initial weights perturbed by one ULP of policy.dtype: show how such a small difference grows
+    # Reruns with initial weights moved by one ULP of policy.dtype, which show how such a difference grows
     ulp_reruns: Annotated[int, Field(ge=0, le=1000)] = 0
-    # Faults injected into the baseline, each at every seed: show which bugs the comparison would catch. Names
-    # from docs/faults.md, or sections
+    # Faults injected into the baseline, which show what the comparison would catch: names of
+    # docs/reference/faults.md, or sections
     faults: list[Annotated[InjectedFault, ACCEPT_FAULT_NAME]] = Field(default=[], max_length=100)
 
     @field_validator("faults")

@@ -155,10 +155,10 @@ class Policy(Section):
     micro_batch_tokens: Count | None = None
     activation_checkpointing: Checkpointing = "none"
     compile: bool = False  # torch.compile each layer; only on dtensor with one rank per replica
-    # Liger kernels for norms, rotary embeddings and SwiGLU. Requires GPUs, dtensor, compile: false and
+    # Liger kernels for norms, rotary embeddings and SwiGLU; on GPUs with dtensor, compile: false and
     # tensor_parallel: 1
     liger: bool = False
-    # Weight of a mixture of experts' load-balancing loss over the global batch of an update
+    # Weight of a mixture of experts' load-balancing loss
     router_aux_loss_coefficient: NonNegative = 0.0
     replay_routing: bool = False  # updates reuse the expert choices of the old log-probs' forward pass
 
@@ -198,9 +198,8 @@ def _check_count_or_auto(value: object) -> object:
 class RecipeDtensor(Dtensor):
     """Dtensor backend of a recipe, in which `auto` leaves a setting to the launch."""
 
-    # Keep weights and gradients unsharded over all micro-batches of an update: one all-gather and one
-    # reduction, at 6 bytes per parameter in bfloat16 (2 for weights, 4 for gradients). auto: true if all arms
-    # fit in device memory with it
+    # Keep weights and gradients unsharded over an update's micro-batches, at 6 bytes per parameter in
+    # bfloat16. auto: true if all arms fit with it
     keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_check_switch_or_auto)] = False
 
 
@@ -208,13 +207,13 @@ class RecipePolicy(Policy):
     """Policy of a recipe, in which `auto` leaves a setting to the launch; a run's policy has no `auto`."""
 
     backend: Annotated[RecipeDtensor | Megatron, Field(discriminator="type")] = RecipeDtensor()
-    # With packing: maximum tokens per micro-batch (a longer sequence gets its own). auto: 32768 or the
-    # longest sequence, or less if needed for all arms to fit in memory
+    # Maximum tokens of a packed micro-batch; a longer sequence gets its own. auto: 32768, or less if needed
+    # for all arms to fit
     micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_check_count_or_auto)] = (
         None
     )
-    # Layer activations recomputed in the backward pass: none, those of compiled code (all but attention;
-    # needs `compile`), or all. auto: the least recomputation with which all arms fit in device memory
+    # Activations recomputed in the backward pass; selective: those of compiled code, which is all but
+    # attention. auto: the least with which all arms fit
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
 
 
@@ -242,25 +241,22 @@ class Rollout(Section):
     """Sampling of completions."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    # With vllm: number of additional GPUs of the node (CPU cores if the run trains on cores) for the engines;
-    # None: share the training devices
+    # With vllm: additional GPUs or CPU cores of the node for engines; None: share the training devices
     devices: Count | None = None
     tensor_parallel: Count = 1  # with vllm: devices per engine
-    # With vllm: its share of device memory. None: 0.9 on separate GPUs; on shared GPUs only the cache that a
-    # step needs, or 0.6 if that is more than 0.3; on CPU cores a cache of 1 GiB
+    # vllm's share of device memory. None: 0.9 on separate GPUs; on shared ones what a step needs, or 0.6 if
+    # that is above 0.3; on CPU cores 1 GiB
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
     head_dtype: Precision | None = None  # dtype of the engine's LM head; None: the trainer's
     # With vllm on GPUs: batch-invariant kernels, for the whole process
     batch_invariant: bool = False
     temperature: Positive = 1.0
-    # Sampling filters in this order: keep tokens with at least min_p times the top token's probability, the
-    # top_k most likely ones, and the smallest set of most likely ones whose total probability reaches top_p
+    # Filters, applied in the order min_p, top_k, top_p; min_p: minimum share of the top token's probability
     min_p: Fraction = 0.0
     top_k: Count | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    # With filters: the trainer renormalizes over the set of tokens that the sampler kept, not over the set it
-    # would keep itself. Costs one bit per batch token and vocabulary entry. null: true if the engine reports
-    # the set (torch; vLLM from 0.28, on CPU cores with Triton)
+    # With filters, renormalize the trainer's log-probs over the tokens that the sampler kept. None: true if
+    # the engine reports them (torch; vLLM from 0.28, on CPU cores with Triton)
     exact_support: bool | None = None
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once per rank; None: all

@@ -67,7 +67,7 @@ class ClusterConfig(Section):
 
 
 class Wandb(Section):
-    """Upload of metrics to wandb; see docs/wandb.md. WANDB_MODE and other WANDB_ variables apply as usual."""
+    """Upload of metrics to wandb. WANDB_ variables apply as usual."""
 
     project: str = "abrun"
     entity: str | None = None
@@ -155,7 +155,7 @@ class OwnRunConfig(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     wandb: Wandb | None = None
     keep_samples: KeptSamples | None = KeptSamples()  # with a policy gradient; null: no samples
-    # Fault to inject for the verdict to detect: a name from docs/faults.md, or a section
+    # Fault for the verdict to detect: a name of docs/reference/faults.md, or a section
     injected_fault: Annotated[InjectedFault | None, ACCEPT_FAULT_NAME_OR_NONE] = None
 
     @property

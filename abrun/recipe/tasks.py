@@ -36,7 +36,7 @@ class ReasoningGym(Section):
     type: Literal["reasoning_gym"]
     name: str
     parameters: dict[str, Any] = Field(default={})
-    # Scored part of a completion: all of it, or its last number (see abrun.tasks.final_answers)
+    # Scored part of a completion: all of it, or its last number
     answer: Literal["text", "final_number"] = "text"
 
 
@@ -52,17 +52,11 @@ Verifier = Annotated[str, AfterValidator(_check_module_and_function)]
 class Problems(Section):
     """Scoring of completions against a reference answer, built in (`answer`) or by a `verifier`.
 
-    answer: final_number reads the completion's last number literally: `$1,234.50.` is 1234.5 and `20%` is 20.
-    Nothing is evaluated: if the answer is 68, neither `23 + 45` nor 136/2 is correct, and 3/4 is not 0.75. A
-    number inside a longer expression (`71 or 72`, `5x`, `12:30`) does not count; abrun.tasks.final_answers
-    has the rules. boxed reads the content of the last \\boxed{}: it must be exactly the reference number, or
-    the reference text if that is not a number. math_verify extracts the final answer (boxed, announced, a
-    formula or the last line) and compares its value using the package of that name. Any expression with the
-    right value is then correct, including a repetition of the question. Choices and words are compared as
-    text.
-
-    `verifier: module:function` names a function (prompt, completion, answer) -> reward (any finite number).
-    The trainer imports it from the installed packages or the directory in which abrun was started.
+    `final_number` reads the completion's last number literally and evaluates nothing: `136/2` is not 68, and
+    a number inside an expression (`5x`, `12:30`) does not count. `boxed` compares the content of the last
+    \\boxed{} with the reference. `math_verify` compares values using the package of that name, so any
+    expression with the right value is correct. `verifier: module:function` names a function (prompt,
+    completion, answer) -> reward, from an installed package or the directory in which abrun was started.
     """
 
     path: PathText
@@ -76,7 +70,7 @@ class Problems(Section):
 
 
 class Gsm8k(Problems):
-    """JSON lines with `question` and an `answer` that ends in `#### 42`; answer: null means final_number."""
+    """JSON lines with `question` and an `answer` that ends in `#### 42`; default: final_number."""
 
     type: Literal["gsm8k"]
 
@@ -88,8 +82,8 @@ class Gsm8k(Problems):
 class Jsonl(Problems):
     """JSON lines with a prompt and a reference answer.
 
-    answer: null means math_verify for references that are not numbers. For numbers it reads the last box, or
-    else the last number, and compares values without evaluating operations: 1/2, 0.5 and 50% are equal.
+    Without `answer`, numbers are compared by value with the last box or else the last number (1/2, 0.5 and
+    50% are equal), and other references by math_verify.
     """
 
     type: Literal["jsonl"]
@@ -121,11 +115,10 @@ TaskConfig = GeneratedTask | Gsm8k | Jsonl | CompletionsTask | PreferencesTask
 
 
 class Validation(Section):
-    """Validation on held-out prompts before the first step, after every `every`-th step and after the last.
+    """Validation before the first step, after every `every`-th step and after the last.
 
-    Completions are sampled and scored; if the task cannot score them, the loss on held-out examples is
-    recorded instead. The prompts are the same in every arm and for every seed, and no training (including the
-    warm start) uses them.
+    All arms and seeds have the same prompts, held out from training and warm start. Tasks that cannot score
+    completions record the loss.
     """
 
     every: Count

@@ -13,9 +13,10 @@
                            status, and how it says that it ended
         environment.json  versions, devices, precision; hashes of    written by the job, at every start
                            prompts and initial weights
-        heartbeat.json    step, time, pid                            written by the job, every step
-        nodes/0000.json   whether the ranks of a node are alive,     written by the node's agent, every 15 s
-                           and where they hang if they do not respond
+        heartbeat.json    step, time, pid; of a command also the     written by the job, every step
+                           silence after which it is ended
+        nodes/0000.json   activity of a node's ranks, whether they   written by the node's agent, every 15 s
+                           are alive, and where they hang if not
         nodes/ending-*.json  how a node's part of the run ended      written by the node's agent, last
         result.json       the run is finished                        written by the job, last
         metrics.jsonl     one line a step                            appended by the job

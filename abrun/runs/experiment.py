@@ -204,17 +204,20 @@ def _recipe_steps(experiment_dir: Path, arm: str) -> int:
     return steps if type(steps) is int else 0
 
 
-def read_warm_start_states(experiment_dir: Path, names: Sequence[RunName]) -> list[RunState]:
-    """Return the states of the supervised warm-start runs that produced the runs' initial weights."""
-    directories: dict[Path, None] = {}
+def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tuple[RunState, list[RunName]]]:
+    """Return the states of the supervised warm-start runs, each with the runs that start from its weights."""
+    run_names: dict[Path, list[RunName]] = {}
     for name in names:
         run = RunDir(run_dir(experiment_dir, name))
         # The state of the run itself reports such an error.
         with contextlib.suppress(StoreError), wrap_read_errors(run.path):
             weights = run.initial_weights
             if weights:  # .../warm-starts/<hash>/checkpoints/final
-                directories[Path(os.path.normpath(weights)).parent.parent] = None
-    return [_read_state(RunDir(directory), RunName(arm="warm-start", seed=0)) for directory in directories]
+                run_names.setdefault(Path(os.path.normpath(weights)).parent.parent, []).append(name)
+    return [
+        (_read_state(RunDir(directory), RunName(arm="warm-start", seed=0)), dependents)
+        for directory, dependents in run_names.items()
+    ]
 
 
 def _read_state(run: RunDir, name: RunName) -> RunState:

@@ -26,6 +26,7 @@ Status = Literal[
 ]
 STALLED_AFTER_S = 600.0
 MAX_RANKS_SHOWN = 4  # ranks that hang
+IMPORTS = "imports"  # activity of a process that has not begun its attempt yet
 # The interval at which a node's agent reports, and the silence after which the node counts as lost.
 NODE_REPORT_EVERY_S, NODE_LOST_AFTER_S = 15.0, 60.0
 MAX_ATTEMPT = 999_999_999  # exclusive in rows: no attempt can begin after this one
@@ -170,6 +171,7 @@ class Heartbeat:
     time_s: Seconds = 0.0
     step: Count = 0
     patience_s: Seconds | None = None  # the run counts as stalled if the next heartbeat takes longer
+    limit_s: Seconds | None = None  # the job ends itself if the next heartbeat takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,8 @@ class NodeStatus:
     time_s: Seconds = 0.0
     silent_s: Seconds = 0.0  # since the last heartbeat of any of its ranks, when this was written
     silent_since_s: Seconds | None = None  # time of the last heartbeat of any rank; None while they are alive
+    limit_s: Seconds | None = None  # the agent ends the run after this silence
+    activity: str = ""  # of the node's first rank
     ranks: Items[SilentRank] = ()
 
 
@@ -248,6 +252,37 @@ def stall_reason(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a run that is running or stalled, as far as its records tell."""
+
+    last_step_s: float  # time of the last step, or of the last start if that is later
+    activity: str | None  # of the first rank; None for a command
+    limit_s: float | None  # seconds of silence after which the job ends itself; None if they do not count yet
+
+
+def read_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartbeat: Heartbeat) -> Progress:
+    """Return the progress of a run by its newest record, its node agents and its last heartbeat.
+
+    The limit of abrun's own trainer counts from the last sign of life of any rank, so it is returned only
+    while all nodes are silent; that of a command counts from its last step.
+    """
+    started_s = latest.started_s or 0.0
+    last_step_s = max(started_s, heartbeat.time_s)
+    if isinstance(latest.record, Launch):
+        return Progress(last_step_s=last_step_s, activity=IMPORTS, limit_s=None)
+    first_node = min(nodes, key=lambda node: node.node, default=None)
+    if first_node is None:
+        limit_s = heartbeat.limit_s if heartbeat.time_s > started_s else None
+        return Progress(last_step_s=last_step_s, activity=None, limit_s=limit_s)
+    is_silent = all(node.silent_since_s is not None for node in nodes)
+    return Progress(
+        last_step_s=last_step_s,
+        activity=first_node.activity or None,
+        limit_s=first_node.limit_s if is_silent else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """State of a run, read from its directory."""
 
@@ -260,6 +295,7 @@ class RunState:
     reason: Reason | None  # why it failed, was interrupted, waits or hangs, if known
     exit_code: int | None  # of the last attempt, if its end was observed
     signal: str | None  # the signal that ended it, such as SIGKILL
+    progress: Progress | None = None  # while it is running or stalled
 
     @property
     def ending(self) -> str | None:

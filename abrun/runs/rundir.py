@@ -64,6 +64,7 @@ from abrun.runs.records import (
     latest_record,
     message_fields,
     read_attempt,
+    read_progress,
     read_stored_config,
     recorded_reason,
     stall_reason,
@@ -410,14 +411,16 @@ class RunDir:
         status, reason = (
             latest.status_without_ending if is_process_gone else (record.status, recorded_reason(record))
         )
-        num_steps = read_stored_config(self.path / layout.CONFIG).num_steps
+        progress, num_steps = None, read_stored_config(self.path / layout.CONFIG).num_steps
         if self.finished:
             status = "finished"
         elif status == "finished":
             status = "pending"  # its result was removed, so it has to run again
         elif status == "running":
-            reason = stall_reason(self.nodes(attempt), heartbeat, started_s or 0.0, time.time())
+            nodes = self.nodes(attempt)
+            reason = stall_reason(nodes, heartbeat, started_s or 0.0, time.time())
             status = "stalled" if reason else "running"
+            progress = read_progress(latest, nodes, heartbeat)
         return RunState(
             name=name,
             directory=self.path,
@@ -428,6 +431,7 @@ class RunDir:
             reason=reason if status in ("failed", "interrupted", "stalled") else None,
             exit_code=record.exit_code,
             signal=record.signal if isinstance(record, Launch) else None,
+            progress=progress,
         )
 
     def step_attempts(self) -> dict[int, int]:
@@ -481,11 +485,8 @@ class RunDir:
     def describe_missing_last_step(self) -> str | None:
         """Return a sentence if the last step of a finished command's run is missing; None if it is there."""
         last_step = read_as(RunResult, self.path / layout.RESULT).step
-        return (
-            f"{layout.METRICS} lacks the last step, {last_step}"
-            if last_step not in self.step_attempts()
-            else None
-        )
+        is_missing = last_step not in self.step_attempts()
+        return f"{layout.METRICS} lacks the last step, {last_step}" if is_missing else None
 
     def describe_weights_damage(self) -> str | None:
         """Return what is wrong with the saved model of a finished run; None if nothing is."""

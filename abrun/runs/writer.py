@@ -84,11 +84,10 @@ class RunWriter:
         if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
             self._samples.write(sample_row(step, self.attempt, samples))
 
-    def heartbeat(self, step: int, patience_s: float | None = None) -> None:
-        """Write a heartbeat; the run counts as stalled if the next takes longer than `patience_s`."""
+    def heartbeat(self, step: int, **bounds: float) -> None:
+        """Write a heartbeat. `bounds`: `patience_s` and `limit_s` of Heartbeat, of a command's run."""
         self.check_fence()
-        content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt}
-        content |= {} if patience_s is None else {"patience_s": patience_s}
+        content = {"time_s": time.time(), "step": step, "pid": os.getpid(), "attempt": self.attempt, **bounds}
         write_json(self.path / layout.HEARTBEAT, content, durable=False)
 
     def event(self, event: str, **details: Any) -> None:

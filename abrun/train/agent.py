@@ -91,7 +91,9 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
         previous_attempt = run.last_attempt
         try:
             with _scratch(_local_ranks(options)) as (scratch, status_lines):
-                notes = _NodeNotes(run, previous_attempt, options.node, options.nodes)
+                notes = _NodeNotes(
+                    run, previous_attempt, options.node, options.nodes, limit_s=options.stalled_s
+                )
                 status, reason = _run_and_watch(
                     options, start_rank, requests, scratch, status_lines, notes, start_capture
                 )
@@ -297,24 +299,38 @@ def _record_ending(
 class _NodeNotes:
     """Notes of each node about its ranks, in the run directory: for run status and for the other nodes."""
 
-    def __init__(self, run: RunDir, previous_attempt: int, node: int, num_nodes: int) -> None:
+    def __init__(
+        self, run: RunDir, previous_attempt: int, node: int, num_nodes: int, *, limit_s: float
+    ) -> None:
         self._run, self._previous_attempt = run, previous_attempt
         self._node, self._num_nodes = node, num_nodes
+        self._limit_s = None if math.isinf(limit_s) else limit_s
         self._attempt = 0
         self._written_s = -math.inf
+        self._activity = ""
         self._silent_ranks: list[SilentRank] | None = None
         self._last_read_s = -math.inf
         # Each with the time of reading, by this node's clock
         self._notes_by_node: dict[int, tuple[NodeStatus, float]] = {}
 
-    def write(self, silent_s: float, ranks: Callable[[], list[SilentRank]] | None) -> None:
+    def write(
+        self,
+        silent_s: float,
+        ranks: Callable[[], list[SilentRank]] | None,
+        activity: str,
+        *,
+        is_in_steps: bool,
+    ) -> None:
         """Write this node's note if it is due; call this often.
 
-        `ranks` returns the silent ranks and where they are; None while heartbeats arrive.
+        `ranks` returns the silent ranks and where they are; None while heartbeats arrive. A new `activity` is
+        written within a second, unless it is one of those that alternate in every step.
         """
         now = time.time()  # wall clock: after a suspend of the machine, the note is due at once
         changed = (self._silent_ranks is None) != (ranks is None)
-        if abs(now - self._written_s) < NODE_REPORT_EVERY_S and not changed:
+        is_new_activity = activity != self._activity and not is_in_steps
+        report_every_s = CHECK_S if is_new_activity else NODE_REPORT_EVERY_S
+        if abs(now - self._written_s) < report_every_s and not changed:
             return
         self._written_s = now
         self._attempt = self._attempt or self._run.last_attempt
@@ -324,6 +340,7 @@ class _NodeNotes:
             return
         if changed:
             self._silent_ranks = ranks() if ranks else None
+        self._activity = activity
         note = NodeStatus(
             attempt=self._attempt,
             node=self._node,
@@ -331,6 +348,8 @@ class _NodeNotes:
             time_s=time.time(),
             silent_s=silent_s,
             silent_since_s=None if self._silent_ranks is None else time.time() - silent_s,
+            limit_s=self._limit_s,
+            activity=activity,
             ranks=tuple(self._silent_ranks or ()),
         )
         with contextlib.suppress(StoreError):  # a full disk must not end the ranks
@@ -408,7 +427,12 @@ class _Watchdog(threading.Thread):
         patience_s = max(sign.hang_timeout_s for sign in signs.values()) if all_begun else math.inf
         limit_s = self._limits.stalled_s
         is_unusual = silent_s > min(patience_s, limit_s)
-        self._notes.write(silent_s, (lambda: self._locate_ranks(signs)) if is_unusual else None)
+        self._notes.write(
+            silent_s,
+            (lambda: self._locate_ranks(signs)) if is_unusual else None,
+            signs[min(signs)].activity if signs else "",
+            is_in_steps=math.isfinite(patience_s),
+        )
         if silent_s <= limit_s:
             return None
         other_nodes = self._notes.other_nodes()

@@ -78,6 +78,7 @@ def _train(
 ) -> None:
     config, checkpoints, keep = setup.config, run.checkpoints, setup.config.checkpoint.keep
     first_step = origin.step if origin else 0
+    progress.report("checkpoint restore", in_every_step=False)
     saved = start = checkpoint.restore(checkpoints, setup.learner, setup.ranks, writer, start_step=first_step)
     if start > first_step:
         recorder.event("resumed", step=start)
@@ -180,6 +181,7 @@ def _compute_performance(setup: RunSetup, values: dict[str, float]) -> dict[str,
 
 def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
     """Raise RecipeError, on all ranks, if a resumed run has other prompts than it began with. Collective."""
+    progress.report("prompt check", in_every_step=False)
     changed = False
     if setup.ranks.is_first and any(run.checkpoints.glob("*")):
         recorded_sha256 = (run.environment() or {}).get("prompts_sha256")

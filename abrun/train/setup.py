@@ -10,6 +10,7 @@ from abrun.backends import Backend, ValueModel, make_backend
 from abrun.backends.ranks import Ranks, make_ranks
 from abrun.errors import RecipeError
 from abrun.models import load_text
+from abrun.processes import progress
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.rollout import make_engine
@@ -45,6 +46,7 @@ def make_setup(
     """
     for line in unsupported_settings(config):
         raise RecipeError(line)
+    progress.report("model set-up", in_every_step=False)
     algorithm = config.algorithm
     backend = config.policy.backend
     ranks = make_ranks(device, backend.shape, expert_parallel=backend.expert_groups)

@@ -296,7 +296,7 @@ def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
                 if name in record.get("required", ()):
                     record["required"].append(codes_field)
     if "Code" in schema.get("$defs", {}):
-        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/codes.md"}
+        schema["$defs"]["Code"] = {"type": "string", "description": "one of docs/reference/codes.md"}
         schema["$defs"]["Reason"]["required"] = ["code", "values"]
     return schema
 

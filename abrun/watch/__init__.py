@@ -122,12 +122,13 @@ def watch(
 
 
 class _PlainLines:
-    """A printer of one line when a run starts or ends, and a few in between."""
+    """A printer of one line when a run starts or ends, a few in between, and some while no step comes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status: dict[Path, str] = {}
         self._shown: dict[Path, tuple[int, float]] = {}  # step and time of the last printed line
+        self._silent: set[Path] = set()  # runs whose last printed line says that they take no step
 
     def show(self, runs: Iterable[WatchedRun]) -> None:
         failed: list[tuple[str, str]] = []
@@ -137,9 +138,13 @@ class _PlainLines:
             self._status[key] = status
             if status != previous_status and status in ("failed", "unreadable"):
                 failed.append((run.label, status_line(run)))
+            elif run.is_silent:
+                if key not in self._silent or time.monotonic() - self._shown[key][1] > LINE_EVERY_S:
+                    self._print(run, status_line(run))
+                    self._silent.add(key)
             elif status != previous_status:
                 self._print(run, status_line(run))
-            elif status == "running" and self._is_line_due(run):
+            elif status == "running" and (key in self._silent or self._is_line_due(run)):
                 self._print(run, progress_line(run))
         for line in merge_same_messages(failed):
             self._say(line)
@@ -153,6 +158,7 @@ class _PlainLines:
 
     def _print(self, run: WatchedRun, text: str) -> None:
         self._shown[run.state.directory] = (run.step, time.monotonic())
+        self._silent.discard(run.state.directory)
         self._say(f"{run.label}: {text}")
 
     def _say(self, line: str) -> None:

@@ -19,6 +19,7 @@ from abrun.regular_files import is_directory
 from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
 from abrun.runs.lock import describe_launcher
 from abrun.runs.reported import ReportedVerdict, read_reported_verdict
+from abrun.watch.activity import describe_activity
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
 
 MAX_QUERY_S = 5.0  # for schedulers, over all experiments
@@ -154,6 +155,9 @@ def _runs_json(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
             "started_s": run.state.started_s,
             "message": run.state.message,
             "message_code": encode_reasons(run.state.reason),
+            "activity": describe_activity(run),
+            "since_step_s": run.since_step_s,
+            "stall_limit_s": run.state.progress and run.state.progress.limit_s,
             "step_time_s": run.step_time_s,
             "eta_s": run.eta_s,
             "peak_memory_bytes": run.peak_bytes,

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
+from abrun.processes.progress import MIN_PATIENCE_S, PATIENCE_STEPS
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import planned_runs, read_run_state, read_warm_start_states
+from abrun.runs.experiment import planned_runs, read_run_state, read_warm_starts
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -49,6 +50,8 @@ class WatchedRun:
     tokens_per_s: float | None = None  # per device, median of the last ten steps
     start_up_s: float | None = None  # of the last attempt, from process start to first step
     peak_bytes: float | None = None  # maximum over all steps and phases
+    row_interval_s: float = 0.0  # median time between the last ten rows; 0 before the second
+    warm_start: "WatchedRun | None" = None  # the warm start that a pending run waits for
 
     @property
     def is_warm_start(self) -> bool:
@@ -60,8 +63,32 @@ class WatchedRun:
 
     @property
     def status(self) -> str:
-        """The status on disk, with `starting` for a running process that has no step yet."""
-        return "starting" if self.state.status == "running" and self.step == 0 else self.state.status
+        """The status on disk, with `starting` for a running process that has not taken a step yet."""
+        return "starting" if self.state.status == "running" and self.is_starting else self.state.status
+
+    @property
+    def is_starting(self) -> bool:
+        """True if a running or stalled process has not taken a step since the last start."""
+        if self.state.status not in ("running", "stalled"):
+            return False
+        row_s, started_s = self.latest.get("time_s"), self.state.started_s
+        if isinstance(row_s, int | float) and started_s is not None:
+            return row_s < started_s
+        return self.step == 0
+
+    @property
+    def since_step_s(self) -> float | None:
+        """Seconds since the last step, or the last start if later; None for a run that is not running."""
+        progress = self.state.progress
+        return max(0.0, time.time() - progress.last_step_s) if progress else None
+
+    @property
+    def is_silent(self) -> bool:
+        """True for a stalled run, and after a minute and ten usual intervals without a step or a start."""
+        if self.state.status == "stalled":
+            return True
+        patience_s = max(MIN_PATIENCE_S, PATIENCE_STEPS * self.row_interval_s)
+        return self.since_step_s is not None and self.since_step_s > patience_s
 
     @property
     def step(self) -> int:
@@ -74,7 +101,8 @@ class WatchedRun:
         """Seconds from the last start to now, or to the last step of an ended run; None if unknown."""
         if self.state.started_s is None:
             return None
-        last_s = time.time() if self.state.status == "running" else self.latest.get("time_s")
+        is_active = self.state.status in ("running", "stalled")
+        last_s = time.time() if is_active else self.latest.get("time_s")
         if not isinstance(last_s, float) or last_s < self.state.started_s:
             # No step since the run was restarted.
             return None
@@ -82,7 +110,7 @@ class WatchedRun:
 
     @property
     def eta_s(self) -> float | None:
-        if self.state.status != "running" or self.step_time_s is None:
+        if self.state.status != "running" or self.step_time_s is None or self.is_silent:
             return None
         return self.step_time_s * (self.state.num_steps - self.step)
 
@@ -102,6 +130,7 @@ class _RunReader:
         self._latest: dict[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=10)
         self._rates: deque[float] = deque(maxlen=10)
+        self._intervals_s: deque[float] = deque(maxlen=10)
         self._first_row: dict[str, Any] = {}  # first row of the latest attempt
         self._peak_bytes: float | None = None
 
@@ -116,6 +145,7 @@ class _RunReader:
             tokens_per_s=statistics.median(self._rates) if self._rates else None,
             start_up_s=_measure_start_up_s(state, self._first_row),
             peak_bytes=self._peak_bytes,
+            row_interval_s=statistics.median(self._intervals_s) if self._intervals_s else 0.0,
         )
 
     def _add_row(self, row: dict[str, Any]) -> None:
@@ -132,6 +162,8 @@ class _RunReader:
             self._rates.append(row[TOKENS_PER_S])
         if row.get("attempt") != self._latest.get("attempt") or not self._first_row:
             self._first_row = row
+        elif all(isinstance(times.get("time_s"), int | float) for times in (row, self._latest)):
+            self._intervals_s.append(row["time_s"] - self._latest["time_s"])
         for key in _peak_keys(tuple(row)):
             value = row[key]
             if isinstance(value, int | float) and math.isfinite(value):
@@ -166,10 +198,15 @@ class ExperimentReader:
         """Return the runs. A corrupt run has a message; a corrupt experiment file raises StoreError."""
         names = planned_runs(self.experiment_dir)
         unfinished = [name for name in names if name not in self._finished]
-        runs = [self._read_run(state) for state in read_warm_start_states(self.experiment_dir, unfinished)]
+        runs, warm_starts = list[WatchedRun](), dict[RunName, WatchedRun]()
+        for state, dependents in read_warm_starts(self.experiment_dir, unfinished):
+            runs.append(self._read_run(state))
+            if runs[-1].state.status in ("running", "stalled"):
+                warm_starts |= dict.fromkeys(dependents, runs[-1])
         for name in names:
             if name not in self._finished:
                 run = self._read_run(read_run_state(self.experiment_dir, name))
+                run.warm_start = warm_starts.get(name) if run.state.status == "pending" else None
                 if run.state.status == "finished":
                     self._finished[name] = run
                 runs.append(run)
@@ -214,7 +251,7 @@ def estimate_time_left_s(runs: Sequence[WatchedRun]) -> float | None:
 def _estimate_seconds_left(run: WatchedRun, runs: Sequence[WatchedRun], start_up_s: float) -> float | None:
     """Estimate the seconds left in a run's start-up and steps; None if no step time is known."""
     step_time_s = _estimate_step_time_s(run, runs)
-    if step_time_s is None:
+    if step_time_s is None or (run.is_silent and not run.is_starting):
         return None
     start_up_left_s = 0.0
     if run.start_up_s is None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.present.tables import Column, Table
 from abrun.redaction import display_safe
+from abrun.watch.activity import describe_activity, format_clock, merge_activities
 from abrun.watch.reading import WatchedRun, estimate_time_left_s
 
 # Terminal widths from which the table has full headings, wider gaps and elapsed times; and tokens per second.
@@ -60,7 +61,7 @@ def render(
         counts = ", ".join(f"{count} {status}" for status, count in left_out.items())
         renderables.append(Text(f"and {counts}", style="dim"))
     renderables += message_lines[:5]
-    renderables.append(_progress_bar(planned, estimate_time_left_s(runs), width))
+    renderables.append(_progress_bar(runs, width))
     return Group(*renderables)
 
 
@@ -71,17 +72,32 @@ def _sort_by_seed(runs: Sequence[WatchedRun]) -> list[WatchedRun]:
 
 
 def _message_lines(runs: Sequence[WatchedRun], *, wrap: bool) -> list[Text]:
-    """Return failures, then what runs wait for, each message once; cut at the line's end unless `wrap`."""
-    messages_by_style: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
+    """Return failures, then runs without a recent step, then what runs wait for, each message once.
+
+    Lines are cut at the terminal's width unless `wrap`.
+    """
+    lines_by_style: dict[str, list[str]] = {"red": [], "yellow": [], "blue": [], "dim": []}
+    messages: dict[str, list[tuple[str, str]]] = {"red": [], "dim": []}
     for run in runs:
-        if run.state.message and run.state.status != "interrupted":
+        if run.state.message and run.state.status not in ("interrupted", "stalled"):
             style = "dim" if run.state.status == "waiting" else "red"
-            messages_by_style[style].append((run.label, run.state.message))
+            messages[style].append((run.label, run.state.message))
+    for style, labelled_messages in messages.items():
+        lines_by_style[style] += merge_same_messages(labelled_messages)
+    for group, activity in merge_activities(runs):
+        style = "dim" if group[0].warm_start else "yellow" if _is_suspect(group[0]) else "blue"
+        lines_by_style[style] += merge_same_messages((run.label, activity) for run in group)
     return [
         Text(display_safe(line), style=style, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
-        for style, labelled_messages in messages_by_style.items()
-        for line in merge_same_messages(labelled_messages)
+        for style, lines in lines_by_style.items()
+        for line in lines
     ]
+
+
+def _is_suspect(run: WatchedRun) -> bool:
+    """Return True for a run without a recent step, unless abrun's own trainer is at work on its start."""
+    has_limit = run.state.progress is not None and run.state.progress.limit_s is not None
+    return run.is_silent and (has_limit or not run.is_starting)
 
 
 def _select_runs(runs: Sequence[WatchedRun], max_rows: int | None) -> list[WatchedRun]:
@@ -111,6 +127,14 @@ def _title_line(name: str, runs: Sequence[WatchedRun]) -> Text:
     for status, count in counts.items():
         title.append("  ")
         title.append(f"{count} {status}", style=COLOURS.get(status, "yellow"))
+        silent_s = [
+            run.since_step_s or 0.0
+            for run in runs
+            if run.status == status and run.is_silent and not run.is_starting
+        ]
+        if silent_s:
+            share = "" if len(silent_s) == count else f"{len(silent_s)}: "
+            title.append(f" ({share}no step for {format_clock(max(silent_s))})", style="yellow")
     title.no_wrap, title.overflow = True, "ellipsis"
     return title
 
@@ -136,7 +160,7 @@ def _runs_table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     status_index = next(index for index, column in enumerate(columns) if column.heading == "status")
     cells = []
     for run, row in zip(runs, rows, strict=True):
-        colour = COLOURS.get(run.status, "yellow")
+        colour = "yellow" if _is_suspect(run) else COLOURS.get(run.status, "yellow")
         cells.append(
             [
                 Text(text, style=_cell_style(text, colour, status=i == status_index))
@@ -213,11 +237,17 @@ def _arm_label(run: WatchedRun) -> str:
     return display_safe(run.state.name.arm) + (f" aa{run.state.name.rerun}" if run.state.name.rerun else "")
 
 
-def _progress_bar(runs: Sequence[WatchedRun], seconds_left: float | None, width: int) -> RichTable:
-    num_steps = sum(run.state.num_steps for run in runs)
-    num_done = sum(min(run.step, run.state.num_steps) for run in runs)
-    elapsed_s = compute_elapsed_s(runs)
-    elapsed_text = "" if elapsed_s is None else f"  {_format_clock(elapsed_s)} elapsed"
+def _progress_bar(runs: Sequence[WatchedRun], width: int) -> RichTable:
+    """Return the steps done of all planned runs, and the time elapsed, before them that of the warm start."""
+    planned = [run for run in runs if not run.is_warm_start]
+    num_steps = sum(run.state.num_steps for run in planned)
+    num_done = sum(min(run.step, run.state.num_steps) for run in planned)
+    elapsed_s, elapsed_text, seconds_left = compute_elapsed_s(planned), "", estimate_time_left_s(runs)
+    if elapsed_s is not None:
+        elapsed_text = f"  {_format_clock(elapsed_s)} elapsed"
+    else:
+        warm_start_s = compute_elapsed_s([run.warm_start for run in runs if run.warm_start])
+        elapsed_text = "" if warm_start_s is None else f"  {_format_clock(warm_start_s)} of warm start"
     left_text = "" if seconds_left is None else f"  {_format_clock(seconds_left)} left"
     text = f" {num_done}/{num_steps} steps  {num_done / max(1, num_steps):.0%}{elapsed_text}{left_text}"
     grid = RichTable.grid()
@@ -278,7 +308,9 @@ def merge_same_messages(labelled_messages: Iterable[tuple[str, str]]) -> list[st
 
 
 def status_line(run: WatchedRun) -> str:
-    state = run.state
+    state, activity = run.state, describe_activity(run)
+    if activity and (run.is_silent or run.step):
+        return activity if run.is_starting else f"{run.status} {run.step}/{state.num_steps}, {activity}"
     if state.status == "running":
         return f"started, {state.num_steps} steps" if run.step == 0 else f"running, {progress_line(run)}"
     if state.status == "finished":
@@ -338,8 +370,4 @@ def _format_seconds(value: float | None) -> str:
 
 
 def _format_clock(value: float | None) -> str:
-    if value is None:
-        return ""
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return "" if value is None else format_clock(value)

@@ -1,4 +1,4 @@
-"""How often a bisection excludes the candidate that broke it: prints the table of docs/bisect.md.
+"""How often a bisection excludes the candidate that broke it: the figures of docs/how-to/find-the-commit.md.
 
 python -m tests.bench.bench_bisect
 

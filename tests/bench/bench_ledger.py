@@ -1,4 +1,4 @@
-"""How often the drift is beyond what a ledger says: prints the tables of docs/ledger.md.
+"""How often the drift is beyond what a ledger says: the figures of docs/how-to/track-drift.md.
 
 python -m tests.bench.bench_ledger
 

@@ -330,9 +330,11 @@ def test_a_command_that_only_prints_is_ended_and_its_log_is_cut(
     bounds = ["limits.log_mib=1", f"limits.{limit}=3"]
     directory = prepared(tmp_path, "trainer.parameters.behaviour=babbles", *bounds)
     assert start(directory).wait(60) == 124
-    attempt = RunDir(directory).attempt()
+    attempt, heartbeat = RunDir(directory).attempt(), RunDir(directory).heartbeat()
     reason = recorded_reason(attempt)
     assert attempt.exit_code == 124 and reason
+    assert heartbeat.step in (2, 3) and heartbeat.limit_s == heartbeat.patience_s
+    assert heartbeat.limit_s and (heartbeat.limit_s >= 1800) == (limit == "run_s")
     if limit == "run_s":
         assert reason == Code.TIME_LIMIT_REACHED(limit_s=3.0)
     else:
@@ -348,6 +350,8 @@ def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
     process = start(directory)
     until(lambda: (directory / "logs" / "metrics.jsonl").is_file())
+    heartbeat = RunDir(directory).heartbeat()
+    assert (heartbeat.step, heartbeat.patience_s, heartbeat.limit_s) == (0, 1800, 1800)  # before any step
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 1 and alive(int(children[0]))
     process.kill()

@@ -154,7 +154,7 @@ def test_presets_name_no_metric_twice(preset: str) -> None:
     ],
 )
 def test_metrics_of_another_definition_keep_their_names(framework: str, name: str) -> None:
-    """By preset and by recognition: see docs/definitions.md for what each is instead."""
+    """By preset and by recognition: see docs/reference/metrics.md."""
     told_by = next(names for known, names in FRAMEWORK_MARKERS if known == framework)
     metrics = {**{told: series(0) for told in told_by}, name: series(1)}
     for chosen in ([framework], []):

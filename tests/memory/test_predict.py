@@ -215,7 +215,7 @@ def test_two_real_ranks_have_the_predicted_peaks(backend: str, tmp_path: Path) -
     ],
 )
 def test_peaks_measured_on_a_gpu_are_predicted(arm: str, measured: dict[int, tuple[float, float]]) -> None:
-    """docs/measured.md, Peak memory of a training step: the log-prob pass, and forward and backward."""
+    """docs/measured.md, Peak memory: the log-prob pass, and forward and backward."""
     sets = [
         "model={preset: qwen2.5-1.5b, path: null}",
         *("policy.micro_batch_size=null", "policy.micro_batch_tokens=null", "policy.packing=false"),

@@ -1,6 +1,7 @@
 """The agent around the ranks: it ends as they do, names who hangs, and leaves nothing."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -167,7 +168,7 @@ def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:
         RunRecord(experiment="e", name=RunName(arm="a", seed=0), initial_weights=None, config=config)
     )
     run.begin_attempt()
-    return run, Notes(run, 0, 0, num_nodes)
+    return run, Notes(run, 0, 0, num_nodes, limit_s=math.inf)
 
 
 def test_an_attempt_that_begins_just_now_has_not_been_silent_since_1970(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
     run, notes = notes_of(tmp_path, 2)
     now = [1000.0]
     monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
-    notes.write(0.0, None)
+    notes.write(0.0, None, "", is_in_steps=True)
     assert notes.other_nodes() == []
     run.write_node(NodeStatus(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
     now[0] += 2
@@ -199,12 +200,34 @@ def test_a_machine_that_has_slept_says_at_once_that_it_is_there(
     """Monotonic clocks stand still meanwhile; whoever asks for the status goes by the calendar."""
     run, notes = notes_of(tmp_path, 1)
     name = RunName(arm="a", seed=0)
-    notes.write(0.0, None)
+    notes.write(0.0, None, "", is_in_steps=True)
     late = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: late)
     assert run.state(name).status == "stalled"
-    notes.write(0.0, None)
+    notes.write(0.0, None, "", is_in_steps=True)
     assert run.state(name).status == "running"
+
+
+def test_what_a_rank_does_is_noted_at_once_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every 15 s between the phases of usual steps, which alternate."""
+    run, notes = notes_of(tmp_path, 1)
+    now = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def noted(after_s: float, activity: str, *, is_in_steps: bool) -> str:
+        now[0] += after_s
+        notes.write(0.0, None, activity, is_in_steps=is_in_steps)
+        return run.nodes(1)[0].activity
+
+    assert noted(0, "model set-up", is_in_steps=False) == "model set-up"
+    assert noted(0.5, "generation", is_in_steps=False) == "model set-up"
+    assert noted(0.5, "generation", is_in_steps=False) == "generation"
+    assert noted(14, "logprobs", is_in_steps=True) == "generation"
+    assert noted(1, "logprobs", is_in_steps=True) == "logprobs"
+    progress = run.state(RunName(arm="a", seed=0)).progress
+    assert progress and (progress.activity, progress.limit_s) == ("logprobs", None)
 
 
 @pytest.mark.slow

@@ -105,7 +105,6 @@ def ledger(folder: Path) -> Commands:
     yield ["reference", "add", "reference.json", "first"]
     yield ["reference", "add", "reference.json", "first"]
     yield ["reference", "add", "reference.json", "second", "--tried", "3"]
-    yield ["reference", "show", "reference.json", "--arm", "other"]
     yield compare_in_short("second", *AGAINST, "--arm", "other")
 
 

@@ -1,5 +1,5 @@
 """Faults under a real Ray of a head and two nodes on this machine: what status says, and when; what resumes;
-whether the end is that of an undisturbed experiment. Prints a row of docs/clusters.md for each fault."""
+whether the end is that of an undisturbed experiment. Prints a row for each fault."""
 
 import importlib.util
 import os

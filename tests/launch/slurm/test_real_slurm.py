@@ -1,5 +1,5 @@
 """Faults under a real Slurm of two nodes on this machine: what status says, and when; what resumes; whether
-the end is that of an undisturbed experiment. Prints a row of the table in docs/clusters.md for each fault."""
+the end is that of an undisturbed experiment. Prints a row for each fault."""
 
 import contextlib
 import json
