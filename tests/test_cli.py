@@ -293,7 +293,7 @@ def test_a_launch_runs_compares_and_exits_with_the_code_of_the_verdict(
     assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
     assert {name.seed for name in planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
     code, output, _ = run("status")
-    assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18"]
+    assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18", "-"]
     for experiment in ("mine", "runs/mine"):
         code, output, _ = run("status", experiment)
         assert code == 0 and output.splitlines()[0].split() == ["mine", "6", "finished"]

@@ -136,7 +136,7 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     experiment = abrun.launch(
         "curves.yaml", name="called", overrides=changes, until_decided=True, max_seeds=5, jobs=4, quiet=True
     )
-    result = experiment.compare()
+    result = experiment.compare(output="runs/called/report", formats=["json"])
     assert begun("called") == begun("typed") == seeds
     assert (experiment.exit_code, result.exit_code) == (0, code)
     typed, called = verdict_of("typed"), verdict_of("called")
@@ -175,7 +175,7 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
     count(auto, "decide_values")
     count(launching, "make_engine")
     if words:
-        assert command(words[0], str(SMALL), *words[1:], "--set", f"{CHECKPOINTING}=auto")[0] == 0
+        assert command(*words, str(SMALL), "--set", f"{CHECKPOINTING}=auto")[0] == 0
     else:
         abrun.launch(SMALL, overrides={CHECKPOINTING: "auto"}, quiet=True)
     assert sorted(calls) == ["decide_values", "make_engine"]
