@@ -150,8 +150,8 @@ def _claim_cells(claim: ClaimResult) -> list[str]:
 
 def _notes(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> Iterator[str]:
     """Yield what was claimed elsewhere, controls, hardware, open questions and files of an experiment."""
-    statement = paragraphs(recipe)[0].removeprefix("Claim: ")
-    yield re.split(r"(?<=[.?]) ", statement)[0]
+    statement = re.split(r"(?<=[.?]) ", paragraphs(recipe)[0].removeprefix("Claim: "))[0]
+    yield statement[0].upper() + statement[1:]
     for arm, text, _ in claimed(recipe):
         yield f"Claimed elsewhere{f' of {arm}' if arm else ''}: {text}."
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()

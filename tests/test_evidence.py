@@ -85,7 +85,7 @@ def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType
     row = r"\| `demo` \| train/reward ±0\.02 \| \S+ \[\S+ \S+\] \| 0\.\d+ \| MATCH, as claimed \|"
     assert re.search(f"^{row}$", page, re.M)
     for part in (
-        "- `demo`: alike. Claimed elsewhere: identical.",
+        "- `demo`: Alike. Claimed elsewhere: identical.",
         "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
         "5 seeds, 0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
         "2001-09-09 01:46 to 01:48 UTC.",

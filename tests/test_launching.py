@@ -155,7 +155,7 @@ CHECKPOINTING = "policy.activation_checkpointing"
 
 
 @pytest.mark.parametrize(
-    "words", [("launch", "--no-compare"), ("faults", "run", "--faults=flipped_advantages"), ()]
+    "words", [("launch", SMALL, "--no-compare"), ("faults", "run", SMALL, "--faults=flipped_advantages"), ()]
 )
 def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_from(
     command: Command, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -175,7 +175,7 @@ def test_auto_is_decided_once_and_one_engine_made_wherever_a_launch_is_called_fr
     count(auto, "decide_values")
     count(launching, "make_engine")
     if words:
-        assert command(*words, str(SMALL), "--set", f"{CHECKPOINTING}=auto")[0] == 0
+        assert command(*map(str, words), "--set", f"{CHECKPOINTING}=auto")[0] == 0
     else:
         abrun.launch(SMALL, overrides={CHECKPOINTING: "auto"}, quiet=True)
     assert sorted(calls) == ["decide_values", "make_engine"]

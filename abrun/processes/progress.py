@@ -119,7 +119,9 @@ def _write_status_line() -> None:
         return
     timeout_s = hang_timeout_s(_status_line.steps_s) if _status_line.in_every_step else math.inf
     line = _status_line
-    text = f"{os.getpid()} {line.reported_s:.3f} {timeout_s:.1f} {line.is_waiting:d} {line.activity}"
+    is_first_step = line.in_every_step and line.step_ended_s is not None and not line.steps_s
+    activity = line.activity + " of the first step" * is_first_step
+    text = f"{os.getpid()} {line.reported_s:.3f} {timeout_s:.1f} {line.is_waiting:d} {activity}"
     with contextlib.suppress(OSError):  # for example a full disk
         os.pwrite(_status_line.file, text.encode()[:_STATUS_LINE_BYTES].ljust(_STATUS_LINE_BYTES), 0)
 

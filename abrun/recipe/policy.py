@@ -196,7 +196,7 @@ def _check_count_or_auto(value: object) -> object:
 
 
 class RecipeDtensor(Dtensor):
-    """Dtensor backend of a recipe, in which `auto` leaves a setting to the launch."""
+    """PyTorch-native parallelism: FSDP2, tensor, context and expert parallelism."""
 
     # Keep weights and gradients unsharded over an update's micro-batches, at 6 bytes per parameter in
     # bfloat16. auto: true if all arms fit with it
@@ -204,7 +204,7 @@ class RecipeDtensor(Dtensor):
 
 
 class RecipePolicy(Policy):
-    """Policy of a recipe, in which `auto` leaves a setting to the launch; a run's policy has no `auto`."""
+    """Training of the policy; `auto` leaves a setting to the launch."""
 
     backend: Annotated[RecipeDtensor | Megatron, Field(discriminator="type")] = RecipeDtensor()
     # Maximum tokens of a packed micro-batch; a longer sequence gets its own. auto: 32768, or less if needed

@@ -58,9 +58,9 @@ class VerdictFile:
     baseline: str
     verdict: Verdict
     exit_code: int  # 0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
-    reasons: list[Reason]
-    post_hoc: bool
-    num_pairs: int
+    reasons: list[Reason]  # why, claim by claim
+    post_hoc: bool  # claims or options were not declared before the runs
+    num_pairs: int  # pairs compared
     paired: bool  # False: the arms are independent, whatever their seeds (Welch)
     claims: list[ClaimResult]
     descriptions: list[Description]  # for arms with one run each, or without claims
@@ -68,10 +68,10 @@ class VerdictFile:
     step_one: list[StepOne]
     divergence: list[Divergence]
     final_weights: list[FinalWeights]
-    savings: list[Saving]
+    savings: list[Saving]  # step time and peak memory relative to the baseline
     arms: dict[str, ArmSection]
     readings: list[Readings]  # one per treatment with tested claims, including this comparison
-    not_tested: list[Reason]
+    not_tested: list[Reason]  # what the verdict does not cover
     guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
     # Decisions of launch and reading, pairs on different machines, arms of different precision.
     notes: list[Reason]

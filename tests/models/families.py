@@ -1,5 +1,6 @@
 """Model families and what a run can do with each, as docs/reference/recipes.md lists them."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,8 +25,9 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Return the family as the page names it."""
-        return f"`{self.kind}` ({self.examples})"
+        """Return the family as the page names it: the examples only if they say more than the type."""
+        is_same = re.sub(r"\W", "", self.examples).lower() == self.kind.replace("_", "")
+        return f"`{self.kind}`" if is_same else f"`{self.kind}` ({self.examples})"
 
 
 WINDOW = {"sliding_window": 4096}
@@ -40,7 +42,7 @@ FAMILIES = (
     Family(
         "mistral", "Mistral 7B v0.2 and later without `sliding_window`", "streams", {"sliding_window": None}
     ),
-    Family("mistral", "Mistral 7B v0.1 with it", "rows", WINDOW),
+    Family("mistral", "Mistral 7B v0.1 with `sliding_window`", "rows", WINDOW),
     Family("ministral3", "Ministral 3 text", "streams"),
     Family("mixtral", "Mixtral", "streams"),
     Family("gemma", "Gemma", "streams"),
@@ -49,7 +51,7 @@ FAMILIES = (
     Family("gemma3", "Gemma 3 4B and larger", "rows"),
     Family("gemma4", "Gemma 4", "rows"),
     Family("phi3", "Phi 3 and 4 without `sliding_window`", "streams", {"sliding_window": None}),
-    Family("phi3", "Phi 3 mini with it", "rows", WINDOW),
+    Family("phi3", "Phi 3 mini with `sliding_window`", "rows", WINDOW),
     Family("olmo2", "OLMo 2", "streams"),
     Family("olmo3", "OLMo 3", "rows"),
     Family("olmoe", "OLMoE", "streams"),

@@ -28,12 +28,21 @@ def test_what_is_no_part_of_every_step_may_take_as_long_as_it_likes(
     monkeypatch.setattr(progress, "_status_line", line)
     file = (tmp_path / "rank-0").open("w+b")
     line.file = file.fileno()
-    for _ in range(5):
-        progress.report_step()
+
+    def status() -> progress.RankStatus:
+        return progress.read_statuses({0: file.fileno()})[0]
 
     def patience_s() -> float:
-        return progress.read_statuses({0: file.fileno()})[0].hang_timeout_s
+        return status().hang_timeout_s
 
+    progress.report("model set-up", in_every_step=False)
+    assert status().activity == "model set-up"
+    progress.report_step()
+    progress.report("logprobs")
+    assert status().activity == "logprobs of the first step"
+    for _ in range(4):
+        progress.report_step()
+    assert status().activity == "logprobs"
     progress.report("logprobs")
     assert patience_s() == progress.MIN_PATIENCE_S
     progress.report("checkpointing", in_every_step=False)

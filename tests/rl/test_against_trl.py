@@ -32,7 +32,7 @@ Values and gradients, relative. Why definitions differ:
 7. TRL bounds the product of a sequence's ratios and weighs by it; abrun bounds their geometric mean, which
    does not depend on the length, and weighs each token by its own.
 8. TRL's ratio is of whole sequences, and clipped: one loss a sequence, where abrun's tokens have theirs.
-9. TRL adds 1e-4 to the standard deviation, abrun 1e-6 (docs/reference/metrics.md).
+9. TRL adds 1e-4 to the standard deviation, abrun 1e-6.
 10. TRL's rewards and logps are always sums; abrun's are what its loss is made of.
 11. TRL's mean is over the chosen tokens of the microbatch; abrun's over those of the global batch.
 

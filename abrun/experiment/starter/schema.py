@@ -70,14 +70,14 @@ def _all_subsections(model: type[Section]) -> list[type[Section]]:
     return [section for below in model.__subclasses__() for section in (below, *_all_subsections(below))]
 
 
-def field_comment(model: type[Section], name: str) -> str:
-    """Return the comments above and beside a section's field in the code."""
+def field_comment(model: type, name: str) -> str:
+    """Return the comments above and beside the field of a section or another record in the code."""
     owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
     return _field_comments(owner).get(name, "")
 
 
 @functools.cache
-def _field_comments(model: type[Section]) -> dict[str, str]:
+def _field_comments(model: type) -> dict[str, str]:
     """Return the comments of all fields that a class itself declares."""
     source = textwrap.dedent(inspect.getsource(model))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
