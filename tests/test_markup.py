@@ -30,6 +30,7 @@ RECIPE = {
 }
 # Each command with a name in a metric, a message, a prompt, a completion, a folder or an argument.
 COMMANDS: dict[str, list[Command]] = {
+    "demo": [lambda name: ["-o", f"logs/{name}"]],
     "init": [lambda name: ["--kind", name]],
     "recipes": [lambda name: [name]],
     "launch": [

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, experiments, faults, judging, measuring, references, starting
+from abrun.cli import bisecting, demo, experiments, faults, judging, measuring, references, starting
 from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
@@ -16,6 +16,7 @@ from abrun.redaction import hide_secrets_of
 
 __all__ = [
     "bisecting",
+    "demo",
     "experiments",
     "faults",
     "judging",

@@ -30,6 +30,11 @@ class Context:
     injected_faults: str | None  # a short summary; None without a recipe
 
 
+def verdict_title(content: VerdictFile) -> str:
+    """Return the verdict, or DESCRIPTION if no claim was made."""
+    return "DESCRIPTION" if content.is_description else content.verdict
+
+
 def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=display_safe(command or f"abrun compare {experiment.name}"),

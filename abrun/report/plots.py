@@ -19,6 +19,7 @@ WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # width of a figure, height of a panel
 LEGEND_COLUMN_CHARS = 54  # longest label of a two-column legend
 LABEL_GAP = 0.085  # between labels at the ends of lines, as a share of the panel's height
 MARGIN_COLOR = "#F0E442"  # the palette's yellow, used for no arm
+WINDOW_COLOR = "#a0a6ad"  # intervals by which nothing is tested
 
 
 def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[ClaimResult]) -> Figure | None:
@@ -127,7 +128,9 @@ def draw_bands(ax: Axes, panel: Panel) -> None:
         ax.axvspan(first_step - 0.5, last_step + 0.5, color="black", alpha=0.05, linewidth=0)
     ax.set_ylabel(f"{_axis_name(panel.metric)}{f' [{panel.unit}]' if panel.unit else ''}")
     if panel.windows:
-        ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label="grey: window of a claim")
+        place = "it" if len(panel.windows) == 1 else "the last"
+        label = f"grey: window of a claim; numbers: means in {place}"
+        ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label=label)
     if is_bucketed:
         ax.plot([], [], alpha=0, label=f"many steps: means of {NUM_BUCKETS} buckets, no seeds")
     elif any(len(curve.seeds) > 1 for curve in panel.curves):
@@ -159,8 +162,6 @@ def add_direct_labels(ax: Axes, panel: Panel) -> None:
             text += f" {window_means.mean():.4g}" if len(window_means) else ""
         color = COLORS[curve.index % len(COLORS)]
         ax.annotate(text, (1.01, height), xycoords="axes fraction", color=color, va="center", fontsize=8)
-    if panel.windows:
-        ax.plot([], [], alpha=0, label="numbers at lines: arm means in the window of the last claim")
 
 
 def _separate_labels(heights: Sequence[float]) -> list[float]:
@@ -203,7 +204,7 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
     over its own window, and at its end the interval that is compared with the margin.
     """
     color, windows = COLORS[difference.index % len(COLORS)], difference.windows
-    label = f"mean, simultaneous 95 % over {len(windows)} windows (Bonferroni-t)"
+    label = f"grey: simultaneous 95 % over {len(windows)} windows, not tested"
     span = float(windows[-1].steps[1] - windows[0].steps[0]) if windows else 0.0
     ax.axhline(0, color="black", linewidth=0.8)
     visible_values, interval_ends = [0.0], []
@@ -215,7 +216,7 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
         ax.plot(dots, window.pairs, ".", markersize=5, color=color, alpha=0.7, mew=0, label="one pair")
         if window.interval:
             interval_ends += window.interval
-            _draw_interval(ax, center, *window.interval, color, 1.3, "_", label)
+            _draw_interval(ax, center, *window.interval, WINDOW_COLOR, 0.8, "", label)
     if difference.num_runs is not None and len(difference.steps):
         means = np.where(np.isfinite(difference.mean), difference.mean, np.nan)
         ax.plot(difference.steps, means, color=color, linewidth=0.8, label="difference of the arms' means")
@@ -266,5 +267,5 @@ def _draw_interval(
         marker=marker,
         markersize=5,
         label=label,
-        zorder=4,
+        zorder=4 if marker else 2,
     )

@@ -29,7 +29,7 @@ from abrun.reasons import Code
 from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
-from abrun.report.context import Context, make_context
+from abrun.report.context import Context, make_context, verdict_title
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
@@ -47,7 +47,6 @@ PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
 VERDICT_COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
-MAX_LINES = 30  # of report.md, without images
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
     ["mean |difference| over all steps"],
@@ -149,36 +148,39 @@ def make_slug(name: str) -> str:
 
 
 def render_markdown(content: VerdictFile, report_context: Context, images: Sequence[str]) -> str:
-    """Return a Markdown page of at most MAX_LINES lines, followed by the figures."""
-    lines = [
-        f"# {escape_markdown(_headline(content))}",
-        "",
-        *(f"- {escape_markdown(sentence(reason))}" for reason in content.reasons),
-        "",
-        *(
-            f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
-            for step in report_context.next_steps
-        ),
+    """Return a Markdown page: verdict, next commands and tables; the rest and the figures are folded."""
+    lines = [f"# {escape_markdown(_headline(content))}", ""]
+    lines += [f"- {escape_markdown(sentence(reason))}" for reason in content.reasons]
+    if report_context.next_steps:
+        lines.append("")
+    lines += [
+        f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
+        for step in report_context.next_steps
     ]
     for table in _make_tables(content):
-        lines += ["", escape_markdown(_comparison_note(content)), "", *table.to_markdown()]
-    facts = [
-        f"**{escape_markdown(label)}**: {escape_markdown(text)}  " for label, text in evidence_lines(content)
+        lines += ["", *table.to_markdown()]
+    folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
+    figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
+    summary = "Evidence and curves" if figures else "Evidence"
+    lines += ["", f"<details><summary>{summary}</summary>", "", *folded]
+    lines += ["", *figures] if figures else []
+    return "\n".join([*lines, "", "</details>"]) + "\n"
+
+
+def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
+    items = [
+        f"- **{escape_markdown(label)}**: {escape_markdown(text)}" for label, text in evidence_lines(content)
     ]
-    made_by = f"report made by {code_span(report_context.command)}"
     run_facts = [
         escape_markdown(text) for text in (report_context.time_range, report_context.environment) if text
     ]
-    lines += ["", *facts, f"**runs**: {'; '.join([*run_facts, made_by])}  "]
+    made_by = f"report made by {code_span(report_context.command)}"
+    items.append(f"- **runs**: {'; '.join([*run_facts, made_by])}")
     links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         omitted = f", and {len(links) - MAX_LINKS} more" if len(links) > MAX_LINKS else ""
-        lines.append(f"**wandb**: {', '.join(links[:MAX_LINKS])}{omitted}")
-    if len(lines) > MAX_LINES:
-        omitted = len(lines) - MAX_LINES + 2
-        lines = [*lines[: MAX_LINES - 2], "", f"and {omitted} more lines in report.html and verdict.json"]
-    lines += ["", *(f"![{name.rsplit('.', 1)[0]}]({name})" for name in images)] if images else []
-    return "\n".join(lines).rstrip() + "\n"
+        items.append(f"- **wandb**: {', '.join(links[:MAX_LINKS])}{omitted}")
+    return items
 
 
 def _make_tables(content: VerdictFile) -> list[Table]:
@@ -271,8 +273,7 @@ def _description_cells(description: Description) -> list[str]:
 def _headline(content: VerdictFile) -> str:
     qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
-    verdict = "DESCRIPTION" if content.is_description else content.verdict
-    return f"{verdict}{qualifier_text}: {content.experiment}"
+    return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
 
 def claim_columns(content: VerdictFile) -> list[str]:

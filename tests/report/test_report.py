@@ -60,12 +60,19 @@ def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     assert hashes(tmp_path / "here") == hashes(tmp_path / "there")
 
 
+def unfolded(lines):
+    return lines[: next(at for at, line in enumerate(lines) if line.startswith("<details>"))]
+
+
 def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
     experiment_dir = simulated(compare=TWO_CLAIMS, noise=0.05)
     judged(experiment_dir, formats=("markdown", "png"))
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INCONCLUSIVE: simulated"
-    assert len([line for line in lines if not line.startswith("![")]) <= 30
+    assert len(unfolded(lines)) <= 30
+    last_row = max(at for at, line in enumerate(lines) if line.startswith("|"))
+    assert lines[last_row + 2] == "<details><summary>Evidence and curves</summary>"
+    assert lines[last_row + 3] == "" and lines[-2:] == ["", "</details>"]
     assert [line for line in lines if line.startswith("!")] == [
         "![claims](claims.png)",
         "![train-reward](train-reward.png)",
@@ -80,7 +87,7 @@ def test_even_a_broken_experiment_has_a_short_report(simulated, judged):
     judged(experiment_dir, formats=("markdown", "png", "svg"))
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INVALID: simulated"
-    assert len([line for line in lines if not line.startswith("![")]) <= 30
+    assert len(unfolded(lines)) <= 30
     assert any("baseline/seed-0 and 2 more failed (" in line for line in lines)
     assert any("and 4 more" in line for line in lines)
 

@@ -19,14 +19,29 @@ import orjson
 
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.report.context import Context
+from abrun.report.context import Context, verdict_title
 from abrun.report.page import charts
+from abrun.report.page.metrics import metric_rows
 from abrun.report.panels import memory_peaks
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "elements.js", "marks.js", "charts.js", "page.js")  # all share one scope
+# All scripts share one scope; page.js comes last and assembles the page.
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "elements.js",
+    "marks.js",
+    "charts.js",
+    "readout.js",
+    "verdict.js",
+    "claims.js",
+    "evidence.js",
+    "metrics.js",
+    "completions.js",
+    "runs.js",
+    "page.js",
+)
 # Limits of all charts together. MAX_VALUES is about 6 MB; charts beyond MAX_BYTES are left out.
 MAX_VALUES = 600_000
 MAX_BYTES = 8_000_000
@@ -46,7 +61,7 @@ def render_page(experiment: RecordedExperiment, content: VerdictFile, context: C
     return Template(_read_file("template.html")).substitute(
         policy=html.escape(policy, quote=False),
         license=_read_file("uPlot.LICENSE"),
-        title=html.escape(_replace_surrogates(f"{content.verdict}: {experiment.name}")),
+        title=html.escape(_replace_surrogates(f"{verdict_title(content)}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data="\n".join(_data_blocks(experiment, content, context)),
@@ -69,6 +84,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
     peaks = memory_peaks(experiment)
     report = {
         "content": as_json(content),
+        "title": verdict_title(content),
         "arms": experiment.arms,
         "runs": [
             {
@@ -82,6 +98,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         ],
         "metrics": metrics[:num_drawn],
         "num_claimed": min(len(claimed), num_drawn),
+        "metric_rows": metric_rows(experiment, metrics[:num_drawn]),
         "left_out": {"count": len(metrics) - num_drawn, "names": metrics[num_drawn:][:MAX_NAMED_METRICS]},
         "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:num_drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,

@@ -67,24 +67,17 @@ class Figure {
       ]),
     );
     this.positive = data.rows.some((row, at) => this.curveRows().has(at) && row.some((value) => value > 0));
-    this.logButton = button(
-      "Log scale",
-      () => {
-        this.log = !this.log;
-        this.redraw();
-      },
-      { "aria-pressed": "false", disabled: !this.positive },
-    );
-    const toggle = (name, label) =>
-      button(
-        label,
-        () => {
-          this[name] = !this[name];
-          this.redraw();
-        },
-        { "aria-pressed": String(this[name]) },
-      );
-    this.toggles = { seeds: toggle("seeds", "Seeds"), smooth: toggle("smooth", "Smooth") };
+    const flip = (owner, name) => () => {
+      owner[name] = !owner[name];
+      this.redraw();
+    };
+    const toggle = (name, label, disabled = false) =>
+      button(label, flip(this, name), { "aria-pressed": String(this[name]), disabled });
+    this.toggles = {
+      seeds: toggle("seeds", "Seeds"),
+      smooth: toggle("smooth", "Smooth"),
+      log: toggle("log", "Log scale", !this.positive),
+    };
     const tools = el(
       "div",
       { class: "tools" },
@@ -93,7 +86,6 @@ class Figure {
         "span",
         { class: "actions" },
         ...Object.values(this.toggles),
-        this.logButton,
         button("Reset zoom", () => this.reset()),
         button("CSV", () => this.save(), { "aria-label": `Save the numbers of ${this.metric} as CSV` }),
       ),
@@ -101,17 +93,13 @@ class Figure {
     this.box = this.element.querySelector(".plot");
     this.box.before(tools);
     const after = [el("p", { class: "caption" }, this.keys())];
-    this.panels = data.differences.map((panel) => this.panel(panel));
+    this.panels = data.differences.map((panel) => this.panel(panel, flip));
     after.push(...this.panels.map((panel) => panel.element));
-    after.push(this.resolution());
-    if (data.notes.length)
-      after.push(
-        el(
-          "ul",
-          { class: "notes" },
-          data.notes.map((note) => el("li", {}, note)),
-        ),
-      );
+    if (data.num_buckets) {
+      const size = `${grouped(data.num_steps)} steps drawn in ${data.num_buckets} buckets`;
+      after.push(el("p", { class: "resolution" }, `${size}: means as bucket means, seeds and pairs as smallest and largest value.`));
+    }
+    if (data.notes.length) after.push(el("ul", { class: "notes" }, data.notes.map((note) => el("li", {}, note))));
     this.box.after(...after);
   }
 
@@ -136,7 +124,7 @@ class Figure {
     ];
   }
 
-  panel(panel) {
+  panel(panel, flip) {
     const claims = (content.claims || []).filter(
       (one) =>
         one.metric === this.metric &&
@@ -145,14 +133,7 @@ class Figure {
     );
     const made = { ...panel, claims, full: false };
     made.box = el("div", { class: "plot difference" });
-    made.fullButton = button(
-      "Full range",
-      () => {
-        made.full = !made.full;
-        this.redraw();
-      },
-      { "aria-pressed": "false" },
-    );
+    made.fullButton = button("Full range", flip(made, "full"), { "aria-pressed": "false" });
     made.cut = el("span", { class: "muted" });
     const title = [
       `${arms[panel.arm]} ${MINUS} ${baselineName()}`,
@@ -178,24 +159,12 @@ class Figure {
           ? key("claim", `claim: mean and ${level} CI`)
           : null,
         panel.windows.some((one) => one.interval)
-          ? key("bars", `thin bars: simultaneous 95\u00a0% over ${panel.windows.length} windows (Bonferroni-t)`)
+          ? key("bars", `grey: simultaneous 95\u00a0% over ${panel.windows.length} windows, not tested`)
           : null,
-        panel.windows.length && !panel.num_runs ? key("dot", "window of one pair") : null,
         made.cut,
       ),
     );
     return made;
-  }
-
-  resolution() {
-    const { num_steps: steps, num_buckets: buckets } = this.data;
-    return el(
-      "p",
-      { class: "resolution" },
-      buckets
-        ? `${grouped(steps)} steps drawn in ${buckets} buckets: means and bands as bucket means, seeds and pairs as smallest and largest value.`
-        : `${count(grouped(steps), "step").replace(/^1 steps$/, "1 step")}, all shown.`,
-    );
   }
 
   draw() {
@@ -249,7 +218,6 @@ class Figure {
     if (!this.data) return;
     const zoom = this.plots.length ? this.zoomed() : null;
     this.erase();
-    this.logButton.setAttribute("aria-pressed", String(this.log));
     for (const [name, one] of Object.entries(this.toggles)) one.setAttribute("aria-pressed", String(this[name]));
     for (const panel of this.panels) panel.fullButton.setAttribute("aria-pressed", String(panel.full));
     this.draw();
@@ -326,10 +294,10 @@ class Figure {
     };
     for (const one of data.arms) {
       if (!one.band) continue;
-      const clear = { stroke: "transparent", width: 0, points: { show: false } };
+      const edge = { stroke: `${color(one.arm)}66`, width: 0.5, points: { show: false } };
       const smallest = this.log ? smallestPositive(one.seeds.map((seed) => data.rows[seed.row])) : undefined;
-      const [low, high] = one.band.map((row) => add(one.arm, this.drawn(row), clear, smallest));
-      bands.push({ series: [high, low], fill: `${color(one.arm)}2b` });
+      const [low, high] = one.band.map((row) => add(one.arm, this.drawn(row), edge, smallest));
+      bands.push({ series: [high, low], fill: `${color(one.arm)}1f` });
     }
     for (const one of data.arms)
       for (const seed of this.seeds || one.mean === null ? one.seeds : [])
@@ -358,14 +326,14 @@ class Figure {
       label,
       bands,
       y,
-      height: 300,
+      height: 310,
       unit: data.unit,
       under: (plot) =>
         data.windows.forEach(([first, last]) => zone(plot, first, last, null, variable("--window"))),
       over: (plot) => {
         if (this.limit !== null) line(plot, this.limit, variable("--ink"), [2, 3]);
       },
-      readout: (at) => this.curveReadout(at),
+      readout: (at) => curveReadout(this, at),
     });
   }
 
@@ -403,17 +371,19 @@ class Figure {
     const label = `${arms[panel.arm]} minus ${baselineName()}: ${panel.num_runs ? "" : "paired "}difference of ${this.metric}${panel.unit ? `, ${panel.unit}` : ""}`;
     return this.plot(panel.box, values, series, {
       label,
-      height: 210,
+      height: 230,
       unit: panel.unit,
       y: { range: () => (panel.full ? everything : focus) },
-      under: (plot) =>
-        panel.claims.forEach((one) => {
-          if (!one.steps) return;
-          const margin = typeof one.margin === "number" ? one.margin : null;
-          zone(plot, ...one.steps, margin, variable(margin === null ? "--window" : "--margin"));
-        }),
-      over: (plot) => overlay(plot, panel, base),
-      readout: (at) => this.differenceReadout(panel, at),
+      under: (plot) => {
+        for (const { steps, margin } of panel.claims) {
+          if (!steps) continue;
+          const isKnown = typeof margin === "number";
+          zone(plot, ...steps, isKnown ? margin : null, variable(isKnown ? "--margin" : "--window"));
+        }
+        windowBars(plot, panel);
+      },
+      over: (plot) => overlay(plot, panel),
+      readout: (at) => differenceReadout(this, panel, at),
     });
   }
 
@@ -445,6 +415,9 @@ class Figure {
           {
             ...axis,
             size: 30,
+            label: "optimizer step",
+            labelSize: 20,
+            labelFont: axis.font,
             incrs: [1, 2, 5]
               .flatMap((one) => [...Array(15).keys()].map((power) => one * 10 ** power))
               .sort((a, b) => a - b),
@@ -461,7 +434,7 @@ class Figure {
         hooks: {
           drawClear: [under],
           draw: [over],
-          setCursor: [(plot) => this.hover(plot, tip, readout)],
+          setCursor: [(plot) => hover(plot, tip, readout)],
         },
       },
       values,
@@ -470,97 +443,5 @@ class Figure {
     if (unit) box.append(el("span", { class: "unit" }, unit));
     made.over.append(tip);
     return made;
-  }
-
-  hover(plot, tip, readout) {
-    const { idx, left } = plot.cursor;
-    tip.hidden = idx === null || idx === undefined || left < 0;
-    if (tip.hidden) return;
-    tip.replaceChildren(...readout(idx));
-    const room = plot.over.clientWidth;
-    const right = left > room / 2;
-    tip.style.left = right ? "auto" : `${left + 14}px`;
-    tip.style.right = right ? `${room - left + 14}px` : "auto";
-    tip.style.maxWidth = `${Math.max(130, Math.max(left, room - left) - 20)}px`;
-  }
-
-  /** Returns the positions of a value: one step, or the two positions of a bucket. */
-  positions(at) {
-    return this.data.num_buckets ? [at - (at % 2), at - (at % 2) + 1] : [at];
-  }
-
-  stepLabel(at) {
-    const { data } = this;
-    if (!data.num_buckets) return `step ${grouped(data.steps[at])}`;
-    return stepsText(data.ends[Math.floor(at / 2)]);
-  }
-
-  value(row, at, show = number) {
-    const found = this.positions(at)
-      .map((one) => this.data.rows[row][one])
-      .filter((one) => typeof one === "number");
-    if (!found.length)
-      return this.positions(at).some((one) => this.data.rows[row][one] === null) ? "NaN" : "\u2013";
-    const [low, high] = [Math.min(...found), Math.max(...found)];
-    return low === high ? show(low) : `${show(low)} to ${show(high)}`;
-  }
-
-  curveReadout(at) {
-    const lines = [el("b", {}, this.stepLabel(at))];
-    for (const one of this.data.arms) {
-      if (!this.shows(one.arm)) continue;
-      lines.push(
-        el(
-          "div",
-          { class: "tip-arm" },
-          swatch(one.arm),
-          arms[one.arm],
-          el("b", {}, one.mean === null ? "" : ` ${this.value(one.mean, at)}`),
-        ),
-      );
-      lines.push(
-        el(
-          "div",
-          { class: "tip-seeds" },
-          one.seeds.map((seed) => el("span", {}, muted(`${seed.seed}: `), this.value(seed.row, at))),
-        ),
-      );
-    }
-    return lines;
-  }
-
-  differenceReadout(panel, at) {
-    const lines = [el("b", {}, this.stepLabel(at))];
-    if (panel.mean !== null)
-      lines.push(
-        el(
-          "div",
-          { class: "tip-arm" },
-          "mean",
-          el("b", {}, ` ${this.value(panel.mean, at, (value) => signed(value, 3))}`),
-        ),
-      );
-    lines.push(
-      el(
-        "div",
-        { class: "tip-seeds" },
-        panel.pairs.map((pair) =>
-          el(
-            "span",
-            {},
-            muted(`${pair.seed}: `),
-            this.value(pair.row, at, (value) => signed(value, 3)),
-          ),
-        ),
-      ),
-    );
-    const window = panel.windows.find(
-      (one) => one.steps[0] <= this.data.steps[at] && this.data.steps[at] <= one.steps[1],
-    );
-    if (window && window.interval)
-      lines.push(
-        el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outwardInterval(window.interval)}`),
-      );
-    return lines;
   }
 }

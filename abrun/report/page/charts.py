@@ -104,10 +104,7 @@ def _difference_json(rows: ChartRows, difference: Difference) -> dict[str, Any]:
         "reruns": [
             {"row": rows.add(line.steps, line.values), "name": line.name} for line in difference.reruns
         ],
-        "windows": [
-            {"steps": line.steps, "pairs": line.pairs, "interval": line.interval}
-            for line in difference.windows
-        ],
+        "windows": [{"steps": window.steps, "interval": window.interval} for window in difference.windows],
     }
 
 

@@ -1,5 +1,5 @@
 // The data of the page, and helpers for elements and number formats. Names come from untrusted runs: they become
-// text nodes and are never parsed as HTML. The scripts share one scope, in the order elements, marks, charts, page.
+// text nodes and are never parsed as HTML. The scripts share one scope.
 "use strict";
 
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
@@ -95,21 +95,81 @@ function saveCsv(name, columns) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
+// A column without any content is left out. On a phone, rows of more than three columns become blocks of labelled cells.
 function table(label, heads, rows) {
-  const cell = (name) => (content, index) =>
-    el(name, { class: heads[index][1] || null, scope: name === "th" ? "col" : null }, ...[content].flat());
+  const isBlank = (cell) => [cell].flat().every((part) => ["", "\u2013", null, undefined].includes(part));
+  const shown = heads.map((_, at) => at).filter((at) => !rows.length || rows.some((row) => !isBlank(row[at])));
+  const cell = (name, row) => (at) =>
+    el(
+      name,
+      { class: heads[at][1] || null, scope: name === "th" ? "col" : null, "data-label": name === "td" ? heads[at][0] : null },
+      ...[row[at]].flat(),
+    );
+  const titles = heads.map(([title]) => title);
   return el(
     "div",
-    { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    { class: `scroll${shown.length > 3 ? " stack" : ""}`, tabindex: "0", role: "region", "aria-label": label },
     el(
       "table",
       {},
-      el("thead", {}, el("tr", {}, heads.map((head) => head[0]).map(cell("th")))),
-      el(
-        "tbody",
-        {},
-        rows.map((row) => el("tr", {}, row.map(cell("td")))),
-      ),
+      el("thead", {}, el("tr", {}, shown.map(cell("th", titles)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, shown.map(cell("td", row))))),
     ),
   );
+}
+
+// A command line with a button that copies it; a page from a file may have no clipboard, so it falls back to a selection.
+function commandLine(text) {
+  const code = el("code", {}, text);
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      getSelection().selectAllChildren(code);
+      document.execCommand("copy");
+    }
+    copyButton.textContent = "Copied";
+    setTimeout(() => (copyButton.textContent = "Copy"), 1500);
+  };
+  const copyButton = button("Copy", copy, { "aria-label": `Copy the command ${text}` });
+  return el("div", { class: "command" }, code, copyButton);
+}
+
+// --- names of arms, sections ---
+
+const context = report.context || {};
+const baselineName = () => content.baseline || arms[0];
+const treatmentName = () => (several ? "treatment" : treatments[0] || "treatment");
+const withRole = (name, role) => (name === role ? name : `${name} (${role})`);
+const comparedText = () =>
+  `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
+const withArm = (headings) => (several ? [["arm"], ...headings] : headings);
+const armCell = (row) => (several ? [row.arm] : []);
+// The recipe key of a control, if the runs have a recipe.
+const recipeKey = (key) => (context.has_recipe ? ` (${key})` : "");
+
+const sections = [];
+function section(id, title, ...children) {
+  sections.push([id, title]);
+  return el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title), ...children);
+}
+
+const RESULTS = {
+  equivalent: ["good", "\u2713"],
+  holds: ["good", "\u2713"],
+  pass: ["good", "\u2713"],
+  agrees: ["good", "\u2713"],
+  different: ["bad", "\u2715"],
+  fail: ["bad", "\u2715"],
+  deviates: ["bad", "\u2715"],
+  "limit broken": ["bad", "\u2715"],
+  "not exact": ["bad", "\u2715"],
+  undecided: ["open", "?"],
+  "baseline too": ["open", "!"],
+  open: ["open", "!"],
+};
+
+function chip(result) {
+  const [kind, glyph] = RESULTS[result] || ["plain", "\u2013"];
+  return el("span", { class: `chip ${kind}` }, el("span", { "aria-hidden": "true" }, glyph), ` ${result}`);
 }

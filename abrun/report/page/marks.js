@@ -71,11 +71,10 @@ const padded = ([low, high], share) => {
   return [low - room, high + room];
 };
 
-// The range that a panel must show: claims, margins, the pairs of windows, and the mean without its extremes.
+// The range that a panel must show: claims, margins, and the mean without its extremes.
 function focusOf(panel, mean) {
   const sorted = mean.filter((value) => typeof value === "number").sort((a, b) => a - b);
   const shown = [0, sorted[Math.floor(0.02 * sorted.length)], sorted[Math.floor(0.98 * (sorted.length - 1))]];
-  for (const one of panel.windows) shown.push(...one.pairs);
   for (const one of panel.claims)
     shown.push(
       ...(typeof one.margin === "number" ? [-one.margin, one.margin] : []),
@@ -123,7 +122,17 @@ function line(plot, value, color, dash, ends = null) {
   });
 }
 
-function overlay(plot, panel, color) {
+// The simultaneous intervals of the windows: behind the lines, because nothing is tested by them.
+function windowBars(plot, panel) {
+  clipped(plot, 0, (ctx, ratio) => {
+    for (const { steps, interval: ends } of panel.windows) {
+      const step = (steps[0] + steps[1]) / 2;
+      if (ends && inside(plot, step)) errorBar(plot, ctx, ratio, plot.valToPos(step, "x", true), ends, variable("--bars"), 1, 3);
+    }
+  });
+}
+
+function overlay(plot, panel) {
   line(plot, 0, variable("--axis"), []);
   for (const one of panel.claims) {
     if (!one.steps || typeof one.margin !== "number") continue;
@@ -131,13 +140,6 @@ function overlay(plot, panel, color) {
       line(plot, edge, variable("--margin-edge"), [4, 3], one.steps);
   }
   clipped(plot, 7 * uPlot.pxRatio, (ctx, ratio) => {
-    for (const one of panel.windows) {
-      const step = (one.steps[0] + one.steps[1]) / 2;
-      if (!inside(plot, step)) continue;
-      const x = plot.valToPos(step, "x", true);
-      if (one.interval) errorBar(plot, ctx, ratio, x, one.interval, color, 1.6, 4);
-      for (const value of one.pairs) dot(ctx, x - 8 * ratio, plot.valToPos(value, "y", true), ratio, color);
-    }
     for (const one of panel.claims) {
       const ends = one.interval || one.ci90;
       if (!ends || !one.steps) continue;
@@ -175,17 +177,5 @@ function errorBar(plot, ctx, ratio, x, [low, high], color, width, cap) {
       ctx.lineTo(x + cap * ratio, y);
     }
     ctx.stroke();
-  }
-}
-
-function dot(ctx, x, y, ratio, color) {
-  for (const [style, radius] of [
-    [variable("--page"), 3.6],
-    [color, 2.6],
-  ]) {
-    ctx.fillStyle = style;
-    ctx.beginPath();
-    ctx.arc(x, y, radius * ratio, 0, 2 * Math.PI);
-    ctx.fill();
   }
 }

@@ -1,0 +1,220 @@
+// The claims and their curves, or the description of arms without a claim.
+"use strict";
+
+const distances = (row) => [number(row.mean_distance, 3), number(row.largest_distance, 3), String(row.largest_at)];
+
+function takesText(row, counted) {
+  if (row.detected && Math.min(...row.interval.map(Math.abs)) > row.margin) return "the difference exceeds it";
+  return `${row.runs_needed ?? "more than 1000"} ${counted}${row.detected ? `, but a difference was detected: ${row.detected.direction}` : ""}`;
+}
+
+function prospects(row) {
+  if (!row.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
+  return [
+    outwardInterval(row.interval),
+    `\u00b1${boundText(row.certified_bound)}`,
+    row.margin === null ? "\u2013" : el("span", { title: row.margin_is }, `\u00b1${number(row.margin, 3)}`),
+    row.margin === null ? "\u2013" : takesText(row, row.paired ? "pairs" : "runs of each arm"),
+  ];
+}
+
+function descriptionSection() {
+  const list = content.descriptions || [];
+  if (!list.length) return null;
+  const hasOneRunPerArm = list.every((row) => row.interval === null);
+  const intro = hasOneRunPerArm
+    ? "Levels over the window, and the distance of the curves over all steps that both runs recorded. With one run per arm, an effect of the treatment cannot be distinguished from seed noise."
+    : "Levels over the window, and the difference with its 90 % confidence interval (CI). The certified bound is the smallest margin that these runs would pass. The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
+  const headings = hasOneRunPerArm
+    ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
+    : [["90 % CI", "right nowrap"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
+  const title = hasOneRunPerArm ? "The two runs" : "Differences";
+  return section(
+    "description",
+    title,
+    el("p", { class: "intro" }, `${comparedText()} ${intro}`),
+    table(
+      title,
+      [
+        ...withArm([["metric"]]),
+        ["steps", "nowrap"],
+        [baselineName(), "right"],
+        [treatmentName(), "right"],
+        ["difference", "right"],
+        ...headings,
+      ],
+      list.map((row) => [
+        ...armCell(row),
+        named(row.metric, "b"),
+        `${row.steps[0]}\u2013${row.steps[1]}`,
+        number(row.baseline, 4),
+        number(row.treatment, 4),
+        signed(row.difference, 3),
+        ...(hasOneRunPerArm ? distances(row) : prospects(row)),
+      ]),
+    ),
+  );
+}
+
+function claimsSection() {
+  const claims = content.claims || [];
+  if (!claims.length) return null;
+  const unpaired = content.paired === false;
+  const details = (context.levels || []).filter((level) => level.details);
+  return section(
+    "claims",
+    "Claims",
+    el(
+      "p",
+      { class: "intro" },
+      `${comparedText()} A claim says that the arms agree on a metric within a margin, or that a limit holds. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
+    ),
+    drawnClaims().length > MAX_INTERVALS ? forest() : null,
+    table(
+      "Claims",
+      [
+        ...withArm([["metric"]]),
+        ["result"],
+        [unpaired ? "difference" : "paired differences"],
+        [measured(claims)],
+        ["margin"],
+        ["certified bound"],
+        ["steps", "nowrap"],
+        [unpaired ? "runs" : "pairs", "right"],
+      ],
+      claims.map((claim) => [
+        ...armCell(claim),
+        [named(claim.metric, "b"), muted(detailOfClaim(claim))],
+        [chip(outcomeOf(claim)), muted(outlook(claim))],
+        dotPlot(claim),
+        estimateCell(claim),
+        marginText(claim),
+        [
+          el("b", {}, boundText(claim.certified_bound)),
+          typeof claim.certified_number === "number" ? muted(certifiedText(claim)) : null,
+        ],
+        [claim.steps ? `${claim.steps[0]}\u2013${claim.steps[1]}` : "\u2013", muted(claim.window)],
+        claim.num_runs ? bothSizes(claim.num_runs) : String(claim.num_pairs),
+      ]),
+    ),
+    el(
+      "p",
+      { class: "caption" },
+      key("margin", "margin"),
+      unpaired ? null : key("dot", "one pair"),
+      key("claim", "mean and its CI"),
+    ),
+    details.length
+      ? el(
+          "ul",
+          { class: "notes" },
+          details.map((level) => el("li", {}, `${several ? `${level.arm}, ` : ""}${level.where}: ${level.details}`)),
+        )
+      : null,
+  );
+}
+
+function estimateCell(claim) {
+  if (typeof claim.limited === "number")
+    return [
+      number(claim.limited, 4),
+      muted(claim.limited_interval ? `${confidence(claim.alpha)} ${interval(claim.limited_interval, 4)}` : "no CI"),
+    ];
+  const ends = claim.interval || claim.ci90;
+  return [
+    signed(claim.mean_difference, 3),
+    muted(ends ? `${confidence(claim.interval ? claim.alpha : 0.05)} ${outwardInterval(ends)}` : "no CI"),
+  ];
+}
+
+// The certified bound in the unit of the margin, as in the other reports.
+function certifiedText(claim) {
+  if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
+  if (claim.margin_unit !== "level" && claim.margin_unit !== "climb") return "";
+  return `${boundText(100 * claim.certified_number)}\u00a0%${claim.margin_unit === "climb" ? " of climb" : ""}`;
+}
+
+// The test level, as in the other reports; with interim analyses, that of the analysis.
+function testedText(claims) {
+  const alphas = claims.filter((claim) => claim.test !== "exact").map((claim) => claim.alpha ?? 0.05);
+  if (!alphas.length) return "";
+  const alpha = Math.max(...alphas);
+  return ` Claims are tested one-sided at ${number(100 * (1 - alpha), 3)}\u00a0% confidence, which corresponds to a ${confidence(alpha)} confidence interval (CI).`;
+}
+
+// The heading of the column of means: a limit is on a level or a ratio, not on a difference.
+function measured(claims) {
+  const tests = new Set(claims.map((claim) => claim.test));
+  const limited = claims.filter((claim) => claim.test === "limit");
+  const level = limited.every((claim) => claim.metric === "final_weights") ? "distance" : `level of ${treatmentName()}`;
+  const kinds = [
+    [...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test)) ? "mean difference" : "",
+    limited.length ? level : "",
+    tests.has("ratio limit") ? "ratio" : "",
+  ];
+  return kinds.filter(Boolean).join(" or ") || "mean difference";
+}
+
+const detailOfClaim = (claim) =>
+  [scaleText(claim.transform), claim.reduction ? `window ${claim.reduction}` : "", claim.test || ""].filter(Boolean).join(", ");
+
+const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
+const outcomeOf = (claim) => (claim.result === "different" && BROKEN[claim.test]) || claim.result;
+const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
+const marginText = (claim) =>
+  claim.margin_text || (typeof claim.margin === "number" ? `\u00b1${number(claim.margin)}` : "\u2013");
+
+function outlook(claim) {
+  if (claim.problem) return claim.problem;
+  if (claim.result !== "undecided") return "";
+  const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
+  const range = claim.pairs_needed_range ? ` (${claim.pairs_needed_range.map(many).join(" to ")})` : "";
+  const unit = claim.num_runs ? "runs of each arm" : "pairs";
+  const excludesZero = claim.interval && (claim.interval[0] > 0 || claim.interval[1] < 0);
+  if (excludesZero && claim.margin_unit !== "sigma")
+    return Math.abs(claim.mean_difference) >= claim.margin
+      ? "difference detected; no sample size shows equivalence at the observed difference"
+      : `difference detected; 80\u00a0% power needs ${many(claim.pairs_needed_observed)} ${unit} at the observed difference`;
+  return `power now ${percent(claim.power_now)}; 80\u00a0% power needs ${many(claim.pairs_needed)}${range} ${unit}`;
+}
+
+// The margin, the difference of each pair, and the interval, which must lie inside the margin.
+function dotPlot(claim) {
+  const ends = [claim.interval || claim.ci90].find((pair) => pair?.every(Number.isFinite));
+  const differences = (claim.differences || []).filter((value) => typeof value === "number");
+  const shown = [claim.margin, ...(ends || []), ...differences].filter((value) => typeof value === "number");
+  if (!ends && !differences.length) return "";
+  const reach = 1.12 * Math.max(...shown.map(Math.abs)) || 1;
+  const [width, height] = [190, 44];
+  const x = (value) => (width * (0.5 + value / reach / 2)).toFixed(1);
+  const parts = [];
+  if (typeof claim.margin === "number") {
+    const zoneWidth = (x(claim.margin) - x(-claim.margin)).toFixed(1);
+    parts.push(svg("rect", { class: "zone", x: x(-claim.margin), width: zoneWidth, y: 0, height }));
+  }
+  parts.push(svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: height }));
+  const color = `arm-${arms.indexOf(claim.arm) % 6}`;
+  differences.forEach((value, index) =>
+    parts.push(svg("circle", { class: color, cx: x(value), cy: 9 + 3.2 * (index % 4), r: 2.6 })),
+  );
+  if (ends) {
+    const [low, high, y] = [x(ends[0]), x(ends[1]), 33];
+    const mean = Number(x(claim.mean_difference));
+    parts.push(svg("path", { class: "reach", d: `M${low} ${y}H${high}M${low} ${y - 4}v8M${high} ${y - 4}v8` }));
+    parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
+  }
+  const label = `${claim.num_runs ? "Difference" : "Paired differences"} of ${claim.metric}: mean ${number(claim.mean_difference, 3)}, interval ${outwardInterval(ends)}, margin ${marginText(claim)}`;
+  return svg(
+    "svg",
+    { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },
+    ...parts,
+  );
+}
+
+// The curves of claimed metrics; without a claim, that of the metric that describes the arms best.
+function curvesSection() {
+  const claimed = report.metrics.slice(0, report.num_claimed);
+  if (claimed.length) return section("curves", "Curves of the claims", claimed.map((metric) => figureOf(metric)));
+  const described = (content.descriptions || []).map((row) => row.metric).find((metric) => report.metrics.includes(metric));
+  return described ? section("curves", "Curve", figureOf(described)) : null;
+}
