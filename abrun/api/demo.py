@@ -21,6 +21,7 @@ from abrun.regular_files import exists, is_directory, is_file
 from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
 from abrun.runs.files import write_file
+from abrun.runs.layout import REPORT
 from abrun.verdict.results import ClaimResult
 
 if TYPE_CHECKING:
