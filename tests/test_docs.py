@@ -134,27 +134,22 @@ def test_every_command_in_a_document_is_taken(document: Path) -> None:
     assert [name for name in recipes if not (ROOT / name).is_file()] == []
 
 
-QUICK = ("recipes", "faults", "power", "init")  # the others take long, or runs
+QUICK = ("recipes", "faults", "power", "init", "launch")  # the others take long, or runs
+LEFT_OUT = ("--no-compare", "--exit-zero", "--dry-run", "--resume")
 
 
 def quick_commands(document: Path) -> list[tuple[list[str], str | None]]:
-    """The commands of a page that take no runs, and a dry run for each launch; the file of their output."""
+    """A page's commands that take no runs, with a dry run for each launch, and the file of their output."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", document.read_text(), re.M | re.S)
     commands = []
-    for block in re.findall(r"^```sh\n(.*?)^```", document.read_text(), re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            target = re.search(r" > (\S+)", line)
-            for words in commands_in(line):
-                if words[:1] == ["launch"]:
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        target = re.search(r" > (\S+)", line)
+        for words in commands_in(line):
+            if words and words[0] in QUICK and words[:2] != ["faults", "run"] and not has_placeholders(words):
+                if words[0] == "launch":
                     words = [*(word for word in words if word not in LEFT_OUT), "--dry-run"]
-                is_quick = words[:1] == ["launch"] or (
-                    words and words[0] in QUICK and words[:2] != ["faults", "run"]
-                )
-                if is_quick and not has_placeholders(words):
-                    commands.append((words, target and target[1]))
+                commands.append((words, target and target[1]))
     return commands
-
-
-LEFT_OUT = ("--no-compare", "--exit-zero", "--dry-run", "--resume")
 
 
 @pytest.mark.parametrize(
