@@ -59,7 +59,9 @@ def abrun_commands(line: str) -> list[list[str]]:
     return commands_in(line[line.index("abrun ") :]) if " abrun " in line else []
 
 
-def test_demo_refuses_a_folder_of_other_files(tmp_path: Path, snapshot: Snapshot) -> None:
+def test_demo_refuses_other_folders_and_a_python_without_lzma(
+    tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes.txt").write_text("mine")
     refused = run_demo(tmp_path, "-o", "runs")
@@ -68,6 +70,10 @@ def test_demo_refuses_a_folder_of_other_files(tmp_path: Path, snapshot: Snapshot
     assert os.listdir(tmp_path / "runs") == ["notes.txt"]
     with pytest.raises(RecipeError) as error:
         unpack_runs(tmp_path / "runs" / "notes.txt")
+    snapshot(error.value)
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    with pytest.raises(RecipeError) as error:
+        unpack_runs(tmp_path / "new")
     snapshot(error.value)
 
 

@@ -4,7 +4,6 @@
 """
 
 import json
-import lzma
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -70,9 +69,9 @@ def run_demo(folder: Path) -> list[DemoVerdict]:
 
 def unpack_runs(folder: Path) -> None:
     """Copy the bundled runs to `folder`, unless it has them. Raises RecipeError if it has other files."""
-    contents: dict[str, str] = json.loads(lzma.decompress(ARCHIVE.read_bytes()))
     if exists(folder) and not is_directory(folder):
         raise RecipeError(f"{folder}: is not a folder; choose another one with -o")
+    contents = _read_archive()
     if is_directory(folder) and any(os.scandir(folder)):
         if not all(is_file(folder / name) for name in contents):
             raise RecipeError(
@@ -81,6 +80,15 @@ def unpack_runs(folder: Path) -> None:
         return
     for name, text in contents.items():
         write_file(folder / name, text.encode(), durable=False)
+
+
+def _read_archive() -> dict[str, str]:
+    """Return the bundled files by path. Raises RecipeError if this Python cannot decompress them."""
+    try:
+        import lzma
+    except ImportError:  # as of a Python that was built without its headers
+        raise RecipeError(f"{ARCHIVE.name}: this Python lacks lzma; use a Python that has it") from None
+    return json.loads(lzma.decompress(ARCHIVE.read_bytes()))
 
 
 def _judge(directory: Path) -> DemoVerdict:
