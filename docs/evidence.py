@@ -20,12 +20,13 @@ from abrun.present.markdown import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
 from abrun.recipe.reading import dotted
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import REPORT, freeze_arm
+from abrun.report.comparing import freeze_arm
 from abrun.report.context import make_context
 from abrun.report.injected import sensitivity_rows
 from abrun.report.write import claim_cells
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
+from abrun.runs.layout import REPORT
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file, read_verdict_file

@@ -38,8 +38,8 @@ def test_importing_it_imports_nothing_slow_and_its_functions_are_its_packages_to
 
 def test_a_result_holds_what_verdict_json_holds(tmp_path: Path) -> None:
     write_experiment(tmp_path / "apart", shift=0.2)
-    result = abrun.compare("apart", runs_dir=tmp_path, formats=["json"])
-    written = json.loads((tmp_path / "apart/report/verdict.json").read_text())
+    result = abrun.compare("apart", runs_dir=tmp_path, output=tmp_path / "report", formats=["json"])
+    written = json.loads((tmp_path / "report/verdict.json").read_text())
     assert (result.verdict, result.exit_code, result.reasons) == ("MISMATCH", 3, written["reasons"])
     (claim,) = result.claims.to_dict("records")
     (expected,) = written["claims"]
@@ -47,7 +47,7 @@ def test_a_result_holds_what_verdict_json_holds(tmp_path: Path) -> None:
     assert list(claim["interval"]) == expected["interval"] and claim["result"] == "different"
     assert len(result.guards) == len(written["guards"]) and result.report is None
     assert "MISMATCH: apart" in str(result) and "MISMATCH" in repr(result)
-    post_hoc = abrun.compare(tmp_path / "apart", claim="train/reward:last 20%:0.5", formats=[])
+    post_hoc = abrun.compare(tmp_path / "apart", claim="train/reward:last 20%:0.5")
     assert post_hoc.claims["margin_text"].tolist() == ["±0.5"] and post_hoc.content["post_hoc"]
 
 
@@ -94,9 +94,7 @@ def test_runs_of_another_framework_are_compared_with_the_options_of_the_command_
             rows = "".join(f"{step},{level + 0.001 * seed + step / 1000}\n" for step in range(1, 21))
             (tmp_path / f"{arm}-s{seed}.csv").write_text("iteration,score\n" + rows)
     asked = {"baseline": "old", "aliases": {"train/reward": "score"}, "step_column": "iteration"}
-    result = abrun.compare(
-        f"csv:{tmp_path}", claim="train/reward:last 20%:0.05", formats=[], step_one=False, **asked
-    )
+    result = abrun.compare(f"csv:{tmp_path}", claim="train/reward:last 20%:0.05", step_one=False, **asked)
     (claim,) = result.claims.to_dict("records")
     assert claim["mean_difference"] == pytest.approx(0.01) and claim["num_pairs"] == 3
     assert set(result.metrics["arm"]) == {"old", "new"}
@@ -123,13 +121,13 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
     logged = f"csv:{tmp_path}"
     for source, options in ((str(tmp_path / "equal"), {}), (logged, {"baseline": "old", "interim": (2, 3)})):
         readings.clear()
-        direct = abrun.compare(source, claim="train/reward:last 20%:0.05", formats=[], **options)
+        direct = abrun.compare(source, claim="train/reward:last 20%:0.05", **options)
         assert len(readings) == 1 and len(direct.experiment.recorded.runs) >= 4
         readings.clear()
-        loaded = abrun.load(source, **options).compare(claim="train/reward:last 20%:0.05", formats=[])
+        loaded = abrun.load(source, **options).compare(claim="train/reward:last 20%:0.05")
         assert len(readings) == 1 and loaded.content == direct.content
     readings.clear()
-    with_cli = CliRunner().invoke(app, ["compare", str(tmp_path / "equal"), "--format", "json"])
+    with_cli = CliRunner().invoke(app, ["compare", str(tmp_path / "equal")])
     assert with_cli.exit_code == 0 and readings == ["equal"]
 
 
@@ -145,7 +143,7 @@ def test_without_matplotlib_the_report_has_no_pictures(
 
 def test_a_notebook_gets_html_with_nothing_of_the_runs_as_markup(tmp_path: Path) -> None:
     write_experiment(tmp_path / "equal", seeds=[0, 1, 2])
-    result = abrun.compare(tmp_path / "equal", formats=["png", "html"])
+    result = abrun.compare(tmp_path / "equal", output=tmp_path / "report", formats=["png", "html"])
     shown = result._repr_html_()
     assert result.verdict in shown and "<table" in shown and 'src="data:image/png;base64,' in shown
     assert str(result.report) in shown and "treatment" in result.experiment._repr_html_()
@@ -164,7 +162,8 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path) -> None:
         lambda: abrun.load(tmp_path / "equal", patern="x"),
         lambda: abrun.compare(experiment, "other"),
         lambda: abrun.compare(experiment, unpaired=True),
-        lambda: abrun.compare(experiment, claim="train/rewrad:all:1", formats=[]),
+        lambda: abrun.compare(experiment, claim="train/rewrad:all:1"),
+        lambda: abrun.compare(experiment, formats=["json"]),
         lambda: abrun.launch("quickstrat"),
     ):
         with pytest.raises(AbrunError) as caught:

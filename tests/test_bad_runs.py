@@ -90,7 +90,7 @@ def test_the_other_runs_are_shown_and_compared(
     assert all(run.state.status == "finished" for label, run in runs.items() if label != "treatment/seed-1")
     message = runs["treatment/seed-1"].state.message
     assert message is None or message.count("\n") == 0
-    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=["markdown"])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions())
     if comparison.verdict != "MATCH":  # some of the files a verdict can do without
         assert comparison.verdict == "INVALID"
         assert "treatment/seed-1" in [reason.values.get("run") for reason in comparison.content.reasons]
@@ -103,7 +103,7 @@ def test_an_unreadable_run_is_said_with_its_reason(
     damage(experiment_dir / "baseline" / "seed-0" / "config.json")
     code, output, errors = abrun("status", experiment_dir)
     assert (code, errors) == (0, "") and "baseline/seed-0" in output and "config.json: " in output
-    code, output, errors = abrun("compare", experiment_dir, "--format", "terminal")
+    code, output, errors = abrun("compare", experiment_dir)
     assert (code, errors) == (5, "") and "config.json: " in output
     assert "baseline/seed-0 cannot be read: " in output.replace("\n", " ")
 
@@ -122,7 +122,7 @@ def test_files_of_an_experiment_that_never_end(experiment_dir: Path, name: str, 
 def test_a_record_of_any_size_is_refused(experiment_dir: Path) -> None:
     """Every text in it would be searched for secrets."""
     (experiment_dir / "baseline" / "seed-0" / "environment.json").write_text('{"a": "' + "x" * 10**7 + '"}')
-    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=["markdown"])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions())
     assert "larger than" in only(comparison.content.reasons, Code.RUN_UNREADABLE)["problem"]
 
 

@@ -129,7 +129,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["launch", SMALL, "--job", "2"], "--job"),
         (["launch", SMALL, "--jobs", "0"], "'--jobs': got '0'; allowed: greater than"),
         (["launch", SMALL, "--jobs", "two"], "--jobs"),
-        (["compare", ".", "--format", ""], "--format: got '', nothing to write; allowed: terminal"),
+        (["compare", ".", "--wandb"], "--wandb requires --output FOLDER"),
         (["power", SMALL, "--from", "x", "--sigma", "1"], "--from: got 'x' with --sigma or --correlation"),
         (["power"], "power: recipe missing; pass one, or --from EXPERIMENT"),
         (["power", "--from", "gone"], "gone: no experiment here"),
@@ -293,7 +293,7 @@ def test_a_launch_runs_compares_and_exits_with_the_code_of_the_verdict(
     assert output.rstrip().endswith("The verdict: MISMATCH") and "treatment/seed-8: finished" in output
     assert {name.seed for name in planned_runs(tmp_path / "runs" / "mine")} == {4, 7, 8}
     code, output, _ = run("status")
-    assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18"]
+    assert code == 0 and output.splitlines()[1].split() == ["mine", "6", "finished", "18/18", "-"]
     for experiment in ("mine", "runs/mine"):
         code, output, _ = run("status", experiment)
         assert code == 0 and output.splitlines()[0].split() == ["mine", "6", "finished"]

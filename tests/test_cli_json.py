@@ -37,10 +37,10 @@ def answer(
 
 def test_a_comparison_is_what_verdict_json_holds_and_its_exit_code(answer: Answer, tmp_path: Path) -> None:
     write_experiment(tmp_path / "runs/apart", shift=0.2)
-    code, verdict = answer("compare", "apart", "--json", "--format", "json")
+    code, verdict = answer("compare", "apart", "--json", "--output", "report")
     assert code == verdict["exit_code"] == 3 and verdict["verdict"] == "MISMATCH"
     assert verdict["schema_version"] == SCHEMA_VERSION
-    assert verdict == json.loads((tmp_path / "runs/apart/report/verdict.json").read_text())
+    assert verdict == json.loads((tmp_path / "report/verdict.json").read_text())
 
 
 def test_the_state_of_all_experiments_and_of_the_runs_of_one(answer: Answer, tmp_path: Path) -> None:
@@ -48,7 +48,15 @@ def test_the_state_of_all_experiments_and_of_the_runs_of_one(answer: Answer, tmp
     code, everything = answer("status", "--json")
     assert code == 0 and everything["notes"] == []
     assert everything["experiments"] == [
-        {"experiment": "small", "runs": {"finished": 4}, "step": 12, "num_steps": 12, "launched_by": None}
+        {
+            "experiment": "small",
+            "runs": {"finished": 4},
+            "step": 12,
+            "num_steps": 12,
+            "verdict": None,
+            "is_verdict_old": False,
+            "launched_by": None,
+        }
     ]
     code, one = answer("status", "small", "--json")
     assert code == 0 and [run["run"] for run in one["runs"]] == [

@@ -76,7 +76,7 @@ def verdict_of(name: str) -> dict[str, Any]:
         ({}, "MATCH", 0),
         pytest.param({"arms.treatment": SHIFTED}, "MISMATCH", 3, marks=pytest.mark.slow),
         pytest.param({"compare.claims.0.margin": 0.0001}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
-        pytest.param({"compare.claims": []}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
+        pytest.param({"compare.claims": []}, "DESCRIPTION", 0, marks=pytest.mark.slow),
         ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
         ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst
     ],
@@ -86,7 +86,8 @@ def test_a_launch_exits_with_the_code_of_the_verdict_or_with_0_where_that_is_ask
 ) -> None:
     launch = ("launch", "curves.yaml", "--jobs", "4", *settings(changes))
     exited, output, _ = command(*launch)
-    assert (exited, verdict_of("curves")["verdict"]) == (code, verdict) and f"{verdict}: curves" in output
+    assert exited == verdict_of("curves")["exit_code"] == code and f"{verdict}: curves" in output
+    assert f" {verdict} " in command("status")[1]
     exited, output, _ = command(*launch, "--resume", "--exit-zero")
     assert exited == 0 and f"{verdict}: curves" in output
     exited, output, _ = command(*launch, "--resume", "--no-compare")
@@ -135,7 +136,7 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     experiment = abrun.launch(
         "curves.yaml", name="called", overrides=changes, until_decided=True, max_seeds=5, jobs=4, quiet=True
     )
-    result = experiment.compare(formats=["json"])
+    result = experiment.compare(output="runs/called/report", formats=["json"])
     assert begun("called") == begun("typed") == seeds
     assert (experiment.exit_code, result.exit_code) == (0, code)
     typed, called = verdict_of("typed"), verdict_of("called")
@@ -190,7 +191,7 @@ def test_what_a_job_of_a_cluster_compared_gives_the_exit_code(
 ) -> None:
     if verdict is not None:
         (tmp_path / "report").mkdir()
-        (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict}))
+        (tmp_path / "report/verdict.json").write_text(json.dumps({"verdict": verdict, "exit_code": code}))
     outcome = LaunchOutcome(statuses={RunName(arm="baseline", seed=0): "finished"}, stopped_by=None)
     launched = launching._add_job_verdict(LaunchResult(experiment_dir=tmp_path, outcome=outcome), "printed")
     assert (launched.exit_code or launched.verdict_exit_code, launched.compared) == (code, "printed")

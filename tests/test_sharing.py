@@ -61,11 +61,11 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
 
     before = entries()
     assert {status for status, _ in statuses().values()} == {"finished"}
-    done = abrun("compare", "demo", "--output", "report", "--format", "json")
+    done = abrun("compare", "demo", "--output", "report")
     assert done.stderr == "" and json.loads(Path("report/verdict.json").read_text())["num_pairs"] == 2
     assert "No such" not in abrun("completions", "demo/baseline/seed-0").stderr
     if IS_ROOT:
-        done = abrun("compare", "demo", "--format", "json")
+        done = abrun("compare", "demo", "--output", "runs/demo/report")
         assert done.returncode == 2 and "--output: " in done.stderr and "choose another folder" in done.stderr
 
     run = experiment_dir / "baseline" / "seed-0"
@@ -83,7 +83,7 @@ def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: 
         assert message.startswith(f"runs/demo/{closed}: cannot be read: Permission denied; ")
         assert message.endswith(f"{grant} runs/demo")
     assert told["baseline/seed-0-aa1"] == ("finished", None)
-    done = abrun("compare", "demo", "--output", "report", "--format", "json")
+    done = abrun("compare", "demo", "--output", "report")
     verdict = json.loads(Path("report/verdict.json").read_text())
     assert verdict["verdict"] == "INVALID" and grant in verdict["reasons"][0], done.stderr
     assert not any("repair or remove" in reason for reason in verdict["reasons"])

@@ -26,11 +26,12 @@ from abrun.recorded.reference import freeze, load_reference
 from abrun.recorded.samples import pair_samples, read_run_samples
 from abrun.recorded.stored import load_experiment
 from abrun.regular_files import MAX_LINE_BYTES
-from abrun.report.comparing import compare, read_last_verdict
+from abrun.report.comparing import compare
 from abrun.runs.experiment import REFERENCE
 from abrun.runs.lines import read_json_lines
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import read_saved_state
+from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample, sample_row
 from tests.fuzzing import SEED, bounded, check_line, rounds
@@ -153,7 +154,7 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
         "run": read_of_a_run,
         "checkpoint": lambda: read_saved_state(run / "checkpoints" / "step-000005"),
         "reference": lambda: load_reference(directory / REFERENCE),
-        "verdict": lambda: read_last_verdict(directory),
+        "verdict": lambda: read_reported_verdict(directory),
         "slurm": lambda: slurm_jobs.read_record(directory),
         "ray": lambda: ray_record.read_driver(directory, str(ray_record.read_job(directory).get("job"))),
     }

@@ -116,7 +116,10 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """Return the verdict's exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID."""
+        """Return the exit code of `abrun compare`.
+
+        0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID.
+        """
         return self.comparison.exit_code
 
     @property
@@ -152,7 +155,7 @@ class Result:
 
     @property
     def report(self) -> Path | None:
-        """Return the path of report.html, or None if it was not written."""
+        """Return the path of report.html; None unless `compare` got `output`, the folder of the report."""
         return next((path for path in self.comparison.files if path.suffix == ".html"), None)
 
     def __str__(self) -> str:
@@ -203,12 +206,13 @@ def launch(
 ) -> Experiment:
     """Run every arm and seed of a recipe and wait for the end, like `abrun launch --no-compare`.
 
-    `recipe` is a file, a built-in recipe's name, or an experiment's folder. `overrides` sets values by dotted
-    keys, such as `{"steps": 20}`. `until_decided` runs at most `max_seeds` pairs in stages and stops once the
-    verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's `auto` values, by
-    default this machine's. Raises RecipeError, LaunchError or StoreError before anything has started.
+    `recipe` is a file, a built-in recipe's name, or an experiment's name or folder. `overrides` sets values
+    by dotted keys, such as `{"steps": 20}`. `until_decided` runs at most `max_seeds` pairs in stages and
+    stops once the verdict is decided. `device_memory`: GPU memory such as "80GiB" to resolve the policy's
+    `auto` values, by default this machine's. Raises RecipeError, LaunchError or StoreError before anything
+    has started.
     """
-    from abrun.api.launching import launch_recipe
+    from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
     from abrun.experiment.starter.shipped import find_recipe
     from abrun.present.terminal import terminal
@@ -216,11 +220,10 @@ def launch(
     from abrun.recipe.experiment import load_recipe
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
-    loaded = load_recipe(
-        find_recipe(Path(recipe)), [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    )
+    path = find_recipe(Path(recipe), Path(runs_dir))
+    loaded = load_recipe(path, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     options = LaunchOptions(
-        runs_dir=Path(runs_dir),
+        runs_dir=choose_runs_dir(path, Path(runs_dir), resume=resume and name is None),
         name=name,
         launcher=launcher,
         jobs=jobs,
@@ -259,13 +262,15 @@ def compare(
     """Judge whether arms converge the same way; the options are those of `abrun compare`.
 
     `sources` are those of `load`, or an `Experiment`. `claim`: claims such as
-    'train/reward:last 20%:0.05'. The report is written to the experiment's folder or to `output`, in every
-    available format (PNG and SVG need matplotlib); `formats=[]` writes none. Raises StoreError or
-    ComparisonError if the sources cannot be compared as requested.
+    'train/reward:last 20%:0.05'. Nothing is written unless `output` is given: the folder of the report, in
+    `formats` (json, html, markdown, png, svg), by default every available one (PNG and SVG need matplotlib).
+    Raises StoreError or ComparisonError if the sources cannot be compared as requested.
     """
     from abrun.recipe.claims import parse_claim
     from abrun.report.comparing import compare_contents
 
+    if formats is not None and output is None:
+        raise RecipeError(Code.FORMATS_WITHOUT_FOLDER())
     experiment = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
     if experiment is None and any(isinstance(source, Experiment) for source in sources):
         raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())

@@ -17,9 +17,10 @@ from abrun.messages.numbers import difference_text
 from abrun.recorded.sources import ReadingOptions
 from abrun.redaction import display_safe
 from abrun.regular_files import exists, is_directory, is_file
-from abrun.report.comparing import REPORT, Comparison, compare_sources
+from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
 from abrun.runs.files import write_file
+from abrun.runs.layout import REPORT
 from abrun.verdict.results import ClaimResult
 
 if TYPE_CHECKING:

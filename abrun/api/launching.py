@@ -24,13 +24,16 @@ from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
 from abrun.recipe.launcher import resolve_launcher_settings
+from abrun.runs.experiment import is_experiment
+from abrun.runs.layout import REPORT
+from abrun.runs.reported import read_reported_verdict
 from abrun.watch import View
 
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
     from abrun.report.comparing import Comparison
 
-NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {}"
+NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {0} -o {0}/report"
 
 InterimState = Literal["open", "step one", "decided", "not taken"]
 
@@ -54,7 +57,7 @@ class LaunchResult:
     exit_code: int = 0  # 1 if a run did not finish or the comparison failed, 128 + signal
     comparison: "Comparison | None" = None  # made by this process
     compared: str | None = None  # printed by the job that compares, on a cluster
-    verdict_exit_code: int = 0  # 0 MATCH or nothing compared, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
+    verdict_exit_code: int = 0  # of the verdict; 0 if nothing was compared
     problem: str | None = None  # why the comparison could not be made
 
 
@@ -106,6 +109,11 @@ def launch_recipe(
     if compared := planned.cluster.read_compare_log() if planned.cluster else None:
         return _add_job_verdict(launched, compared)
     return _add_comparison(launched, command)
+
+
+def choose_runs_dir(recipe: Path, runs_dir: Path, *, resume: bool) -> Path:
+    """Return the folder of the experiment to launch: with `resume`, that of an experiment given as recipe."""
+    return recipe.parent if resume and is_experiment(recipe) else runs_dir
 
 
 def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
@@ -198,7 +206,10 @@ def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult
         from abrun.recorded.sources import ReadingOptions
         from abrun.report.comparing import compare_sources
 
-        comparison = compare_sources([str(launched.experiment_dir)], ReadingOptions(), command=command)
+        directory = launched.experiment_dir
+        comparison = compare_sources(
+            [str(directory)], ReadingOptions(), output=directory / REPORT, command=command
+        )
     except AbrunError as error:
         return _add_problem(launched, str(error))
     except KeyboardInterrupt:
@@ -209,17 +220,14 @@ def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult
 
 def _add_job_verdict(launched: LaunchResult, compared: str) -> LaunchResult:
     """Add the output and the verdict of the cluster's comparison job."""
-    from abrun.report.comparing import read_last_verdict
-    from abrun.verdict.decide import EXIT_CODES
-
     try:
-        verdict = read_last_verdict(launched.experiment_dir)
+        reported = read_reported_verdict(launched.experiment_dir)
     except AbrunError as error:
         return _add_problem(replace(launched, compared=compared), str(error))
-    if verdict is None:
+    if reported is None:
         problem = NO_VERDICT.format(launched.experiment_dir)
         return _add_problem(replace(launched, compared=compared), problem)
-    return replace(launched, compared=compared, verdict_exit_code=EXIT_CODES[verdict])
+    return replace(launched, compared=compared, verdict_exit_code=reported.exit_code)
 
 
 def _add_problem(launched: LaunchResult, problem: str) -> LaunchResult:

@@ -30,6 +30,7 @@ __all__ = [
 MISTAKEN_OPTIONS = {
     "--primary": ("--claim", "was renamed; use --claim"),
     "--looks": ("--interim", "was renamed; use --interim"),
+    "--format": ("--output", "was removed; use --output FOLDER for the whole report, --json for JSON"),
     "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
 }
 RENAMED_COMMANDS = {

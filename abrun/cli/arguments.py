@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 MAX_SEEDS = 1000
 
 
-def resolve_recipe_file(path: Path | None) -> Path | None:
-    """Return the given file, or print and return the built-in recipe of that name; None stays None."""
+def resolve_recipe_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Return the given file, or print and return the recipe of that name; None stays None.
+
+    A name is that of a built-in recipe or of an experiment under --runs-dir, which is parsed before.
+    """
     if path is None:
         return None
     from abrun.experiment.starter.shipped import find_recipe
 
-    recipe_path = find_recipe(path)
+    recipe_path = find_recipe(path, context.params.get("runs_dir", Path("runs")))
     if recipe_path != path:
-        print(f"abrun: using built-in recipe {path}: {recipe_path}", file=sys.stderr)
+        kind = "the recipe of experiment" if is_directory(recipe_path) else "built-in recipe"
+        print(f"abrun: using {kind} {path}: {recipe_path}", file=sys.stderr)
     return recipe_path
 
 
@@ -53,12 +57,13 @@ RecipeFile = Annotated[
     Path,
     typer.Argument(
         help="Recipe: a YAML file, a built-in recipe such as quickstart (see abrun recipes), or an "
-        "experiment's folder such as runs/quickstart, to reuse its recipe.",
+        "experiment (a path, or a name under --runs-dir) to reuse its recipe.",
         callback=resolve_recipe_file,
         autocompletion=complete_recipe,
     ),
 ]
-RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.")]
+# Eager: parsed before the arguments that name an experiment in it.
+RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.", is_eager=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DryRunJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")]
 Overrides = Annotated[
@@ -146,19 +151,15 @@ ReportFolder = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="Folder of the report. Default for an experiment: <experiment>/report, or report-post-hoc-HASH "
-        "if the comparison was not declared; for other runs: <name>-report, or <name>-report-HASH if that "
-        "is taken by another comparison.",
+        metavar="FOLDER",
+        help="Write the report into this folder: report.html, report.md, verdict.json and figures. Default: "
+        "write nothing.",
     ),
-]
-Formats = Annotated[
-    str | None,
-    typer.Option("--format", help="Output formats: terminal, html, markdown, json, png, svg; default: all."),
 ]
 AllowInconclusive = Annotated[
     bool, typer.Option("--allow-inconclusive", help="Exit with 0 instead of 4 if INCONCLUSIVE.")
 ]
-ToWandb = Annotated[bool, typer.Option("--wandb", help="Upload report and verdict to wandb.")]
+ToWandb = Annotated[bool, typer.Option("--wandb", help="With --output: upload report and verdict to wandb.")]
 TakeOver = Annotated[
     bool,
     typer.Option(
@@ -200,20 +201,6 @@ ExitZero = Annotated[
     bool, typer.Option("--exit-zero", help="Exit with 0 if every run finished, whatever the verdict.")
 ]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
-
-
-def parse_formats(text: str | None) -> list[str]:
-    text = "terminal,html,markdown,json,png,svg" if text is None else text
-    formats = [name.strip() for name in text.split(",") if name.strip()]
-    allowed = ("terminal", "html", "markdown", "json", "png", "svg")
-    for format_name in formats:
-        if format_name not in allowed:
-            raise RecipeError(Code.NOT_ALLOWED(field="--format", got=repr(format_name), allowed=allowed))
-    if not formats:
-        raise RecipeError(
-            Code.NOT_ALLOWED(field="--format", got=f"{text!r}, nothing to write", allowed=allowed)
-        )
-    return formats
 
 
 def parse_lengths(text: str, option: str = "--lengths", minimum: int = 2) -> list[int]:

@@ -33,7 +33,6 @@ from abrun.cli.arguments import (
 from abrun.errors import RecipeError, StoreError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
-from abrun.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.api.launching import LaunchResult
@@ -90,9 +89,9 @@ def launch(
 
     Shows live progress. The report is in the experiment's folder.
 
-    Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE (also without a claim), 5 INVALID; --exit-zero and
-    --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input, 130
-    after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
+    Exit code: 0 MATCH, or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID; --exit-zero
+    and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
+    130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
 
     Examples:
         abrun launch quickstart
@@ -101,7 +100,7 @@ def launch(
         abrun launch recipe.yaml --launcher slurm --detach
         abrun launch recipe.yaml --export skypilot --output manifests
     """
-    from abrun.api.launching import launch_recipe
+    from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
     from abrun.recipe.experiment import load_recipe
 
@@ -113,7 +112,7 @@ def launch(
         raise RecipeError(Code.OPTION_NEEDS_EXPORT(option="--output"))
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
     options = LaunchOptions(
-        runs_dir=runs_dir,
+        runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
         name=name,
         launcher=launcher,
         jobs=jobs,
@@ -215,9 +214,9 @@ def logs(
     """
     from abrun import watch as live
     from abrun.launch.cluster import find_cluster_jobs
+    from abrun.runs.experiment import find_run
 
-    path = runs_dir / run
-    for text in live.read_log(path if is_directory(path) else Path(run), find_cluster_jobs, follow=follow):
+    for text in live.read_log(find_run(run, runs_dir), find_cluster_jobs, follow=follow):
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -275,11 +274,12 @@ def wandb_sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None
 def _find_run_folder(run: str, runs_dir: Path) -> Path:
     """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
+    from abrun.regular_files import is_directory
+    from abrun.runs.experiment import find_run
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment
 
-    path = runs_dir / run
-    path = path if is_directory(path) else Path(run)
+    path = find_run(run, runs_dir)
     refuse_experiment(path)
     if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()

@@ -18,7 +18,6 @@ from abrun.cli.arguments import (
     Baseline,
     Claims,
     Exclude,
-    Formats,
     Group,
     Interim,
     Json,
@@ -38,7 +37,6 @@ from abrun.cli.arguments import (
     make_reading,
     option_text,
     parse_claims,
-    parse_formats,
     parse_interim,
     resolve_recipe_file,
     typed_command,
@@ -73,7 +71,6 @@ def compare(
     interim: Interim = None,
     no_step_one: NoStepOne = False,
     output: ReportFolder = None,
-    formats: Formats = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
     as_json: Json = False,
@@ -83,19 +80,19 @@ def compare(
 
     The runs are an experiment's, or logged by any framework.
 
-    Exit code: 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
+    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or a description without a
+    claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
 
     Examples:
         abrun compare quickstart
-        abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02'
+        abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02' --output report
         abrun compare old=a.csv new=b.csv --unpaired
-        abrun compare nightly --reference reference.json --format json --json
+        abrun compare nightly --reference reference.json --json
     """
     from abrun.report.comparing import compare_sources
 
-    format_names = parse_formats(formats)
-    if wandb and format_names == ["terminal"]:
-        raise RecipeError(Code.UPLOAD_NEEDS_FILE(formats=formats))
+    if wandb and output is None:
+        raise RecipeError(Code.UPLOAD_NEEDS_FILE())
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
@@ -106,14 +103,11 @@ def compare(
         arm=arm,
         step_one=not no_step_one,
         output=output,
-        formats=None
-        if formats is None
-        else [format_name for format_name in format_names if format_name != "terminal"],
         command=typed_command(),
     )
     if as_json:
         print_json(comparison.as_json())
-    elif "terminal" in format_names:
+    else:
         console().print(comparison.summary())
     if wandb:
         _upload(comparison, sources, runs_dir)

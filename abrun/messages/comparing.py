@@ -45,7 +45,10 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.ONE_ARM: "{experiment}: has only the arm {arm:repr}, so there is nothing to compare; give "
     "--reference FILE (made by abrun reference save)",
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
-    Code.NO_FIGURES: "--format: png and svg: {missing}; or use --format terminal,html,markdown,json",
+    Code.REPORT_OF_DECLARED: "--output: {folder} has the report of the comparison declared at launch, which "
+    "this one would replace; choose another folder",
+    Code.NO_FIGURES: "formats: png and svg: {missing}; or use html, markdown and json",
+    Code.FORMATS_WITHOUT_FOLDER: "abrun.compare: formats requires output, the folder of the report; add it",
     Code.ARM_NOT_NAMED: "--arm: missing; {experiment} has {treatments:if {treatments:list}|no treatment}",
     Code.ARM_WITHOUT_REFERENCE: "--arm requires --reference; add it, or drop --arm {arm}",
 }

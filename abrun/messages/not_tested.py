@@ -1,8 +1,10 @@
 """Sentences on properties that a comparison did not test, and on runs that it left out."""
 
+from collections.abc import Sequence
+
 from abrun.messages.message import Message
 from abrun.messages.numbers import deviation_text
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 
 _MAX_LISTED = 4
 
@@ -85,3 +87,37 @@ LEFT_OUT: dict[Code, Message] = {
     "were logged twice): the last values count, and step one is not read",
 }
 MESSAGES = {**NOT_TESTED, **LEFT_OUT}
+# Names for a summary, the most important first
+SHORT_NAMES: dict[Code, str] = {
+    Code.SEEDS_LEFT_OUT: "seeds left out",
+    Code.EXCLUDED: "runs left out",
+    Code.STEP_ONE_NOT_SETTLED: "step one of some metrics",
+    Code.STEP_ONE_NOT_READ: "step one",
+    Code.NO_MARGIN: "whether the arms converge alike",
+    Code.LEARNING_NOT_RECORDED: "whether the baseline learned",
+    Code.LEARNING_NOT_CHECKED: "whether the baseline learned",
+    Code.OTHER_CODE: "the effect of different code",
+    Code.NO_FAULT_INJECTED: "which bugs would be caught",
+    Code.NOT_PAIRED: "step one and the divergence",
+    Code.REFERENCE_SEEDS_UNUSED: "some seeds of the reference",
+    Code.RARE_FAILURES: "rare failures",
+    Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine",
+    Code.RUNS_DO_NOT_SAY: "conditions that the runs do not record",
+    Code.NO_RERUNS: "divergence against the noise floor",
+    Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation",
+    Code.METRICS_WITHOUT_CLAIM: "metrics without a claim",
+    Code.START_LEFT_OUT: "an interrupted start",
+    Code.COUNTER_RESTARTED: "steps logged twice",
+    Code.OTHER_CONDITIONS: "other recipes, seeds and steps",
+}
+_MAX_NAMED = 2
+
+
+def summarize_not_tested(reasons: Sequence[Reason]) -> str:
+    """Return the number of reasons and the names of the most important ones, in one line."""
+    ranks = {code: rank for rank, code in enumerate(SHORT_NAMES)}
+    codes = sorted({reason.code for reason in reasons}, key=lambda code: ranks[code])
+    names = list(dict.fromkeys(SHORT_NAMES[code] for code in codes))
+    more = ", ..." if len(names) > _MAX_NAMED else ""
+    count = f"{len(reasons)} thing{'s' * (len(reasons) != 1)}"
+    return f"{count} ({', '.join(names[:_MAX_NAMED])}{more}); listed in the report"

@@ -190,8 +190,7 @@ MESSAGES: dict[Code, Message] = {
     Code.SEEDS_READ_AS_COUNT: "--seeds: {got} is one seed, number {got}; for {got} seeds write 0-{last}, for "
     "that seed alone {got}-{got}",
     Code.MAX_SEEDS_BELOW_FIRST: "--max-seeds: got {got} with {first} seeds; allowed: {first} or more",
-    Code.UPLOAD_NEEDS_FILE: "--wandb: got --format {formats}, which writes no file to upload; add html or "
-    "json",
+    Code.UPLOAD_NEEDS_FILE: "--wandb requires --output FOLDER, whose report it uploads; add it",
     Code.SCHEMA_OF_ONE_RECIPE: "--schema: got the recipe {got:repr}, but all recipes have one schema; "
     "drop one of them",
     Code.PLAN_FROM_AND_ASSUMED: "--from: got {got:repr} with --sigma or --correlation, which --from "

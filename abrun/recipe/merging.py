@@ -14,6 +14,7 @@ from abrun.recipe.refusals import RENAMED_KEYS, sections_in, shortened, type_nam
 from abrun.recipe.run import OwnRunConfig
 from abrun.recipe.section import Section
 from abrun.regular_files import open_regular
+from abrun.runs.experiment import is_experiment, suggest_path
 
 # Limits of a recipe with all its `defaults:`; PyYAML reads about 30 KB/s
 MAX_BYTES = 1 << 17
@@ -183,9 +184,9 @@ class _RecipeFiles:
                 raise RecipeError(
                     Code.DEFAULTS_MISSING(source=chain[-1], parent=path, file=path.name)
                 ) from None
-            raise RecipeError(
-                Code.PATH_MISSING(path=path, problem="no such recipe", remedy="check the path")
-            ) from None
+            closest = suggest_path(path, _can_be_recipe)
+            remedy = f"did you mean {closest}?" if closest else "check the path"
+            raise RecipeError(Code.PATH_MISSING(path=path, problem="no such recipe", remedy=remedy)) from None
         except OSError as error:
             raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=error.strerror)) from None
         self._bytes_left -= len(content)
@@ -195,6 +196,10 @@ class _RecipeFiles:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise RecipeError(Code.RECIPE_NOT_UTF8(source=path, byte=error.start + 1)) from None
+
+
+def _can_be_recipe(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") or is_experiment(path)
 
 
 def apply_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Anyone may have written or deleted a stamp, so an unreadable one counts as no co
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -17,8 +17,8 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.regular_files import is_directory
 from abrun.runs.files import read_json
 
-STAMP_FILE = ".report.json"  # in a report's folder: the request and the claim tests behind the report
-MAX_FOLDERS = 2000  # sibling folders searched for stamps
+STAMP_FILE = ".report.json"  # in a report's folder: the claim tests behind the report
+MAX_FOLDERS = 2000  # of a folder's subfolders, searched for stamps
 MAX_TESTS = 500
 MAX_STAMP_BYTES = 4_000_000
 HASH_LENGTH = 16
@@ -35,13 +35,14 @@ class ClaimTest:
         return {"question": self.question, "pairs": sorted(self.pairs)}
 
 
-def find_earlier_claim_tests(output: Path) -> set[ClaimTest]:
-    """Return the tests in the stamp files of a report's folder and of its sibling folders."""
-    claim_tests = set(read_claim_tests(output))
-    with suppress(OSError), os.scandir(output.parent) as entries:
-        for entry in islice(entries, MAX_FOLDERS):
-            if len(claim_tests) < MAX_TESTS and is_directory(entry):
-                claim_tests |= set(read_claim_tests(Path(entry.path)))
+def find_earlier_claim_tests(folders: Iterable[Path]) -> set[ClaimTest]:
+    """Return the tests in the stamp files of the reports directly inside these folders."""
+    claim_tests = set[ClaimTest]()
+    for folder in folders:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in islice(entries, MAX_FOLDERS):
+                if len(claim_tests) < MAX_TESTS and is_directory(entry):
+                    claim_tests |= set(read_claim_tests(Path(entry.path)))
     return claim_tests
 
 

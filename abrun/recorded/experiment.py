@@ -185,7 +185,6 @@ class RecordedExperiment:
         Reason, ...
     ] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # the trainer's metric name -> abrun's name
-    request_sha256: str = ""  # of sources and options, for runs that abrun did not launch
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
     versions_differ: bool = False  # declared: the treatment is a change of Python or package versions
     regression: bool = False  # the baseline is a reference; versions and devices may differ

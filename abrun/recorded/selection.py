@@ -56,6 +56,14 @@ class ReadingOptions:
         }
         return {option: value for option, value in options.items() if value is not None}
 
+    def to_words(self) -> list[str]:
+        """Return these options as words of a command line."""
+        values: dict[str, tuple[str, ...]] = {option: (text,) for option, text in self.given_options.items()}
+        values |= {"--alias": self.aliases, "--exclude": self.exclude, "--versions-differ": ()}
+        words = [word for option, texts in values.items() for text in texts for word in (option, text)]
+        flags = {"--versions-differ": self.versions_differ, "--unpaired": self.unpaired}
+        return [*words, *(flag for flag, is_given in flags.items() if is_given)]
+
     def refuse_reading_options(self, directory: Path) -> None:
         """Raise ComparisonError for any of these options: none applies to an experiment of abrun's."""
         for option, value in self.given_options.items():

@@ -4,10 +4,10 @@ Sources -> Experiment -> validity, guards, evidence -> verdict -> plots and repo
 loads numpy and scipy, so the command line imports it only to compare.
 """
 
-import hashlib
 import os
+import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -20,27 +20,22 @@ from abrun.extras import missing_package
 from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim, Compare
+from abrun.recipe.claims import Claim, Compare, claim_option
 from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
 from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
-from abrun.regular_files import exists, is_file
+from abrun.regular_files import exists
 from abrun.report.next_step import NextStep, next_steps
-from abrun.report.write import FORMATS, choose_report_folder, render_terminal, writable_formats, write_report
+from abrun.report.write import FORMATS, render_terminal, writable_formats, write_report
+from abrun.runs.layout import REPORT, VERDICT
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
-from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, read_verdict, tested_arms
+from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, tested_arms
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-# Folders of reports in the directory of an experiment.
-REPORT, REPORT_AGAINST_REFERENCE = "report", "report-against-reference"
-# Suffix, followed by the hash of the comparison, if options change the declared comparison. The report of the
-# declared one stays.
-POST_HOC = "-post-hoc-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +44,8 @@ class Comparison:
 
     content: VerdictFile
     arms: list[ArmVerdict]
-    files: list[Path]
+    files: list[Path]  # of the report; none if no folder was given
     next_steps: list[NextStep]
-    declared: Path | None = None  # folder of the report on the declared comparison, if this one is post hoc
 
     @property
     def verdict(self) -> Verdict:
@@ -67,7 +61,7 @@ class Comparison:
 
     def summary(self) -> "RenderableType":
         """Return the verdict, its reasons, the evidence and the files, for a terminal."""
-        return render_terminal(self.content, self.files, self.next_steps, self.declared)
+        return render_terminal(self.content, self.files, self.next_steps)
 
 
 class CompareOptions(TypedDict, total=False):
@@ -85,7 +79,7 @@ class CompareOptions(TypedDict, total=False):
 def compare_sources(
     sources: Sequence[str], reading: ReadingOptions, **options: Unpack[CompareOptions]
 ) -> Comparison:
-    """Read runs from wherever they are, judge them, and write the report; see `compare_contents`."""
+    """Read runs from wherever they are and judge them; see `compare_contents`."""
     return compare_contents(read_sources(sources, reading), **options)
 
 
@@ -100,69 +94,63 @@ def compare_contents(
     formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
-    """Judge runs that have been read, and write the report.
+    """Judge runs that have been read, and write the report into the folder `output`, if given.
 
     With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
     by the claims of the reference; an experiment with several arms requires `arm`. `claims` replace the
-    declared claims. By default the report of a stored experiment goes into its directory, into a folder of
-    its own if the options change the declared comparison; for other runs see `choose_report_folder`. The
-    report names the `command` that made it. Raise StoreError or ComparisonError for runs that cannot be
-    read.
+    declared claims. The report names the `command` that made it. Raise StoreError or ComparisonError for
+    runs that cannot be read, or a folder that must stay as it is.
     """
     directory, reading = contents.directory, contents.reading
     experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
-    folder = REPORT
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
-        has_several_arms = len(experiment.arms) > 1
-        if arm is None and has_several_arms:
+        if arm is None and len(experiment.arms) > 1:
             raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
         experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
-        folder = f"{REPORT_AGAINST_REFERENCE}-{arm}" if has_several_arms else REPORT_AGAINST_REFERENCE
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
     experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
-    claims = sorted(experiment.compare.claims, key=str)  # in whatever order they were given
-    compare_sha256 = compare_hash(experiment.compare.model_copy(update={"claims": claims}))
-    if directory is None:
-        source_names = [*contents.sources, *([str(reference)] if reference else [])]
-        reading_options = [*map(str, reading.given_options.items()), str(arm), compare_sha256]
-        experiment = replace(
-            experiment, request_sha256=_sha256([*map(os.path.abspath, source_names), *reading_options])
-        )
-    default_folder = directory / folder if directory else choose_report_folder(experiment)
-    declared_folder = None
-    if directory and _find_change(experiment.compare, declared):
-        declared_folder, default_folder = (
-            default_folder,
-            default_folder.with_name(f"{folder}{POST_HOC}{compare_sha256[:8]}"),
-        )
-    if output is None and default_folder.is_symlink():  # a stranger's could lead anywhere
-        raise ComparisonError(Code.REPORT_IS_LINK(folder=default_folder))
-    comparison = compare(
-        experiment, declared=declared, output=output or default_folder, formats=formats, command=command
-    )
-    has_declared_report = (
-        declared_folder is not None and output is None and exists(declared_folder / "verdict.json")
-    )
-    return replace(comparison, declared=declared_folder if has_declared_report else None)
+    if directory is None and command is None:
+        command = _make_command(contents, claims, reference, arm, step_one=step_one)
+    if output is not None and directory is not None:
+        is_declared = reference is None and not _find_change(experiment.compare, declared)
+        _refuse_folder(output, directory, is_declared=is_declared)
+    return compare(experiment, declared=declared, output=output, formats=formats, command=command)
 
 
-def _sha256(lines: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+def _make_command(
+    contents: SourceContents,
+    claims: Sequence[Claim] | None,
+    reference: Path | None,
+    arm: str | None,
+    *,
+    step_one: bool,
+) -> str:
+    """Return the command line of a comparison that was made from Python."""
+    words = ["abrun", "compare", *contents.sources, *contents.reading.to_words()]
+    for claim in claims or ():
+        words += ["--claim", claim_option(claim)]
+    words += [] if reference is None else ["--reference", str(reference)]
+    words += [] if arm is None else ["--arm", arm]
+    return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
 
 
-def read_last_verdict(experiment_dir: Path) -> Verdict | None:
-    """Return the verdict of the report in an experiment's directory; None if there is no report."""
-    for folder in (REPORT, REPORT_AGAINST_REFERENCE):
-        path = experiment_dir / folder / "verdict.json"
-        if is_file(path):
-            return read_verdict(path)
-    return None
+def _refuse_folder(output: Path, experiment_dir: Path, *, is_declared: bool) -> None:
+    """Raise ComparisonError for a folder of the experiment that this comparison must not write.
+
+    A link could be someone else's and lead anywhere; the declared comparison's report is not replaced.
+    """
+    if os.path.realpath(output.parent) != os.path.realpath(experiment_dir):
+        return
+    if output.is_symlink():
+        raise ComparisonError(Code.REPORT_IS_LINK(folder=output))
+    if output.name == REPORT and not is_declared and exists(output / VERDICT):
+        raise ComparisonError(Code.REPORT_OF_DECLARED(folder=output))
 
 
 # Values that overflow are judged as infinite.
@@ -170,20 +158,20 @@ def read_last_verdict(experiment_dir: Path) -> Verdict | None:
 def compare(
     experiment: RecordedExperiment,
     *,
-    output: Path,
+    output: Path | None = None,
     declared: Compare | None = None,
     formats: Collection[str] | None = None,
     command: str | None = None,
 ) -> Comparison:
-    """Judge every treatment against the baseline, and write the report.
+    """Judge every treatment against the baseline, and write the report into the folder `output`, if given.
 
-    `declared` is the comparison before `with_options` changed it. Raise ComparisonError if there is nothing
-    to compare.
+    `declared` is the comparison before `with_options` changed it. `formats`: of the report's files, by
+    default all that the installed packages can write. Raise ComparisonError if there is nothing to compare.
     """
     formats = writable_formats() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--format", got=repr(unknown[0]), allowed=FORMATS))
+        raise ComparisonError(Code.NOT_ALLOWED(field="formats", got=repr(unknown[0]), allowed=FORMATS))
     if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
@@ -192,9 +180,12 @@ def compare(
         raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
     arms = judge(experiment, experiment.compare.claims)
     post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
-    content = build_verdict_file(experiment, arms, post_hoc_reason, find_earlier_claim_tests(output))
+    earlier = find_earlier_claim_tests(
+        {experiment.directory or Path(), *([output.parent] if output is not None else [])}
+    )
+    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier)
     readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
-    files = write_report(experiment, content, output, formats, command, readings)
+    files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 

@@ -31,9 +31,8 @@ class Context:
 
 
 def verdict_title(content: VerdictFile) -> str:
-    """Return the verdict, or DESCRIPTION if no claim was declared or could be tested."""
-    is_description = content.descriptions and content.verdict == "INCONCLUSIVE"
-    return "DESCRIPTION" if is_description else content.verdict
+    """Return the verdict, or DESCRIPTION if no claim was made."""
+    return "DESCRIPTION" if content.is_description else content.verdict
 
 
 def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:

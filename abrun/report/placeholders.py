@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from abrun.recorded.experiment import RecordedExperiment
@@ -64,7 +64,10 @@ def relative_folder(directory: Path) -> str:
 
 
 def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> str:
-    """Return the recipe and options of the typed launch, or the experiment's folder, which stores them."""
+    """Return the recipe and options of the typed launch, or the experiment's folder, which stores them.
+
+    A value that the command sets itself is left out of the typed options.
+    """
     launch_words = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
     typed_recipe = [word for word in launch_words[:1] if not word.startswith("-")]
     typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
@@ -72,11 +75,32 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     arguments = typed_recipe or [str(path)]
     starts_runs = command.split()[1] in LAUNCH_COMMANDS
     if typed_recipe:
-        seeds = ["--seeds"] * (starts_runs and " --seeds " not in command)
-        arguments += _split_options(launch_words, ["--set", *seeds, *(["--launcher"] * starts_runs)])[0]
+        options = ["--launcher", *["--seeds"] * (" --seeds " not in command)] if starts_runs else []
+        kept = _split_options(launch_words, options)[0]
+        has_seeds = any("--seeds" in text for text in (command, *kept))
+        arguments += _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept
     if starts_runs and path.parent != RUNS_DIR:
         arguments += ["--runs-dir", str(path.parent)]
     return shlex.join(arguments)
+
+
+def _set_keys(command: str) -> list[str]:
+    """Return the dotted keys of a command's --set options."""
+    words = shlex.split(command)
+    return [value.partition("=")[0] for word, value in pairwise(words) if word == "--set"]
+
+
+def _typed_overrides(launch_words: Sequence[str], replaced_keys: Sequence[str]) -> list[str]:
+    """Return the typed --set options: the last one of each key, and none at or below the replaced keys."""
+    words = iter(_split_options(launch_words, ["--set"])[0])
+    texts = [next(words, "") if word == "--set" else word.partition("=")[2] for word in words]
+    values = {text.partition("=")[0]: text for text in texts}
+    return [
+        word
+        for key, text in values.items()
+        if not any(f"{key}.".startswith(f"{replaced}.") for replaced in replaced_keys)
+        for word in ("--set", text)
+    ]
 
 
 def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,13 +5,13 @@ The same runs give the same bytes: no file has the date of the report.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
+from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
     bound_text,
     certified_text,
@@ -33,7 +33,8 @@ from abrun.report.context import Context, make_context, verdict_title
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
-from abrun.runs.files import read_json, write_file, write_json
+from abrun.runs.files import write_file, write_json
+from abrun.runs.layout import VERDICT
 from abrun.verdict.description import Description
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
@@ -76,10 +77,8 @@ def write_report(
     Everything is computed from the runs: files already in the folder may be someone else's. The stamp file
     keeps the `readings` of this report and of earlier ones in the folder.
     """
-    if not formats:
-        return []
     report_context = make_context(experiment, content, command)
-    verdict, page, report = files = [output / name for name in ("verdict.json", PAGE, "report.md")]
+    verdict, page, report = files = [output / name for name in (VERDICT, PAGE, "report.md")]
     images = [form for form in FIGURE_FORMATS if form in formats]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -90,7 +89,7 @@ def write_report(
 
             write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
         history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
-        write_json(output / STAMP_FILE, {"asked": experiment.request_sha256, "readings": history})
+        write_json(output / STAMP_FILE, {"readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -104,19 +103,6 @@ def write_report(
         raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=reason)) from None
     written = zip(("json", "html", "markdown"), files, strict=True)
     return [*(path for form, path in written if form in formats), *figures]
-
-
-def choose_report_folder(experiment: RecordedExperiment) -> Path:
-    """Return the report folder for runs that abrun did not launch: `<name>-report`.
-
-    If that folder has the report of another comparison, a hash is appended.
-    """
-    folder = Path(f"{make_slug(experiment.name)}-report")
-    with suppress(StoreError):
-        existing_sha256 = read_json(folder / STAMP_FILE).get("asked", experiment.request_sha256)
-        if existing_sha256 != experiment.request_sha256:
-            return Path(f"{folder}-{experiment.request_sha256[:8]}")
-    return folder
 
 
 def _draw_claims(
@@ -338,15 +324,9 @@ def outcome_text(claim: ClaimResult) -> str:
 
 
 def render_terminal(
-    content: VerdictFile,
-    files: Sequence[Path],
-    next_steps: Sequence[NextStep],
-    declared: Path | None = None,
+    content: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
 ) -> "RenderableType":
-    """Return the verdict, its reasons, the table of claims, the evidence, next steps and files.
-
-    `declared`: the report of what was declared at launch, where this one is post hoc and leaves it as it is.
-    """
+    """Return the verdict, its reasons, the table of claims, the evidence, next steps and files."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -366,11 +346,9 @@ def render_terminal(
         renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
     for table in tables:
         renderables += [table.to_rich(padding=(0, 1)), Text("")]
+    not_tested = summarize_not_tested(content.not_tested) + ("" if files else ": -o FOLDER")
     facts = [
-        (
-            label,
-            "\n".join(map(display_safe, sentences(content.not_tested) if label == "not tested" else [text])),
-        )
+        (label, display_safe(not_tested if label == "not tested" else text))
         for label, text in evidence_lines(content)
     ]
     facts += [("next", display_safe(f"{step.text}: {step.command}")) for step in next_steps]
@@ -382,6 +360,4 @@ def render_terminal(
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))
-        if declared:
-            renderables.append(Text(f"        the report on the declared comparison stays in {declared}"))
     return Group(*renderables)

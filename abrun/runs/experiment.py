@@ -1,8 +1,9 @@
 """An experiment's directory: its plan, its declared comparison and the state of its runs."""
 
 import contextlib
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from pydantic import Field
 
 from abrun.errors import StoreError
 from abrun.reasons import Code
-from abrun.regular_files import is_directory, is_file
+from abrun.regular_files import exists, is_directory, is_file
 from abrun.runs.access import UnreadableError, require_access
 from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
@@ -21,6 +22,8 @@ from abrun.runs.schemas import Count, Items, checked
 
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
+MAX_LISTED = 8  # experiments in a message
+RECIPE_SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +100,7 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
             raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
-        experiment_names = [path.name for path in list_experiments(experiment_dir.parent)]
-        remedy = f"available: {', '.join(experiment_names)}" if experiment_names else "launch a recipe first"
+        remedy = _suggest_experiments(experiment_dir)
         raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=remedy))
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
@@ -120,10 +122,58 @@ def write_diff(experiment_dir: Path, changes: str, diff: str) -> str:
 
 
 def find_experiment(experiment: str, runs_dir: Path) -> Path:
-    """Return the directory of an experiment given as a path or a name. It need not exist."""
+    """Return the directory of an experiment given as a name under `runs_dir`, or as a path.
+
+    It need not exist: `open_experiment` raises an error with the closest name.
+    """
     dir_by_name, path = runs_dir / experiment, Path(experiment)
     existing_dir = next((directory for directory in (dir_by_name, path) if is_experiment(directory)), None)
-    return existing_dir or (path if "/" in experiment else dir_by_name)
+    return existing_dir or (path if len(path.parts) > 1 else dir_by_name)
+
+
+def find_run(run: str, runs_dir: Path) -> Path:
+    """Return the directory of a run given as EXPERIMENT/ARM/seed-N under `runs_dir`, or as a path.
+
+    It need not exist. Raises StoreError if it does not, and a similar path does.
+    """
+    dir_by_name, path = runs_dir / run, Path(run)
+    if is_directory(dir_by_name) or is_directory(path):
+        return dir_by_name if is_directory(dir_by_name) else path
+    if closest := suggest_path(dir_by_name) or suggest_path(path):
+        hint = f"did you mean {closest}?"
+        raise StoreError(Code.PATH_MISSING(path=run, problem="no such run", remedy=hint))
+    return path
+
+
+def suggest_path(path: Path, accepts: Callable[[Path], bool] = is_directory) -> Path | None:
+    """Return the existing path whose parts are closest to those of a missing one; None if none is close.
+
+    `accepts`: whether a path may be suggested.
+    """
+    closest = Path(path.anchor)
+    for number, part in enumerate(path.parts[len(closest.parts) :], len(closest.parts) + 1):
+        is_last, folder = number == len(path.parts), closest
+        closest = folder / part
+        if exists(closest) and not is_last:
+            continue
+        names: dict[str, str] = {}  # by what is compared: the ending of recipes makes all of them similar
+        with contextlib.suppress(OSError):
+            entries = [entry for entry in folder.iterdir() if not is_last or accepts(entry)]
+            names = {entry.name.removesuffix(RECIPE_SUFFIX): entry.name for entry in entries}
+        matches = difflib.get_close_matches(part.removesuffix(RECIPE_SUFFIX), names, n=1)
+        if not matches:
+            return None
+        closest = folder / names[matches[0]]
+    return closest
+
+
+def _suggest_experiments(experiment_dir: Path) -> str:
+    closest = suggest_path(experiment_dir, is_experiment)
+    if closest is not None:
+        return f"did you mean {closest}?"
+    names = [path.name for path in list_experiments(experiment_dir.parent)]
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return f"available: {', '.join(names[:MAX_LISTED])}{more}" if names else "launch a recipe first"
 
 
 def planned_runs(experiment_dir: Path) -> list[RunName]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # names of experiments and arms, which are folders
 
+REPORT, VERDICT = "report", "verdict.json"  # folder of an experiment's report, and the verdict in it
 EXPERIMENT = "experiment.json"  # in an experiment's directory; the files below are in a run's
 CONFIG = "config.json"
 ATTEMPTS = "attempts"

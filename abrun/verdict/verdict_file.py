@@ -11,7 +11,7 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened
-from abrun.runs.files import read_as, read_json
+from abrun.runs.files import read_json
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
 from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence
@@ -36,6 +36,7 @@ _EVIDENCE = (
 )
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
+_WITHOUT_CLAIM = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)  # reasons of a description
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -56,7 +57,7 @@ class VerdictFile:
     experiment: str
     baseline: str
     verdict: Verdict
-    exit_code: int  # 0 MATCH, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
+    exit_code: int  # 0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
     reasons: list[Reason]  # why, claim by claim
     post_hoc: bool  # claims or options were not declared before the runs
     num_pairs: int  # pairs compared
@@ -78,6 +79,11 @@ class VerdictFile:
     environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
+
+    @property
+    def is_description(self) -> bool:
+        """True if no claim was made, so that the report only describes the arms."""
+        return self.verdict == "INCONCLUSIVE" and self.exit_code == 0
 
 
 def build_verdict_file(
@@ -105,12 +111,13 @@ def build_verdict_file(
     ]
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
+    has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
         baseline=experiment.baseline,
         verdict=verdict,
-        exit_code=EXIT_CODES[verdict],
+        exit_code=0 if verdict == "INCONCLUSIVE" and has_no_claim else EXIT_CODES[verdict],
         reasons=[
             *reasons,
             *experiment.left_out,
@@ -251,18 +258,6 @@ def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
     codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
     notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
     return {**content, "note_codes": records.encode_reasons(notes)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _VerdictOnly:
-    """The field of verdict.json that is the same in every schema version."""
-
-    verdict: Verdict
-
-
-def read_verdict(path: Path) -> Verdict:
-    """Read only the verdict, from a file of any schema version. Raises StoreError."""
-    return read_as(_VerdictOnly, path).verdict
 
 
 def json_schema() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from abrun.redaction import display_safe
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import inaccessible_folders, list_experiments, planned_runs, read_run_state
 from abrun.runs.lock import describe_launcher
+from abrun.runs.reported import ReportedVerdict, read_reported_verdict
 from abrun.watch.activity import describe_activity
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
 
@@ -32,6 +33,8 @@ class Overview:
     runs: dict[str, int]  # status -> number of runs
     step: int  # summed over all runs
     num_steps: int  # summed over all runs
+    verdict: str | None  # of its report; DESCRIPTION without a claim; None: no report
+    is_verdict_old: bool  # a run started or finished after the report was written
     launched_by: str | None  # the launcher at work
 
 
@@ -60,6 +63,8 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
         except StoreError as error:
             problems.append(str(error))
             continue
+        reported, problem = _read_verdict(experiment_dir)
+        problems += problem
         num_steps_done = sum(
             state.num_steps if state.status == "finished" else state.step for state in states
         )
@@ -69,6 +74,8 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
                 runs=dict(Counter(state.status for state in states)),
                 step=num_steps_done,
                 num_steps=sum(state.num_steps for state in states),
+                verdict=reported and reported.verdict,
+                is_verdict_old=reported is not None and reported.is_older_than(states),
                 launched_by=describe_launcher(experiment_dir),
             )
         )
@@ -81,6 +88,14 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
     return overviews, [*problems, *map(str, unreachable)]
 
 
+def _read_verdict(experiment_dir: Path) -> tuple[ReportedVerdict | None, list[str]]:
+    """Return the verdict in an experiment's report, if it can be read, and why it cannot."""
+    try:
+        return read_reported_verdict(experiment_dir), []
+    except StoreError as error:
+        return None, [str(error)]
+
+
 def render_experiments(
     runs_dir: Path, find_jobs: FindJobStates = lambda experiment_dir: None
 ) -> RenderableType:
@@ -91,11 +106,12 @@ def render_experiments(
             overview.experiment,
             ", ".join(f"{count} {status}" for status, count in overview.runs.items()),
             f"{overview.step}/{overview.num_steps}",
+            (overview.verdict or "-") + " (old)" * overview.is_verdict_old,
             overview.launched_by or "",
         )
         for overview in overviews
     ]
-    table = Table(columns("experiment", "runs", "steps", "launched by"), rows)
+    table = Table(columns("experiment", "runs", "steps", "verdict", "launched by"), rows)
     problem_lines = [Text(display_safe(line), style="red") for line in problems]
     return (
         Group(table, *problem_lines)
@@ -116,9 +132,12 @@ def status_json(
             "notes": problems,
         }
     runs = ExperimentReader(experiment_dir, find_jobs).read()
+    reported, _ = _read_verdict(experiment_dir)
     return {
         "experiment": experiment_dir.name,
         "directory": str(experiment_dir),
+        "verdict": reported and reported.verdict,
+        "is_verdict_old": reported is not None and reported.is_older_than([run.state for run in runs]),
         "launched_by": describe_launcher(experiment_dir),
         "time_left_s": estimate_time_left_s(runs),
         "runs": _runs_json(runs),

@@ -32,13 +32,13 @@ def add_case(name: str, build: Build) -> Build:
 
 
 def compare_command(*words: str) -> list[str]:
-    """A command line that compares and writes every report but figures, which take a second each."""
-    return ["compare", *words, "--format", "terminal,json,markdown,html"]
+    """A command line that compares and writes a report, without figures: they take a second each."""
+    return ["compare", *words, "--output", "report"]
 
 
 def compare_in_short(*words: str) -> list[str]:
-    """A command line that compares and writes no page."""
-    return ["compare", *words, "--format", "terminal,json,markdown"]
+    """A command line that compares, of whose report the page is not recorded."""
+    return ["compare", *words, "--output", "short"]
 
 
 def all_cases() -> dict[str, Build]:

@@ -93,7 +93,7 @@ def rows(experiment_dir: Path, arm: str) -> dict[int, dict[str, Any]]:
 def verdict(experiment_dir: Path) -> dict[str, Any]:
     report = experiment_dir / "report" / "verdict.json"
     if not report.exists():
-        abrun("compare", str(experiment_dir), "--allow-inconclusive")
+        abrun("compare", str(experiment_dir), "--allow-inconclusive", "--output", str(report.parent))
     content = json.loads(report.read_text())
     return {key: content[key] for key in ("verdict", "reasons", "num_pairs", "step_one", "divergence")}
 

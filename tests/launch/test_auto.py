@@ -233,7 +233,7 @@ def test_the_runs_get_what_was_decided_and_the_experiment_keeps_why(
     assert kept["recipe"]["policy"]["activation_checkpointing"] == "full"
     configs = [RunDir(run_dir(experiment_dir, name)).record().config for name in planned_runs(experiment_dir)]
     assert {config["policy"]["activation_checkpointing"] for config in configs} == {"full"}
-    comparison = compare_sources([str(experiment_dir)], ReadingOptions(), formats=[])
+    comparison = compare_sources([str(experiment_dir)], ReadingOptions())
     assert comparison.as_json()["notes"][0] == f"{CHECKPOINTING}: {why}"
 
     asked = predicts({})  # resumed with a seed more, it is what it was, whatever the memory is now

@@ -327,7 +327,7 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path, snapshot: Snapsh
         for seed in (0, 1):
             write(tmp_path, f"{arm}-s{seed}.csv", [0.1 * step + 0.01 * seed for step in range(1, last + 1)])
     claim = Claim(metric="train/reward", margin=0.5)
-    content = compare(with_options(load(tmp_path), [claim]), output=tmp_path / "report", formats=()).content
+    content = compare(with_options(load(tmp_path), [claim])).content
     assert content.verdict == "INVALID"
     missing = content.reasons[0]
     assert missing.code is Code.STEPS_MISSING and missing["runs"] == ["baseline/seed-0", "baseline/seed-1"]

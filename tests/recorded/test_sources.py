@@ -240,9 +240,7 @@ def test_unix_times_are_no_seeds(tmp_path: Path, layout: str) -> None:
         for seed in SEEDS:
             path = layout.format(arm=arm, time=1763632800 + 977 * seed)
             write_csv(tmp_path / "runs" / path, rows(arm, seed))
-    found = compare_sources(
-        [str(tmp_path / "runs")], ReadingOptions(), output=tmp_path / "report", formats=()
-    )
+    found = compare_sources([str(tmp_path / "runs")], ReadingOptions())
     arms = {arm.removesuffix("-m") for arm in (*found.content.arms, found.content.baseline)}
     assert not found.content.paired and arms == {"old", "new"}
 
@@ -282,7 +280,7 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
             for name, one in experiment.runs.items()
         }
         made = replace(experiment, runs=runs, compare=claims, versions_differ=versions_differ)
-        return compare(made, output=tmp_path / "report", formats=(), command=COMMAND)
+        return compare(made, command=COMMAND)
 
     found = run(versions_differ=False)
     assert found.verdict == "INVALID"

@@ -18,7 +18,7 @@ from abrun.report.context import Context, make_context
 from abrun.report.page import render_page
 from abrun.verdict.decide import judge
 from abrun.verdict.verdict_file import build_verdict_file
-from tests.report.test_page import experiment, hostile_page, learning
+from tests.report.test_page import experiment, foreign, hostile_page, learning
 from tests.verdict.verdicts import claim, verdict
 
 pytestmark = pytest.mark.slow
@@ -191,6 +191,15 @@ def test_a_description_opens_with_its_finding_and_a_curve_and_no_empty_section(o
         empty = {"claims", "step-one", "cost", "configuration", "final-weights"}
         assert not empty & set(page.locator("section").evaluate_all("all => all.map(one => one.id)"))
         assert "exit code" not in page.locator("main").inner_text()
+
+
+def test_without_a_deciding_claim_the_first_reason_is_the_finding(opened):
+    reasons = [foreign("a run failed"), foreign("a note")]
+    content = verdict([claim(result="not tested")], verdict="MISMATCH", reasons=reasons)
+    with opened(render_page(experiment(learning()), content)) as page:
+        assert page.locator(".finding").inner_text() == "a run failed"
+        assert page.locator(".reasons li").all_inner_texts() == ["a note"]
+        assert page.locator(".forest").count() == 0
 
 
 def test_a_command_is_copied(browser, tmp_path):

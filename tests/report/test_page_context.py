@@ -18,6 +18,7 @@ from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
 from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
+from abrun.report.placeholders import fill_placeholders
 from abrun.runs.samples import Sample, sample_row
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, write_experiment
@@ -80,9 +81,12 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert typed("abrun launch 'my/own a.yaml' --resume")[0] == "abrun faults run 'my/own a.yaml'"
     assert typed("abrun launch quickstart --jobs 2")[0] == "abrun faults run quickstart"
     set_so = "abrun launch quickstart --set seeds=[1] --name x --set=steps=9 --launcher slurm --seeds 0-3"
-    assert typed(set_so)[0] == (
-        "abrun faults run quickstart --set 'seeds=[1]' --set=steps=9 --launcher slurm --seeds 0-3"
-    )
+    assert typed(set_so)[0] == ("abrun faults run quickstart --set steps=9 --launcher slurm --seeds 0-3")
+    keys = "--set steps=9 --set compare.claims.0.margin=1 --set policy.seed=1 --set policy.seed=2"
+    suggested = "abrun launch RECIPE --set steps=80 --set 'compare={}' --name x"
+    assert fill_placeholders(
+        suggested, load_experiment(experiment_dir), f"abrun launch quickstart {keys}".split()
+    ) == suggested.replace("RECIPE", "quickstart --set policy.seed=2")
     own = load_experiment(experiment_dir)
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be injected in those

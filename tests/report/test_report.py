@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 
 from abrun.errors import ComparisonError
+from abrun.reasons import Code
 from abrun.recipe.claims import Claim
 from abrun.recorded.sources import ReadingOptions
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import compare, compare_sources, read_last_verdict
+from abrun.report.comparing import compare, compare_sources
 from abrun.report.write import unique_slugs
 from abrun.runs.rundir import RunDir
+from tests.reasons import refused
 from tests.verdict.simulate import fail
 
 TWO_CLAIMS = {
@@ -99,7 +101,7 @@ def test_brackets_in_messages_are_no_markup(simulated, judged):
 def test_only_asked_formats_are_written(simulated, judged):
     comparison = judged(simulated(), formats=("json",))
     assert [path.name for path in comparison.files] == ["verdict.json"]
-    with pytest.raises(ComparisonError, match="--format: got 'pdf'; allowed: json, html, markdown, png, svg"):
+    with pytest.raises(ComparisonError, match="formats: got 'pdf'; allowed: json, html, markdown, png, svg"):
         judged(simulated(), formats=("pdf",))
 
 
@@ -129,37 +131,31 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
     assert "https://wandb.ai/team/p/runs/a" in page and "javascript:alert" not in page
 
 
-def test_a_report_post_hoc_leaves_the_declared_one(simulated):
+def test_nothing_is_written_without_a_folder(simulated, tmp_path, monkeypatch):
     experiment_dir = simulated()
-    asked = [Claim(metric="train/reward", margin=0.5)]
-    narrower = [Claim(metric="train/reward", margin=0.4)]
-    other = [{"claims": asked}, {"claims": narrower}, {"step_one": False}]
-    other += [{"reading": ReadingOptions(unpaired=True)}, {"claims": asked + narrower}]
-    other += [{"claims": narrower + asked}, {"claims": asked}]
-    shown_first = shown(compare_sources([str(experiment_dir)], ReadingOptions(), formats=["json"]))
-    assert "declared comparison" not in shown_first
-    before = (experiment_dir / "report/verdict.json").read_bytes()
-    folders = []
-    for options in other:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    found = compare_sources([str(experiment_dir)], ReadingOptions())
+    assert found.files == [] and sorted(tmp_path.rglob("*")) == before
+    (line,) = [line for line in shown(found).splitlines() if line.startswith("not tested ")]
+    summary = "4 things (which bugs would be caught, rare failures, ...); listed in the report: -o FOLDER"
+    assert line.removeprefix("not tested").strip() == summary
+
+
+def test_a_report_post_hoc_does_not_replace_the_declared_one(simulated, tmp_path):
+    experiment_dir = simulated()
+    report, claims = experiment_dir / "report", [Claim(metric="train/reward", margin=0.5)]
+    compare_sources([str(experiment_dir)], ReadingOptions(), output=report, formats=["json"])
+    before = (report / "verdict.json").read_bytes()
+    post_hoc = [{"claims": claims}, {"step_one": False}, {"reading": ReadingOptions(unpaired=True)}]
+    for options in post_hoc:
         given = {"reading": ReadingOptions(), "formats": ["json"], **options}
-        found = compare_sources([str(experiment_dir)], **given)
-        assert found.content.post_hoc
-        (file,) = found.files
-        folders.append(file.parent)
-        assert (experiment_dir / "report/verdict.json").read_bytes() == before
-        last = " ".join(shown(found).split("report-post-hoc-")[-1].split())
-        assert f"the report on the declared comparison stays in {experiment_dir / 'report'}" in last
-    assert len({*folders}) == 5 and folders[-1] == folders[0]  # each has its own, which it replaces
-    assert folders[4] == folders[5]  # in whatever order
-    assert {folder.parent for folder in folders} == {experiment_dir}
-    assert read_last_verdict(experiment_dir) == "MATCH"
-    (experiment_dir / "report/verdict.json").unlink()  # as where faults alone were reported
-    assert "what was declared" not in shown(compare_sources([str(experiment_dir)], **given))
+        with refused(Code.REPORT_OF_DECLARED, folder=str(report)):
+            compare_sources([str(experiment_dir)], output=report, **given)
+        assert compare_sources([str(experiment_dir)], output=tmp_path / "other", **given).content.post_hoc
+    assert (report / "verdict.json").read_bytes() == before
     again = [Claim(metric="train/reward", window="last 20%", margin=0.02, transform="identity")]
-    found = compare_sources([str(experiment_dir)], ReadingOptions(), claims=again, formats=["json"])
-    assert found.files == [experiment_dir / "report/verdict.json"]
-    chosen = experiment_dir / "report"
     found = compare_sources(
-        [str(experiment_dir)], ReadingOptions(), claims=asked, formats=["json"], output=chosen
+        [str(experiment_dir)], ReadingOptions(), claims=again, formats=["json"], output=report
     )
-    assert found.files == [chosen / "verdict.json"] and "what was declared" not in shown(found)
+    assert found.files == [report / "verdict.json"]

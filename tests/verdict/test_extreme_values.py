@@ -63,8 +63,8 @@ def test_values_at_the_ends_of_float64_are_judged(tmp_path, monkeypatch, capsys,
     write_runs(tmp_path / "x", values, arms=arms)
     for claims, more in itertools.product(CLAIMS, ([], ["--unpaired"])):
         options = [word for claim in claims for word in ("--claim", claim)] + more
-        compared(monkeypatch, capsys, *options, "--format", "terminal,json")
-    compared(monkeypatch, capsys, *("--claim", CLAIMS[0][0]), "--format", "terminal,html,png,svg")
+        compared(monkeypatch, capsys, *options, "--json")
+    compared(monkeypatch, capsys, *("--claim", CLAIMS[0][0]), "--output", "report")
 
 
 def test_a_run_that_diverged_in_float64_is_a_mismatch_and_says_so(tmp_path, monkeypatch, capsys) -> None:

@@ -22,6 +22,7 @@ from tests.snapshot import Snapshot
 
 STEPS = 60
 CLAIM = "reward:last 20%:0.03"
+REPORT = Path("old-vs-new-report")
 
 
 def write_runs(folder: Path, seeds: range, shift: float = 0.0, noise: float = 0.03) -> None:
@@ -42,7 +43,7 @@ def write_runs(folder: Path, seeds: range, shift: float = 0.0, noise: float = 0.
                     rows.writerow([step + 1, learned + added + after * 0.01 * rng.standard_normal()])
 
 
-def compared(*arms: str, claim: str = CLAIM, output: Path | None = None, **reading: Any) -> Comparison:
+def compared(*arms: str, claim: str = CLAIM, output: Path = REPORT, **reading: Any) -> Comparison:
     arms = arms or ("r/old", "r/new")
     options = "".join(
         f" --{key} {','.join(map(str, value))}" if isinstance(value, tuple) else f" --{key}"
@@ -144,7 +145,7 @@ def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
     (here / "pipe").mkdir()
     os.mkfifo(here / "pipe/.report.json")
     (here / "folder/.report.json").mkdir(parents=True)
-    assert len(find_earlier_claim_tests(here / "old-vs-new-report")) <= 2 * MAX_TESTS
+    assert len(find_earlier_claim_tests([here])) <= 2 * MAX_TESTS
     assert not repeats(compared()) and json.loads(stamp.read_text())["readings"] == kept
 
 
@@ -191,7 +192,7 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     freeze_arm(experiment, "old", here / "old.json")
     for number in (3, 4, 5, 6, 7):
         (here / f"r/new/seed-{number}.csv").unlink()
-    found = compare_sources(("r/new",), ReadingOptions(), reference=here / "old.json", formats=("json",))
+    found = compare_sources(("r/new",), ReadingOptions(), reference=here / "old.json")
     assert found.verdict == "INCONCLUSIVE"
     (step,) = found.next_steps
     assert step.reason == Code.OTHER_SEEDS_ALONE(seeds_left=[3, 4, 5, 6, 7]) and step.command.endswith(

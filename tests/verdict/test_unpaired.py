@@ -55,7 +55,8 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     found = compared(*arms, margin=margin)
     (claim,) = found.content.claims
     assert (found.verdict, found.exit_code, claim.result) == ("MATCH", 0, "equivalent")
-    assert [step.command for step in found.next_steps] == ["abrun compare RUNS --seeds 9-12"]
+    again = f"abrun compare {arms[0]} {arms[1]} --unpaired --claim 'train/reward:last 20%:{margin}'"
+    assert [step.command for step in found.next_steps] == [f"{again} --seeds 9-12"]
     assert claim.claim.test == ("Welch sigma test" if "sigma" in margin else "Welch TOST")
     assert (claim.claim.num_runs, claim.claim.num_pairs, claim.estimate.differences) == ((5, 4), 0, ())
     reason = found.content.reasons[0]

@@ -11,6 +11,7 @@ from abrun.experiment.plan import make_draft
 from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, load_recipe
 from abrun.regular_files import exists, is_directory, is_file
+from abrun.runs.experiment import find_experiment, is_experiment, list_experiments
 
 PACKAGE = Path(__file__).parents[2]
 RECIPE_GROUPS = ("laptop", "GPUs", "another trainer")
@@ -51,19 +52,26 @@ def recipe_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipes_folder().rglob("*.yaml"))}
 
 
-def find_recipe(path: Path) -> Path:
-    """Return the path of a recipe: a file, or a built-in recipe by name.
+def find_recipe(path: Path, runs_dir: Path = Path("runs")) -> Path:
+    """Return the path of a recipe: a file, a built-in recipe by name, or an experiment by path or name.
 
-    Raises RecipeError, with the closest name, if it is neither.
+    Raises RecipeError, with the closest name, if it is none of them. A missing file is left to its reader.
     """
     name, shipped = str(path), recipe_files()
-    if name in shipped and not is_file(path):
+    if is_file(path):
+        return path
+    if name in shipped:
         return shipped[name]
+    experiment_dir = find_experiment(name, runs_dir)
+    if is_experiment(experiment_dir):
+        return experiment_dir
     if exists(path) or path.is_symlink() or path.suffix in (".yaml", ".yml") or "/" in name:
         return path
-    local_file = [f"{name}.yaml"] * is_file(Path(f"{name}.yaml"))
-    close = local_file or difflib.get_close_matches(name, shipped, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "run abrun recipes for the built-in ones"
+    names = {name: name for name in shipped}
+    names |= {directory.name: str(directory) for directory in list_experiments(runs_dir)}
+    names |= {file.stem: file.name for file in sorted(Path().glob("*.yaml"))}
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {names[close[0]]!r}?" if close else "run abrun recipes for the built-in ones"
     raise RecipeError(Code.NO_SUCH_RECIPE(got=name, hint=hint))
 
 

@@ -20,6 +20,7 @@ from abrun.recipe.experiment import ExperimentDeclaration, parse_stored_recipe
 from abrun.recipe.launcher import ManifestSettings
 from abrun.recipe.run import RunConfig
 from abrun.redaction import shortened
+from abrun.runs.layout import REPORT
 
 RECIPE_VARIABLE = "ABRUN_RECIPE"
 # The first node of a run listens here. Runs do not share nodes.
@@ -71,9 +72,8 @@ class ExportedPlan:
 
     def compare_script(self) -> str:
         """Return the script that compares the runs."""
-        return self._script(
-            shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", self.directory])
-        )
+        sources = [self.directory, "--output", f"{self.directory}/{REPORT}"]
+        return self._script(shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", *sources]))
 
     def _script(self, command: str) -> str:
         return "\n".join([*self.settings.setup, f"exec {command}", ""])

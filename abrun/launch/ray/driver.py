@@ -32,6 +32,7 @@ from abrun.recipe.refusals import validated
 from abrun.regular_files import is_directory
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import open_log
+from abrun.runs.layout import REPORT
 from abrun.runs.lock import Lease, LockedError
 
 LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
@@ -84,7 +85,8 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
     if stopped_by is None and submitted.get("compare"):
         with open_log(experiment_dir / record.FOLDER / COMPARE_LOG) as output:
             output.truncate(0)
-            argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
+            sources = [str(experiment_dir), "--output", str(experiment_dir / REPORT)]
+            argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", *sources]
             subprocess.run(argv, stdout=output, stderr=subprocess.STDOUT, check=False)
     say(f"{job} ends{f' after signal {stopped_by}' if stopped_by else ''}")
     return 0 if all(queued_job.status == "finished" for queued_job in queue.jobs) else 1

@@ -15,6 +15,7 @@ from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import read_json_or_empty, write_json
+from abrun.runs.layout import REPORT
 from abrun.runs.records import Git
 from abrun.runs.schemas import Flag, Items, Texts, checked
 
@@ -115,7 +116,8 @@ def render_compare(experiment_dir: Path, settings: Slurm) -> str:
     """Return the text of the job that compares the arms once all others have ended."""
     options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
     options.append(f"--output={_log_pattern(experiment_dir, 'compare')}.log")
-    argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir)]
+    report = str(experiment_dir / REPORT)
+    argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir), "--output", report]
     return _render_lines(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
 
 

@@ -24,24 +24,25 @@ const scoreText = ({ difference, score, varies }) => {
   return varies ? number(score, 2) : difference === 0 ? "0" : "no spread";
 };
 
-function seedsText(cell) {
-  if (!cell.seeds) return null;
-  return muted(`${cell.difference < 0 ? "lower" : "higher"} in ${cell.seeds[0]} of ${cell.seeds[1]} seeds`);
+function seedsText({ difference, seeds }) {
+  if (!seeds) return null;
+  return muted(`${difference < 0 ? "lower" : "higher"} in ${seeds[0]} of ${seeds[1]} seeds`);
 }
 
 function metricsSection() {
   const rows = report.metric_rows.filter((row) => row.metric >= report.num_claimed);
   if (!rows.length) return null;
   const cell = (label, ...parts) => el("span", { class: "cell", "data-label": label }, ...parts);
-  const change = (found) => (found ? signed(found.difference, 3) : "");
+  const change = (comparison) => (comparison ? signed(comparison.difference, 3) : "");
+  const shares = (comparison) => muted(`${change(comparison)}, ${scoreText(comparison)}${comparison.varies ? " sd" : ""}`);
   const cells = (row) => {
-    const found = treatments.map((_, at) => row.arms.find((one) => one.arm === at + 1));
-    const levels = found.map((one, at) =>
-      cell(treatments[at], one ? number(one.level) : "\u2013", several && one ? muted(`${change(one)}, ${scoreText(one)}${one.varies ? " sd" : ""}`) : null),
+    const comparisons = treatments.map((_, at) => row.arms.find(({ arm }) => arm === at + 1));
+    const levels = comparisons.map((comparison, at) =>
+      cell(treatments[at], number(comparison?.level), several && comparison ? shares(comparison) : null),
     );
-    const [only] = found;
-    const own = [cell("difference", change(only), only ? seedsText(only) : null), cell("/ sd", only ? scoreText(only) : "")];
-    return [cell(baselineName(), number(row.baseline)), ...levels, ...(several ? [] : own)];
+    const [only] = comparisons;
+    const single = [cell("difference", change(only), only ? seedsText(only) : null), cell("/ sd", only ? scoreText(only) : "")];
+    return [cell(baselineName(), number(row.baseline)), ...levels, ...(several ? [] : single)];
   };
   const titles = [baselineName(), ...treatments, ...(several ? [] : ["difference", "difference / sd"])];
   const columns = `minmax(170px, 2fr) ${SMALL.width}px repeat(${titles.length}, minmax(76px, 1fr))`;

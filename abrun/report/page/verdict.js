@@ -17,13 +17,15 @@ const isDescription = verdictName === "DESCRIPTION";
 function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
   const skippedStepOne = content.verdict === "MATCH" && !(content.step_one || []).length;
-  const oneRunPerArm = isDescription && content.descriptions.every((description) => !description.interval);
+  const described = isDescription ? content.descriptions : [];
+  const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
   const meaning = oneRunPerArm
     ? "One run per arm: descriptive statistics, no test."
     : `${outcome}${skippedStepOne ? " Step one was not checked." : ""}`;
-  // The first reason of a description is its finding.
-  const reasons = (content.reasons || []).slice(isDescription ? 1 : 0);
+  const [firstReason, ...otherReasons] = content.reasons || [];
   const headline = isDescription ? describedFinding() : finding();
+  // The first reason of a description is its finding; without a deciding claim it is the headline.
+  const reasons = isDescription || !headline ? otherReasons : content.reasons;
   return el(
     "section",
     { class: `banner ${verdictName}`, "aria-label": "Verdict" },
@@ -36,7 +38,7 @@ function verdictCard() {
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
       content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
     ),
-    headline ? el("p", { class: "finding" }, headline) : null,
+    headline || firstReason ? el("p", { class: "finding" }, headline || firstReason) : null,
     el("p", { class: "meaning" }, meaning),
     armsTable(),
     drawnClaims().length <= MAX_INTERVALS ? forest() : null,
@@ -54,7 +56,7 @@ const seedsAgreeing = (detected) =>
 
 function describedFinding() {
   const [row] = content.descriptions;
-  if (!row.detected) return [content.reasons[0]];
+  if (!row || !row.detected) return null;
   return [
     el("b", {}, `${row.metric} is ${number(Math.abs(row.difference), 3)} ${row.detected.direction} in ${row.arm}`),
     `: ${number(row.treatment)} against ${number(row.baseline)} in ${baselineName()}; ${seedsAgreeing(row.detected)}.`,
@@ -172,7 +174,9 @@ function facts() {
 // --- all claims on one scale: each interval in units of its own margin ---
 
 const drawnClaims = () =>
-  (content.claims || []).filter((claim) => claim.margin > 0 && claim.interval?.every(Number.isFinite));
+  (content.claims || []).filter(
+    (claim) => claim.margin > 0 && claim.interval?.every(Number.isFinite) && claim.result !== "not tested",
+  );
 
 const beyondText = (mean) => {
   const size = `${number(Math.abs(mean), 2)} margins`;

@@ -47,17 +47,8 @@ def _shipped(path: Path) -> Callable[[Path], Commands]:
         reference = json.loads(path.read_text())
         _write_runs(reference, folder / "same", lambda metric, step, value: value)
         _write_runs(reference, folder / "moved", _moved)
-        yield compare_in_short("same", "--reference", "reference.json", "--output", "report")
-        yield [
-            "compare",
-            "moved",
-            "--reference",
-            "reference.json",
-            "--output",
-            "moved-report",
-            "--format",
-            "terminal",
-        ]
+        yield compare_in_short("same", "--reference", "reference.json")
+        yield ["compare", "moved", "--reference", "reference.json"]
 
     return build
 

@@ -8,25 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden.case import add_case, case, compare_command
+from tests.golden.case import add_case, case, compare_command, compare_in_short
 from tests.logs import layouts
 from tests.logs.layouts import ARMS, Rows, every_run, rows, write_csv, write_jsonl
 from tests.verdict.test_unpaired import write as write_independent
 
 Commands = Iterator[Sequence[str]]
 CLAIM = ["--claim", "train/reward:last 20%:0.05"]
-OUTPUT = ["--output", "report"]
 
 
 def compared(*sources: str, claim: Sequence[str] = CLAIM) -> list[str]:
-    return compare_command(*sources, *claim, *OUTPUT)
+    return compare_command(*sources, *claim)
 
 
 def _laid_out(layout: Callable[[Path], list[str]], claim: Sequence[str]) -> Callable[[Path], Commands]:
     def build(folder: Path) -> Commands:
         sources = [str(Path(source).relative_to(folder)) for source in layout(folder / "logs")]
-        yield ["compare", *sources, *claim, *OUTPUT, "--format", "terminal,json"]
-        yield ["compare", *sources, *OUTPUT, "--format", "terminal,markdown"]
+        yield compare_in_short(*sources, *claim)
+        yield compare_in_short(*sources)
 
     return build
 
@@ -293,8 +292,8 @@ def foreign_aliases_and_patterns(folder: Path) -> Commands:
 def foreign_frozen(folder: Path) -> Commands:
     _logs(folder, lambda arm, seed, logged: logged)
     yield ["reference", "save", "old", *CLAIM, "--output", "reference.json"]
-    yield compare_command("new", "--reference", "reference.json", *OUTPUT)
-    yield compare_command("old", "--reference", "reference.json", *OUTPUT)
+    yield compare_command("new", "--reference", "reference.json")
+    yield compare_command("old", "--reference", "reference.json")
 
 
 @case

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.golden.case import case
+from tests.golden.case import case, compare_in_short
 from tests.verdict.simulate import RECIPE, write_experiment
 
 Commands = Iterator[Sequence[str]]
@@ -42,7 +42,7 @@ def launch_of_commands(folder: Path) -> Commands:
     yield ["launch", "recipe.yaml", "--dry-run"]
     yield ["launch", "recipe.yaml", "--no-compare", "--jobs", "1"]
     yield ["status", "command"]
-    yield ["compare", "command", "--format", "terminal,json"]
+    yield compare_in_short("command")
     yield ["launch", "recipe.yaml"]
     yield ["logs", "command/baseline/seed-0"]
 

@@ -29,13 +29,13 @@ def set_metric(folder: Path, arm: str, metric: str, value: Any, first: int = 1, 
 def match(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated")
     yield compare_command("simulated")
-    yield ["compare", "simulated", "--format", "json", "--json"]
+    yield ["compare", "simulated", "--json"]
 
 
 @case
 def match_with_figures(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", seeds=[0, 1, 2])
-    yield ["compare", "simulated", "--format", "terminal,markdown,png"]
+    yield ["compare", "simulated", "--output", "figures"]
 
 
 @case
@@ -77,7 +77,7 @@ def mismatch_by_nan(folder: Path) -> Commands:
 def inconclusive_by_noise(folder: Path) -> Commands:
     write_experiment(folder / "runs/simulated", noise=0.03)
     yield compare_command("simulated")
-    yield ["compare", "simulated", "--format", "terminal", "--allow-inconclusive"]
+    yield ["compare", "simulated", "--allow-inconclusive"]
 
 
 @case

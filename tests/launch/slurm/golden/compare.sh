@@ -14,4 +14,4 @@
 
 cd /home/me || exit
 module load cuda
-exec /venv/bin/python -P -m abrun compare /runs/small
+exec /venv/bin/python -P -m abrun compare /runs/small --output /runs/small/report

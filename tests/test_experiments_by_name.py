@@ -1,0 +1,69 @@
+"""Every command takes the same names for an experiment, and suggests the closest one for a near miss."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from abrun.runs.experiment import suggest_path
+from tests.verdict.simulate import write_experiment
+
+Command = Callable[..., tuple[int, str, str]]
+RUN = "/baseline/seed-0"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_experiment(tmp_path / "runs/crash", seeds=[0, 1], steps=4, controls={})
+    write_experiment(tmp_path / "elsewhere/apart", seeds=[0, 1], steps=4, controls={})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "crash",
+        "crash/",
+        "runs/crash",
+        "runs/crash/",
+        "./runs/crash",
+        "elsewhere/apart",
+        "{folder}/runs/crash",
+    ],
+)
+def test_commands_take_the_same_names(folder: Path, abrun: Command, name: str) -> None:
+    name = name.format(folder=folder)
+    for command, *options in (
+        ("compare", "--allow-inconclusive"),
+        ("status",),
+        ("watch",),
+        ("launch", "--resume", "--dry-run"),
+    ):
+        code, output, errors = abrun(command, name, *options)
+        assert code in (0, 5) and not errors.startswith("abrun: error"), (command, errors)
+        assert Path(name).name in output or command == "watch"
+    assert abrun("logs", f"{name.rstrip('/')}{RUN}")[0] == 0
+
+
+def test_a_near_miss_names_what_is_there(folder: Path, abrun: Command) -> None:
+    for words in (
+        ("compare", "crsh"),
+        ("status", "crsh/"),
+        ("watch", "runs/crahs"),
+        ("launch", "crsh", "--resume"),
+        ("launch", "runs/crsh"),
+        ("logs", f"crsh{RUN}"),
+        ("stop", "crsh"),
+    ):
+        code, _, errors = abrun(*words)
+        assert code == 2 and errors.count("\n") == 1, errors
+        assert "did you mean runs/crash" in errors.replace("'", ""), errors
+    (folder / "fused.yaml").write_text("name: fused\n")
+    assert "did you mean fused.yaml?" in abrun("launch", "fussed.yaml")[2]
+    assert "did you mean 'fused.yaml'?" in abrun("launch", "fused")[2]
+
+
+def test_no_path_is_suggested_for_a_name_like_none(folder: Path) -> None:
+    assert suggest_path(Path("runs/quickstart")) is None
+    assert suggest_path(Path("rusn/crsh/baselin/seed-7")) == Path("runs/crash/baseline/seed-1")
