@@ -10,8 +10,10 @@ from abrun.experiment.plan import compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import RecordedExperiment
+from abrun.regular_files import is_directory
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
 from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
+from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
 
 
@@ -187,10 +189,14 @@ def show_first_log(facts: NextStepFacts) -> str:
 
 
 def measure_mismatch(facts: NextStepFacts) -> str:
-    # The weights before the update of the failed step
+    # The weights before the update of the failed step; without a checkpoint, the initial ones
     step_options = [
         f" --step {check.step - 1}" for check in facts.failed_checks if check.metric in ENGINE_ERRORS
     ]
+    arm, seed = facts.first_failing_run
+    assert facts.experiment.directory
+    if not is_directory(RunDir(facts.experiment.directory / arm / f"seed-{seed}").checkpoints):
+        step_options.append(" --step 0")
     return f"abrun logprob-diff {_first_failing_run_path(facts)}{''.join(step_options[:1])}"
 
 
