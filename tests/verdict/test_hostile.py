@@ -16,7 +16,6 @@ import pytest
 from abrun.cli import main
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
 
-QUICK = ("--format", "terminal,json,html")
 NAMES = [
     '<script>alert("x")</script>',
     "</script><img src=x onerror=alert(1)>",
@@ -102,7 +101,7 @@ def test_a_metric_of_any_name_is_only_a_name(tmp_path, abrun, name):
 @pytest.mark.parametrize("name", ["<b>bold</b>", "two\nlines", "$x$", "-leading", "a b"])
 def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
     sources = write_arms(tmp_path / "runs", "reward", arms=("baseline", name))
-    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report", *QUICK)
+    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report")
     assert (done.returncode, done.stderr) == (0, "")
     tags = Tags()
     tags.feed((tmp_path / "report/report.html").read_text())
@@ -115,7 +114,7 @@ def test_an_arm_of_any_name_is_only_a_name(tmp_path, abrun, name):
 def test_files_that_hold_no_table(tmp_path, abrun, content, code):
     sources = write_arms(tmp_path / "runs", "reward")
     (tmp_path / "runs/treatment/s1.csv").write_bytes(content)
-    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report", *QUICK)
+    done = abrun("compare", *sources, "--claim", "reward:all:0.1", "--output", "report")
     assert done.returncode == code and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == (code == 2)
 
@@ -142,7 +141,7 @@ def test_no_text_of_a_stored_experiment_is_more_than_text(tmp_path, abrun) -> No
     for arguments in (
         ["status", str(folder)],
         ["status", "--runs-dir", str(folder.parent)],
-        ["compare", str(folder)],
+        ["compare", str(folder), "--output", str(folder / "report")],
     ):
         done = abrun(*arguments)
         said = done.stdout + done.stderr
