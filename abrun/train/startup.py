@@ -1,6 +1,6 @@
 """Speed-ups of a rank's start and steps that do not change any results.
 
-Figures are seconds of CPU time, out of 4.9 for all imports; see docs/measured.md.
+Figures are seconds of CPU time, out of 4.9 for all imports (two cores, torch 2.13, 2026-11-23).
 """
 
 import atexit

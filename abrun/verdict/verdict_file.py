@@ -73,7 +73,7 @@ class VerdictFile:
     readings: list[Readings]  # one per treatment with tested claims, including this comparison
     not_tested: list[Reason]  # what the verdict does not cover
     guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
-    # Decisions of launch and reading, pairs on different machines, arms of different precision.
+    # Decisions of launch and reading, runs of different code, arms of different precision.
     notes: list[Reason]
     wandb: dict[str, str]  # run -> URL of its wandb run
     environments: list[RunEnvironment]
