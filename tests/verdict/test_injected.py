@@ -155,9 +155,9 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
     listed = CliRunner().invoke(app, ["faults"]).output
     assert all(fault.name in listed for fault in LIBRARY_OF_FAULTS)
     assert " adam_step_ahead, last_microbatch_only, " in listed
-    assert "grpo or ppo" not in CliRunner().invoke(app, ["faults", "last_microbatch_only"]).output
+    assert "grpo or ppo" not in CliRunner().invoke(app, ["faults", "show", "last_microbatch_only"]).output
     assert "algorithm.type: grpo or ppo" in CliRunner().invoke(app, ["faults", "show", "forced_eos"]).output
-    told = CliRunner().invoke(app, ["faults", "rank_mean"]).output
+    told = CliRunner().invoke(app, ["faults", "show", "rank_mean"]).output
     assert "https://github.com/PrimeIntellect-ai/prime-rl/issues/2358" in told
     assert "several data-parallel ranks; set cluster.cpu_ranks: 2" in told
     assert "injected_fault: {name: rank_mean, size: 1}" in told
