@@ -166,7 +166,7 @@ def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatc
     assert of_all[2]["needs"] == {
         "microbatches": "needs several micro-batches; set policy.micro_batch_size"
     } and all(one["shows"] and one["source"].startswith("https://") for one in of_all)
-    refused = CliRunner().invoke(app, ["faults", "rank_men"])
+    refused = CliRunner().invoke(app, ["faults", "show", "rank_men"])
     assert "such as 'rank_mean'" in str(refused.exception)
 
 
