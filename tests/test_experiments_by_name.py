@@ -1,5 +1,6 @@
 """Every command takes the same names for an experiment, and suggests the closest one for a near miss."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,3 +68,15 @@ def test_a_near_miss_names_what_is_there(folder: Path, abrun: Command) -> None:
 def test_no_path_is_suggested_for_a_name_like_none(folder: Path) -> None:
     assert suggest_path(Path("runs/quickstart")) is None
     assert suggest_path(Path("rusn/crsh/baselin/seed-7")) == Path("runs/crash/baseline/seed-1")
+
+
+def test_an_experiment_is_found_by_its_own_folder_and_by_a_link(
+    folder: Path, abrun: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "link").symlink_to("runs/crash")
+    assert "crash" in abrun("launch", "link", "--resume", "--dry-run")[1]
+    monkeypatch.chdir(folder / "runs/crash")
+    assert abrun("launch", ".", "--resume", "--dry-run")[0] == 0
+    code, output, _ = abrun("compare", ".", "--json")
+    assert code == 0 and json.loads(output)["experiment"] == "crash"
+    assert abrun("status", "..")[2].startswith(f"abrun: {folder / 'runs'}: no experiment here; ")

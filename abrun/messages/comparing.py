@@ -47,6 +47,8 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
     Code.REPORT_OF_DECLARED: "--output: {folder} has the report of the comparison declared at launch, which "
     "this one would replace; choose another folder",
+    Code.REPORT_OF_OTHER: "--output: {folder} is for the report of the experiment {experiment}; choose "
+    "another folder",
     Code.NO_FIGURES: "formats: png and svg: {missing}; or use html, markdown and json",
     Code.FORMATS_WITHOUT_FOLDER: "abrun.compare: formats requires output, the folder of the report; add it",
     Code.ARM_NOT_NAMED: "--arm: missing; {experiment} has {treatments:if {treatments:list}|no treatment}",
