@@ -1,8 +1,6 @@
 """Command line: each command parses its options, calls one function and prints the result."""
 
 import os
-import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,7 +93,4 @@ def _usage_error_text(error: Any) -> str:
     invalid = getattr(error.__cause__, "errors", list)()  # pydantic's errors include the value
     got = f"got {invalid[0]['input']!r}; " if invalid else ""
     message = error.format_message().rstrip(".").replace("Input should be ", f"{got}allowed: ")
-    if command != "abrun" and (unknown := re.fullmatch("No such command '(.+)'", message)):
-        subcommands = ", ".join(getattr(context.command, "commands", ()))
-        message = f"{message}; allowed: {subcommands}, as in {command} show {shlex.quote(unknown[1])}"
     return f"{message}; see: {command} --help"

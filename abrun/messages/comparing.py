@@ -92,7 +92,7 @@ REFERENCES: dict[Code, Message] = {
     "choose another file",
     Code.OUTPUT_HAS_LEDGER: "--output: {path} has a ledger (entries: {num_entries}), which would be lost; "
     "choose another file",
-    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, no such file; make one with abrun reference save",
+    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, {problem}; make one with abrun reference save",
     Code.EXPERIMENT_AS_REFERENCE: "{path}: belongs to an experiment and is not a reference; make one from "
     "its runs: abrun reference save {folder} --output reference.json",
     Code.OTHER_REFERENCE_VERSION: "{path}: schema_version is {version}, but this abrun reads {expected}; "
