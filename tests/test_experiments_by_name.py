@@ -1,12 +1,14 @@
 """Every command takes the same names for an experiment, and suggests the closest one for a near miss."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from abrun.runs.experiment import suggest_path
+from abrun.runs.files import write_json
 from tests.verdict.simulate import write_experiment
 
 Command = Callable[..., tuple[int, str, str]]
@@ -80,3 +82,16 @@ def test_an_experiment_is_found_by_its_own_folder_and_by_a_link(
     code, output, _ = abrun("compare", ".", "--json")
     assert code == 0 and json.loads(output)["experiment"] == "crash"
     assert abrun("status", "..")[2].startswith(f"abrun: {folder / 'runs'}: no experiment here; ")
+
+
+def test_a_copied_experiment_keeps_its_verdict_until_a_run_ends_again(folder: Path, abrun: Command) -> None:
+    crash = folder / "runs/crash"
+    abrun("compare", "crash", "-o", crash / "report")
+    written_s = (crash / "report/verdict.json").stat().st_mtime
+    attempt = {"number": 1, "status": "finished", "started_s": written_s - 9, "ended_s": written_s - 5}
+    run = crash / "baseline/seed-0"
+    write_json(run / "attempts/0001.json", attempt)
+    os.utime(run / "result.json", (written_s + 5, written_s + 5))  # as copied after the report
+    assert "(old)" not in abrun("status")[1]
+    write_json(run / "attempts/0001.json", attempt | {"ended_s": written_s + 4})
+    assert "(old)" in abrun("status")[1]

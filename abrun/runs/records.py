@@ -298,6 +298,7 @@ class RunState:
     exit_code: int | None  # of the last attempt, if its end was observed
     signal: str | None  # the signal that ended it, such as SIGKILL
     progress: Progress | None = None  # while it is running or stalled
+    ended_s: float | None = None  # of the last attempt, if its end was observed
 
     @property
     def ending(self) -> str | None:
