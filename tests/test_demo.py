@@ -1,20 +1,27 @@
 """`abrun demo`, end to end: two verdicts in a folder, without torch and matplotlib."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from abrun.api.demo import ARCHIVE, EXPERIMENTS, unpack_runs
+from abrun.api.demo import ARCHIVE, EXPERIMENTS, render_demo, unpack_runs
+from abrun.api.demo import run_demo as run_demo_here
 from abrun.errors import RecipeError
 from abrun.experiment.starter.shipped import find_recipe
+from abrun.present.terminal import Terminal
 from abrun.recipe.experiment import load_recipe, parse_stored_recipe
+from abrun.runs.files import write_file
 from tests.commands import commands_in, problem_of
 from tests.snapshot import Snapshot
 
+Command = Callable[..., tuple[int, str, str]]
 BASE_PACKAGE_ONLY = (
     "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'matplotlib', 'pandas')))\n"
     "from abrun.cli import main; main()"
@@ -75,6 +82,68 @@ def test_demo_refuses_other_folders_and_a_python_without_lzma(
     with pytest.raises(RecipeError) as error:
         unpack_runs(tmp_path / "new")
     snapshot(error.value)
+
+
+def test_an_interrupted_demo_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack_runs(tmp_path / "whole")
+    num_written = 0
+
+    def write_until_killed(path: Path, content: bytes, **options: Any) -> None:
+        nonlocal num_written
+        if num_written == 7:
+            (path.parent / f".{path.name}.host.1.partial").write_bytes(content[:9])
+            raise KeyboardInterrupt
+        num_written += 1
+        write_file(path, content, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("abrun.api.demo.write_file", write_until_killed)
+        unpack_runs(tmp_path / "cut")
+    unpack_runs(tmp_path / "cut")
+    whole, cut = (
+        {path.relative_to(tmp_path / name): path.read_bytes() for path in files(tmp_path / name)}
+        for name in ("whole", "cut")
+    )
+    assert cut == whole and len(whole) > 50
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
+
+
+def test_the_demo_leaves_other_experiments_of_its_names_as_they_are(tmp_path: Path, abrun: Command) -> None:
+    unpack_runs(tmp_path)
+    experiment = tmp_path / "quickstart/experiment.json"
+    changed = json.loads(experiment.read_text())
+    changed["recipe"]["compare"]["claims"] = []
+    experiment.write_text(json.dumps(changed))
+    code, _, errors = abrun("demo", "-o", tmp_path)
+    assert code == 2 and errors == f"abrun: {experiment}: is not the demo's; choose another folder with -o\n"
+    assert not (tmp_path / "quickstart/report").exists()
+
+
+def test_a_demo_that_cannot_be_written_says_why(tmp_path: Path, abrun: Command) -> None:
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    for name, problem in (
+        ("dangling", "is not a folder; choose another one with -o"),
+        ("file/demo", "cannot be written: Not a directory; choose another folder with -o"),
+    ):
+        assert abrun("demo", "-o", tmp_path / name)[::2] == (2, f"abrun: {tmp_path / name}: {problem}\n")
+
+
+def test_a_narrow_terminal_without_unicode_shows_whole_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a folder with a name that is far too long for the eighty columns of a terminal"
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    output = run_demo(tmp_path, "-o", str(folder)).stdout
+    assert f"abrun compare '{folder}/quickstart'\n" in output
+    assert f"-----{14 * ':'}{11 * '='}o{11 * '='}" in output and "\\u" not in output
+    narrow = render_demo(run_demo_here(folder), width=40)
+    console = Terminal(file=io.StringIO(), width=40)
+    console.print(narrow, crop=False)
+    assert "allowed: " not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_bundled_runs_are_small_and_of_the_built_in_recipes(tmp_path: Path) -> None:

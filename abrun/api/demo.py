@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abrun.errors import RecipeError
+from abrun.errors import RecipeError, StoreError
 from abrun.messages import sentences
 from abrun.messages.numbers import difference_text
 from abrun.recorded.sources import ReadingOptions
 from abrun.redaction import display_safe
-from abrun.regular_files import exists, is_directory, is_file
+from abrun.regular_files import is_directory, is_file
 from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
-from abrun.runs.files import write_file
-from abrun.runs.layout import REPORT
+from abrun.runs.files import partial_files, write_file
+from abrun.runs.layout import EXPERIMENT, REPORT
 from abrun.verdict.results import ClaimResult
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ CONCLUSIONS = {
 }
 WIDTH = 80
 LABEL_WIDTH = 12
-AXIS_WIDTH = WIDTH - 4 - LABEL_WIDTH  # columns of the drawing of an interval
+MIN_AXIS_WIDTH = 30  # columns, below which an interval is not drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +69,36 @@ def run_demo(folder: Path) -> list[DemoVerdict]:
 
 
 def unpack_runs(folder: Path) -> None:
-    """Copy the bundled runs to `folder`, unless it has them. Raises RecipeError if it has other files."""
-    if exists(folder) and not is_directory(folder):
+    """Copy the bundled runs to `folder`, unless it has them; complete a copy that was interrupted.
+
+    Raises RecipeError if it has other files, or cannot be written.
+    """
+    if os.path.lexists(folder) and not is_directory(folder):
         raise RecipeError(f"{folder}: is not a folder; choose another one with -o")
     contents = _read_archive()
-    if is_directory(folder) and any(os.scandir(folder)):
-        if not all(is_file(folder / name) for name in contents):
-            raise RecipeError(
-                f"{folder}: has files, but not all of the demo's runs; choose another folder with -o"
-            )
-        return
-    for name, text in contents.items():
-        write_file(folder / name, text.encode(), durable=False)
+    missing = {name: text for name, text in contents.items() if not is_file(folder / name)}
+    if missing and not set(_list_files(folder)) <= set(contents):
+        raise RecipeError(
+            f"{folder}: has files, but not all of the demo's runs; choose another folder with -o"
+        )
+    for name in contents.keys() - missing.keys():
+        if name.endswith(EXPERIMENT) and (folder / name).read_bytes() != contents[name].encode():
+            raise RecipeError(f"{folder / name}: is not the demo's; choose another folder with -o")
+    try:
+        for name, text in missing.items():
+            write_file(folder / name, text.encode(), durable=False)
+    except StoreError as error:
+        problem = getattr(error.__cause__, "strerror", None) or str(error)
+        raise RecipeError(f"{folder}: cannot be written: {problem}; choose another folder with -o") from None
+
+
+def _list_files(folder: Path) -> Iterator[str]:
+    """Yield the paths of a folder's files, without those that a killed demo was writing."""
+    for parent, _, names in os.walk(folder):
+        unfinished = partial_files(names)
+        yield from (
+            os.path.relpath(os.path.join(parent, name), folder) for name in names if name not in unfinished
+        )
 
 
 def _read_archive() -> dict[str, str]:
@@ -104,8 +122,8 @@ def _judge(directory: Path) -> DemoVerdict:
     return DemoVerdict(directory=directory, comparison=comparison)
 
 
-def render_demo(verdicts: Sequence[DemoVerdict]) -> "RenderableType":
-    """Return the verdicts, what they mean, and commands to try, for a terminal of 80 columns."""
+def render_demo(verdicts: Sequence[DemoVerdict], width: int = WIDTH) -> "RenderableType":
+    """Return the verdicts, what they mean, and commands to try, for a terminal of `width` columns."""
     from rich.console import Group
     from rich.text import Text
 
@@ -117,7 +135,7 @@ def render_demo(verdicts: Sequence[DemoVerdict]) -> "RenderableType":
     summary.append(("TRY NEXT", "Open the two report pages, then:", "bold"))
     return Group(
         Text.assemble((title, "bold"), *explanation),
-        *map(_render_verdict, verdicts),
+        *(_render_verdict(verdict, min(width, WIDTH)) for verdict in verdicts),
         *(Text.assemble((f"{label:<{LABEL_WIDTH - 2}}", style), text) for label, text, style in summary),
         *_render_commands([shlex.quote(str(verdict.directory)) for verdict in verdicts]),
     )
@@ -140,7 +158,7 @@ def _render_commands(directories: Sequence[str]) -> "Iterator[Text]":
         )
 
 
-def _render_verdict(verdict: DemoVerdict) -> "RenderableType":
+def _render_verdict(verdict: DemoVerdict, width: int) -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 
@@ -154,14 +172,15 @@ def _render_verdict(verdict: DemoVerdict) -> "RenderableType":
         difference = difference_text(estimate.mean_difference, estimate.interval)
         levels = f"baseline {estimate.baseline_mean:.3f}, treatment {estimate.treatment_mean:.3f}"
         rows += [("reward", levels), ("difference", f"{difference} (90 % confidence interval)")]
-        rows += [("", line) for line in _draw_interval(claim, color)]
+        if (axis_width := width - 4 - LABEL_WIDTH) >= MIN_AXIS_WIDTH:
+            rows += [("", line) for line in _draw_interval(claim, color, axis_width)]
     rows.append(("report", display_safe(str(verdict.page))))
     lines = [Text.assemble((f"{label:<{LABEL_WIDTH}}", "dim"), text) for label, text in rows]
     title = Text(display_safe(f"{content.verdict}: {content.experiment}"), style=f"bold {color}")
-    return Panel(Text("\n").join(lines), title=title, title_align="left", border_style=color, width=WIDTH)
+    return Panel(Text("\n").join(lines), title=title, title_align="left", border_style=color, width=width)
 
 
-def _draw_interval(claim: ClaimResult, color: str) -> "Iterator[Text]":
+def _draw_interval(claim: ClaimResult, color: str, width: int) -> "Iterator[Text]":
     """Yield two lines: the interval of the difference on an axis with the margin, and the margin's label."""
     from rich.text import Text
 
@@ -170,9 +189,9 @@ def _draw_interval(claim: ClaimResult, color: str) -> "Iterator[Text]":
     start, end = min(interval[0], -1.2 * margin), max(interval[1], 1.2 * margin)
 
     def column(value: float) -> int:
-        return round((value - start) / (end - start) * (AXIS_WIDTH - 1))
+        return round((value - start) / (end - start) * (width - 1))
 
-    cells = [("─", "dim")] * AXIS_WIDTH
+    cells = [("─", "dim")] * width
     allowed = range(column(-margin), column(margin) + 1)
     for index in allowed:
         cells[index] = ("▒", "dim")
@@ -181,4 +200,4 @@ def _draw_interval(claim: ClaimResult, color: str) -> "Iterator[Text]":
     cells[column(mean)] = ("●", f"bold {color}")
     yield Text.assemble(*cells)
     label = f"▒ allowed: {claim.claim.margin_text}"
-    yield Text(" " * min(allowed.start, AXIS_WIDTH - len(label)) + label, style="dim")
+    yield Text(" " * min(allowed.start, width - len(label)) + label, style="dim")

@@ -4,6 +4,7 @@ It combines `launch` and `report`, which do not import each other: it resolves `
 (in stages with `--until-decided`), and compares the arms.
 """
 
+import os
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -113,7 +114,7 @@ def launch_recipe(
 
 def choose_runs_dir(recipe: Path, runs_dir: Path, *, resume: bool) -> Path:
     """Return the folder of the experiment to launch: with `resume`, that of an experiment given as recipe."""
-    return recipe.parent if resume and is_experiment(recipe) else runs_dir
+    return Path(os.path.realpath(recipe)).parent if resume and is_experiment(recipe) else runs_dir
 
 
 def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:

@@ -3,8 +3,10 @@
 import functools
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -47,6 +49,17 @@ class CommandGroup(TyperGroup):
                 )
 
 
+class Subcommands(TyperGroup):
+    """Group of one command's subcommands, which are named where something else is typed in their place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        is_option = args[0].startswith("-")
+        if not (is_option or ctx.resilient_parsing or get_close_matches(args[0], self.commands)):
+            example = f"{ctx.command_path} show {shlex.quote(args[0])}"
+            ctx.fail(f"No such command {args[0]!r}; allowed: {', '.join(self.commands)}, as in {example}")
+        return super().resolve_command(ctx, args)
+
+
 def make_group(**settings: Any) -> typer.Typer:
     """Return a group of commands whose help is plain text, which takes no time to import."""
     return typer.Typer(
@@ -65,7 +78,7 @@ app = make_group(
 
 def add_group(name: str, **settings: Any) -> typer.Typer:
     """Register a command with subcommands."""
-    group = make_group(**settings)
+    group = make_group(cls=Subcommands, **settings)
     app.add_typer(group, name=name)
     return group
 

@@ -29,4 +29,5 @@ def demo(
     """
     from abrun.api.demo import render_demo, run_demo
 
-    console().print(render_demo(run_demo(output)))
+    verdicts, screen = run_demo(output), console()
+    screen.print(render_demo(verdicts, screen.width), crop=False)  # a command is copied whole

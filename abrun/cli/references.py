@@ -24,7 +24,9 @@ from abrun.cli.arguments import (
     option_text,
     parse_claims,
 )
+from abrun.errors import RecipeError
 from abrun.messages import sentence
+from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.recorded.experiment import RecordedExperiment, Reference
@@ -95,6 +97,8 @@ def save(
     from abrun.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
 
+    if chain_alone and budget is None:
+        raise RecipeError(Code.OPTION_NEEDS_BUDGET(option="--chain-alone"))
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     experiment = open_sources(sources, replace(reading, allows_one_arm=True), parse_claims(claim))
     directory = find_stored_experiment(sources, runs_dir)

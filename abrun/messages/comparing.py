@@ -47,6 +47,8 @@ EXPERIMENTS: dict[Code, Message] = {
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
     Code.REPORT_OF_DECLARED: "--output: {folder} has the report of the comparison declared at launch, which "
     "this one would replace; choose another folder",
+    Code.REPORT_OF_OTHER: "--output: {folder} is for the report of the experiment {experiment}; choose "
+    "another folder",
     Code.NO_FIGURES: "formats: png and svg: {missing}; or use html, markdown and json",
     Code.FORMATS_WITHOUT_FOLDER: "abrun.compare: formats requires output, the folder of the report; add it",
     Code.ARM_NOT_NAMED: "--arm: missing; {experiment} has {treatments:if {treatments:list}|no treatment}",
@@ -90,7 +92,7 @@ REFERENCES: dict[Code, Message] = {
     "choose another file",
     Code.OUTPUT_HAS_LEDGER: "--output: {path} has a ledger (entries: {num_entries}), which would be lost; "
     "choose another file",
-    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, no such file; make one with abrun reference save",
+    Code.NO_REFERENCE_FILE: "reference: got {path:repr}, {problem}; make one with abrun reference save",
     Code.EXPERIMENT_AS_REFERENCE: "{path}: belongs to an experiment and is not a reference; make one from "
     "its runs: abrun reference save {folder} --output reference.json",
     Code.OTHER_REFERENCE_VERSION: "{path}: schema_version is {version}, but this abrun reads {expected}; "

@@ -9,6 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+# Drawn characters, for an encoding that may lack them
+PLAIN_DRAWING = str.maketrans("─━▒●▁▂▃▄▅▆▇█", "-=:o__..--=#")
+
 
 class Terminal(Console):
     """A console that prints strings literally, without markup, emoji codes or highlighting.
@@ -23,7 +26,10 @@ class Terminal(Console):
         return Text(text, style=style, justify=justify, overflow=overflow)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        is_plain = not self.encoding.startswith("utf")
         for segment in super().render(renderable, options):
+            if is_plain and not segment.control:
+                segment = Segment(segment.text.translate(PLAIN_DRAWING), segment.style)
             if segment.control or segment.text.isprintable() or segment.text == "\n":
                 yield segment
             else:

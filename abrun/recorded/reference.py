@@ -25,9 +25,10 @@ from abrun.recipe.claims import Compare
 from abrun.recipe.refusals import shortened
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
 from abrun.recorded.ledger import Ledger, append_entry, read_ledger
-from abrun.regular_files import is_file
+from abrun.regular_files import exists, is_file
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import decode_non_finite, encode_non_finite, read_json, write_file
+from abrun.runs.layout import EXPERIMENT
 from abrun.runs.lock import file_lock
 from abrun.runs.records import Environment
 from abrun.runs.schemas import checked
@@ -145,7 +146,10 @@ def _format_rows(rows: Sequence[Any]) -> str:
 def load_reference(path: Path) -> Reference:
     """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
     if not is_file(path):
-        raise ComparisonError(Code.NO_REFERENCE_FILE(path=path))
+        if is_file(path / EXPERIMENT):
+            raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path))))
+        problem = "not a file" if exists(path) else "no such file"
+        raise ComparisonError(Code.NO_REFERENCE_FILE(path=path, problem=problem))
     content = read_json(path)
     if "recipe" in content:
         raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path.parent))))

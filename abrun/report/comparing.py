@@ -29,6 +29,7 @@ from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.regular_files import exists
 from abrun.report.next_step import NextStep, next_steps
 from abrun.report.write import FORMATS, render_terminal, writable_formats, write_report
+from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, VERDICT
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
@@ -117,7 +118,7 @@ def compare_contents(
     experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
     if directory is None and command is None:
         command = _make_command(contents, claims, reference, arm, step_one=step_one)
-    if output is not None and directory is not None:
+    if output is not None:
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
     return compare(experiment, declared=declared, output=output, formats=formats, command=command)
@@ -140,12 +141,19 @@ def _make_command(
     return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
 
 
-def _refuse_folder(output: Path, experiment_dir: Path, *, is_declared: bool) -> None:
-    """Raise ComparisonError for a folder of the experiment that this comparison must not write.
+def _refuse_folder(output: Path, experiment_dir: Path | None, *, is_declared: bool) -> None:
+    """Raise ComparisonError for a folder that a comparison of this experiment, if it is one, must not write.
 
-    A link could be someone else's and lead anywhere; the declared comparison's report is not replaced.
+    A link could be someone else's and lead anywhere; the declared comparison's report is not replaced, and
+    another experiment keeps its own.
     """
-    if os.path.realpath(output.parent) != os.path.realpath(experiment_dir):
+    own_dir, folder = (
+        experiment_dir and Path(os.path.realpath(experiment_dir)),
+        Path(os.path.realpath(output)),
+    )
+    if folder.name == REPORT and folder.parent != own_dir and is_experiment(folder.parent):
+        raise ComparisonError(Code.REPORT_OF_OTHER(folder=output, experiment=folder.parent.name))
+    if Path(os.path.realpath(output.parent)) != own_dir:
         return
     if output.is_symlink():
         raise ComparisonError(Code.REPORT_IS_LINK(folder=output))

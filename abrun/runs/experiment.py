@@ -127,6 +127,8 @@ def find_experiment(experiment: str, runs_dir: Path) -> Path:
     It need not exist: `open_experiment` raises an error with the closest name.
     """
     dir_by_name, path = runs_dir / experiment, Path(experiment)
+    if path.name in ("", ".."):  # its name is part of commands to type next
+        return Path(os.path.realpath(path))
     existing_dir = next((directory for directory in (dir_by_name, path) if is_experiment(directory)), None)
     return existing_dir or (path if len(path.parts) > 1 else dir_by_name)
 

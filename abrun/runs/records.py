@@ -258,6 +258,7 @@ class Progress:
     last_step_s: float  # time of the last step, or of the last start if that is later
     activity: str | None  # of the first rank; None for a command
     limit_s: float | None  # seconds of silence after which the job ends itself; None if they do not count yet
+    attempt: int | None = None  # that takes the steps; None: not begun
 
 
 def read_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartbeat: Heartbeat) -> Progress:
@@ -273,12 +274,13 @@ def read_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartbeat: 
     first_node = min(nodes, key=lambda node: node.node, default=None)
     if first_node is None:
         limit_s = heartbeat.limit_s if heartbeat.time_s > started_s else None
-        return Progress(last_step_s=last_step_s, activity=None, limit_s=limit_s)
+        return Progress(last_step_s=last_step_s, activity=None, limit_s=limit_s, attempt=latest.attempt)
     is_silent = all(node.silent_since_s is not None for node in nodes)
     return Progress(
         last_step_s=last_step_s,
         activity=first_node.activity or None,
         limit_s=first_node.limit_s if is_silent else None,
+        attempt=latest.attempt,
     )
 
 
@@ -296,6 +298,7 @@ class RunState:
     exit_code: int | None  # of the last attempt, if its end was observed
     signal: str | None  # the signal that ended it, such as SIGKILL
     progress: Progress | None = None  # while it is running or stalled
+    ended_s: float | None = None  # of the last attempt, if its end was observed
 
     @property
     def ending(self) -> str | None:

@@ -29,11 +29,12 @@ class ReportedVerdict:
     written_s: float
 
     def is_older_than(self, states: Sequence[RunState]) -> bool:
-        """Return True if a run started or finished after the report was written."""
-        return any(
-            max(state.started_s or 0.0, _modified_s(state.directory / RESULT)) > self.written_s
-            for state in states
-        )
+        """Return True if a run started or finished after the report was written.
+
+        A copy of the experiment has new times of files, and another host may have another clock: a run has
+        finished later only if both say so.
+        """
+        return any(max(state.started_s or 0.0, _finished_s(state)) > self.written_s for state in states)
 
 
 def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
@@ -51,6 +52,11 @@ def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
         exit_code=stored.exit_code,
         written_s=_modified_s(path),
     )
+
+
+def _finished_s(state: RunState) -> float:
+    modified_s = _modified_s(state.directory / RESULT)
+    return modified_s if state.ended_s is None else min(modified_s, state.ended_s)
 
 
 def _modified_s(path: Path) -> float:

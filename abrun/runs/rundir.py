@@ -397,11 +397,9 @@ class RunDir:
             return 0
 
     def state(self, name: RunName) -> RunState:
-        """Return the run's state: finished if `result.json` exists, stalled if running without heartbeats.
-
-        The record of the newest attempt counts, the launcher's before the job's.
-        """
+        """Return the run's state: finished if `result.json` exists, stalled if running without heartbeats."""
         require_access(self.path)
+        # The record of the newest attempt counts, the launcher's before the job's.
         heartbeat, latest = self.heartbeat(), latest_record(self.launches(), self.attempt())
         while is_process_gone := latest.record.status == "running" and latest.process.is_gone:
             previous, latest = latest, latest_record(self.launches(), self.attempt())
@@ -432,6 +430,7 @@ class RunDir:
             exit_code=record.exit_code,
             signal=record.signal if isinstance(record, Launch) else None,
             progress=progress,
+            ended_s=record.ended_s,
         )
 
     def step_attempts(self) -> dict[int, int]:

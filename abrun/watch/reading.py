@@ -71,6 +71,9 @@ class WatchedRun:
         """True if a running or stalled process has not taken a step since the last start."""
         if self.state.status not in ("running", "stalled"):
             return False
+        row_attempt, progress = self.latest.get("attempt"), self.state.progress
+        if type(row_attempt) is int and progress and progress.attempt is not None:
+            return row_attempt < progress.attempt  # the clock may have been set back since the start
         row_s, started_s = self.latest.get("time_s"), self.state.started_s
         if isinstance(row_s, int | float) and started_s is not None:
             return row_s < started_s

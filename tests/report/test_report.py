@@ -1,6 +1,7 @@
 """Files and terminal: complete, readable, and the same bytes for the same runs."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
 
@@ -159,3 +160,18 @@ def test_a_report_post_hoc_does_not_replace_the_declared_one(simulated, tmp_path
         [str(experiment_dir)], ReadingOptions(), claims=again, formats=["json"], output=report
     )
     assert found.files == [report / "verdict.json"]
+
+
+def test_a_comparison_of_other_runs_does_not_replace_an_experiments_report(simulated, tmp_path):
+    experiment_dir = simulated()
+    report = experiment_dir / "report"
+    compare_sources([str(experiment_dir)], ReadingOptions(), output=report, formats=["json"])
+    before = (report / "verdict.json").read_bytes()
+    other_dir, link = tmp_path / "other", tmp_path / "link"
+    shutil.copytree(experiment_dir, other_dir)
+    link.symlink_to(report)
+    arms = [str(other_dir / "baseline"), str(other_dir / "treatment")]
+    for sources, output in ([str(other_dir)], report), (arms, report), ([str(other_dir)], link):
+        with refused(Code.REPORT_OF_OTHER, folder=str(output), experiment=experiment_dir.name):
+            compare_sources(sources, ReadingOptions(), output=output, formats=["json"])
+    assert (report / "verdict.json").read_bytes() == before

@@ -125,6 +125,14 @@ def test_without_the_right_to_push_the_summary_says_where_the_pictures_are(check
     assert summary.startswith("# MATCH: x") and "![" not in summary and "artifact" in summary
 
 
+def test_a_report_without_a_claim_has_no_pictures_and_passes(checkout, tmp_path):
+    report = "# DESCRIPTION: x\n"
+    (tmp_path / "checkout/report/report.md").write_text(report)
+    finished = checkout("pictures")
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "checkout/summary.md").read_text() == report
+
+
 def test_without_a_report_the_summary_says_so(checkout, tmp_path, snapshot):
     (tmp_path / "checkout/report/report.md").unlink()
     assert checkout("pictures").returncode == 0

@@ -202,3 +202,15 @@ def test_runs_that_wait_for_the_warm_start_count_its_time(tmp_path: Path, clock:
     assert lines[-1].split("%")[1] == "  0:42 of warm start"
     write_json(warm_start / "result.json", {})
     assert "warm start" not in drawn(experiment_dir, 80)
+
+
+def test_a_clock_set_back_does_not_make_a_run_start_again(tmp_path: Path, clock: Clock) -> None:
+    experiment_dir = make_experiment(tmp_path, baseline_0=0, treatment_0=0)
+    directory = experiment_dir / "baseline/seed-0"
+    begin(directory)
+    clock.now_s -= 3600
+    take_steps(directory, clock, 1, 5, step_s=1.0)
+    run = run_json(experiment_dir)
+    assert (run["status"], run["activity"], run["since_step_s"]) == ("running", None, 0.0)
+    write_json(directory / "attempts/0002.json", {"status": "running", "started_s": clock.now_s})
+    assert run_json(experiment_dir)["status"] == "starting"
