@@ -1,7 +1,7 @@
 """Preview of a launch as tables (`abrun launch --dry-run`). Writes nothing."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,8 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
 
 def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
     recipe = plan.recipe
-    title = (
-        f"{recipe.name}: {len(plan.runs)} runs, {len(recipe.arms)} arms x {_count_noun(recipe.seeds, 'seed')}"
-    )
+    arms, seeds = _count_noun(recipe.arms, "arm"), _count_noun(recipe.seeds, "seed")
+    title = f"{recipe.name}: {len(plan.runs)} runs, {arms} x {seeds}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
     num_controls, inert = sum(run.is_control for run in plan.runs), find_ineffective_settings(plan)
@@ -298,5 +297,5 @@ def _heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
 
 
-def _count_noun(items: list[Any], noun: str) -> str:
+def _count_noun(items: Collection[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

@@ -146,7 +146,7 @@ def _regression_files(name: str, recipe: str) -> dict[str, str]:
     return {
         f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)),
         f"{name}.json": reference.read_text(),
-        ".github/workflows/convergence.yml": _read_template("workflow.yml").format(name=name),
+        f".github/workflows/{name}.yml": _read_template("workflow.yml").format(name=name),
         ".github/actions/regression/action.yml": _action_path().read_text(),
     }
 
@@ -167,8 +167,9 @@ def _set_recipe_name(text: str, name: str) -> str:
 
 
 def _add_schema_line(text: str) -> str:
-    """Return the text with the line that tells editors the schema."""
-    return f"# yaml-language-server: $schema={SCHEMA}\n{text}"
+    """Return the text with the line that tells editors the schema, once."""
+    line = f"# yaml-language-server: $schema={SCHEMA}\n"
+    return text if text.startswith(line) else line + text
 
 
 def _read_template(name: str) -> str:
