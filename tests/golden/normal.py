@@ -42,6 +42,7 @@ class Normaliser:
             (HASH_OF_PATHS, "HASH"),
             (MACHINE, "This machine (DEVICES) runs N at once"),
             (re.compile(rf"\b(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
+            (re.compile(r"\bDATE(?: to (?:DATE|\d\d:\d\d))? UTC; [^;`]*?Python [\d.]+"), "DATE UTC; MACHINE"),
             (re.compile(rf"\babrun {re.escape(version('abrun'))}"), "abrun VERSION"),
         ]
         self._patterns += [
