@@ -44,7 +44,7 @@ def test_an_installed_abrun_launches_what_ships_by_name_anywhere(tmp_path: Path)
         return done.stdout + done.stderr
 
     there = abrun("launch", "quickstart", "--dry-run")
-    assert f"recipe that ships: {tmp_path}/site/abrun/shipped/quickstart.yaml" in there
+    assert f"quickstart: {tmp_path}/site/abrun/shipped/quickstart.yaml" in there
     for name in ("quickstart-regression", "quickstart-injected-fault", "trl"):
         assert " at once.\n" in abrun("launch", name, "--dry-run"), name
     abrun("init", "--kind", "regression", "--name", "mine", "--recipe", "quickstart-regression")
