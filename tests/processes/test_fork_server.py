@@ -160,7 +160,11 @@ def test_a_copy_that_is_forked_too_late_does_nothing_and_earlier_ones_go_on(
 
 
 def words_of(pid: int) -> list[str]:
-    return psutil.Process(pid).cmdline()
+    """Return a process's command line; nothing of one that has ended since it was listed."""
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:  # gone, or a zombie
+        return []
 
 
 def test_a_slow_answer_is_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

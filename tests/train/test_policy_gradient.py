@@ -68,10 +68,10 @@ MEMORY_PHASES = ("generation", "logprobs", "reference_logprobs", "forward_backwa
 
 
 def test_the_documented_step_has_the_fields_of_each_stage() -> None:
-    """And no file of its table is missing."""
+    """And no file of its list is missing."""
     root = Path(__file__).parents[2]
     page = (root / "docs" / "explanation" / "training-step.md").read_text()
-    files = re.findall(r"^\| `(abrun/.+\.py)` \|", page, re.MULTILINE)
+    files = re.findall(r"^- `(abrun/[^`]+\.py)`:", page, re.MULTILINE)
     assert len(files) == 6 and all((root / file).is_file() for file in files)
     drawn: set[str] = {"rows_per_sample", "routes", "support"}  # of samples, experts and filters, where used
     for stage in (RolloutBatch, ScoredBatch, TrainBatch):
