@@ -248,11 +248,11 @@ def _assign_rows(
 def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
     """Merge samples, each of `rows_per_sample` consecutive rows, into groups that no microbatch splits.
 
-    A sample joins the previous group whose prompt it shares if the group then has at most `max_tokens`
-    tokens; otherwise it starts a group. Samples without a completion are groups of their own.
+    A sample that shares its prompt with an earlier one joins that one's group if the group then has at most
+    `max_tokens` tokens; otherwise it starts a group. Samples without a completion are groups of their own.
     """
     groups: list[list[int]] = []
-    prompt_group, num_tokens = 0, 0  # the last group with a prompt
+    prompt_group, num_tokens = 0, 0  # the last group whose prompt can be shared
     for start in range(0, len(rows.lengths), rows_per_sample):
         sample = range(start, start + rows_per_sample)
         new_tokens = sum(rows.lengths[row] - rows.shared_lengths[row] for row in sample)

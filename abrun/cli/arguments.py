@@ -143,7 +143,9 @@ Interim = Annotated[
 NoStepOne = Annotated[
     bool,
     typer.Option(
-        "--no-step-one", help="Skip the step-one check; for runs whose first recorded step follows an update."
+        "--no-step-one",
+        help="Skip the check that arms agree at step one, before any update; for runs whose first recorded "
+        "step follows an update.",
     ),
 ]
 ReportFolder = Annotated[

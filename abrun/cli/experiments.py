@@ -89,8 +89,8 @@ def launch(
 
     Shows live progress. The report is in the experiment's folder.
 
-    Exit code: 0 MATCH, or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID; --exit-zero
-    and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
+    Exit code: 0 MATCH, or no claim to judge; 3 MISMATCH; 4 INCONCLUSIVE; 5 INVALID; --exit-zero and
+    --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
     130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
 
     Examples:
@@ -234,7 +234,7 @@ def completions(
 ) -> None:
     """Show a run's completions, alone or beside another run's.
 
-    Only saved completions are shown, with their rewards (keep_samples).
+    Shows the completions that the recipe's keep_samples saved, with their rewards.
 
     Examples:
         abrun completions quickstart/baseline/seed-0 --step 60

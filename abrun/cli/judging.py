@@ -80,8 +80,8 @@ def compare(
 
     The runs are an experiment's, or logged by any framework.
 
-    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or a description without a
-    claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID, 2 for bad input.
+    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or no claim to judge; 3
+    MISMATCH; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input.
 
     Examples:
         abrun compare quickstart

@@ -171,8 +171,8 @@ def logprob_diff(
     run: Annotated[
         str,
         typer.Argument(
-            help="A run's folder or name; of an experiment, the first run with a checkpoint, starting with "
-            "the baseline's."
+            help="A run's folder or name, or an experiment: then its first run with a checkpoint, baseline "
+            "runs first."
         ),
     ],
     step: Annotated[

@@ -59,8 +59,8 @@ ChainOnly = Annotated[
     typer.Option(
         "--chain-alone",
         help="With --budget: bound the total drift only by the sum of the accepted changes' bounds. "
-        "Default: the smaller of that sum and the bound of comparing the last accepted change directly "
-        "with the frozen runs, each at half of the error level.",
+        "Default: also by comparing the last accepted change directly with the reference's runs; the "
+        "smaller bound counts, each at half of the error level.",
     ),
 ]
 

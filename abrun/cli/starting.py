@@ -117,8 +117,8 @@ def recipes(
 ) -> None:
     """List the built-in recipes with their cost, or print one.
 
-    `abrun launch NAME` works in any folder. The schema lets an editor complete and check a recipe that names
-    it in its first line, as `abrun init` writes.
+    `abrun launch NAME` works in any folder. With the schema, an editor completes and checks recipes whose
+    first line names it; `abrun init` writes that line.
 
     Examples:
         abrun recipes

@@ -230,7 +230,9 @@ class RecordedExperiment:
         ]
 
     def metric_steps(self, metric: str) -> Steps:
-        """Return the steps [S] at which any finished run recorded a metric, up to a reference's last one.
+        """Return the steps [S] at which any finished run recorded a metric.
+
+        Compared with a reference, only those up to the reference's last step.
 
         Windows of claims on the metric are resolved on these steps. A reference keeps few steps outside its
         claims' windows; without the steps of the newer runs, "last 20%" would cover fewer steps than when

@@ -26,10 +26,11 @@ def group_advantages(
     0. The std is over the group, the global batch, or the other completions of the group (leave_one_out, as
     NeMo-RL's calculate_baseline_and_std_per_prompt).
 
-    If all rewards that enter the baseline, or all that enter the std, are equal, A is exactly 0, independent
-    of rounding. If only the rewards of the other completions are equal, A is R - b without division, as in
-    NeMo-RL. The arithmetic is float64, which can hold the square of any float32; the result has the dtype of
-    the rewards. For per-token rewards (REINFORCE++) see `values.reward_to_go_advantages`.
+    If all rewards of the group (for batch_mean: of the batch) are equal, or all rewards that a std of the
+    group or batch is over, A is exactly 0, independent of rounding. With normalize_over leave_one_out, if
+    only the rewards of the other completions are equal, A is R - b without division, as in NeMo-RL. The
+    arithmetic is float64, which can hold the square of any float32; the result has the dtype of the rewards.
+    For per-token rewards (REINFORCE++) see `values.reward_to_go_advantages`.
     """
     grouped = rewards.double().view(-1, group_size)
     batch = rewards.double() if batch_rewards is None else batch_rewards.double()

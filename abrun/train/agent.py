@@ -242,9 +242,9 @@ def _start_ranks(
 def _rank_environment(
     options: argparse.Namespace, rank: int, host: str, port: int | str, listening_fd: int | None
 ) -> dict[str, str]:
-    """Return the variables of a rank: those of torchrun, and the socket that it inherits.
+    """Return a rank's variables: those of torchrun and, for rank 0, the socket that it inherits.
 
-    They announce an agent store, so that torch starts none of its own: rank 0 serves one on that socket.
+    They announce an agent store, so that torch starts no store itself; rank 0 serves it on that socket.
     """
     variables = {
         "RANK": rank,

@@ -75,10 +75,10 @@ class Stages:
     ) -> Tensor:
         """Return the stage's output for right-padded rows `token_ids` [B, S].
 
-        With `packing`, they are packed into one stream, and the output covers this rank's tokens of it
-        [1, T/P]. With sequence parallelism, positions are padded to a multiple of the tensor-parallel ranks,
-        and the states are sharded by position; `gather_for_sharded_head` and `gather_for_replicated_head`
-        gather them.
+        With `packing`, they are packed into one stream, and the output covers this rank's T/P tokens of it,
+        for P context-parallel ranks. With sequence parallelism, positions are padded to a multiple of the
+        tensor-parallel ranks, and the states are sharded by position; `gather_for_sharded_head` and
+        `gather_for_replicated_head` gather them.
         """
         if packing is None:
             positions = torch.arange(token_ids.shape[1], device=token_ids.device)

@@ -66,7 +66,7 @@ def find_run_dir(plan: ExperimentPlan, experiment_dir: Path, name: str) -> RunDi
 
 
 def prepare_run(plan: ExperimentPlan, experiment_dir: Path, name: str, run: RunDir) -> None:
-    """Write the experiment's directory; if `name` is a warm start, only its own record.
+    """Write the experiment's directory, or, if `name` is a warm start, only the warm start's run record.
 
     Raises LaunchError if the run needs a warm start that has not finished.
     """
