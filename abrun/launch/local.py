@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -15,6 +15,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
+from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
@@ -96,6 +97,7 @@ class LocalEngine:
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[ForkKey, ForkServer] = {}
+        self._hosts: EngineHosts | None = None
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
@@ -104,7 +106,8 @@ class LocalEngine:
     def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
         """Start a fork server for each kind of run of which several have to wait for devices.
 
-        The server does its imports while the first runs train.
+        The server does its imports while the first runs train. Engine hosts start with the first run that
+        can use them.
         """
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
         num_runs = Counter(key for key, _ in keyed_configs)
@@ -117,8 +120,10 @@ class LocalEngine:
                 ):
                     with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
-            yield
+            with engine_hosts_for(runs) as self._hosts:
+                yield
         finally:
+            self._hosts = None
             for server in self._servers.values():
                 server.close()
             if self._servers:
@@ -132,6 +137,9 @@ class LocalEngine:
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
         key = self._fork_key(run, config) if self._servers else None
         server = self._servers.get(key) if key else None
+        hosts = self._hosts
+        if hosts:
+            env |= hosts.lend(run, config, devices, env)
         process: Child | None = None
         with run.open_log() as output:
             if key and server:
@@ -147,7 +155,10 @@ class LocalEngine:
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
         self._slots.take(devices)
-        return LocalRun(run, process, devices, self._slots)
+        on_end = (
+            (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
+        )
+        return LocalRun(run, process, devices, self._slots, on_end)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)
@@ -179,6 +190,7 @@ class LocalRun:
     process: Child
     devices: Devices
     slots: Slots
+    on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
     is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
@@ -192,6 +204,7 @@ class LocalRun:
             self.ended = True
             # A first process that was killed could not end the others.
             kill_all(lambda: find_run_processes(self.run.path))
+            self.on_end(status == 0)
             self.slots.release(self.devices)
         return status
 

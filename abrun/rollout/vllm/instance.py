@@ -45,17 +45,27 @@ class VllmInstance:
         device: torch.device,
         num_ranks: int,
         end_ids: frozenset[int],
-        beat: Callable[[], None] = progress.report,  # called during sampling
     ) -> None:
-        self._beat = beat
-        self._rollout, self._device = config.rollout, device
-        self._end_ids = sorted(end_ids)
+        self._rollout, self.device = config.rollout, device
+        self.begin_run(end_ids)
         self._tail = LogTail()
         self._llm = start_engine(config, device, num_ranks, self._tail)
         self._support = SupportCollector(self._llm) if self._rollout.records_support else None
         self.group: ProcessGroup | None = engine_group() if config.rollout.tensor_parallel > 1 else None
         self._is_asleep = False
         self._constants: list[tuple[Tensor, Tensor]] = []
+
+    def begin_run(self, end_ids: frozenset[int], beat: Callable[[], None] = progress.report) -> None:
+        """Begin a run whose completions end with one of `end_ids`. `beat` is called during sampling."""
+        self._end_ids, self._beat = sorted(end_ids), beat
+
+    def end_run(self) -> None:
+        """Prepare for another run, whose first sync replaces weights and cache. Frees device memory."""
+        with self._calling_vllm("end a run"):
+            if self._llm.llm_engine.has_unfinished_requests():
+                raise RuntimeError("it has unfinished requests")
+        if not self._is_asleep:
+            self.sleep()
 
     def generate(
         self, requests: list[tuple[list[int], int]], temperature: float | None = None
@@ -104,7 +114,7 @@ class VllmInstance:
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the policy's weights, an iterator of full tensors with their Hugging Face names."""
         with self._calling_vllm("take the policy's weights"):
-            if self._device.type == "cuda" and all(self._llm.apply_model(_keeps_checkpoint_values)):
+            if self.device.type == "cuda" and all(self._llm.apply_model(_keeps_checkpoint_values)):
                 self._llm.apply_model(partial(_load, weights=weights))
             else:
                 self._reload(weights)
@@ -120,7 +130,7 @@ class VllmInstance:
 
         vLLM unmaps the pages but keeps their addresses, so torch's allocator still counts them.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return 0
         with self._calling_vllm("sleep"):
             if not self._constants:
@@ -151,7 +161,7 @@ class VllmInstance:
             if self._tail.has_failed
             else raising_launch_errors("end", self._tail)
         )
-        with preserving_globals(self._device), errors:
+        with preserving_globals(self.device), errors:
             shut_down(self._llm)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -163,12 +173,12 @@ class VllmInstance:
         if self._tail.missing_weights:
             raise RuntimeError(self._tail.missing_weights)
         _check_experts(experts)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._llm.apply_model(_repack)
 
     def _map_memory(self, tag: str) -> None:
         """Map memory again; empty torch's cache first if too little memory is free."""
-        if torch.cuda.mem_get_info(self._device)[0] < _sleeping_bytes() + SPARE_BYTES:
+        if torch.cuda.mem_get_info(self.device)[0] < _sleeping_bytes() + SPARE_BYTES:
             torch.cuda.empty_cache()  # vLLM since 0.27 does this itself, at the trainer's expense
         self._llm.wake_up(tags=[tag])
 
@@ -186,7 +196,7 @@ class VllmInstance:
 
     @contextlib.contextmanager
     def _calling_vllm(self, action: str) -> Iterator[None]:
-        with preserving_globals(self._device), raising_launch_errors(action, self._tail):
+        with preserving_globals(self.device), raising_launch_errors(action, self._tail):
             yield
 
     def _sampling_parameters(self, seed: int, temperature: float) -> Any:
