@@ -32,7 +32,7 @@ from abrun.runs.files import open_log
 from abrun.runs.layout import engine_log_name
 from abrun.runs.rundir import RunDir
 
-HOST_MODULE = "abrun.rollout.vllm.host"
+HOST_COMMAND = ("abrun.rollout.vllm.host",)  # after `python -P -m`
 
 
 def engine_settings(config: RunConfig) -> str | None:
@@ -174,7 +174,7 @@ class EngineHosts:
                 ):
                     listener.bind(str(sockets[-1]))
                     listener.listen(1)
-                    command = [sys.executable, "-u", *MODULE_OPTIONS, HOST_MODULE]
+                    command = [sys.executable, "-u", *MODULE_OPTIONS, *HOST_COMMAND]
                     process = start_process(
                         [*command, str(listener.fileno()), str(run.path)],
                         {**environment, **variables},
