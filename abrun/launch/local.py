@@ -41,34 +41,45 @@ NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:
-    """The machine's free devices. `num_jobs` limits the parallel runs, and allows them to share CPU cores."""
+    """The machine's free places: `cluster.runs_per_gpu` on each GPU, one on each CPU core.
+
+    `num_jobs` limits the parallel runs, and allows them to share CPU cores.
+    """
 
     def __init__(self, machine: Machine, num_jobs: int | None = None) -> None:
-        self._gpus = list(machine.gpus)
+        self._num_runs = dict.fromkeys(machine.gpus, 0)  # on each GPU
         self._cores = machine.cores
         self._num_free = num_jobs
         self._cores_limit = num_jobs is None
 
     def find_devices(self, config: RunConfig) -> Devices | None:
-        """Return devices for one run, or None if it must wait."""
+        """Return devices for one run, the GPUs with the fewest runs; None if it must wait.
+
+        Among GPUs with equally many, those come first that no run has left for the longest.
+        """
         if self._num_free == 0:
             return None
         count = config.devices_per_node
         if config.cluster.gpus_per_node:
-            return tuple(self._gpus[:count]) if count <= len(self._gpus) else None
+            limit = config.cluster.runs_per_gpu
+            with_place = [gpu for gpu, num_runs in self._num_runs.items() if num_runs < limit]
+            chosen = sorted(with_place, key=self._num_runs.__getitem__)[:count]
+            return tuple(chosen) if len(chosen) == count else None
         if self._cores_limit and count > self._cores:
             return None
         return ("cpu",) * count
 
     def take(self, devices: Devices) -> None:
         self._cores -= devices.count("cpu")
-        self._gpus = [gpu for gpu in self._gpus if gpu not in devices]
+        for gpu in (device for device in devices if device != "cpu"):
+            self._num_runs[gpu] += 1
         if self._num_free is not None:
             self._num_free -= 1
 
     def release(self, devices: Devices) -> None:
         self._cores += devices.count("cpu")
-        self._gpus += [device for device in devices if device != "cpu"]
+        for gpu in (device for device in devices if device != "cpu"):
+            self._num_runs[gpu] = self._num_runs.pop(gpu) - 1  # to the end
         if self._num_free is not None:
             self._num_free += 1
 
