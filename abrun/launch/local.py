@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -15,6 +15,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
+from abrun.launch.mps import MpsService, is_served, mps_for, shares_by_mps
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
@@ -100,23 +101,34 @@ ForkKey = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
 
 class LocalEngine:
-    """Starts each run in its own session, on devices that no other run uses."""
+    """Starts each run in its own session, on devices with a free place."""
 
     def __init__(self, num_jobs: int | None = None) -> None:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[ForkKey, ForkServer] = {}
+        self._mps: MpsService | None = None
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
-        """Start a fork server for each kind of run of which several have to wait for devices.
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> Iterator[None]:
+        """Serve runs that share GPUs by MPS, and start a fork server for each kind of run of which several
+        have to wait for devices.
 
         The server does its imports while the first runs train.
         """
+        with mps_for((config for _, config in runs), say) as self._mps:
+            with self._fork_servers_for(runs):
+                yield
+            self._mps = None
+
+    @contextlib.contextmanager
+    def _fork_servers_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
         num_runs = Counter(key for key, _ in keyed_configs)
         try:
@@ -158,13 +170,16 @@ class LocalEngine:
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
         self._slots.take(devices)
+        if shares_by_mps(config) and is_served(env):
+            run.update_launch(mps=True)
         return LocalRun(run, process, devices, self._slots)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        return run_environment(run.path, devices, config)
+        mps_variables = self._mps.variables if self._mps and shares_by_mps(config) else {}
+        return run_environment(run.path, devices, config) | mps_variables
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.

@@ -106,7 +106,9 @@ class GangEngine:
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # nodes report their own problems
 
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,9 @@ class StepEngine(LocalEngine):
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
 
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # steps start on their own nodes
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
