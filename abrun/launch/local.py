@@ -122,10 +122,16 @@ class LocalEngine:
 
         The server does its imports while the first runs train.
         """
+        with self._serve_mps(runs, say), self._fork_servers_for(runs):
+            yield
+
+    @contextlib.contextmanager
+    def _serve_mps(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> Iterator[None]:
         with mps_for((config for _, config in runs), say) as self._mps:
-            with self._fork_servers_for(runs):
-                yield
-            self._mps = None
+            yield
+        self._mps = None
 
     @contextlib.contextmanager
     def _fork_servers_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
@@ -178,8 +184,10 @@ class LocalEngine:
         return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        mps_variables = self._mps.variables if self._mps and shares_by_mps(config) else {}
-        return run_environment(run.path, devices, config) | mps_variables
+        return run_environment(run.path, devices, config) | self._mps_variables(config)
+
+    def _mps_variables(self, config: RunConfig) -> dict[str, str]:
+        return self._mps.variables if self._mps and shares_by_mps(config) else {}
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.

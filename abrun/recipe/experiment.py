@@ -160,6 +160,10 @@ class ExperimentDeclaration(Section):
             tree["arms"][arm] = {key: None for key in chosen if type_lacks_key(change, key)} | change
         return validated(type(self), tree, self.name)
 
+    def without_sharing(self) -> Self:
+        """Return the recipe with `auto` of RUNS_PER_GPU replaced by 1, and the other settings as they are."""
+        return self.with_auto_values({key: "auto" for key in self.auto_keys if key != RUNS_PER_GPU})
+
     @property
     def control_arms(self) -> dict[str, InjectedFault]:
         """Return the injected fault of each control arm by the arm's name."""
