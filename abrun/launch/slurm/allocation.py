@@ -48,7 +48,7 @@ REQUEUE_TIMEOUT_S = 60.0
 class StepEngine(LocalEngine):
     """Starts runs as steps of this job's allocation, each with its share of every node.
 
-    Runs that share GPUs get places on the GPUs of their one node by position, and all of its cores and memory.
+    Runs that share GPUs get places on them, by position, and all cores and memory of their one node.
     """
 
     def __init__(self, settings: Slurm, num_runs: int, configs: Sequence[RunConfig]) -> None:
