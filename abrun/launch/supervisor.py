@@ -204,7 +204,8 @@ class Supervisor:
                 self._fail_job(job, error.reason)
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
-        job.run.begin_launch(devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
+        job.run.begin_launch(devices, self._git)
+        job.run.update_launch(runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
         job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step

@@ -112,10 +112,7 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
 
 
 def measure_savings(arm: str, sides: Sides) -> list[Saving]:
-    """Measure step time (median step of a run) and peak memory (largest of a run), overall and by phase.
-
-    The step time of runs that shared GPUs depends on their neighbours and is left out.
-    """
+    """Measure step time (median step, unless runs shared GPUs) and peak memory, overall and by phase."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
     quantities: dict[str, Callable[[RecordedRun], float]] = {}
