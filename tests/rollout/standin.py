@@ -66,6 +66,9 @@ class StandIn:
     def wake(self) -> bool:
         return False
 
+    def memory_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
     def close(self) -> None:
         pass
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from abrun.backends import Backend
+from abrun.backends.ranks import limit_memory
 from abrun.errors import LaunchError
 from abrun.models import Text
 from abrun.processes import ENGINE_HOST_VARIABLE, progress
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import CONTEXT_BYTES, OwnRunConfig, share_of_device
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.client import EngineClient, HostProcess, ProcessLostError, engine_log
@@ -39,7 +40,9 @@ class HostedEngine:
     ) -> None:
         self._backend, self._ranks, self._make_own = backend, backend.ranks, make_own
         self._device = backend.ranks.device
-        self._asleep_bytes: int | None = None  # that the engine allocates when it wakes
+        self._runs_per_gpu = config.cluster.runs_per_gpu
+        # Device memory that the engine allocates when it wakes, and that of its process while it sleeps
+        self._asleep_bytes, self._resident_bytes = 0, 0
         self._own: RolloutEngine | None = None
         self._host = EngineClient(1, config.stalled_s)
         self._ask(lambda: self._connect(text))
@@ -64,11 +67,9 @@ class HostedEngine:
 
     def sleep(self) -> int:
         """Free the engine's device memory. Returns 0: torch's allocator here never counted it."""
-        answers = None if self._own else self._ask(lambda: self._host.request("sleep", "sleep"))
-        if self._own:
-            return self._own.sleep()
-        (self._asleep_bytes,) = answers or (None,)
-        return 0
+        if not self._own:
+            self._ask(self._sleep)
+        return self._own.sleep() if self._own else 0
 
     def wake(self) -> bool:
         answers = None if self._own else self._ask(self._wake)
@@ -98,7 +99,8 @@ class HostedEngine:
         )
         try:
             host.add(HostProcess(paths[rank], log), setup)
-            self._free_cache()
+            if on_gpu:
+                torch.cuda.empty_cache()  # the engine may start now
             host.connect(
                 lambda: (
                     SharedBufferTransfer(self._device)
@@ -106,6 +108,7 @@ class HostedEngine:
                     else GroupTransfer(folder, 0, 2, self._device, host.silence_s)
                 )
             )
+            self._note_memory()
         except (LaunchError, OSError, IndexError) as error:  # it is gone, or its engine did not start
             raise ProcessLostError(
                 f"rollout.engine: the engine host does not serve this run: {error}"
@@ -113,7 +116,7 @@ class HostedEngine:
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         try:
-            self._host.load(weights, self._free_cache)
+            self._host.load(weights, self._yield_memory)
         except ProcessLostError:
             for _ in weights:  # the other ranks take part in the collective of each tensor
                 pass
@@ -123,12 +126,37 @@ class HostedEngine:
         self._free_cache()
         return self._host.request("wake", "wake")
 
+    def _sleep(self) -> None:
+        self._host.request("sleep", "sleep")
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        ((self._asleep_bytes, allocated_bytes),) = self._host.request("memory_bytes", "measure its memory")
+        if self._device.type == "cuda":
+            self._resident_bytes = allocated_bytes + CONTEXT_BYTES
+            self._limit_memory(self._resident_bytes)
+
     def _free_cache(self) -> None:
         """Empty torch's cache if it may hold memory that the engine is about to allocate."""
+        if self._device.type != "cuda":
+            return
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self._device)
+        spare_bytes = SPARE_BYTES // self._runs_per_gpu
+        if self._runs_per_gpu > 1:
+            share_bytes = share_of_device(device_bytes, self._runs_per_gpu)
+            free_bytes = share_bytes - self._resident_bytes - torch.cuda.memory_reserved(self._device)
+        if free_bytes < self._asleep_bytes + spare_bytes:
+            torch.cuda.empty_cache()
+
+    def _yield_memory(self) -> None:
+        """Leave the engine the memory for its cache, now that the copies of the weights are freed."""
+        self._free_cache()
         if self._device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
-            if self._asleep_bytes is None or free_bytes < self._asleep_bytes + SPARE_BYTES:
-                torch.cuda.empty_cache()
+            self._limit_memory(self._resident_bytes + self._asleep_bytes)
+
+    def _limit_memory(self, engine_bytes: int) -> None:
+        """Limit this process to what the engine leaves of the run's share of a GPU."""
+        limit_memory(self._device, self._runs_per_gpu, unmapped_bytes=-engine_bytes)
 
     def _ask(self, request: Callable[[], Answer]) -> Answer | None:
         """Return the answer of this rank's host. Collective.

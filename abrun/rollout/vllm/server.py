@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from abrun.backends.ranks import COLLECTIVE_TIMEOUT
+from abrun.backends.ranks import COLLECTIVE_TIMEOUT, limit_memory
 from abrun.errors import AbrunError
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.instance import VllmInstance
@@ -83,9 +83,13 @@ class EngineServer:
         """Load the policy's weights: for each chunk, answer when ready, read its message and receive it."""
         self._vllm.load(self._weights())
 
-    def sleep(self) -> int:
+    def sleep(self) -> None:
         """Free device memory; see VllmInstance."""
-        return self._vllm.sleep()
+        self._vllm.sleep()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return how much device memory the engine needs to wake, and has now; see VllmInstance."""
+        return self._vllm.memory_bytes()
 
     def wake(self) -> bool:
         """Reclaim memory for weights; see VllmInstance."""
@@ -130,6 +134,7 @@ def start_vllm(config: OwnRunConfig, setup: EngineSetup) -> VllmInstance:
     device = torch.device("cuda", setup.rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        limit_memory(device, config.cluster.runs_per_gpu)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
