@@ -221,8 +221,7 @@ def limit_memory(device: torch.device, runs_per_gpu: int, *, unmapped_bytes: int
     """Limit this process to its share of a GPU that several runs use, so that none can take another's.
 
     `unmapped_bytes`: memory that torch's allocator counts although it is free; negative: memory of the run
-    that it does not count. Raises LaunchError if the
-    share is empty.
+    that it does not count. Raises LaunchError if the share is empty.
     """
     if runs_per_gpu == 1:
         return
