@@ -5,10 +5,11 @@
         --recipe recipes/evidence/smollm2-vllm-engine.yaml                        # needs vllm
     python -m tests.bench.bench_verdict_cost --gpus 0 --jobs 2 --recipe recipes/quickstart.yaml
 
-Both schedulings are an `abrun launch` of its own with its own empty caches, in FOLDER/before and FOLDER/now
-of --work. `before` is the code of an older checkout; without one, this code with a run at a time on a GPU.
-`now` sets cluster.runs_per_gpu, on CPU cores --jobs. A scheduling that has ended is not measured again, and
-one that the limit has stopped is resumed: the same command goes on, and --only takes one of the two.
+Each scheduling is an `abrun launch` of its own with empty caches, in FOLDER/before and FOLDER/now of --work.
+`before` runs the code of an older checkout; without one, this code with one run at a time on a GPU, whose
+engines still serve several runs. `now` sets cluster.runs_per_gpu, on CPU cores --jobs. A scheduling that has
+ended is not measured again, and one that the limit has stopped is resumed: the same command goes on, and
+--only takes one of the two.
 
 - wall: seconds of the launch with its comparison, from the command to its exit. device-hours: times devices.
 - useful: seconds of steps of the pairs' runs over device seconds held; a run on a shared GPU counts by its
