@@ -26,6 +26,7 @@ from abrun.rollout import vllm as library
 from abrun.rollout.vllm import colocated
 from abrun.rollout.vllm.hosted import HostedEngine
 from abrun.runs.rundir import RunDir
+from tests.launch.fakes import STAND_IN_HOST
 from tests.processes.test_fork_server import until
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
@@ -55,7 +56,7 @@ def policy() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "HOST_COMMAND", ("tests.rollout.standin", "host"))
+    monkeypatch.setattr(launching, "HOST_COMMAND", STAND_IN_HOST)
     monkeypatch.setattr(colocated, "VllmInstance", StandIn)
 
 
