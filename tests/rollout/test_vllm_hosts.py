@@ -226,6 +226,24 @@ def test_while_it_samples_it_is_heard(launch: Launch, policy: Any, monkeypatch: 
     assert len(heard) >= 3
 
 
+@pytest.mark.parametrize("serving", [False, True])
+def test_without_its_launcher_a_host_ends_after_the_run_that_it_serves(
+    serving: bool, launch: Launch, policy: Any
+) -> None:
+    """The launcher's death sends SIGTERM."""
+    launch.begin(0)
+    host, engine = launch.host.processes[0], hosted(policy)
+    if not serving:
+        engine.close(finished=True)
+        launch.end(0)
+    host.send_signal(signal.SIGTERM)
+    if serving:
+        time.sleep(0.5)
+        assert sampled(engine, policy) == expected(policy) and engine._own is None
+        engine.close(finished=True)
+    assert host.wait(10) == 0
+
+
 def test_which_runs_share_a_host() -> None:
     settings = engine_settings(CONFIG)
     assert settings
