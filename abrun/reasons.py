@@ -120,6 +120,9 @@ class Code(StrEnum):
     MEND_REASONS, READ_FIRST_LOG = auto(), auto()
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
 
+    # Device time: what an experiment spent, will spend, or could save
+    SPENT = auto()
+
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
     ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()
