@@ -121,7 +121,7 @@ class Code(StrEnum):
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
 
     # Device time: what an experiment spent, will spend, or could save
-    SPENT = auto()
+    SPENT, BUDGET, NO_BUDGET = auto(), auto(), auto()
 
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()

@@ -11,6 +11,7 @@ from rich.text import Text
 from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.launch.budget import Budget, budget_as_json
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
@@ -54,20 +55,22 @@ def check_feasibility(
 
 
 def render_preview(
-    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None
+    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, num_jobs: int | None = None
 ) -> RenderableType:
-    """Return runs in launch order, treatment differences, expected power and this machine's capacity.
+    """Return runs in launch order, treatment differences, expected power, cost, and this machine's capacity.
 
     The last line says whether this machine can run the plan.
     """
-    return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
+    return Group(*_render_plan(plan, budget), *_render_machine(plan, feasible, num_jobs))
 
 
-def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
+def render_jobs_preview(
+    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, cluster: ClusterJobs
+) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(
-            *_render_plan(plan),
+            *_render_plan(plan, budget),
             _heading("Why it cannot run on the cluster"),
             *_bullet_list(sentences(reasons)),
         )
@@ -75,10 +78,12 @@ def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: Cl
     jobs = [
         renderable for name, text in texts.items() for renderable in (_heading(f"Job {name}"), Text(text))
     ]
-    return Group(*_render_plan(plan), *jobs)
+    return Group(*_render_plan(plan, budget), *jobs)
 
 
-def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+def preview_as_json(
+    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, num_jobs: int | None
+) -> dict[str, Any]:
     """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
     inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
@@ -101,6 +106,7 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         "notes": sentences(inert),
         "note_codes": encode_reasons(inert),
         "decided": plan.decided,
+        "budget": budget_as_json(budget),
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
@@ -108,7 +114,7 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
     }
 
 
-def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
+def _render_plan(plan: ExperimentPlan, budget: Budget | Reason) -> list[RenderableType]:
     recipe = plan.recipe
     arms, seeds = _count_noun(recipe.arms, "arm"), _count_noun(recipe.seeds, "seed")
     title = f"{recipe.name}: {len(plan.runs)} runs, {arms} x {seeds}"
@@ -131,6 +137,8 @@ def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
         *_render_interim(recipe.compare),
+        _heading("Expected cost"),
+        Text(printable(sentence(budget if isinstance(budget, Reason) else budget.reason))),
     ]
 
 

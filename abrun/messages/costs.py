@@ -1,6 +1,6 @@
 """Sentences about device time: what an experiment spent, will spend, or could save."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import percent_text
@@ -53,4 +53,44 @@ def _spent(device: str, held_s: float, parts: Mapping[str, float]) -> str:
     return f"{device_time_text(held_s, device)}: {', '.join(shares)}"
 
 
-MESSAGES: dict[Code, Message] = {Code.SPENT: _spent}
+def duration_text(seconds: float) -> str:
+    """Return a duration in its largest fitting unit: `1.3 h`, `42 min`, `12 s`."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 0.995 * size:
+            return f"{amount_text(seconds / size)} {unit}"
+    return f"{amount_text(seconds)} s"
+
+
+def _budget(
+    wall_s: float | None,
+    device: str,
+    device_s: float,
+    num_runs: int,
+    paces: Mapping[str, Sequence[float]],
+    without_runs: Sequence[str],
+    not_counted: int,
+    experiment: str,
+    measured_on: str,
+) -> str:
+    """Expected wall time and device time; `paces` has seconds of a step and of the start-up by arm."""
+    time_text = "" if wall_s is None else f"{duration_text(wall_s)} on this machine, "
+    pace_texts: dict[str, list[str]] = {}
+    for arm, (step_s, start_up_s) in paces.items():
+        start_up_text = f" and {duration_text(start_up_s)} of start-up" if start_up_s else ""
+        pace_texts.setdefault(f"{duration_text(step_s)} a step{start_up_text}", []).append(arm)
+    clauses = [f"{text} ({', '.join(arms)})" for text, arms in pace_texts.items()]
+    others = f"; no earlier run of {', '.join(without_runs)}, taken to be as fast" if without_runs else ""
+    others += "; without the warm start, of which there is no earlier one" if not_counted else ""
+    cost_text = f"{time_text}{device_time_text(device_s, device)}"
+    return (
+        f"about {cost_text} for {num_runs} runs, at {'; '.join(clauses)}, as measured in {experiment} on "
+        f"{measured_on}{others}"
+    )
+
+
+MESSAGES: dict[Code, Message] = {
+    Code.SPENT: _spent,
+    Code.BUDGET: _budget,
+    Code.NO_BUDGET: "unknown: {runs_dir} has no finished run of this configuration on this kind of device; "
+    "once a run has taken steps, abrun status shows the time left",
+}
