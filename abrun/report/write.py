@@ -298,6 +298,8 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
     estimate = claim.estimate
     bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
+    if claim.result == "not tested":
+        bound = "-"  # what was not tested is not certified either
     if claim.estimate.limited is not None:
         estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
         middle, *ends = (text_near_limit(value, claim.claim.margin_number) for value in estimates)
