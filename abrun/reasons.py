@@ -122,6 +122,7 @@ class Code(StrEnum):
 
     # Device time: what an experiment spent, will spend, or could save
     SPENT, BUDGET, NO_BUDGET = auto(), auto(), auto()
+    INTERIM_SAVES, INTERIM_COSTS_MORE, STAGES_SPENT = auto(), auto(), auto()
 
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()

@@ -353,18 +353,22 @@ def _dry_run(
         screen.print(
             render_jobs_preview(plan, feasible, budget, cluster)
             if cluster
-            else render_preview(plan, feasible, budget, options.jobs)
+            else render_preview(plan, feasible, budget, options.jobs, is_staged=options.until_decided)
         )
         _show_memory(screen, plan, options.device_memory)
     return 2 if feasible.is_refused else 0
 
 
 def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:
+    from abrun.messages import sentence
+
     print_resume_command(screen, launched)
     if launched.compared:
         screen.say(launched.compared)
     if launched.comparison:
         screen.print(launched.comparison.summary())
+    if launched.stages:
+        screen.say(sentence(launched.stages))
     if launched.problem:
         print_error(f"the comparison could not be made: {launched.problem}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError
+from abrun.experiment.designs import PairCost
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.machine import Machine, cpu_name, gpu_names
 from abrun.launch.engine import Devices
@@ -97,7 +98,7 @@ def estimate_budget(
     paces_by_key = find_paces(runs_dir, [*configs.values(), *warm_starts.values()], machine)
     paces = {arm: paces_by_key[key] for arm in configs if (key := config_key(configs[arm])) in paces_by_key}
     if not paces:
-        return Code.NO_BUDGET(runs_dir=runs_dir)
+        return Code.NO_BUDGET()
     first_pace = next(iter(paces.values()))
     jobs = [
         PlannedJob(
@@ -132,6 +133,14 @@ def estimate_budget(
         without_runs=tuple(arm for arm in configs if arm not in paces),
         not_counted=sum(not job.seconds for job in jobs),
     )
+
+
+def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path) -> PairCost | None:
+    """Return the device time of a pair, without idle devices; None without an earlier run."""
+    budget = estimate_budget(plan, runs_dir, None)
+    if isinstance(budget, Reason):
+        return None
+    return PairCost(budget.device_s / len(plan.recipe.seeds), budget.device)
 
 
 def _num_devices(config: RunConfig) -> float:

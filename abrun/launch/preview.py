@@ -55,13 +55,19 @@ def check_feasibility(
 
 
 def render_preview(
-    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, num_jobs: int | None = None
+    plan: ExperimentPlan,
+    feasible: Feasibility,
+    budget: Budget | Reason,
+    num_jobs: int | None = None,
+    *,
+    is_staged: bool = False,
 ) -> RenderableType:
     """Return runs in launch order, treatment differences, expected power, cost, and this machine's capacity.
 
-    The last line says whether this machine can run the plan.
+    The last line says whether this machine can run the plan. `is_staged`: it stops once it is decided.
     """
-    return Group(*_render_plan(plan, budget), *_render_machine(plan, feasible, num_jobs))
+    described = _render_plan(plan, budget, can_stage=True, is_staged=is_staged)
+    return Group(*described, *_render_machine(plan, feasible, num_jobs))
 
 
 def render_jobs_preview(
@@ -114,7 +120,9 @@ def preview_as_json(
     }
 
 
-def _render_plan(plan: ExperimentPlan, budget: Budget | Reason) -> list[RenderableType]:
+def _render_plan(
+    plan: ExperimentPlan, budget: Budget | Reason, *, can_stage: bool = False, is_staged: bool = False
+) -> list[RenderableType]:
     recipe = plan.recipe
     arms, seeds = _count_noun(recipe.arms, "arm"), _count_noun(recipe.seeds, "seed")
     title = f"{recipe.name}: {len(plan.runs)} runs, {arms} x {seeds}"
@@ -136,7 +144,7 @@ def _render_plan(plan: ExperimentPlan, budget: Budget | Reason) -> list[Renderab
         ),
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
-        *_render_interim(recipe.compare),
+        *_render_interim(plan, can_stage=can_stage, is_staged=is_staged),
         _heading("Expected cost"),
         Text(printable(sentence(budget if isinstance(budget, Reason) else budget.reason))),
     ]
@@ -283,9 +291,25 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     return Group(*_render_table(headings, rows, len(rows)))
 
 
-def _render_interim(compare: Compare) -> list[RenderableType]:
-    counts = ", ".join(map(str, compare.interim))
-    return [Text(f"Interim analyses after {counts} pairs; the first that decides stands.")] if counts else []
+def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -> list[RenderableType]:
+    """Return a line on declared interim analyses, and one that recommends them if they save pairs."""
+    compare, seeds = plan.recipe.compare, plan.recipe.seeds
+    counts, lines = ", ".join(map(str, compare.interim)), list[RenderableType]()
+    if counts:
+        lines.append(Text(f"Interim analyses after {counts} pairs; the first that decides stands."))
+    if not can_stage or is_staged or not compare.claims:
+        return lines
+    from abrun.experiment.designs import design_reason, propose_designs  # scipy
+    from abrun.experiment.power import assumed_spread, plan_claim_power
+
+    powers = [
+        plan_claim_power(claim, compare, assumed_spread(claim, compare.reference is not None))
+        for claim in compare.claims
+    ]
+    designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)
+    if designs and designs.saved_pairs > 0:
+        lines.append(Text(sentence(design_reason(compare, seeds, designs))))
+    return lines
 
 
 def _render_table(

@@ -88,9 +88,21 @@ def _budget(
     )
 
 
+def _stages_spent(num_pairs: int, max_pairs: int, device: str, spent_s: float, saved_s: float) -> str:
+    """Device time of a launch in stages, and what the pairs that it did not need would have cost."""
+    text = f"{num_pairs} of {max_pairs} pairs: {device_time_text(spent_s, device)} spent"
+    return f"{text}, about {device_time_text(saved_s, device)} saved" if saved_s else text
+
+
 MESSAGES: dict[Code, Message] = {
+    Code.STAGES_SPENT: _stages_spent,
+    Code.INTERIM_SAVES: "Interim analyses are cheaper: {pairs_if_equal:.3g} pairs on average if the arms are "
+    "equal, at most {max_pairs}; one analysis with the same P(match) takes "
+    "{fixed_pairs:if {fixed_pairs}|more than 1000}; launch with {options}",
+    Code.INTERIM_COSTS_MORE: "One analysis is cheaper: {fixed_pairs} pairs; interim analyses with the same "
+    "P(match) take {pairs_if_equal:.3g} on average if the arms are equal",
     Code.SPENT: _spent,
     Code.BUDGET: _budget,
-    Code.NO_BUDGET: "unknown: {runs_dir} has no finished run of this configuration on this kind of device; "
-    "once a run has taken steps, abrun status shows the time left",
+    Code.NO_BUDGET: "unknown: no finished run of this configuration on this kind of device; once a run has "
+    "taken steps, abrun status shows the time left",
 }

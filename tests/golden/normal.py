@@ -85,6 +85,8 @@ def figures(values: Sequence[float | None]) -> dict[str, Any]:
 def _shortened(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping) and value.get("unknown_s"):
+        return "DEVICE TIME"  # of a real launch
     if isinstance(value, Mapping):
         return {key: _shortened(item) for key, item in value.items()}
     if not isinstance(value, list):

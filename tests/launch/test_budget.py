@@ -64,14 +64,12 @@ def test_other_configurations_and_devices_give_no_estimate(tmp_path: Path) -> No
     plan = make_plan(
         Recipe.model_validate({**RECIPE, "algorithm": {"type": "grpo", "group_size": 2}, "controls": {}})
     )
-    assert estimate_budget(plan, tmp_path, machine()) == Code.NO_BUDGET(runs_dir=tmp_path)
+    assert estimate_budget(plan, tmp_path, machine()) == Code.NO_BUDGET()
     plan = make_plan(Recipe.model_validate({**RECIPE, "controls": {}}))
-    assert estimate_budget(plan, tmp_path / "nowhere", machine()) == Code.NO_BUDGET(
-        runs_dir=tmp_path / "nowhere"
-    )
+    assert estimate_budget(plan, tmp_path / "nowhere", machine()) == Code.NO_BUDGET()
     for path in directory.glob("*/*/environment.json"):
         edit(path, lambda content: content.update(devices=["another CPU"]))
-    assert estimate_budget(plan, tmp_path, machine()) == Code.NO_BUDGET(runs_dir=tmp_path)
+    assert estimate_budget(plan, tmp_path, machine()) == Code.NO_BUDGET()
 
 
 def test_a_new_treatment_is_taken_to_be_as_fast_as_the_baseline(tmp_path: Path) -> None:
