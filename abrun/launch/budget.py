@@ -145,9 +145,7 @@ def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path) -> PairCost | None:
 
 def _num_devices(config: RunConfig) -> float:
     """Return the devices of a run; one that N runs share counts as 1/N."""
-    sharing = getattr(config.cluster, "runs_per_gpu", 1)
-    sharing = sharing if config.cluster.gpus_per_node and isinstance(sharing, int) else 1
-    return config.cluster.nodes * config.devices_per_node / sharing
+    return config.cluster.nodes * config.devices_per_node / config.cluster.runs_per_gpu
 
 
 def simulate_launch(jobs: Sequence[PlannedJob], slots: Slots) -> tuple[float, int]:

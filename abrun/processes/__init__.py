@@ -359,6 +359,16 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     }
 
 
+def find_processes_with(variable: str, value: str) -> set[psutil.Process]:
+    """Return all living processes that were started with this environment variable."""
+    processes = set[psutil.Process]()
+    for process in _list_living():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(variable) == value:
+                processes.add(process)
+    return processes
+
+
 def kill_all(
     find_processes: Callable[[], set[psutil.Process]], timeout_s: float = 5.0
 ) -> set[psutil.Process]:

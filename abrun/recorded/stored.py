@@ -92,7 +92,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
     rows = run.metric_rows()
     state = run.state(name)
-    record = run.record() if run.exists else None
+    record, launches = run.record() if run.exists else None, run.launches()
     return RecordedRun(
         name=name,
         place=str(run.path),
@@ -111,6 +111,8 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         initial_sketch=run.initial_sketch,
         span_s=_span_s(run),
         starts=_read_starts(run, record, rows.step_times()),
+        runs_per_gpu=max((launch.runs_per_gpu for launch in launches), default=1),
+        mps=any(launch.mps for launch in launches),
     )
 
 

@@ -16,8 +16,6 @@ from abrun.runs.owner import Owner
 from abrun.runs.records import Attempt, Launch
 from abrun.runs.rundir import RunDir
 
-MAX_SHARING = 1000  # runs on a GPU; a larger number in a stored file is damage
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -69,9 +67,7 @@ def read_starts(
     lasted until its last row.
     """
     cluster = config.get("cluster")
-    cluster = cluster if isinstance(cluster, Mapping) else {}
-    runs_per_gpu = cluster.get("runs_per_gpu")
-    share = 1 / runs_per_gpu if type(runs_per_gpu) is int and 1 <= runs_per_gpu <= MAX_SHARING else 1.0
+    on_gpus = isinstance(cluster, Mapping) and bool(cluster.get("gpus_per_node"))
     starts = []
     for launch, attempts in _group_attempts(run.launches(), run.attempts()):
         devices = launch.devices if launch else ()
@@ -88,8 +84,8 @@ def read_starts(
                 began_s=record.started_s,
                 ended_s=ended_s,
                 devices=devices,
-                num_devices=share * (len(devices) or num_devices or 0),
-                on_gpus=bool(cluster.get("gpus_per_node")),
+                num_devices=(len(devices) or num_devices or 0) / max(1, launch.runs_per_gpu if launch else 1),
+                on_gpus=on_gpus,
                 launcher=launch.launcher if launch else None,
                 seconds=split_seconds(
                     record.started_s, ended_s, times, is_row, has_failed="finished" not in statuses

@@ -15,10 +15,10 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
 from abrun.launch import auto
-from abrun.launch.auto import SLEEPING_ENGINE_BYTES, decide_values, resolve_auto
+from abrun.launch.auto import decide_values, resolve_auto
 from abrun.memory import predict
 from abrun.memory.cells import GIB, Cell, Point
-from abrun.memory.predict import PeakPrediction, _make_prediction
+from abrun.memory.predict import SLEEPING_ENGINE_BYTES, PeakPrediction, _make_prediction
 from abrun.memory.sweep import microbatch_size
 from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code

@@ -99,15 +99,19 @@ def write_run(directory: Path, starts: list[WrittenStart], *, share: int) -> Non
         times = {"started_s": start.began_s, "ended_s": start.ended_s, "status": status}
         launcher = {"pid": 100 + start.launcher, "process_started": "1", **MACHINE}
         launches.append(
-            {**times, "launcher": launcher, "devices": [start.device], "attempts": number, **MACHINE}
+            {
+                **times,
+                "launcher": launcher,
+                "devices": [start.device],
+                "runs_per_gpu": share,
+                "attempts": number,
+                **MACHINE,
+            }
         )
         write(directory / f"attempts/{number:04d}.json", {**times, "pid": 7, **MACHINE})
         rows += [{**row, "attempt": number, "train/reward": 0.5} for row in start.rows]
     write(directory / "launch.json", {"launches": launches})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = json.loads((directory / "config.json").read_text())
-    config["config"]["cluster"]["runs_per_gpu"] = share
-    write(directory / "config.json", config)
 
 
 def seconds_of(runs: dict[str, list[WrittenStart]], share: int) -> Iterator[tuple[str, float]]:

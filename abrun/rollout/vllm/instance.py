@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
+from abrun.backends.ranks import limit_memory
 from abrun.processes import progress
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.rollout import Completion
 from abrun.rollout.vllm.startup import (
     LogTail,
@@ -49,6 +50,7 @@ class VllmInstance:
     ) -> None:
         self._beat = beat
         self._rollout, self._device = config.rollout, device
+        self._runs_per_gpu = config.cluster.runs_per_gpu
         self._end_ids = sorted(end_ids)
         self._tail = LogTail()
         self._llm = start_engine(config, device, num_ranks, self._tail)
@@ -128,6 +130,8 @@ class VllmInstance:
             with _keeping_allocator_cache():
                 self._llm.sleep(level=2)
             self._is_asleep = True
+            # The trainer may use the memory, which torch's limit still counts as the engine's
+            limit_memory(self._device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
             return _sleeping_bytes()
 
     def wake(self) -> bool:
@@ -168,9 +172,19 @@ class VllmInstance:
 
     def _map_memory(self, tag: str) -> None:
         """Map memory again; empty torch's cache first if too little memory is free."""
-        if torch.cuda.mem_get_info(self._device)[0] < _sleeping_bytes() + SPARE_BYTES:
+        spare_bytes = SPARE_BYTES // self._runs_per_gpu
+        if self._free_bytes() < _sleeping_bytes() + spare_bytes:
             torch.cuda.empty_cache()  # vLLM since 0.27 does this itself, at the trainer's expense
         self._llm.wake_up(tags=[tag])
+        limit_memory(self._device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
+
+    def _free_bytes(self) -> int:
+        """Return the free memory of the device, or of this run's share of it."""
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self._device)
+        if self._runs_per_gpu == 1:
+            return free_bytes
+        mapped_bytes = torch.cuda.memory_reserved(self._device) - _sleeping_bytes()
+        return share_of_device(device_bytes, self._runs_per_gpu) - mapped_bytes
 
     def _run_requests(self, count: int) -> list[Any]:
         """Run the engine until all requests have finished; return the outputs of requests 0 to count - 1."""

@@ -253,11 +253,30 @@ def _engine_arguments(
     return arguments | _memory_arguments(config, num_ranks, network, device_bytes)
 
 
+def _shared_memory_arguments(
+    config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int
+) -> dict[str, float]:
+    """Return the arguments for one of several runs on a GPU, from its share of the memory.
+
+    The size of the cache is explicit: free memory, which vLLM would measure, is also the neighbours'. It is
+    that of a run alone, unless the share is too small for it or the recipe gives vLLM's share.
+    """
+    share_bytes = config.cluster.share_of(device_bytes)
+    utilization = config.rollout.gpu_memory_utilization
+    # The other half is for weights and activations, as with MAX_SMALL_CACHE_SHARE
+    cache = int((utilization or COLOCATED_MEMORY_SHARE) / 2 * share_bytes)
+    if not utilization and (needed := cache_bytes(config, num_ranks, network)) is not None:
+        cache = min(cache, needed)
+    return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
+
+
 def _memory_arguments(
     config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None
 ) -> dict[str, float]:
     """Return the arguments that limit device memory; `device_bytes` is None on a CPU."""
     rollout = config.rollout
+    if device_bytes is not None and config.cluster.runs_per_gpu > 1:
+        return _shared_memory_arguments(config, num_ranks, network, device_bytes)
     if rollout.gpu_memory_utilization:
         return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
     if device_bytes is None:
