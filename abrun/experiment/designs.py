@@ -68,7 +68,7 @@ def compare_designs(
     """
     if not compare.paired or compare.reference or not num_treatments or not powers or None in powers:
         return None
-    if len(interim) < 2 or interim[0] < 2:
+    if len(interim) < 2:
         return None
     claims = [power for power in powers if power is not None]
     guard_alpha = compare.guards.alpha
