@@ -16,6 +16,7 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import find_min_pairs
 from abrun.stats.sequential import interim_levels
 
+POWER_ERROR = 0.005  # of a simulated power
 MIN_FIRST_PAIRS = 3  # of an interim analysis: fewer decide almost nothing
 
 
@@ -30,13 +31,13 @@ class Designs:
     power: float  # P(every treatment matches) if all arms are equal
     pairs_if_equal: float
     pairs_at_margin: float  # if every claim differs by its margin
-    fixed_pairs: int | None  # with at least this power at a single analysis; None: more than 1000
-    fixed_power: float | None
+    fixed_pairs: int  # with this power at a single analysis, at most those of the last interim analysis
+    fixed_power: float
 
     @property
     def saved_pairs(self) -> float:
         """Expected pairs that interim analyses save if the arms are equal; negative if they cost more."""
-        return (self.fixed_pairs or math.inf) - self.pairs_if_equal
+        return self.fixed_pairs - self.pairs_if_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +99,15 @@ def compare_designs(
         return math.prod(claim.power(num_pairs) for claim in claims) ** num_treatments
 
     pairs_if_equal, power = simulate(0.0)
-    fixed_pairs = find_min_pairs(fixed_power, power)
+    max_pairs = interim[-1]
+    fixed_pairs = find_min_pairs(fixed_power, power - POWER_ERROR, max_pairs) or max_pairs
     return Designs(
         interim=tuple(interim),
         power=power,
         pairs_if_equal=pairs_if_equal,
         pairs_at_margin=simulate(1.0)[0],
         fixed_pairs=fixed_pairs,
-        fixed_power=None if fixed_pairs is None else fixed_power(fixed_pairs),
+        fixed_power=fixed_power(fixed_pairs),
     )
 
 

@@ -97,8 +97,8 @@ def _stages_spent(num_pairs: int, max_pairs: int, device: str, spent_s: float, s
 MESSAGES: dict[Code, Message] = {
     Code.STAGES_SPENT: _stages_spent,
     Code.INTERIM_SAVES: "Interim analyses are cheaper: {pairs_if_equal:.3g} pairs on average if the arms are "
-    "equal, at most {max_pairs}; one analysis with the same P(match) takes "
-    "{fixed_pairs:if {fixed_pairs}|more than 1000}; launch with {options}",
+    "equal, at most {max_pairs}; one analysis with the same P(match) takes {fixed_pairs}; launch with "
+    "{options}",
     Code.INTERIM_COSTS_MORE: "One analysis is cheaper: {fixed_pairs} pairs; interim analyses with the same "
     "P(match) take {pairs_if_equal:.3g} on average if the arms are equal",
     Code.SPENT: _spent,

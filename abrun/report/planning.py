@@ -149,13 +149,12 @@ def _render_designs(
 ) -> list[RenderableType]:
     """Return the expected cost of both designs, and which one is cheaper."""
     headings = ["design", "P(match)", "pairs if equal", "pairs at the margin"]
+    counts = ", ".join(map(str, designs.interim))
     rows = [
-        [f"interim analyses at {', '.join(map(str, designs.interim))} pairs", percent_text(designs.power)]
+        [f"interim analyses at {counts} pairs", percent_text(designs.power)],
+        [f"{designs.fixed_pairs} pairs at once", percent_text(designs.fixed_power)],
     ]
-    numbers = [[designs.pairs_if_equal, designs.pairs_at_margin]]
-    if designs.fixed_pairs is not None and designs.fixed_power is not None:
-        rows.append([f"{designs.fixed_pairs} pairs at once", percent_text(designs.fixed_power)])
-        numbers.append([designs.fixed_pairs] * 2)
+    numbers = [(designs.pairs_if_equal, designs.pairs_at_margin), (designs.fixed_pairs, designs.fixed_pairs)]
     for row, pairs in zip(rows, numbers, strict=True):
         row += [f"{number:.3g}" for number in pairs]
         row += [device_time_text(number * cost.device_s, cost.device) for number in pairs] if cost else []
