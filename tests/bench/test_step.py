@@ -55,6 +55,7 @@ def test_a_row_of_the_table(tmp_path: Path) -> None:
     assert cells[6:] == [f"{passes:.3f}", f"{step:.3f}", "0.50", "2.0"]
 
 
+@pytest.mark.slow
 def test_a_supervised_step_has_all_its_tokens_and_parts(tmp_path: Path) -> None:
     row = bench("sft", tmp_path).of_abrun("all on")
     assert row["tokens"] == row["through"] == SEQUENCES * bench_step.SHAPES["cpu"].length
