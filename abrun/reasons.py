@@ -121,7 +121,7 @@ class Code(StrEnum):
     MEND_REASONS, READ_FIRST_LOG = auto(), auto()
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
 
-    # Device time: what an experiment spent, will spend, or could save
+    # Device time
     SPENT, BUDGET, NO_BUDGET = auto(), auto(), auto()
     INTERIM_SAVES, INTERIM_COSTS_MORE, STAGES_SPENT = auto(), auto(), auto()
 

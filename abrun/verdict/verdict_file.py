@@ -80,7 +80,7 @@ class VerdictFile:
     environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
-    spent: Spent | None = None  # device time; None for runs of other trainers, and in older files
+    spent: Spent | None = None  # device time of runs that abrun launched
 
     @property
     def is_description(self) -> bool:
