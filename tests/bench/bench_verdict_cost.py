@@ -37,6 +37,7 @@ from abrun.runs.files import write_json
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import (
     REPOSITORY,
+    STEP_TIME,
     finished_runs,
     first_and_later,
     first_difference,
@@ -47,7 +48,7 @@ from tests.bench.launches import (
 
 RECIPE = REPOSITORY / "recipes" / "evidence" / "smollm2-grpo-fused.yaml"
 SCHEDULINGS = ("before", "now")
-STEP_TIME, CHECKPOINT_TIME = "timing/train/total_step_time_s", "timing/train/checkpointing_s"
+CHECKPOINT_TIME = "timing/train/checkpointing_s"
 JUDGED = ("verdict", "claims", "step_one", "sensitivity")  # fields of a verdict that no clock changes
 HEADER = ("scheduling", "wall, s", "device-hours", "useful", "first step, s", "run, s", "runs", "verdict")
 
