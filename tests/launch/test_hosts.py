@@ -138,7 +138,7 @@ def victims(runs_dir: Path, launcher: int, kind: str) -> list[int]:
 def test_whatever_ends_nothing_lives_on_and_a_resume_is_exact(
     victim: str, end: signal.Signals, tmp_path: Path, expected: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGTERM to the launcher lets runs save; hosts leave it to their launcher."""
+    """SIGTERM lets launcher and trainer save; a host ends after the run that it serves."""
     monkeypatch.setenv("STAND_IN_S", "0.02")
     moments = random.Random(f"{SEED} {victim}")
     for attempt in range(3):
