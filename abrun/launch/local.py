@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from abrun.experiment.command import AGENT, modules_to_preload, run_command, run_environment
+from abrun.experiment.command import (
+    AGENT,
+    NO_DRIVER_VARIABLES,
+    modules_to_preload,
+    run_command,
+    run_environment,
+)
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
@@ -34,10 +40,6 @@ from abrun.runs.rundir import RunDir
 FORK_MODULE = "abrun.train.forked"
 # A fork server pays off if at least this many runs of a kind have to wait for devices.
 MIN_WAITING_RUNS = 2
-# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
-# compiler looks for GPUs:
-# docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
-NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:

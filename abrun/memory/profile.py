@@ -12,7 +12,7 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.model_files import model_shape
-from abrun.experiment.probe import read_rows, run_probe
+from abrun.experiment.probe import UNCONTROLLED, ProbeControl, read_rows, run_probe
 from abrun.memory.cells import Cell, MemoryProfile, Point, merge_rank_rows
 from abrun.memory.search import search_size_limit
 from abrun.memory.show import format_progress
@@ -88,14 +88,19 @@ class SweepRunner:
 
 
 def measure_cell(
-    directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Mapping[str, Any]
+    directory: Path,
+    arm: str,
+    point: Point,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    control: ProbeControl = UNCONTROLLED,
 ) -> tuple[Cell, str]:
     """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
 
     Raises LaunchError if the cell cannot be measured.
     """
     try:
-        rows = run_probe(MODULE, directory, config, job)
+        rows = run_probe(MODULE, directory, config, job, control)
     except LaunchError:
         rows = read_rows(directory)
         if not any(row["out_of_memory"] for row in rows):
