@@ -109,15 +109,25 @@ def _digest(answer: Answer, day: str) -> str:
 
 
 def _list_files(values: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield path, size and time of change of each file that a setting names, or that is in a named folder."""
+    """Yield path, size and time of change of each file that a setting names, or that is in a named folder.
+
+    A name on the hub stands for the revisions of it in the hub's cache.
+    """
+    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or hub)
     for value in values:
         if not isinstance(value, str) or "\0" in value or len(value) > 4096:
             continue
-        path = Path(value).expanduser()
-        with contextlib.suppress(OSError):
-            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                status = file.stat()
-                yield str(file.absolute()), status.st_size, status.st_mtime_ns
+        repository = value.replace("/", "--")
+        for path in (
+            Path(value),
+            *(hub / f"{kind}--{repository}" / "refs" for kind in ("models", "datasets")),
+        ):
+            with contextlib.suppress(OSError, RuntimeError):  # no such file, no such user
+                path = path.expanduser()
+                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    status = file.stat()
+                    yield str(file.absolute()), status.st_size, status.st_mtime_ns
 
 
 @cache
