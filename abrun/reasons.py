@@ -82,7 +82,7 @@ class Code(StrEnum):
     DEAD_SEEDS, CLIMB_NOT_SHOWN, NOTHING_CLIMBED, ONE_RUN_AS_TWO_SEEDS = auto(), auto(), auto(), auto()
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
-    DIFFERS_EARLIER = auto()
+    DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -97,6 +97,7 @@ class Code(StrEnum):
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
+    GPUS_SHARED = auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()
@@ -125,6 +126,7 @@ class Code(StrEnum):
     ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()
     EXCEPTION, RANKS_LOST, RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT = auto(), auto(), auto(), auto()
     MEMORY_RAN_OUT, NODE_LOST, JOB_WAITS, RUN_WAITS, JOB_STATE = auto(), auto(), auto(), auto(), auto()
+    SHARE_EMPTY, MPS_NOT_STARTED, GPUS_NOT_SHARED = auto(), auto(), auto()
     JOB_BEGINS_OR_ENDS, JOB_ENDED, JOB_LEFT_NOTHING, JOB_RUN_SILENT = auto(), auto(), auto(), auto()
     JOB_CANCELLED, JOB_NOT_IN_QUEUE, RESUMABLE, RUN_REMOVED = auto(), auto(), auto(), auto()
     JOB_STOPPED, JOB_FORGOTTEN = auto(), auto()

@@ -30,6 +30,7 @@ from abrun.errors import LaunchError
 from abrun.processes import progress
 from abrun.reasons import Code, Reason
 from abrun.recipe.policy import DIMENSIONS
+from abrun.recipe.run import share_of_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # agents detect a hang sooner: see abrun.train.agent
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # from the first rank's start to the last one's; import times vary
@@ -187,12 +188,13 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
 
     `timeout` limits how long a collective waits for a rank.
     """
-    on_gpu = cluster["gpus_per_node"] > 0
+    on_gpu, runs_per_gpu = cluster["gpus_per_node"] > 0, cluster.get("runs_per_gpu", 1)
     if on_gpu and not torch.cuda.is_available():
         raise LaunchError("cluster.gpus_per_node: no CUDA device is visible; use 0 to train on CPU cores")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        limit_memory(device, runs_per_gpu)
     else:
         torch.set_num_threads(1)  # the order of float sums, and so the last bits of metrics, depend on it
     backend = "nccl" if on_gpu else "gloo"
@@ -213,6 +215,23 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
     if dist.get_world_size() != expected:
         raise LaunchError(f"cluster: needs {expected} ranks, but {dist.get_world_size()} were started")
     return device
+
+
+def limit_memory(device: torch.device, runs_per_gpu: int, *, unmapped_bytes: int = 0) -> None:
+    """Limit this process to its share of a GPU that several runs use, so that none can take another's.
+
+    `unmapped_bytes`: memory that torch's allocator counts although it is free; negative: memory of the run
+    that it does not count. Raises LaunchError if the share is empty.
+    """
+    if runs_per_gpu == 1:
+        return
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    share = share_of_device(device_bytes, runs_per_gpu)
+    if share <= 0:
+        gib = device_bytes / 2**30
+        raise LaunchError(Code.SHARE_EMPTY(runs_per_gpu=runs_per_gpu, device_gib=gib))
+    fraction = min(max((share + unmapped_bytes) / device_bytes, 0.0), 1.0)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def _open_store(timeout: timedelta) -> Store:

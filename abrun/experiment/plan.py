@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, Need, find_metric, unrecorded_metric_problem
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    Need,
+    find_metric,
+    is_clock,
+    unrecorded_metric_problem,
+)
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Compare, Guards
@@ -112,8 +119,9 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
             shared = _make_warm_start_config(configs[BASELINE], config)
-            # Its time limits do not make it a different warm start
-            key = _sha256(shared.model_dump(mode="json", exclude={"limits"}))[:16]
+            # Neither its time limits nor its neighbours make it a different warm start
+            ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}}
+            key = _sha256(shared.model_dump(mode="json", exclude=ignored_keys))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
     return ExperimentPlan(
@@ -185,13 +193,20 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     for key, metric in required_metrics:
         if isinstance(base, OwnRunConfig) and (problem := _metric_problem(metric, base)):
             raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
+    if recipe.compare.guards.step_time_ratio is not None and base.cluster.runs_per_gpu > 1:
+        problem = _shared_time_problem(recipe.compare.guards.step_time_ratio, base)
+        raise RecipeError(
+            Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key="guards.step_time_ratio", problem=problem)
+        )
     claims = recipe.compare.claims
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
             raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
         for config in configs.values():
             field, problem = "window", _window_problem(claim.window, config.steps)
-            if not problem and isinstance(config, OwnRunConfig):
+            if not problem and config.cluster.runs_per_gpu > 1 and is_clock(claim.metric):
+                field, problem = "metric", _shared_time_problem(claim.metric, config)
+            elif not problem and isinstance(config, OwnRunConfig):
                 field, problem = "metric", _metric_problem(claim.metric, config)
             elif not problem and claim.metric == FINAL_WEIGHTS:
                 field, problem = (
@@ -202,6 +217,15 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
                 raise RecipeError(
                     Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
                 )
+
+
+def _shared_time_problem(got: object, config: RunConfig) -> str:
+    """Return the problem of a limit on times in an experiment whose runs share GPUs."""
+    number = config.cluster.runs_per_gpu
+    return (
+        f"got {shortened(got)} of runs that share GPUs (cluster.runs_per_gpu: {number}), whose times depend "
+        "on other runs; use runs_per_gpu: 1"
+    )
 
 
 def _window_problem(window: str, num_steps: int) -> str | None:

@@ -10,14 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from abrun.errors import LaunchError
-from abrun.memory.cells import GIB
 from abrun.memory.facts import Answer
 from abrun.memory.predict import MAX_ERROR, PeakPrediction, ask_step, read_prediction
 from abrun.memory.probes import Probe, ask_measured
 from abrun.recipe.run import OwnRunConfig
 
-# Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
-SLEEPING_ENGINE_BYTES = GIB // 4
 # Share of device memory kept free above a measured peak, for fragmentation and memory outside of torch.
 MEASURED_MARGIN = 0.05
 
@@ -254,7 +251,7 @@ def _peaks_as_json(predictions: Iterable[PeakPrediction]) -> dict[str, dict[str,
             "length": prediction.point.length,
             "phase": prediction.highest_peak[0],
             "peak_bytes": prediction.highest_peak[1],
-            "asleep_bytes": 0 if prediction.engine_bytes is None else SLEEPING_ENGINE_BYTES,
+            "asleep_bytes": prediction.asleep_bytes,
         }
         for prediction in predictions
     }

@@ -3,7 +3,7 @@
 Runs report through their directories, not through the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -48,8 +48,13 @@ class Engine(Protocol):
         """Return the reasons why the plan cannot run here."""
         ...
 
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
-        """Return a context in which these runs are started and end, for shared preparations."""
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which these runs are started and end, for shared preparations.
+
+        `say` is called with notes for the user.
+        """
         ...
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:

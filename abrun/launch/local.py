@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -21,6 +21,8 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
+from abrun.launch.hosts import EngineHosts, engine_hosts_for
+from abrun.launch.mps import MpsService, is_served, mps_for, shares_by_mps
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
@@ -43,34 +45,45 @@ MIN_WAITING_RUNS = 2
 
 
 class Slots:
-    """The machine's free devices. `num_jobs` limits the parallel runs, and allows them to share CPU cores."""
+    """The machine's free places: `cluster.runs_per_gpu` on each GPU, one on each CPU core.
+
+    `num_jobs` limits the parallel runs, and allows them to share CPU cores.
+    """
 
     def __init__(self, machine: Machine, num_jobs: int | None = None) -> None:
-        self._gpus = list(machine.gpus)
+        self._num_runs = dict.fromkeys(machine.gpus, 0)  # on each GPU
         self._cores = machine.cores
         self._num_free = num_jobs
         self._cores_limit = num_jobs is None
 
     def find_devices(self, config: RunConfig) -> Devices | None:
-        """Return devices for one run, or None if it must wait."""
+        """Return devices for one run, the GPUs with the fewest runs; None if it must wait.
+
+        Among GPUs with equally many, those come first that no run has left for the longest.
+        """
         if self._num_free == 0:
             return None
         count = config.devices_per_node
         if config.cluster.gpus_per_node:
-            return tuple(self._gpus[:count]) if count <= len(self._gpus) else None
+            limit = config.cluster.runs_per_gpu
+            with_place = [gpu for gpu, num_runs in self._num_runs.items() if num_runs < limit]
+            chosen = sorted(with_place, key=self._num_runs.__getitem__)[:count]
+            return tuple(chosen) if len(chosen) == count else None
         if self._cores_limit and count > self._cores:
             return None
         return ("cpu",) * count
 
     def take(self, devices: Devices) -> None:
         self._cores -= devices.count("cpu")
-        self._gpus = [gpu for gpu in self._gpus if gpu not in devices]
+        for gpu in (device for device in devices if device != "cpu"):
+            self._num_runs[gpu] += 1
         if self._num_free is not None:
             self._num_free -= 1
 
     def release(self, devices: Devices) -> None:
         self._cores += devices.count("cpu")
-        self._gpus += [device for device in devices if device != "cpu"]
+        for gpu in (device for device in devices if device != "cpu"):
+            self._num_runs[gpu] = self._num_runs.pop(gpu) - 1  # to the end
         if self._num_free is not None:
             self._num_free += 1
 
@@ -91,23 +104,42 @@ ForkKey = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
 
 
 class LocalEngine:
-    """Starts each run in its own session, on devices that no other run uses."""
+    """Starts each run in its own session, on devices with a free place."""
 
     def __init__(self, num_jobs: int | None = None) -> None:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[ForkKey, ForkServer] = {}
+        self._hosts: EngineHosts | None = None
+        self._mps: MpsService | None = None
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
-        """Start a fork server for each kind of run of which several have to wait for devices.
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> Iterator[None]:
+        """Serve runs that share GPUs by MPS, and start a fork server for each kind of run of which several
+        have to wait for devices.
 
-        The server does its imports while the first runs train.
+        The server does its imports while the first runs train. Engine hosts start with the first run that
+        can use them.
         """
+        with self._serve_mps(runs, say), self._fork_servers_for(runs):
+            yield
+
+    @contextlib.contextmanager
+    def _serve_mps(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> Iterator[None]:
+        with mps_for((config for _, config in runs), say) as self._mps:
+            yield
+        self._mps = None
+
+    @contextlib.contextmanager
+    def _fork_servers_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
         keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
         num_runs = Counter(key for key, _ in keyed_configs)
         try:
@@ -119,8 +151,10 @@ class LocalEngine:
                 ):
                     with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
-            yield
+            with engine_hosts_for(runs) as self._hosts:
+                yield
         finally:
+            self._hosts = None
             for server in self._servers.values():
                 server.close()
             if self._servers:
@@ -134,6 +168,9 @@ class LocalEngine:
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
         key = self._fork_key(run, config) if self._servers else None
         server = self._servers.get(key) if key else None
+        hosts = self._hosts
+        if hosts:
+            env |= hosts.lend(run, config, devices, env)
         process: Child | None = None
         with run.open_log() as output:
             if key and server:
@@ -149,13 +186,21 @@ class LocalEngine:
                     start_new_session=True,  # Ctrl-C must reach the launcher alone
                 )
         self._slots.take(devices)
-        return LocalRun(run, process, devices, self._slots)
+        if shares_by_mps(config) and is_served(env):
+            run.update_launch(mps=True)
+        on_end = (
+            (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
+        )
+        return LocalRun(run, process, devices, self._slots, on_end)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        return run_environment(run.path, devices, config)
+        return run_environment(run.path, devices, config) | self._mps_variables(config)
+
+    def _mps_variables(self, config: RunConfig) -> dict[str, str]:
+        return self._mps.variables if self._mps and shares_by_mps(config) else {}
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.
@@ -181,6 +226,7 @@ class LocalRun:
     process: Child
     devices: Devices
     slots: Slots
+    on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
     is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
@@ -194,6 +240,7 @@ class LocalRun:
             self.ended = True
             # A first process that was killed could not end the others.
             kill_all(lambda: find_run_processes(self.run.path))
+            self.on_end(status == 0)
             self.slots.release(self.devices)
         return status
 

@@ -8,6 +8,7 @@ this node's index in the run, by default srun's task number.
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
@@ -20,6 +21,8 @@ from abrun.runs.endings import write_ending
 from abrun.runs.rundir import RunDir
 
 FAILED = 2
+# Positions of a run's GPUs among those of its node, if it shares them with other runs of the job
+GPU_POSITIONS = "ABRUN_GPU_POSITIONS"
 
 
 def main() -> int:
@@ -43,6 +46,9 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
         raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
     config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
+    if positions := os.environ.get(GPU_POSITIONS):
+        chosen = [gpu for index, gpu in enumerate(machine.gpus) if str(index) in positions.split(",")]
+        machine = replace(machine, gpus=tuple(chosen))
     problems = node_refusals(config, machine)
     if problems:
         raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=problems[0]))

@@ -217,9 +217,12 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
 
 
 def _update_record(run: RunDir, config: RunConfig) -> None:
-    """Give an unfinished run the recipe's current limits and aliases: the old ones may have ended it."""
+    """Give an unfinished run the recipe's current limits, share of a GPU and aliases: the old ones may have
+    ended it.
+    """
     record, content = run.record(), config.model_dump(mode="json")
-    changed = {"limits": content["limits"]}
+    share = {"runs_per_gpu": config.cluster.runs_per_gpu}
+    changed = {"limits": content["limits"], "cluster": {**record.config["cluster"], **share}}
     if isinstance(config, CommandRunConfig):
         aliases = content["trainer"]["aliases"]
         changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
@@ -285,14 +288,15 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
 def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: bool) -> str | None:
     """Return the first difference between a run's stored and planned configuration, or None.
 
-    Limits may differ, and with `can_rename_aliases` aliases too, as long as no run has finished with the old
-    ones.
+    Limits and shares of a GPU may differ, and with `can_rename_aliases` aliases too, as long as no run has
+    finished with the old ones.
     """
     try:
         recorded = parse_stored_run(run.record().config)
     except RecipeError:
         return "its record has no configuration that this version of abrun can read"
-    recorded = recorded.model_copy(update={"limits": config.limits})
+    cluster = recorded.cluster.model_copy(update={"runs_per_gpu": config.cluster.runs_per_gpu})
+    recorded = recorded.model_copy(update={"limits": config.limits, "cluster": cluster})
     if can_rename_aliases and isinstance(recorded, CommandRunConfig) and isinstance(config, CommandRunConfig):
         trainer = recorded.trainer.model_copy(update={"aliases": config.trainer.aliases})
         recorded = recorded.model_copy(update={"trainer": trainer})

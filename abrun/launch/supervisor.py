@@ -161,7 +161,7 @@ class Supervisor:
         hide_secrets_of(os.environ)
         for job in self._queue.jobs:
             hide_values(referenced_values(job.config, os.environ))
-        with catch_stop_signals() as self._requests, self._engine.prepare_for(expected):
+        with catch_stop_signals() as self._requests, self._engine.prepare_for(expected, self._say):
             try:
                 while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
@@ -205,6 +205,7 @@ class Supervisor:
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
         job.run.begin_launch(devices, self._git)
+        job.run.update_launch(runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
         job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step

@@ -26,7 +26,7 @@ from abrun.messages import sentence
 from abrun.models.parts import RandomWeights
 from abrun.processes import progress
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.rl.batch import RolloutBatch, Sequences
 from abrun.train.__main__ import out_of_memory_reason
 from abrun.train.data import check_length
@@ -80,7 +80,7 @@ class Measurement:
         self._config, self._run_algorithm = set_microbatch_size(config, num_sequences), config.algorithm
         self._rollouts = rollouts and isinstance(config.algorithm, PolicyGradientSettings)
         self._device, self._snapshot = device, snapshot
-        self._total_bytes = _limit_allocator(device, budget_bytes)
+        self._total_bytes = _limit_allocator(device, budget_bytes, config.cluster.runs_per_gpu)
         self._setup: RunSetup | None = None
         self._resident_bytes: dict[str, int] = {}
         self._device_used: dict[str, int] = {}
@@ -192,14 +192,15 @@ def make_random_batch(
     return rollout_batch.with_fields(Sequences) if isinstance(config.algorithm, Sft | Dpo) else rollout_batch
 
 
-def _limit_allocator(device: torch.device, budget_bytes: int | None) -> int | None:
-    """Limit the CUDA allocator and return the device memory; None on CPU without a budget."""
+def _limit_allocator(device: torch.device, budget_bytes: int | None, runs_per_gpu: int) -> int | None:
+    """Limit the CUDA allocator and return the memory that a run may use; None on CPU without a budget."""
     if device.type != "cuda":
         return budget_bytes
-    available = torch.cuda.get_device_properties(device).total_memory
+    device_bytes = torch.cuda.get_device_properties(device).total_memory
+    available = share_of_device(device_bytes, runs_per_gpu)
     total_bytes = min(budget_bytes or available, available)
-    if total_bytes < available:
-        torch.cuda.set_per_process_memory_fraction(total_bytes / available, device)
+    if total_bytes < device_bytes:
+        torch.cuda.set_per_process_memory_fraction(total_bytes / device_bytes, device)
     return total_bytes
 
 

@@ -26,11 +26,15 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
+# Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
+SLEEPING_ENGINE_BYTES = GIB // 4
+# Kinds that stay allocated between steps (abrun.memory.fake_device)
+RESIDENT_KINDS = ("weights", "optimizer state", "reference weights")
 # As reported by nvidia-smi
 DEVICE_MEMORY_MIB = {
     "a100-40": 40_960,
@@ -63,6 +67,8 @@ class PeakPrediction:
     point: Point
     by_phase: dict[str, dict[str, int]]
     engine_bytes: int | None = None  # rollout engine on the same device, while it samples
+    engine_cache_bytes: int | None = None  # of which its cache; None: it fills a share of the device
+    decoding_bytes: int = 0  # of sampling from the policy's own modules
     max_underestimate: float = MAX_ERROR  # relative error below the real peak
 
     @property
@@ -70,6 +76,22 @@ class PeakPrediction:
         """Phase with the highest peak, and its bytes."""
         peaks = {phase: sum(kinds.values()) for phase, kinds in self.by_phase.items()}
         return max(peaks.items(), key=lambda phase_and_bytes: phase_and_bytes[1])
+
+    @property
+    def asleep_bytes(self) -> int:
+        """Bytes of the engine while it sleeps."""
+        return 0 if self.engine_bytes is None else SLEEPING_ENGINE_BYTES
+
+    @property
+    def training_bytes(self) -> int:
+        """Highest peak, with a sleeping engine."""
+        return self.highest_peak[1] + self.asleep_bytes
+
+    @property
+    def sampling_bytes(self) -> int:
+        """Bytes during rollouts: those of the engine, or of decoding, and what stays between steps."""
+        resident = (sum(kinds.get(kind, 0) for kind in RESIDENT_KINDS) for kinds in self.by_phase.values())
+        return max(resident, default=0) + (self.engine_bytes or self.decoding_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,13 +281,16 @@ def describe_predicted_memory(
     except ProbeRefused as error:
         # Such as a hub model without a network; a dry run still shows its plan
         return [*lines, f"no memory prediction on this machine: {error}"]
+    runs_per_gpu = next((config.cluster.runs_per_gpu for config in configs.values()), 1)
+    share_bytes = share_of_device(device_bytes, runs_per_gpu)
+    share_text = f", of which a run may use {share_bytes / GIB:.1f} GiB" * (runs_per_gpu > 1)
     for prediction in predictions:
         phase, peak = prediction.highest_peak
         size = f"{prediction.point.num_sequences} x {prediction.point.length:,} tokens"
-        verdict_text = "; does not fit" * (peak > device_bytes)
+        verdict_text = "; does not fit" * (peak > share_bytes)
         lines.append(
             f"arms.{prediction.arm}: predicted peak {peak / GIB:.1f} GiB in {phase}, with micro-batches of "
-            f"{size}; device memory {device_bytes / GIB:.1f} GiB{verdict_text}"
+            f"{size}; device memory {device_bytes / GIB:.1f} GiB{share_text}{verdict_text}"
         )
     return lines
 
@@ -322,16 +347,20 @@ def _make_prediction(
     swept: tuple[tuple[str, Any], ...] = (),
 ) -> PeakPrediction:
     memory_share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
+    cache_bytes: int | None = None
     if config.samples_completions and vllm and device_bytes:
         if memory_share or vllm["cache"] is None or vllm["cache"] > MAX_SMALL_CACHE_SHARE * device_bytes:
             engine_bytes = int((memory_share or COLOCATED_MEMORY_SHARE) * device_bytes)
         else:
-            engine_bytes = vllm["weights"] + vllm["cache"]
+            cache_bytes = vllm["cache"]
+            engine_bytes = vllm["weights"] + cache_bytes
     return PeakPrediction(
         arm=arm,
         point=Point(length=row["length"], num_sequences=row["num_sequences"], swept=swept),
         by_phase=row["by_phase"],
         engine_bytes=engine_bytes,
+        engine_cache_bytes=cache_bytes,
+        decoding_bytes=row.get("decoding", 0),
         max_underestimate=MAX_UNDERESTIMATE
         if row["experts"] or isinstance(config.algorithm, Ppo)
         else MAX_ERROR,

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,21 @@ from typing import Any, Literal
 from abrun.errors import LaunchError
 from abrun.experiment.command import modules_to_preload
 from abrun.experiment.preflight.machine import usable_cores
-from abrun.experiment.probe import ProbeControl, ProbeServer, require_devices, run_probe_on_cpu
-from abrun.memory.cells import Point
+from abrun.experiment.probe import (
+    UNCONTROLLED,
+    ProbeControl,
+    ProbeServer,
+    read_rows,
+    require_devices,
+    run_probe,
+    run_probe_on_cpu,
+)
+from abrun.memory.cells import Cell, Point, merge_rank_rows
 from abrun.memory.facts import Answer, make_key, read_answer, store_answer, without_section
-from abrun.memory.profile import measure_cell
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
 
-TRACE, FORKED_RUN = "abrun.memory.trace", "abrun.train.forked"
+TRACE, MEASURE, FORKED_RUN = "abrun.memory.trace", "abrun.memory.measure", "abrun.train.forked"
 # Imported before the fork that measures, in addition to those of a run
 MEASURE_IMPORTS = ("abrun.memory.peak", "abrun.models.parts")
 NUM_TRACE_WORDS = 4  # python -P -m MODULE
@@ -217,6 +224,27 @@ def _measure(probe: Probe, directory: Path, control: ProbeControl) -> Answer:
         "reserved_bytes": cell.reserved_bytes,
         "out_of_memory": cell.out_of_memory,
     }
+
+
+def measure_cell(
+    directory: Path,
+    arm: str,
+    point: Point,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    control: ProbeControl = UNCONTROLLED,
+) -> tuple[Cell, str]:
+    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
+
+    Raises LaunchError if the cell cannot be measured.
+    """
+    try:
+        rows = run_probe(MEASURE, directory, config, job, control)
+    except LaunchError:
+        rows = read_rows(directory)
+        if not any(row["out_of_memory"] for row in rows):
+            raise
+    return merge_rank_rows(arm, point, rows)
 
 
 def _serve_traces(config: OwnRunConfig) -> ProbeServer:

@@ -7,6 +7,7 @@ job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -28,7 +29,7 @@ from abrun.memory.sweep import largest_microbatch, set_microbatch_size
 from abrun.models import config_of, load_text, max_positions_of
 from abrun.processes.fork_server import serve_forks
 from abrun.reasons import Code
-from abrun.recipe.algorithms import Ppo
+from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.startup import cache_bytes
 from abrun.tasks import make_task
@@ -39,6 +40,8 @@ from abrun.train.setup import RunSetup
 
 MAX_EXAMPLES = 4096  # of a task, searched for the longest
 NUM_TOKENS = 100  # vocabulary of the random batches
+# Of a decoding step, in float32: scaled, filtered, sorted, as probabilities and their sums
+NUM_LOGITS_COPIES = 6
 
 
 class FakePhases:
@@ -149,6 +152,23 @@ def find_longest_sequence(config: OwnRunConfig) -> int:
     return min(max_tokens, text.max_positions or max_tokens)
 
 
+def estimate_decoding_bytes(config: OwnRunConfig) -> int:
+    """Return the bytes of sampling a step's rollouts from the policy's own modules; 0 with another engine."""
+    if not config.decodes_with_policy or not isinstance(config.algorithm, PolicyGradientSettings):
+        return 0
+    text = config_of(config.model).get_text_config(decoder=True)
+    num_sequences = config.algorithm.batch_size * getattr(config.algorithm, "group_size", 1)
+    num_rows = math.ceil(num_sequences / config.data_parallel)
+    num_rows = min(config.rollout.batch_size or num_rows, num_rows)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = getattr(torch, config.policy.dtype).itemsize
+    token_bytes = 2 * text.num_hidden_layers * heads * head_dim * itemsize
+    # A cache that grows exists twice
+    cache = 2 * num_rows * find_longest_sequence(config) * token_bytes
+    return cache + NUM_LOGITS_COPIES * num_rows * text.vocab_size * 4
+
+
 def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
     """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch."""
     max_positions = max_positions_of(config_of(config.model))
@@ -165,12 +185,14 @@ def main() -> int:
             max_positions = max_positions_of(config_of(config.model))
             writer.write({"longest": find_longest_sequence(config), "max_positions": max_positions})
             return 0
+        decoding: dict[str, int] = {}
         if "lengths" not in job:  # use the run's own micro-batch
             num_sequences, length = find_largest_microbatch(config)
             job |= {"lengths": [length], "num_sequences": num_sequences}
+            decoding = {"decoding": estimate_decoding_bytes(config)}
         master_dtype = job.get("master_dtype", "float32")
         for row in trace(config, job["lengths"], job["num_sequences"], master_dtype):
-            writer.write(row)
+            writer.write(row | decoding)
     except AbrunError as error:
         return report_refusal(error)
     return 0

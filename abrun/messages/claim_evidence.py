@@ -108,6 +108,8 @@ MESSAGES: dict[Code, Message] = {
     Code.ADVANTAGES_ZERO: "all advantages are 0 at every step of every {arm} run: within each group, all "
     "rewards are equal",
     Code.NEVER_MOVED: "it is {value:.6g} at every step of every run of both arms",
+    Code.TIMES_OF_SHARED_GPUS: "up to {runs_per_gpu} runs shared the GPUs of {run}, so its times depend on "
+    "other runs; launch with cluster.runs_per_gpu: 1",
     Code.CUT_SHORT: "{run} ends at step {step} of {configured}; launch with --resume, or train it again",
     Code.ARMS_IDENTICAL: "both arms are bit-identical in every pair: the treatment changes nothing, or was "
     "not applied; if bit-exactness is expected, claim `exact: true`",

@@ -27,8 +27,10 @@ def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
     )
 
 
-def _memory_ran_out(on_gpu: bool, doing: str, others: Mapping[str, int] | None, error: str) -> str:
-    """A GPU, or the machine, ran out of memory."""
+def _memory_ran_out(
+    on_gpu: bool, doing: str, others: Mapping[str, int] | None, error: str, runs_per_gpu: int = 1
+) -> str:
+    """A GPU, a run's share of one, or the machine ran out of memory."""
     remedy = (
         "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or find what takes the "
         "memory: abrun memory-profile RECIPE"
@@ -39,7 +41,10 @@ def _memory_ran_out(on_gpu: bool, doing: str, others: Mapping[str, int] | None, 
             f"{others['total_bytes'] / GIB:.1f} GiB, this one {others['own_bytes'] / GIB:.1f}: run fewer "
             "jobs at once (--jobs), or end the other processes on that GPU"
         )
-    device = "a GPU" if on_gpu else "the machine"
+    if runs_per_gpu > 1:
+        remedy = f"use a smaller cluster.runs_per_gpu, or {remedy.removeprefix('use ')}"
+    share = f"a run's share of a GPU (cluster.runs_per_gpu: {runs_per_gpu})"
+    device = "the machine" if not on_gpu else "a GPU" if runs_per_gpu == 1 else share
     return f"{device} ran out of memory during {doing or 'the start'}; {remedy} ({error})"
 
 
@@ -94,6 +99,8 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL "
     "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
+    Code.SHARE_EMPTY: "cluster.runs_per_gpu: got {runs_per_gpu}, but a GPU of {device_gib:.0f} GiB "
+    "has no memory for so many shares; use fewer",
     Code.NODE_LOST: "{node} is lost: {error}",
     Code.JOB_WAITS: "job {job} waits: {why}",
     Code.RUN_WAITS: "job {job} waits {why}",

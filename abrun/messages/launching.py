@@ -17,6 +17,10 @@ MESSAGES: dict[Code, Message] = {
     "rollout.devices {engines}}, but this machine, which measures it, has {machine}; use --set "
     "cluster.gpus_per_node=...",
     Code.PLAN_CANNOT_RUN: _problems,
+    Code.GPUS_NOT_SHARED: "cluster.runs_per_gpu: got {runs_per_gpu}, but runs cannot share GPUs on "
+    "{launcher}: {why}; use 1",
+    Code.MPS_NOT_STARTED: "cluster.runs_per_gpu: runs share GPUs by time slices, without CUDA's "
+    "multi-process service: {problem}",
     Code.NODE_CANNOT_RUN: "{host}: {problem}",
     Code.JOBS_LEFT_IN_QUEUE: "{error}; the jobs submitted before ({jobs:list}) are still in the queue "
     "({problem}); cancel them: abrun stop {directory}",

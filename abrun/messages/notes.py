@@ -116,6 +116,7 @@ NOTES: dict[Code, Message] = {
     Code.DECIDED_AT_LAUNCH: "{decision}",
     Code.CODE_DIFFERS: _code_differs,
     Code.PRECISION_DIFFERS: _precision_differs,
+    Code.GPUS_SHARED: "up to {runs_per_gpu} runs shared each GPU, so their step times are not compared",
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
     Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor, drift "

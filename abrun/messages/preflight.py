@@ -39,11 +39,12 @@ def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
     )
 
 
-def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int) -> str:
-    """--jobs asks for more runs at once than there are GPUs."""
+def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int, runs_per_gpu: int) -> str:
+    """--jobs asks for more runs at once than fit on the GPUs."""
+    shared = f" and {runs_per_gpu} runs to a GPU" * (runs_per_gpu > 1)
     return (
-        f"--jobs: got {jobs} runs at once with {count_text(gpus_per_run, 'GPU')} each, but this machine has "
-        f"{gpus}; use at most {gpus // gpus_per_run}"
+        f"--jobs: got {jobs} runs at once with {count_text(gpus_per_run, 'GPU')} each{shared}, but this "
+        f"machine has {gpus}; use at most {gpus * runs_per_gpu // gpus_per_run}"
     )
 
 

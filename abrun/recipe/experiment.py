@@ -39,9 +39,7 @@ from abrun.recipe.policy import (
 )
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
-from abrun.recipe.run import (
-    OwnRunConfig,
-)
+from abrun.recipe.run import OwnRunConfig, RecipeCluster
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
@@ -53,6 +51,7 @@ MAX_SEEDS = 1000
 CHECKPOINTING = "policy.activation_checkpointing"
 KEEP_GATHERED = "policy.backend.keep_gathered"
 MICRO_BATCH_TOKENS = "policy.micro_batch_tokens"
+RUNS_PER_GPU = "cluster.runs_per_gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +67,8 @@ AUTO_SETTINGS = {
     CHECKPOINTING: AutoSetting(values=("none", "selective", "full"), instead="none, selective or full"),
     KEEP_GATHERED: AutoSetting(values=(True, False), instead="true or false"),
     MICRO_BATCH_TOKENS: AutoSetting(values=(32_768, 16_384, 8_192), instead="a number such as 16384"),
+    # Decided after the others, from what they leave free
+    RUNS_PER_GPU: AutoSetting(values=(1,), instead="a number such as 4"),
 }
 
 
@@ -114,6 +115,13 @@ class ExperimentDeclaration(Section):
         if BASELINE not in arms:
             given_arms = shortened(list(arms)) if arms else "none"
             raise FieldError(f"got {given_arms}; an experiment needs an arm named 'baseline'")
+        for arm, change in arms.items():
+            if RUNS_PER_GPU in (flat := dotted(change)):
+                raise FieldError(
+                    f"got {shortened(flat[RUNS_PER_GPU])} in an arm, but all runs of an experiment share "
+                    "GPUs alike; set it outside arms",
+                    f"arms.{arm}.{RUNS_PER_GPU}",
+                )
         return arms
 
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
@@ -139,7 +147,8 @@ class ExperimentDeclaration(Section):
     @property
     def auto_keys(self) -> tuple[str, ...]:
         """Return the keys of AUTO_SETTINGS that are `auto`."""
-        return ()
+        values = dotted(self.model_dump(include={key.partition(".")[0] for key in AUTO_SETTINGS}))
+        return tuple(key for key in AUTO_SETTINGS if values.get(key) == "auto")
 
     def with_auto_values(self, values: Mapping[str, Any] | None = None) -> Self:
         """Return the recipe with `auto` replaced by these values; by default by the fastest ones."""
@@ -150,6 +159,10 @@ class ExperimentDeclaration(Section):
         for arm, change in self.arms.items():  # an arm whose backend lacks the key gets no value
             tree["arms"][arm] = {key: None for key in chosen if type_lacks_key(change, key)} | change
         return validated(type(self), tree, self.name)
+
+    def without_sharing(self) -> Self:
+        """Return the recipe with `auto` of RUNS_PER_GPU replaced by 1, and the other settings as they are."""
+        return self.with_auto_values({key: "auto" for key in self.auto_keys if key != RUNS_PER_GPU})
 
     @property
     def control_arms(self) -> dict[str, InjectedFault]:
@@ -175,12 +188,8 @@ class ExperimentDeclaration(Section):
 class Recipe(ExperimentDeclaration, OwnRunConfig):
     """Experiment whose base is a run of abrun's own trainer."""
 
+    cluster: RecipeCluster = RecipeCluster()
     policy: RecipePolicy = RecipePolicy()
-
-    @property
-    def auto_keys(self) -> tuple[str, ...]:
-        policy = dotted({"policy": self.policy.model_dump()})
-        return tuple(key for key in AUTO_SETTINGS if policy.get(key) == "auto")
 
     @model_validator(mode="after")
     def _refuse_auto_in_arms(self) -> Self:
@@ -204,6 +213,8 @@ class Recipe(ExperimentDeclaration, OwnRunConfig):
 
 class CommandRecipe(ExperimentDeclaration, CommandRunConfig):
     """Experiment whose base is a run of an external trainer."""
+
+    cluster: RecipeCluster = RecipeCluster()
 
 
 RUN_CONFIGS: dict[str, type[OwnRunConfig] | type[CommandRunConfig]] = {

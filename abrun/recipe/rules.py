@@ -151,6 +151,13 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("cluster.cpu_ranks", lambda cluster: cluster.gpus_per_node and cluster.cpu_ranks > 1,
              "got {got} with gpus_per_node {gpus_per_node}; a run trains on GPUs or on CPU cores: drop one "
              "of the two"),
+        RecipeRule("cluster.runs_per_gpu",
+             lambda cluster: cluster.runs_per_gpu not in (1, "auto") and not cluster.gpus_per_node,
+             "got {got} with gpus_per_node 0, which leaves no GPU to share; use 1 (--jobs sets the number of "
+             "parallel runs on CPU cores)"),
+        RecipeRule("cluster.runs_per_gpu",
+             lambda cluster: cluster.runs_per_gpu not in (1, "auto") and cluster.nodes > 1,
+             "got {got} with nodes {nodes}, but only runs of one node share GPUs; use 1"),
     ),
     "Layout": (
         RecipeRule("policy.backend.sequence_parallel",
@@ -333,6 +340,10 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              "shared"),
     ),
     "OwnRunConfig": (
+        RecipeRule("cluster.runs_per_gpu",
+             lambda run: run.cluster.runs_per_gpu not in (1, "auto") and run.engine_devices,
+             "got {got} with rollout.devices {rollout.devices}, whose engines take whole GPUs; use 1, or "
+             "rollout.devices: null"),
         RecipeRule("policy.backend", _find_replica_misfit,
              "got {parts} = {replica} ranks per replica, for {ranks} ranks; use sizes whose product divides "
              "{ranks}, or other cluster sizes"),

@@ -36,6 +36,8 @@ class RecordedRun(RunRecording):
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
     span_s: tuple[float, float] | None = None  # times of its first start and its end; None: unknown
     device_s: float | None = None  # devices x seconds of all attempts; None: unknown
+    runs_per_gpu: int = 1  # maximum number of runs that shared its GPUs, itself included
+    mps: bool = False  # they shared them through CUDA's multi-process service
     wandb: str | None = None  # URL of its mirror in wandb
     thinned: bool = False  # a reference, which keeps every step only inside the windows of its claims
     # Decisions while reading: a torn line left out, a step recorded twice, an unknown seed

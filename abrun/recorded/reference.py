@@ -268,11 +268,14 @@ def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) ->
     }
     environment = {**content["environment"], **row["environment"]}
     checked(Environment, environment, path)
+    config = {**content["config"], **row["config"]}
+    runs_per_gpu = config.get("cluster.runs_per_gpu")
     return RecordedRun(
         name=RunName(arm=REFERENCE_ARM, seed=seed, rerun=rerun),
         place=str(path),
         status="finished",
-        config={**content["config"], **row["config"]},
+        config=config,
+        runs_per_gpu=runs_per_gpu if type(runs_per_gpu) is int else 1,
         environment=environment,
         metrics=metrics,
         thinned=True,

@@ -80,7 +80,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
     metrics = run.metrics()
     state = run.state(name)
-    record = run.record() if run.exists else None
+    record, launches = run.record() if run.exists else None, run.launches()
     return RecordedRun(
         name=name,
         place=str(run.path),
@@ -99,6 +99,8 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         initial_sketch=run.initial_sketch,
         span_s=_span_s(run),
         device_s=_device_s(run, record),
+        runs_per_gpu=max((launch.runs_per_gpu for launch in launches), default=1),
+        mps=any(launch.mps for launch in launches),
     )
 
 

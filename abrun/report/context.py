@@ -68,6 +68,9 @@ def _describe_environments(experiment: RecordedExperiment, content: VerdictFile)
         _describe_machine(group.environment, packages) for group in content.environments
     )
     description, *other_texts = [text for text in descriptions if text] or [None]
+    most_shared = max(runs, key=lambda run: run.runs_per_gpu)
+    if description and most_shared.runs_per_gpu > 1:
+        description += f", {most_shared.runs_per_gpu} runs on each GPU{' (MPS)' * most_shared.mps}"
     return (
         f"{description}; {len(other_texts)} more environment{'s' * (len(other_texts) > 1)}"
         if other_texts

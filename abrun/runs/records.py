@@ -95,6 +95,8 @@ class Launch(Owner):
     started_s: Seconds = 0.0
     ended_s: Seconds | None = None
     devices: Texts = ()
+    runs_per_gpu: Count = 1  # runs that may share the GPUs, this one included
+    mps: Flag = False  # through a daemon of CUDA's multi-process service that the launcher started
     exit_code: ExitCode | None = None
     signal: str | None = None
     status: Status = "running"

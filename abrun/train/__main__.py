@@ -56,7 +56,8 @@ def _train(directory: Path, driver: threading.Thread) -> int:
         try:
             train(run, record, writer, join_ranks(record.config["cluster"], timeout))
         except (RuntimeError, MemoryError) as error:
-            reason = out_of_memory_reason(error)
+            runs_per_gpu = record.config["cluster"].get("runs_per_gpu", 1)
+            reason = out_of_memory_reason(error, runs_per_gpu)
             if reason is None and isinstance(error, RuntimeError):
                 reason = explain_lost_ranks(error, timeout)
             if reason is None:
@@ -77,7 +78,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     return 0
 
 
-def out_of_memory_reason(error: Exception) -> Reason | None:
+def out_of_memory_reason(error: Exception, runs_per_gpu: int = 1) -> Reason | None:
     """Return a reason if an error means that GPU or host memory ran out; otherwise None."""
     from torch import OutOfMemoryError
 
@@ -88,7 +89,9 @@ def out_of_memory_reason(error: Exception) -> Reason | None:
     return Code.MEMORY_RAN_OUT(
         on_gpu=on_gpu,
         doing=progress.current_activity(),
-        others=_memory_of_other_processes() if on_gpu else None,
+        # Runs that share a GPU are limited to their own shares
+        others=_memory_of_other_processes() if on_gpu and runs_per_gpu == 1 else None,
+        runs_per_gpu=runs_per_gpu if on_gpu else 1,
         error=message[:MAX_QUOTED] or type(error).__name__,
     )
 

@@ -38,7 +38,13 @@ from abrun.verdict.results import (
     TestMethod,
     detect,
 )
-from abrun.verdict.sensitivity import check_distinct_seeds, check_learning, check_signal, count_dead_seeds
+from abrun.verdict.sensitivity import (
+    check_distinct_seeds,
+    check_learning,
+    check_signal,
+    check_times,
+    count_dead_seeds,
+)
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS_SHARE, find_skew
 from abrun.verdict.summaries import (
     find_outside_domain,
@@ -95,9 +101,8 @@ def judge_equivalence(
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(usable)
-    result = ClaimResult(
-        arm=arm, claim=terms, problem=check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
-    )
+    problem = check_times(finished.runs, metric) or check_signal(finished, metric, may_repeat=may_repeat)
+    result = ClaimResult(arm=arm, claim=terms, problem=problem or repeated_run)
     outside = find_outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))

@@ -112,11 +112,11 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
 
 
 def measure_savings(arm: str, sides: Sides) -> list[Saving]:
-    """Measure step time (median step of a run) and peak memory (largest of a run), overall and by phase."""
+    """Measure step time (median step, unless runs shared GPUs) and peak memory, overall and by phase."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
     quantities: dict[str, Callable[[RecordedRun], float]] = {}
-    if all(STEP_TIME in run.metrics for run in runs):
+    if all(STEP_TIME in run.metrics and run.runs_per_gpu == 1 for run in runs):
         quantities["step time"] = _median_step
     if counter:
         quantities["peak memory"] = lambda run: peak_memory(run, counter)

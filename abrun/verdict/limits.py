@@ -31,7 +31,12 @@ from abrun.verdict.results import (
     WindowReduction,
     detect,
 )
-from abrun.verdict.sensitivity import check_distinct_seeds, check_run_lengths, check_signal
+from abrun.verdict.sensitivity import (
+    check_distinct_seeds,
+    check_run_lengths,
+    check_signal,
+    check_times,
+)
 from abrun.verdict.skewness import ARMS, HARMLESS_SHARE, VALUES, find_skew
 from abrun.verdict.summaries import find_resolution as resolution_of
 from abrun.verdict.summaries import spread_values, transform_with_gaps
@@ -100,7 +105,12 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
     )
-    return check_run_lengths(finished.runs) or repeated_run or missing_pairs
+    return (
+        check_times(finished.runs, metric)
+        or check_run_lengths(finished.runs)
+        or repeated_run
+        or missing_pairs
+    )
 
 
 def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:

@@ -101,8 +101,10 @@ def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: st
 
 
 def environment_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
-    """Yield notes on runs of different code, and on arms of different precision."""
+    """Yield notes on runs of different code or on shared GPUs, and on arms of different precision."""
     yield from code_notes(experiment)
+    if numbers := {run.runs_per_gpu for run in experiment.runs.values()} - {1}:
+        yield Code.GPUS_SHARED(runs_per_gpu=max(numbers))
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
         difference = compare_precisions(

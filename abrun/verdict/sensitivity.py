@@ -122,6 +122,14 @@ def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: 
     )
 
 
+def check_times(runs: Sequence[RecordedRun], metric: str) -> Reason | None:
+    """Return why a metric of these runs is a time that depends on other runs; None if it is not."""
+    shared = next((run for run in runs if run.runs_per_gpu > 1), None)
+    if shared is None or not is_clock(metric):
+        return None
+    return Code.TIMES_OF_SHARED_GPUS(run=str(shared), runs_per_gpu=shared.runs_per_gpu)
+
+
 def check_run_lengths(runs: Sequence[RecordedRun]) -> Reason | None:
     """Return the first run that ends more than one step interval before its last configured step."""
     for run in runs:

@@ -170,7 +170,7 @@ def test_triton_has_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jobs_have_to_fit(snapshot: Snapshot) -> None:
     reason = refused(*APART, on=gpus(3, vllm="0.28.0"), num_jobs=2)
-    assert reason and reason == Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=3, gpus=3)
+    assert reason and reason == Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=3, gpus=3, runs_per_gpu=1)
     snapshot(sentence(reason))
 
 

@@ -16,10 +16,10 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
 from abrun.launch import auto
 from abrun.launch.auto import decide_values, resolve_auto
-from abrun.launch.candidates import SLEEPING_ENGINE_BYTES
 from abrun.memory import predict, probes
 from abrun.memory.cells import GIB, Point
 from abrun.memory.facts import Answer
+from abrun.memory.predict import SLEEPING_ENGINE_BYTES
 from abrun.memory.probes import Probe
 from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code
@@ -669,12 +669,13 @@ def test_a_real_measurement_is_that_of_the_prediction(
     monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: GIB)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    real = auto.measure_cell
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real = probes.measure_cell
 
-    def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
-        return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), job)
+    def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, *rest: Any) -> Any:
+        return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), *rest)
 
-    monkeypatch.setattr(auto, "measure_cell", on_cores)
+    monkeypatch.setattr(probes, "measure_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
     one = decide_values(recipe(*TOKENS, *large), None, is_local=True)[MICRO_BATCH_TOKENS]
     print(one["why"])
@@ -688,16 +689,21 @@ def test_a_real_measurement_is_that_of_the_prediction(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("heard_signals")
-def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
+def test_somebody_who_interrupts_does_not_wait_for_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
     launched = subprocess.Popen(
         [*words, "--device-memory", "80GiB"],
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert launched.stdout and "predicting" in launched.stdout.readline()
+    assert launched.stdout and "auto: deciding" in launched.stdout.readline()
     time.sleep(2)  # its processes import
     asked_s = time.monotonic()
     launched.send_signal(signal.SIGINT)
     launched.communicate(timeout=60)
     assert launched.returncode == 130 and time.monotonic() - asked_s < 3
+    assert not list(tmp_path.glob("abrun-*"))

@@ -155,7 +155,7 @@ def test_few_runs_and_runs_with_other_variables_or_modules_are_processes_of_thei
         plan = make_plan(load_recipe(SMALL, overrides))
         runs = [(RunDir(tmp_path / str(run.name)), run.config) for run in plan.runs]
         started.clear()
-        with engine.prepare_for(runs):
+        with engine.prepare_for(runs, print):
             return [*started]
 
     base = ("abrun.train.__main__", "abrun.train.loop", "abrun.train.grpo", "abrun.backends.dtensor")

@@ -208,9 +208,9 @@ def find_problems(
                 is_final = check.cause != "machine" and reason.code not in CODES_OF_OTHER_MACHINES
                 arms_of.setdefault((reason, is_final), []).append(arm)
     for arm, config in configs.items():
-        count, gpus = config.devices_per_node, len(machine.gpus)
-        if num_jobs and config.cluster.gpus_per_node and count <= gpus < count * num_jobs:
-            reason = Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus)
+        count, gpus, shared_by = config.devices_per_node, len(machine.gpus), config.cluster.runs_per_gpu
+        if num_jobs and config.cluster.gpus_per_node and count <= gpus < count * num_jobs / shared_by:
+            reason = Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus, runs_per_gpu=shared_by)
             arms_of.setdefault((reason, False), []).append(arm)
     problems = [
         PlanProblem(reason=Code.ARMS_CANNOT_RUN(arms=arms, problem=reason), is_final=is_final)

@@ -31,6 +31,9 @@ def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, c
     declared = plan.recipe.launcher
     export = ExportedPlan(plan=plan, name=name, settings=resolve_launcher_settings(declared, engine))
     problems = [*anywhere_refusals(plan), *ENGINES[engine].find_problems(export)]
+    if (runs_per_gpu := max(run.config.cluster.runs_per_gpu for run in plan.runs)) > 1:
+        why = "its resource is a whole GPU"
+        problems.append(Code.GPUS_NOT_SHARED(runs_per_gpu=runs_per_gpu, launcher=engine, why=why))
     refuse_impossible(plan, problems, shown_by_dry_run=False)
     if exists(folder) and (not is_directory(folder) or any(folder.iterdir())):
         raise LaunchError(Code.EXPORT_FOLDER_IN_USE(folder=folder))

@@ -5,6 +5,7 @@ When a node is lost, its placement group is lost too, and unfinished runs restar
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 import time
@@ -55,6 +56,8 @@ ray: Any = importlib.import_module("ray")
 def resources_per_node(config: RunConfig, settings: Ray) -> Resources:
     """Return what a run needs on each of its nodes, by Ray's resource names."""
     gpus = config.devices_per_node if config.cluster.gpus_per_node else 0
+    if config.cluster.runs_per_gpu > 1:  # of one GPU each; Ray counts in units of 0.0001
+        gpus = math.floor(10_000 / config.cluster.runs_per_gpu) / 10_000
     cpus = float(config.devices_per_node * settings.cpus_per_rank)
     return {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **settings.resources}
 
@@ -106,7 +109,9 @@ class GangEngine:
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # nodes report their own problems
 
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
@@ -154,7 +159,9 @@ class GangEngine:
         jobs = [job for job in pair if not (job.is_done or job.started)]
         nodes = {job.config.cluster.nodes for job in jobs}
         single_job = [self._jobs[run.path]]
-        if len(nodes) > 1 or (self._num_jobs and len(jobs) > self._num_jobs):
+        runs_per_gpu = self._jobs[run.path].config.cluster.runs_per_gpu
+        is_too_large = 1 < runs_per_gpu < len(jobs)  # Ray divides GPUs, but gives no 1.5 of them
+        if len(nodes) > 1 or is_too_large or (self._num_jobs and len(jobs) > self._num_jobs):
             return single_job
         return jobs if self._can_fit(jobs) or not self._can_fit(single_job) else single_job
 

@@ -42,6 +42,13 @@ class RayCluster(ClusterJobs):
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
+        for cluster in (run.config.cluster for run in plan.runs):
+            if cluster.runs_per_gpu > 1 and cluster.gpus_per_node > 1:
+                why = f"it divides GPUs only among runs of one GPU (gpus_per_node is {cluster.gpus_per_node})"
+                reasons.append(
+                    Code.GPUS_NOT_SHARED(runs_per_gpu=cluster.runs_per_gpu, launcher="ray", why=why)
+                )
+                break
         if not reasons:
             self._url = client.find_dashboard_url(self._settings.address)
         return reasons

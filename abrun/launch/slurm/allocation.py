@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.plan import make_plan
 from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices
-from abrun.launch.local import LocalEngine, LocalRun
-from abrun.launch.node import find_free_port
+from abrun.launch.local import LocalEngine, LocalRun, Slots
+from abrun.launch.node import GPU_POSITIONS, find_free_port
 from abrun.launch.queue import WARM_START, LaunchJob, LaunchQueue
 from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release_job, run_slurm
@@ -46,17 +46,31 @@ REQUEUE_TIMEOUT_S = 60.0
 
 
 class StepEngine(LocalEngine):
-    """Starts runs as steps of this job's allocation, each with its share of every node."""
+    """Starts runs as steps of this job's allocation, each with its share of every node.
 
-    def __init__(self, settings: Slurm, num_runs: int) -> None:
+    Runs that share GPUs get places on them, by position, and all cores and memory of their one node.
+    """
+
+    def __init__(self, settings: Slurm, num_runs: int, configs: Sequence[RunConfig]) -> None:
+        """Take the number of unfinished runs, and the configurations for which the job was submitted."""
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
+        request = jobs.combine_requests(configs, settings)
+        self._shared = request if request and request.runs_per_gpu > 1 else None
+        if self._shared:
+            positions = tuple(map(str, range(self._shared.gpus)))
+            self._slots = Slots(replace(self._machine, gpus=positions))
 
-    def prepare_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # steps start on their own nodes
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> AbstractContextManager[None]:
+        if self._settings.container:  # does not see the daemon's folder
+            return contextlib.nullcontext()
+        return self._serve_mps(runs, say)  # no fork server: steps start on their own nodes
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
-        return ()  # the allocation has room for all runs, and assigns their devices
+        # The allocation has room for all runs, and assigns their devices unless they share them
+        return self._slots.find_devices(config) if self._shared else ()
 
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "Step":
         started = super().start(run, config, devices)
@@ -65,7 +79,10 @@ class StepEngine(LocalEngine):
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         cluster, settings = config.cluster, self._settings
         cpus, gpus = config.devices_per_node * settings.cpus_per_rank, jobs.gpus_per_node(config)
-        options = ["--exact", f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
+        if self._shared:
+            cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
+        options = ["--overlap" if self._shared else "--exact"]
+        options += [f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
         options += [
             f"--cpus-per-task={cpus}",
             "--kill-on-bad-exit=1",
@@ -75,7 +92,7 @@ class StepEngine(LocalEngine):
         options += [f"--gres=gpu:{gpus}"] if gpus else []
         memory = os.environ.get("SLURM_MEM_PER_NODE", "")
         # Otherwise the first step would take all memory.
-        if memory.isdigit() and int(memory):
+        if memory.isdigit() and int(memory) and not self._shared:
             options.append(f"--mem={int(memory) // self._num_runs}")
         container = settings.container
         if container:
@@ -88,7 +105,8 @@ class StepEngine(LocalEngine):
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
         # Without the run's variable: srun must outlive the run to end the step.
-        return {**os.environ, **network_variables(self._settings.interface)}
+        variables = network_variables(self._settings.interface) | self._mps_variables(config)
+        return {**os.environ, **variables, **({GPU_POSITIONS: ",".join(devices)} if devices else {})}
 
 
 class Step(LocalRun):
@@ -133,7 +151,10 @@ def main() -> int:
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
-            engine = StepEngine(settings, len([job for job in queue.jobs if not job.is_done]))
+            warm_starts_only = all(job.is_warm_start for job in queue.jobs)
+            configs = [job.config for job in queue.jobs if job.is_warm_start == warm_starts_only]
+            unfinished = [job for job in queue.jobs if not job.is_done]
+            engine = StepEngine(settings, len(unfinished), configs)
             arguments = queue, engine, lease, save_grace_s(settings), record.get("git")
             Supervisor(*arguments, say=print_line).run()
         finally:

@@ -1,5 +1,6 @@
 """Slurm jobs of an experiment: which runs share one, their scripts, and the record of submitted jobs."""
 
+import math
 import os
 import shlex
 import sys
@@ -32,6 +33,7 @@ class AllocationRequest:
     runs: int
     cpus: int  # per run and node, for the largest run
     gpus: int  # per node, for all runs
+    runs_per_gpu: int = 1
 
     def options(self) -> list[str]:
         gpus = [f"--gres=gpu:{self.gpus}"] if self.gpus else []
@@ -45,8 +47,14 @@ def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> Allocatio
     if len(nodes) > 1:
         return None
     cpus = max(config.devices_per_node for config in configs) * settings.cpus_per_rank
-    gpus = sum(gpus_per_node(config) for config in configs)
-    return AllocationRequest(nodes=nodes.pop(), runs=len(configs), cpus=cpus, gpus=gpus)
+    gpus, runs_per_gpu = [gpus_per_node(config) for config in configs], configs[0].cluster.runs_per_gpu
+    return AllocationRequest(
+        nodes=nodes.pop(),
+        runs=len(configs),
+        cpus=cpus,
+        gpus=max(*gpus, math.ceil(sum(gpus) / runs_per_gpu)) if runs_per_gpu > 1 else sum(gpus),
+        runs_per_gpu=runs_per_gpu,
+    )
 
 
 def gpus_per_node(config: RunConfig) -> int:
@@ -64,14 +72,30 @@ class JobScript:
     warm_start: bool = False
 
 
-def group_into_scripts(
-    runs: Sequence[PlannedRun], settings: Slurm, fits: Mapping[AllocationRequest, bool]
-) -> list[JobScript]:
-    """Group the arms of each seed into one task if `fits` allows it, or else one task per run; reruns run
-    alone.
+def group_into_tasks(runs: Sequence[PlannedRun], num_jobs: int | None = None) -> list[list[PlannedRun]]:
+    """Group the arms of each seed, and further ones with them as long as all share the same GPUs.
+
+    Reruns without a GPU to share are groups of their own. `num_jobs` limits the runs of a group.
     """
-    tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
+    tasks: list[list[PlannedRun]] = []
     for group in group_pairs(runs):
+        runs_per_gpu = group[0].config.cluster.runs_per_gpu
+        if tasks and len(tasks[-1]) + len(group) <= min(runs_per_gpu, num_jobs or runs_per_gpu):
+            tasks[-1] += group
+        else:
+            tasks.append([*group])
+    return tasks
+
+
+def group_into_scripts(
+    runs: Sequence[PlannedRun],
+    settings: Slurm,
+    fits: Mapping[AllocationRequest, bool],
+    num_jobs: int | None = None,
+) -> list[JobScript]:
+    """Group runs into tasks of one allocation if `fits` allows it, or else one task per run."""
+    tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
+    for group in group_into_tasks(runs, num_jobs):
         request = combine_requests([run.config for run in group], settings)
         fits_together = request is not None and fits.get(request, True)
         for task_runs in [group] if fits_together else [[run] for run in group]:
@@ -104,6 +128,8 @@ def render_script(
         return _render_lines(
             experiment_dir, script.name, options, settings, [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
         )
+    if max_parallel and script.need.runs_per_gpu > 1:
+        max_parallel = max(max_parallel // script.need.runs, 1)
     options.insert(0, f"--array=0-{len(script.tasks) - 1}{f'%{max_parallel}' if max_parallel else ''}")
     lines = ["# The runs of each task of the array: side by side, on the same nodes", "tasks=("]
     lines += [f"  {shlex.quote(' '.join(task))}  # {index}" for index, task in enumerate(script.tasks)]

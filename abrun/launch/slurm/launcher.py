@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import ExperimentPlan, group_pairs
+from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
@@ -136,7 +136,7 @@ class SlurmCluster(ClusterJobs):
                 name, task = f"{jobs.WARM_START}-{len(warm_starts)}", f"{jobs.WARM_START}/{job.run.path.name}"
                 warm_starts.append(JobScript(name=name, need=need, tasks=((task,),), warm_start=True))
         runs = [run for run in plan.runs if str(run.name) in to_run]
-        return warm_starts + jobs.group_into_scripts(runs, self._settings, self._fits)
+        return warm_starts + jobs.group_into_scripts(runs, self._settings, self._fits, self._num_jobs)
 
     def _find_slurm_problems(self, plan: ExperimentPlan) -> list[Reason]:
         container = self._settings.container
@@ -148,7 +148,7 @@ class SlurmCluster(ClusterJobs):
                     return [error.reason]
                 return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
         cluster_options = jobs.cluster_options(self._settings)
-        for group in group_pairs(plan.runs):
+        for group in jobs.group_into_tasks(plan.runs, self._num_jobs):
             configs = [run.config for run in group]
             pair_request = jobs.combine_requests(configs, self._settings)
             if pair_request is None or self._fits.get(pair_request) is False:
