@@ -26,7 +26,7 @@ MAX_ANSWERS = 2000
 MAX_ANSWER_BYTES = 2**20
 # Settings that change neither the shapes of a step nor the lifetime of a tensor
 NO_MEMORY_KEYS = (
-    *NO_EFFECT_KEYS,
+    *(key for key in NO_EFFECT_KEYS if not key.startswith("cluster.")),
     "checkpoint.every",
     "policy.optimizer.learning_rate",
     "policy.optimizer.min_learning_rate",

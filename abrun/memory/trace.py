@@ -7,6 +7,7 @@ job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
+import gc
 import math
 import os
 import socket
@@ -200,6 +201,7 @@ def main() -> int:
 
 def serve(socket_fd: int) -> None:
     """Serve forks, each of which runs `main`."""
+    gc.freeze()  # collections in the forks need not look at what was imported
     sys.argv[1:] = serve_forks(socket.socket(fileno=socket_fd), can_fork=lambda: True)
     status = main()
     sys.stdout.flush()
