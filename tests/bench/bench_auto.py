@@ -22,6 +22,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "sft-qwen2.5-1.5b-1n8g-fused-lo
 SETTINGS = [
     "model={preset: qwen2.5-1.5b, path: null}",
     "task={type: arithmetic}",
+    "algorithm.batch_size=8192",
     "cluster.gpus_per_node=1",
     "policy.activation_checkpointing=auto",
     "policy.backend.keep_gathered=auto",
