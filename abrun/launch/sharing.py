@@ -18,7 +18,7 @@ from abrun.memory.predict import PeakPrediction, predict_steps, resolve_device_m
 from abrun.metric_names import is_clock
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import RUNS_PER_GPU, CommandRecipe, Recipe
-from abrun.recipe.policy import MAX_SMALL_CACHE_SHARE
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE
 from abrun.recipe.run import CONTEXT_BYTES, OwnRunConfig, RunConfig
 
 # MPS serves 48 processes (docs.nvidia.com/deploy/mps), and a GPU full of small runs gains nothing from more
@@ -159,5 +159,5 @@ def _bytes_needed(prediction: PeakPrediction, measured: Mapping[str, Any] | None
     if measured and measured["arm"] == prediction.arm and measured["out_of_memory"] is None:
         training_bytes = (measured["peak_bytes"] + prediction.asleep_bytes) / (1 - FREE_SHARE)
     sampling_bytes = prediction.sampling_bytes / (1 - free_share)
-    cache_share_bytes = (prediction.engine_cache_bytes or 0) / MAX_SMALL_CACHE_SHARE
+    cache_share_bytes = (prediction.engine_cache_bytes or 0) / COLOCATED_MEMORY_SHARE
     return math.ceil(max(training_bytes, sampling_bytes, cache_share_bytes))
