@@ -108,7 +108,9 @@ def decide_runs_per_gpu(
     abrun.launch.auto; None if there is none.
     """
     configs = {run.name.arm: run.config for run in plan.runs if run.name.arm in plan.recipe.arms}
-    obstacle = _find_obstacle(plan, configs) or (device_bytes is None and "the memory of a GPU is unknown")
+    obstacle = _find_obstacle(plan, configs)
+    if device_bytes is None:
+        obstacle = obstacle or "the memory of a GPU is unknown (--device-memory)"
     if obstacle or device_bytes is None:
         return 1, f"auto resolves to 1: {obstacle}"
     own_configs = {arm: config for arm, config in configs.items() if isinstance(config, OwnRunConfig)}

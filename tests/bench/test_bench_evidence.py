@@ -18,7 +18,7 @@ def test_its_command_plans_each_recipe(name: str, tmp_path: Path) -> None:
     evidence = Evidence(name, tmp_path, ["cluster.gpus_per_node=0", f"model.path={tmp_path}"])
     words = evidence.command
     assert words[words.index("launch") + 1] == str(evidence.recipe) and "--resume" not in words
-    assert words.count("--set") == 2 and words[-2:] == ["--runs-dir", str(tmp_path / "runs")]
+    assert words.count("--set") == 2 and words[-3:-1] == ["--runs-dir", str(tmp_path / "runs")]
     evidence.directory.mkdir(parents=True)
     assert "--resume" in evidence.command
 
