@@ -220,8 +220,8 @@ def join_ranks(cluster: Mapping[str, int], timeout: timedelta = COLLECTIVE_TIMEO
 def limit_memory(device: torch.device, runs_per_gpu: int, *, unmapped_bytes: int = 0) -> None:
     """Limit this process to its share of a GPU that several runs use, so that none can take another's.
 
-    `unmapped_bytes`: memory that torch's allocator counts although it is free. Raises LaunchError if the
-    share is empty.
+    `unmapped_bytes`: memory that torch's allocator counts although it is free; negative: memory of the run
+    that it does not count. Raises LaunchError if the share is empty.
     """
     if runs_per_gpu == 1:
         return
@@ -230,7 +230,8 @@ def limit_memory(device: torch.device, runs_per_gpu: int, *, unmapped_bytes: int
     if share <= 0:
         gib = device_bytes / 2**30
         raise LaunchError(Code.SHARE_EMPTY(runs_per_gpu=runs_per_gpu, device_gib=gib))
-    torch.cuda.set_per_process_memory_fraction(min((share + unmapped_bytes) / device_bytes, 1.0), device)
+    fraction = min(max((share + unmapped_bytes) / device_bytes, 0.0), 1.0)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def _open_store(timeout: timedelta) -> Store:

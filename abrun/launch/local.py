@@ -16,6 +16,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
+from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import MpsService, is_served, mps_for, shares_by_mps
 from abrun.processes import (
     MODULE_OPTIONS,
@@ -109,6 +110,7 @@ class LocalEngine:
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
         self._servers: dict[ForkKey, ForkServer] = {}
+        self._hosts: EngineHosts | None = None
         self._mps: MpsService | None = None
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
@@ -121,7 +123,8 @@ class LocalEngine:
         """Serve runs that share GPUs by MPS, and start a fork server for each kind of run of which several
         have to wait for devices.
 
-        The server does its imports while the first runs train.
+        The server does its imports while the first runs train. Engine hosts start with the first run that
+        can use them.
         """
         with self._serve_mps(runs, say), self._fork_servers_for(runs):
             yield
@@ -147,8 +150,10 @@ class LocalEngine:
                 ):
                     with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
-            yield
+            with engine_hosts_for(runs) as self._hosts:
+                yield
         finally:
+            self._hosts = None
             for server in self._servers.values():
                 server.close()
             if self._servers:
@@ -162,6 +167,9 @@ class LocalEngine:
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
         key = self._fork_key(run, config) if self._servers else None
         server = self._servers.get(key) if key else None
+        hosts = self._hosts
+        if hosts:
+            env |= hosts.lend(run, config, devices, env)
         process: Child | None = None
         with run.open_log() as output:
             if key and server:
@@ -179,7 +187,10 @@ class LocalEngine:
         self._slots.take(devices)
         if shares_by_mps(config) and is_served(env):
             run.update_launch(mps=True)
-        return LocalRun(run, process, devices, self._slots)
+        on_end = (
+            (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
+        )
+        return LocalRun(run, process, devices, self._slots, on_end)
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)
@@ -220,6 +231,7 @@ class LocalRun:
     process: Child
     devices: Devices
     slots: Slots
+    on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished
     is_lost: bool = False  # always: losing this machine would end the launcher too
     ended: bool = False
 
@@ -233,6 +245,7 @@ class LocalRun:
             self.ended = True
             # A first process that was killed could not end the others.
             kill_all(lambda: find_run_processes(self.run.path))
+            self.on_end(status == 0)
             self.slots.release(self.devices)
         return status
 

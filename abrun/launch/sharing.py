@@ -160,6 +160,8 @@ def _bytes_needed(prediction: PeakPrediction, measured: Mapping[str, Any] | None
     training_bytes = prediction.training_bytes / (1 - free_share)
     if measured and measured["arm"] == prediction.arm and measured["out_of_memory"] is None:
         training_bytes = (measured["peak_bytes"] + prediction.asleep_bytes) / (1 - FREE_SHARE)
+    # An engine may be a process of its own (abrun.launch.hosts)
+    context_bytes = 0 if prediction.engine_bytes is None else CONTEXT_BYTES
     sampling_bytes = prediction.sampling_bytes / (1 - free_share)
     cache_share_bytes = (prediction.engine_cache_bytes or 0) / COLOCATED_MEMORY_SHARE
-    return math.ceil(max(training_bytes, sampling_bytes, cache_share_bytes))
+    return math.ceil(max(training_bytes, sampling_bytes, cache_share_bytes)) + context_bytes

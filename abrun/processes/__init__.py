@@ -25,6 +25,8 @@ from abrun.reasons import Code, Reason
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Every process of a run has this environment variable.
 RUN_DIR_VARIABLE = "ABRUN_RUN_DIR"
+# The sockets of a run's engine hosts, one for each of its ranks, separated as in PATH.
+ENGINE_HOST_VARIABLE = "ABRUN_ENGINE_HOST"
 FORCE_AFTER_S = 2.0
 # Longer than a process has to wait for the CPU on a busy machine.
 MIN_PAUSE_S = 10.0

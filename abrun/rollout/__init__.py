@@ -55,8 +55,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """End the processes and process groups of the engine."""
+    def close(self, *, finished: bool = False) -> None:
+        """End the processes and process groups of the engine. `finished`: the run has taken its last step."""
         ...
 
 

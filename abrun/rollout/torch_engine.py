@@ -105,7 +105,7 @@ class TorchEngine:
         """Do nothing."""
         return False
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """Do nothing."""
 
     def _pad_support(

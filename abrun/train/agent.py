@@ -7,16 +7,13 @@ named and end the run. It does not import torch, which would delay the ranks by 
 
 import argparse
 import contextlib
-import fcntl
 import importlib.util
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +42,7 @@ from abrun.processes import (
 )
 from abrun.processes.capture import capture_output
 from abrun.processes.output import ignore_output_errors
+from abrun.processes.scratch import scratch_folder
 from abrun.reasons import Code, Reason
 from abrun.redaction import current_mask, hide_secrets_of
 from abrun.runs.endings import write_ending
@@ -60,8 +58,6 @@ from abrun.train.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_fi
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # pending connections; the default limit of the kernel
-SCRATCH = "abrun-ranks-"
-MIN_SCRATCH_AGE_S = 60.0
 CHECK_S = 1.0  # between checks for a new attempt, and between reads of other nodes' notes
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
 # Starts a rank from its arguments (after `python -m`), its environment and the file descriptors it inherits.
@@ -153,35 +149,14 @@ def _run_and_watch(
 
 @contextlib.contextmanager
 def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
-    """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened.
-
-    The folder is locked while in use, which systemd-tmpfiles respects. Unlocked folders of killed agents are
-    removed.
-    """
+    """Yield a temporary folder shared by agent and ranks, and the ranks' heartbeat files in it, opened."""
     with contextlib.ExitStack() as stack:
         try:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=SCRATCH)))
-            file = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, file)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            folder = stack.enter_context(scratch_folder())
             lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
             raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
-        for folder_left in folder.parent.glob(f"{SCRATCH}*"):
-            with contextlib.suppress(OSError):
-                _remove_unused(folder_left)
         yield folder, lines
-
-
-def _remove_unused(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # a newer folder may not be locked yet
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(file)
 
 
 def _run_ranks(

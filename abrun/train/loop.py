@@ -60,11 +60,13 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
     _check_prompts_unchanged(run, setup)
     recorder.environment(config, setup.policy, _iterate_prompts(setup), origin and asdict(origin))
+    finished = False
     try:
         _train(run, setup, make_algorithm(setup), recorder, requests, writer, origin)
+        finished = True
     finally:
         gc.unfreeze()
-        setup.sampler.close()
+        setup.sampler.close(finished=finished)
 
 
 def _train(

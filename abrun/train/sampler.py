@@ -33,7 +33,7 @@ class Sampler:
             # Skipped after an error, so that a failing sleep cannot hide it.
             self._phases.absent_bytes = engine.sleep()
 
-    def close(self) -> None:
-        """Close the engine, if it was started."""
+    def close(self, *, finished: bool = False) -> None:
+        """Close the engine, if it was started. `finished`: the run has taken its last step."""
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(finished=finished)

@@ -8,9 +8,10 @@
 All implementations get the same hidden, weight and target, and the same random gradients of each token's
 log-prob and entropy. One without entropies gets the gradient of the log-probs alone and is compared with what
 that gives; one that returns only a scalar loss is timed and not compared. Other projects' kernels take part
-where they are installed: liger-kernel, cut-cross-entropy, torch's linear_cross_entropy, and verl's, which may
-also be an unpacked wheel in the folder that VERL_SOURCE names. With --vocab-parallel P each of P ranks holds
-V/P rows of the weight, and the step ends with the all-reduce of d_hidden that a column-parallel linear makes.
+where they are installed: liger-kernel (its kernels for Hopper GPUs need nvidia-cutlass-dsl),
+cut-cross-entropy, torch's linear_cross_entropy, and verl's, which may also be an unpacked wheel in the folder
+that VERL_SOURCE names. With --vocab-parallel P each of P ranks holds V/P rows of the weight, and the step
+ends with the all-reduce of d_hidden that a column-parallel linear makes.
 
 What the columns say:
 
@@ -95,6 +96,7 @@ from tests.bench.common import heading, make_parser, markdown_row
 GIB = 2**30
 MIB = 2**20
 ORACLE_TILE = 1024  # tokens whose float32 logits are held at once
+HOPPER = (9, 0)  # compute capability
 CHECKED_TOKENS = 256
 CHECKED_ROWS = 64
 # What the dense path with entropies allocates at its peak for each logit, and the most worth trying.
@@ -403,7 +405,7 @@ def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
     return evaluate
 
 
-# Others' implementations. Each of these raises ImportError where the package is missing.
+# Others' implementations. Each of these raises ImportError if the package or the kind of GPU is missing.
 
 
 def load_stock() -> Candidate:
@@ -429,6 +431,26 @@ def load_liger() -> Candidate:
         return Outputs(loss=loss)
 
     return Candidate(name="Liger (scalar loss)", operations=6, evaluate=evaluate)
+
+
+def load_liger_hopper() -> Candidate:
+    if (capability := torch.cuda.get_device_capability()) != HOPPER:
+        raise ImportError(f"needs a Hopper GPU, compute capability 9.0; got {capability[0]}.{capability[1]}")
+    # A check of the targets waits for the device at each call: without it they are at their best
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
+        LigerFusedScaledCrossEntropySM90Function,
+    )
+
+    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
+        # Temperature, ignored target, tiles of a cluster, whether to return entropies
+        settings = (1.0, -100, 1, True)
+        losses, entropies = LigerFusedScaledCrossEntropySM90Function.apply(
+            hidden, weight, problem.target, *settings
+        )
+        return Outputs(-losses, entropies)
+
+    return Candidate(name="Liger for Hopper", operations=8, evaluate=evaluate)
 
 
 def load_cut_cross_entropy() -> Candidate:
@@ -483,13 +505,15 @@ def load_peers(bench: Bench) -> list[Candidate]:
     if bench.group is not None:
         return []
     peers = []
-    of_gpus = [load_liger, load_cut_cross_entropy, load_verl]
-    for load in [load_stock, *(of_gpus if bench.on_gpu else []), load_torch]:
+    gpu_loaders = [load_liger, load_liger_hopper, load_cut_cross_entropy, load_verl]
+    for load in [load_stock, *gpu_loaders, load_torch]:
         try:
+            if load in gpu_loaders and not bench.on_gpu:
+                raise ImportError("needs a GPU")
             peers.append(load())
         except ImportError as error:
             reason = str(error).partition(" (")[0]  # without the module's file
-            bench.say(f"not installed: {load.__name__.removeprefix('load_')}: {reason}")
+            bench.say(f"not measured: {load.__name__.removeprefix('load_')}: {reason}")
     return peers
 
 
@@ -875,6 +899,7 @@ def header(bench: Bench) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
         "liger-kernel": _version("liger-kernel"),
+        "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
         "cut-cross-entropy": _version("cut-cross-entropy"),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         "ranks": bench.num_ranks,

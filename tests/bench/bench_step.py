@@ -10,11 +10,11 @@
 
 All train one folder of random weights (Qwen2.5-1.5B's architecture) in bfloat16 products on the same texts.
 SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mixed`: a median of 400 tokens,
-at most 4,096), float32 masters. GRPO and PPO: 8 prompts of 128 tokens, 64 completions of 512, sampled by
-vLLM, one update a step, no KL penalty; TRL's weights then in bfloat16. Random weights end a completion about
-never, so that all have their full length. abrun: whole runs of `python -m abrun.train`, Triton log-probs
-throughout; what has another name than "all on" differs from it by what it is named after. TRL: activation
-checkpointing, its default.
+at most 4,096), float32 masters, micro-batches as large as `auto` finds to fit on the GPU. GRPO and PPO: 8
+prompts of 128 tokens, 64 completions of 512, sampled by vLLM, one update a step, no KL penalty; TRL's weights
+then in bfloat16. Random weights end a completion about never, so that all have their full length. abrun:
+whole runs of `python -m abrun.train`, Triton log-probs throughout; what has another name than "all on"
+differs from it by what it is named after. TRL: activation checkpointing, its default.
 
 A candidate is a process of its own, in which some methods are followed from outside. Seconds are medians of
 three steps after two that compile; a last one tells where they go. Tokens are those of the sequences that
@@ -34,10 +34,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from abrun.errors import AbrunError
+from abrun.launch.auto import decide_values
+from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.merging import apply_override
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.layout import RunName
@@ -165,7 +169,8 @@ class Bench:
             ]
         (self.work / "data.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
 
-    def recipe(self, lever: str) -> dict[str, Any]:
+    def tree(self, lever: str) -> dict[str, Any]:
+        """Return a candidate's run as a recipe states it."""
         shapes, on_gpu, supervised = self.shapes, self.device == "cuda", self.algorithm == "sft"
         longest = shapes.length if supervised else shapes.prompt_words + shapes.completion_tokens
         budget = self.rows * longest * shapes.packed[not supervised]
@@ -182,7 +187,7 @@ class Bench:
                 "packing": True,
                 "share_prompts": not supervised,
                 "backend": {"type": "dtensor", "keep_gathered": True},
-                "micro_batch_tokens": budget,
+                "micro_batch_tokens": "auto" if on_gpu and supervised else budget,
                 "logprobs": {"impl": "triton" if on_gpu else "chunked", "one_pass": True},
                 "optimizer": {"learning_rate": 1e-6, "warmup_steps": 0},
             },
@@ -199,19 +204,22 @@ class Bench:
             "cluster": {"gpus_per_node": self.gpus} if on_gpu else {"cpu_ranks": self.gpus},
         }
         for override in (*LEVERS[lever], *self.overrides):
+            if "HALF" in override:
+                budget = decide_auto(tree)[0]["policy"]["micro_batch_tokens"]
             filled = override.replace("ROWS", str(self.rows)).replace("HALF", str(budget // 2))
             tree = apply_override(tree, filled)
-        return OwnRunConfig.model_validate(tree).model_dump(mode="json")
+        return tree
 
     def of_abrun(self, lever: str) -> dict[str, Any]:
+        tree, decided = decide_auto(self.tree(lever))
         run = RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
         name = RunName(arm="baseline", seed=0)
-        run.write_record(
-            RunRecord(experiment="x", name=name, initial_weights=None, config=self.recipe(lever))
-        )
+        config = OwnRunConfig.model_validate(tree).model_dump(mode="json")
+        run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
-        return finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
+        row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
+        return row | {"note": "; ".join(filter(None, (decided, row["note"])))}
 
     def of_trl(self, name: str) -> dict[str, Any]:
         if not importlib.util.find_spec("trl"):
@@ -238,6 +246,22 @@ class Bench:
             "shapes": asdict(self.shapes),
         }
         return finish([sys.executable, "-m", "tests.bench.step_trl", json.dumps(asked)], self.limit_s)
+
+
+def decide_auto(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a run with its `auto` values as they are decided on this machine, and a note that names them.
+
+    Raises AbrunError if nothing fits.
+    """
+    experiment = {"name": "x", "arms": {"baseline": {}, "treatment": {}}, "compare": {"claims": []}}
+    recipe = parse_stored_recipe({**tree, **experiment, "seeds": [0]}, "bench_step")
+    if not recipe.auto_keys:
+        return tree, ""
+    began_s, values = time.monotonic(), list[str]()
+    for key, decision in decide_values(recipe, None, is_local=True).items():
+        tree = apply_override(tree, f"{key}={json.dumps(decision['value'])}")
+        values.append(f"{key} {decision['value']}")
+    return tree, f"{', '.join(values)}, decided in {time.monotonic() - began_s:.0f} s"
 
 
 def words(draws: random.Random, count: int) -> str:
@@ -300,7 +324,7 @@ def measure(bench: Bench, names: list[str]) -> dict[str, dict[str, float]]:
     for name in names:
         try:
             found[name] = bench.of_trl(name) if name in TRL else bench.of_abrun(name)
-        except (RuntimeError, ValueError) as error:  # a recipe may be refused
+        except (RuntimeError, ValueError, AbrunError) as error:  # a recipe may be refused
             print(f"{name:22s}  {' '.join(str(error).split())}", flush=True)
             continue
         trl = next((found[one] for one in TRL if one in found), None)

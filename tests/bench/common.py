@@ -1,6 +1,7 @@
 """Arguments, tables, timing and models that the benchmarks share."""
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +72,22 @@ def sync_of(device: str) -> Callable[[], Any]:
 
 
 def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100) -> None:
-    """Write random weights of a preset's architecture, with a tokenizer that has a token a word."""
+    """Write random weights of a preset's architecture, with a tokenizer that has a token a word.
+
+    On a GPU a process of its own does it, which leaves none of the memory in use. Raises RuntimeError.
+    """
+    if device == "cpu":
+        _write_model(preset, folder, device, vocab_size)
+        return
+    arguments = (preset, folder, device, vocab_size)
+    process = multiprocessing.get_context("spawn").Process(target=_write_model, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the model was not written, exit code {process.exitcode}")
+
+
+def _write_model(preset: str, folder: Path, device: str, vocab_size: int) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -1,6 +1,7 @@
 """The benchmark of a step: what it counts, and to which part it puts the time."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ def test_a_row_of_the_table(tmp_path: Path) -> None:
     passes, step = (6 * 10**11 * 800 / seconds / 989e12 for seconds in (0.5, 2.0))
     assert cells[1:6] == ["2.000", "500", "2.00", "1.000", "3.00"]
     assert cells[6:] == [f"{passes:.3f}", f"{step:.3f}", "0.50", "2.0"]
+
+
+def test_a_supervised_step_on_a_gpu_has_the_micro_batch_that_auto_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = bench_step.SHAPES["cuda"]
+    asked = bench_step.Bench(
+        algorithm="sft", device="cuda", gpus=1, shapes=shapes, overrides=[], limit_s=1, work=tmp_path
+    )
+    decided = {"policy.micro_batch_tokens": {"value": 16_384}}
+    recipes: list[Any] = []
+    monkeypatch.setattr(
+        bench_step, "decide_values", lambda recipe, *_, **__: recipes.append(recipe) or decided
+    )
+    tree, note = bench_step.decide_auto(asked.tree("all on"))
+    assert tree["policy"]["micro_batch_tokens"] == 16_384 and recipes[0].policy.compile
+    assert note == "policy.micro_batch_tokens 16384, decided in 0 s"
+    assert asked.tree("smaller microbatches")["policy"]["micro_batch_tokens"] == 8_192
+    assert bench_step.decide_auto(asked.tree("padded"))[1] == ""
+    fixed = replace(asked, overrides=["policy.micro_batch_tokens=4096"]).tree("all on")
+    assert bench_step.decide_auto(fixed) == (fixed, "") and len(recipes) == 2
 
 
 def test_a_supervised_step_has_all_its_tokens_and_parts(tmp_path: Path) -> None:

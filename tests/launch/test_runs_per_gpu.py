@@ -310,6 +310,7 @@ def test_as_many_share_as_fit(
         share = device_gib * GIB / candidate - CONTEXT_BYTES
         training = int(gib * GIB) + (GIB // 4 if engine_gib else 0)
         sampling = GIB + (engine_gib or 0) * GIB
+        share -= CONTEXT_BYTES if engine_gib else 0  # of an engine host
         fits = max(training, sampling) <= 0.85 * share and (engine_gib or 0) * GIB <= 0.6 * share
         expected = candidate if fits else expected
     assert number == expected and why.startswith(f"auto resolves to {number}, ")

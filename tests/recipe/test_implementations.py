@@ -76,7 +76,7 @@ class PlainEngine:
     def wake(self) -> None:
         self._asleep = False
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         self._network = None
 
 

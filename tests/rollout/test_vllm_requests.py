@@ -320,19 +320,19 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     recurrent = Qwen3NextConfig()  # vLLM wants a state for each of max_num_seqs
     for other in (recurrent, Gemma4TextConfig()):  # whose heads differ from layer to layer
         assert cache_bytes(run, 1, other) is None
-    assert _memory_arguments(run, 1, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
-    assert _memory_arguments(run, 1, config, 140 * GIB) == {
+    assert _memory_arguments(run, recurrent, 140 * GIB) == {"gpu_memory_utilization": 0.6}
+    assert _memory_arguments(run, config, 140 * GIB) == {
         "kv_cache_memory_bytes": whole,
         "gpu_memory_utilization": whole / (140 * GIB),
     }
-    assert _memory_arguments(run, 1, config, 20 * GIB) == {
+    assert _memory_arguments(run, config, 20 * GIB) == {
         "gpu_memory_utilization": 0.6
     }  # too much: as much as there is
     asked_for = config_of(*asked, *step, "rollout.gpu_memory_utilization=0.3")
-    assert _memory_arguments(asked_for, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
+    assert _memory_arguments(asked_for, config, 140 * GIB) == {"gpu_memory_utilization": 0.3}
     alone = config_of(*asked, *step, "rollout.devices=1")
-    assert _memory_arguments(alone, 1, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
-    assert _memory_arguments(run, 1, config, None) == {"kv_cache_memory_bytes": GIB}
+    assert _memory_arguments(alone, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
+    assert _memory_arguments(run, config, None) == {"kv_cache_memory_bytes": GIB}
     # Beside other runs on the GPU: of its share, and never measured by vLLM
     shared = config_of(*asked, *step, "cluster={gpus_per_node: 1, runs_per_gpu: 4}")
     half = config_of(
@@ -344,7 +344,7 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
         (140 * GIB, shared, recurrent, int(0.3 * share_of_device(140 * GIB, 4))),
         (140 * GIB, half, config, int(0.25 * share_of_device(140 * GIB, 4))),
     ):
-        arguments = _memory_arguments(run_of, 1, network, device_bytes)
+        arguments = _memory_arguments(run_of, network, device_bytes)
         expected = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
         assert arguments == expected
 

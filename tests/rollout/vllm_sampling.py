@@ -25,7 +25,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
-from abrun.rollout.vllm.transfer import Transfer
+from abrun.rollout.vllm.transfer import GroupTransfer
 from tests.train.runs import run_config
 
 with_vllm = [
@@ -120,11 +120,13 @@ def to_break(config: OwnRunConfig) -> Iterator[SamplingApart]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             separate,
-            "Transfer",
-            lambda folder, rank, size, device, patience_s: Transfer(folder, rank, size, device, PATIENCE_S),
+            "GroupTransfer",
+            lambda folder, rank, size, device, patience_s: GroupTransfer(
+                folder, rank, size, device, PATIENCE_S
+            ),
         )
         sampling = SamplingApart(config)
-    sampling.engine._engines._silence_s = PATIENCE_S
+    sampling.engine._engines.silence_s = PATIENCE_S
     try:
         yield sampling
     finally:

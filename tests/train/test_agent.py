@@ -22,13 +22,14 @@ from abrun.errors import LaunchError
 from abrun.messages import sentence
 from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes, progress
+from abrun.processes.scratch import SCRATCH
 from abrun.reasons import Code, Reason
 from abrun.runs.endings import read_endings
 from abrun.runs.layout import RunName
 from abrun.runs.records import NodeStatus, RunRecord, recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.train import agent as agents
-from abrun.train.agent import SCRATCH, TIMED_OUT
+from abrun.train.agent import TIMED_OUT
 from abrun.train.agent import _NodeNotes as Notes
 from abrun.train.agent import _record_ending as conclude
 from abrun.train.agent import _scratch as scratch

@@ -1,7 +1,10 @@
-"""vLLM as rollout engine: colocated with the ranks on the training devices, or on its own devices."""
+"""vLLM as rollout engine: on the training devices, in the ranks or in engine hosts, or on its own devices."""
+
+import os
 
 from abrun.backends import Backend
 from abrun.models import Text
+from abrun.processes import ENGINE_HOST_VARIABLE
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import RolloutEngine
 
@@ -12,6 +15,14 @@ def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEn
         from abrun.rollout.vllm.separate import SeparateEngine
 
         return SeparateEngine(config, backend, text)
+    if os.environ.get(ENGINE_HOST_VARIABLE):
+        from abrun.rollout.vllm.hosted import HostedEngine
+
+        return HostedEngine(config, backend, text, lambda: _make_colocated(config, backend, text))
+    return _make_colocated(config, backend, text)
+
+
+def _make_colocated(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
     from abrun.rollout.vllm.colocated import ColocatedEngine
 
     return ColocatedEngine(config, backend, text)

@@ -40,7 +40,7 @@ class ColocatedEngine:
     def wake(self) -> bool:
         return self._vllm.wake()
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         self._vllm.close()
 
     def _sample(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:

@@ -46,18 +46,28 @@ class VllmInstance:
         device: torch.device,
         num_ranks: int,
         end_ids: frozenset[int],
-        beat: Callable[[], None] = progress.report,  # called during sampling
     ) -> None:
-        self._beat = beat
-        self._rollout, self._device = config.rollout, device
+        self._rollout, self.device = config.rollout, device
         self._runs_per_gpu = config.cluster.runs_per_gpu
-        self._end_ids = sorted(end_ids)
+        self.begin_run(end_ids)
         self._tail = LogTail()
         self._llm = start_engine(config, device, num_ranks, self._tail)
         self._support = SupportCollector(self._llm) if self._rollout.records_support else None
         self.group: ProcessGroup | None = engine_group() if config.rollout.tensor_parallel > 1 else None
         self._is_asleep = False
         self._constants: list[tuple[Tensor, Tensor]] = []
+
+    def begin_run(self, end_ids: frozenset[int], beat: Callable[[], None] = progress.report) -> None:
+        """Begin a run whose completions end with one of `end_ids`. `beat` is called during sampling."""
+        self._end_ids, self._beat = sorted(end_ids), beat
+
+    def end_run(self) -> None:
+        """Prepare for another run, whose first sync replaces weights and cache. Frees device memory."""
+        with self._calling_vllm("end a run"):
+            if self._llm.llm_engine.has_unfinished_requests():
+                raise RuntimeError("it has unfinished requests")
+        if not self._is_asleep:
+            self.sleep()
 
     def generate(
         self, requests: list[tuple[list[int], int]], temperature: float | None = None
@@ -106,7 +116,7 @@ class VllmInstance:
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the policy's weights, an iterator of full tensors with their Hugging Face names."""
         with self._calling_vllm("take the policy's weights"):
-            if self._device.type == "cuda" and all(self._llm.apply_model(_keeps_checkpoint_values)):
+            if self.device.type == "cuda" and all(self._llm.apply_model(_keeps_checkpoint_values)):
                 self._llm.apply_model(partial(_load, weights=weights))
             else:
                 self._reload(weights)
@@ -122,7 +132,7 @@ class VllmInstance:
 
         vLLM unmaps the pages but keeps their addresses, so torch's allocator still counts them.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return 0
         with self._calling_vllm("sleep"):
             if not self._constants:
@@ -131,8 +141,15 @@ class VllmInstance:
                 self._llm.sleep(level=2)
             self._is_asleep = True
             # The trainer may use the memory, which torch's limit still counts as the engine's
-            limit_memory(self._device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
+            limit_memory(self.device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
             return _sleeping_bytes()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return the bytes that a sleeping engine allocates when it wakes, and those that it has now."""
+        if self.device.type != "cuda":
+            return 0, 0
+        asleep_bytes = _sleeping_bytes() if self._is_asleep else 0
+        return asleep_bytes, torch.cuda.memory_reserved(self.device) - asleep_bytes
 
     def wake(self) -> bool:
         """Allocate memory for the weights; `load` allocates the cache after the trainer's copies are freed.
@@ -155,7 +172,7 @@ class VllmInstance:
             if self._tail.has_failed
             else raising_launch_errors("end", self._tail)
         )
-        with preserving_globals(self._device), errors:
+        with preserving_globals(self.device), errors:
             shut_down(self._llm)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -167,7 +184,7 @@ class VllmInstance:
         if self._tail.missing_weights:
             raise RuntimeError(self._tail.missing_weights)
         _check_experts(experts)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             self._llm.apply_model(_repack)
 
     def _map_memory(self, tag: str) -> None:
@@ -176,14 +193,14 @@ class VllmInstance:
         if self._free_bytes() < _sleeping_bytes() + spare_bytes:
             torch.cuda.empty_cache()  # vLLM since 0.27 does this itself, at the trainer's expense
         self._llm.wake_up(tags=[tag])
-        limit_memory(self._device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
+        limit_memory(self.device, self._runs_per_gpu, unmapped_bytes=_sleeping_bytes())
 
     def _free_bytes(self) -> int:
         """Return the free memory of the device, or of this run's share of it."""
-        free_bytes, device_bytes = torch.cuda.mem_get_info(self._device)
+        free_bytes, device_bytes = torch.cuda.mem_get_info(self.device)
         if self._runs_per_gpu == 1:
             return free_bytes
-        mapped_bytes = torch.cuda.memory_reserved(self._device) - _sleeping_bytes()
+        mapped_bytes = torch.cuda.memory_reserved(self.device) - _sleeping_bytes()
         return share_of_device(device_bytes, self._runs_per_gpu) - mapped_bytes
 
     def _run_requests(self, count: int) -> list[Any]:
@@ -200,7 +217,7 @@ class VllmInstance:
 
     @contextlib.contextmanager
     def _calling_vllm(self, action: str) -> Iterator[None]:
-        with preserving_globals(self._device), raising_launch_errors(action, self._tail):
+        with preserving_globals(self.device), raising_launch_errors(action, self._tail):
             yield
 
     def _sampling_parameters(self, seed: int, temperature: float) -> Any:

@@ -250,12 +250,17 @@ def _engine_arguments(
         arguments["distributed_executor_backend"] = "external_launcher"
         arguments["tensor_parallel_size"] = rollout.tensor_parallel
     device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    return arguments | _memory_arguments(config, num_ranks, network, device_bytes)
+    return arguments | _memory_arguments(config, network, device_bytes)
 
 
-def _shared_memory_arguments(
-    config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int
-) -> dict[str, float]:
+def reserves_known_memory(config: OwnRunConfig) -> bool:
+    """Return True if an engine on this process's first device starts without measuring free memory."""
+    on_gpu = bool(config.cluster.gpus_per_node)
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if on_gpu else None
+    return "kv_cache_memory_bytes" in _memory_arguments(config, config_of(config.model), device_bytes)
+
+
+def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: int) -> dict[str, float]:
     """Return the arguments for one of several runs on a GPU, from its share of the memory.
 
     The size of the cache is explicit: free memory, which vLLM would measure, is also the neighbours'. It is
@@ -264,26 +269,24 @@ def _shared_memory_arguments(
     """
     share_bytes = config.cluster.share_of(device_bytes)
     utilization = config.rollout.gpu_memory_utilization
-    cache = None if utilization else cache_bytes(config, num_ranks, network)
+    cache = None if utilization else cache_bytes(config, config.cluster.ranks, network)
     if cache is None or cache > COLOCATED_MEMORY_SHARE * share_bytes:
         cache = int((utilization or COLOCATED_MEMORY_SHARE) / 2 * share_bytes)
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
 
 
-def _memory_arguments(
-    config: OwnRunConfig, num_ranks: int, network: Any, device_bytes: int | None
-) -> dict[str, float]:
+def _memory_arguments(config: OwnRunConfig, network: Any, device_bytes: int | None) -> dict[str, float]:
     """Return the arguments that limit device memory; `device_bytes` is None on a CPU."""
     rollout = config.rollout
     if device_bytes is not None and config.cluster.runs_per_gpu > 1:
-        return _shared_memory_arguments(config, num_ranks, network, device_bytes)
+        return _shared_memory_arguments(config, network, device_bytes)
     if rollout.gpu_memory_utilization:
         return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
     if device_bytes is None:
         return {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
     if rollout.devices:
         return {"gpu_memory_utilization": ALONE}
-    needed = cache_bytes(config, num_ranks, network)
+    needed = cache_bytes(config, config.cluster.ranks, network)
     if needed is None or needed > MAX_SMALL_CACHE_SHARE * device_bytes:
         return {"gpu_memory_utilization": COLOCATED_MEMORY_SHARE}
     # The cache is only as large as needed, because all of it is mapped at each wake. An explicit size also
