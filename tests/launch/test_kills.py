@@ -176,7 +176,8 @@ def wait_for(pid: int, timeout_s: float) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_gpu(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv(mps.PIPE_VARIABLE, raising=False)
@@ -211,16 +212,13 @@ def left_in(folder: Path) -> list[str]:
     return left
 
 
-DAEMON_FOLDERS = {*Path(tempfile.gettempdir()).glob("abrun-mps-*")}  # of others than these tests
-
-
-def find_daemons() -> set[Process]:
-    """Daemons of CUDA's multi-process service, their keepers and servers, of this repository's stand-in."""
-    found = set[Process]()
+def left_of_daemons(folder: Path) -> list[object]:
+    """Folders in `folder` of daemons of CUDA's multi-process service, and processes that used one."""
+    found: list[object] = [*folder.glob("abrun-mps-*")]
     for process in process_iter():
         with contextlib.suppress(NoSuchProcess, AccessDenied):
-            if str(HERE / mps.DAEMON) in process.cmdline() or "abrun.launch.mps" in process.cmdline():
-                found.add(process)
+            if process.environ().get(mps.PIPE_VARIABLE, "").startswith(f"{folder}{os.sep}"):
+                found.append(process)
     return found
 
 
@@ -230,7 +228,7 @@ def check_killed(runs_dir: Path, experiment: Path, by: str, others: frozenset[Pr
     while any(find_run_processes(config.parent) for config in runs_dir.rglob("config.json")):
         assert time.monotonic() < deadline, f"{by}: something lives on"
         time.sleep(0.05)
-    while find_daemons() - others or {*Path(tempfile.gettempdir()).glob("abrun-mps-*")} - DAEMON_FOLDERS:
+    while left_of_daemons(Path(tempfile.gettempdir())):
         assert time.monotonic() < deadline, f"{by}: a daemon lives on"
         time.sleep(0.05)
     assert others.issuperset(find_descendants(os.getpid()))

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from abrun.launch.sharing import MAX_RUNS_PER_GPU, SharingLimits, decide_runs_pe
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import PeakPrediction
 from abrun.messages import sentence
-from abrun.processes import find_descendants, find_processes_with
+from abrun.processes import find_descendants, find_processes_with, kill_all
 from abrun.reasons import Code
 from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -135,8 +136,9 @@ def test_neighbours_change_nothing_that_is_compared() -> None:
 
 
 @pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """One GPU, fake trainers, and the stand-in for CUDA's daemon."""
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """One GPU, fake trainers, and the stand-in for CUDA's daemon, whose folders are in `tmp_path`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
@@ -152,17 +154,11 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return behave
 
 
-def left_of(folders: set[str]) -> list[str]:
-    """Folders and processes of daemons that are not among `folders`."""
-    found = {str(path) for path in Path("/tmp").glob("abrun-mps-*")} - folders
-    return sorted(found)
-
-
 def test_runs_that_share_a_gpu_run_at_once_and_their_places_come_free(
     tmp_path: Path, on_gpu: Callable[..., None]
 ) -> None:
     on_gpu(step_s=0.3, baseline_0="fail")
-    before, others = {str(path) for path in Path("/tmp").glob("abrun-mps-*")}, find_descendants(os.getpid())
+    others = find_descendants(os.getpid())
     sets = ("cluster={gpus_per_node: 1, runs_per_gpu: 3}", "steps=4")
     observer = Silent()
     outcome = run_to_end(plan_of(*sets), tmp_path, launcher="fake", observer=observer)
@@ -176,7 +172,7 @@ def test_runs_that_share_a_gpu_run_at_once_and_their_places_come_free(
     assert all(launch.started_s < first_ends for launch in launches[:3])
     assert launches[3].started_s >= first_ends
     assert observer.said == [line for line in observer.said if "failure" in line]
-    assert left_of(before) == [] and find_descendants(os.getpid()) <= others
+    assert [*tmp_path.glob("abrun-mps-*")] == [] and find_descendants(os.getpid()) <= others
     # Resumed with other neighbours: what has finished stays, the record of the rest follows
     on_gpu()
     sets = ("cluster={gpus_per_node: 1, runs_per_gpu: 2}", "steps=4")
@@ -231,20 +227,24 @@ def test_a_daemon_outlives_its_launcher_until_the_runs_have_ended(
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     run_pid, keeper_pid, pipes = launcher.stdout.readline().split()
-    users = find_processes_with(mps.PIPE_VARIABLE, pipes)
-    assert len(users) >= 4, "the run, the keeper, the daemon and its server"
-    os.kill(launcher.pid if victim == "launcher" else int(keeper_pid), signal.SIGKILL)
-    if victim == "launcher":
-        launcher.wait()
-        time.sleep(1.5)
-        assert find_processes_with(mps.PIPE_VARIABLE, pipes) == users
-        os.kill(int(run_pid), signal.SIGKILL)
-    else:
-        assert launcher.wait(30) == 0
-    deadline = time.monotonic() + 30
-    while find_processes_with(mps.PIPE_VARIABLE, pipes) or Path(pipes).parent.exists():
-        assert time.monotonic() < deadline, "something lives on"
-        time.sleep(0.05)
+    try:
+        users = find_processes_with(mps.PIPE_VARIABLE, pipes)
+        assert len(users) >= 4, "the run, the keeper, the daemon and its server"
+        os.kill(launcher.pid if victim == "launcher" else int(keeper_pid), signal.SIGKILL)
+        if victim == "launcher":
+            launcher.wait()
+            time.sleep(1.5)
+            assert find_processes_with(mps.PIPE_VARIABLE, pipes) == users
+            os.kill(int(run_pid), signal.SIGKILL)
+        else:
+            assert launcher.wait(30) == 0
+        deadline = time.monotonic() + 30
+        while find_processes_with(mps.PIPE_VARIABLE, pipes) or Path(pipes).parent.exists():
+            assert time.monotonic() < deadline, "something lives on"
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        kill_all(lambda: find_processes_with(mps.PIPE_VARIABLE, pipes))
 
 
 # --- memory ---
