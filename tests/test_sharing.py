@@ -55,6 +55,7 @@ def statuses() -> dict[str, tuple[str, str | None]]:
     return {run["run"]: (run["status"], run["message"]) for run in json.loads(done.stdout)["runs"]}
 
 
+@pytest.mark.slow
 def test_another_user_sees_what_is_shared_and_hears_what_is_not(experiment_dir: Path) -> None:
     def entries() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in experiment_dir.rglob("*")}

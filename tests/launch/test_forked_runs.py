@@ -107,6 +107,7 @@ def test_they_train_as_processes_of_their_own_bit_for_bit(
         assert len({re.sub("pid [0-9]+", "pid", log) for log in logs}) == 1
 
 
+@pytest.mark.slow
 def test_where_the_server_is_killed_its_runs_go_on_and_later_ones_are_no_copies(
     tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
