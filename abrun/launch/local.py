@@ -35,7 +35,7 @@ from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 
 FORK_MODULE = "abrun.train.forked"
-# A fork server pays off if at least this many runs of a kind have to wait for devices.
+# A fork server pays off if at least this many runs of a kind have to wait for devices or a warm start.
 MIN_WAITING_RUNS = 2
 # Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
 # compiler looks for GPUs:
@@ -121,7 +121,7 @@ class LocalEngine:
         self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
     ) -> Iterator[None]:
         """Serve runs that share GPUs by MPS, and start a fork server for each kind of run of which several
-        have to wait for devices.
+        have to wait for devices or for a warm start.
 
         The server does its imports while the first runs train. Engine hosts start with the first run that
         can use them.
@@ -143,11 +143,7 @@ class LocalEngine:
         num_runs = Counter(key for key, _ in keyed_configs)
         try:
             for key, config in dict(keyed_configs).items():
-                if (
-                    key
-                    and num_runs[key] - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
-                    >= MIN_WAITING_RUNS
-                ):
+                if key and self._count_waiting(config, num_runs[key]) >= MIN_WAITING_RUNS:
                     with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
             with engine_hosts_for(runs) as self._hosts:
@@ -159,6 +155,12 @@ class LocalEngine:
             if self._servers:
                 adopt_orphans(False)
             self._servers.clear()
+
+    def _count_waiting(self, config: RunConfig, num_runs: int) -> int:
+        """Return how many of these runs of one kind start later: after a warm start, or on used devices."""
+        if isinstance(config, OwnRunConfig) and config.warm_start:
+            return num_runs
+        return num_runs - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         return self._slots.find_devices(config)

@@ -1,18 +1,28 @@
-"""How long a run takes from its start to the end of its first step: a process of its own, and a copy.
+"""How long a run takes from its start to the end of its first step: a process of its own, a copy, an engine.
 
     python -m tests.bench.bench_starts                  # one GPU, Qwen2.5-1.5B's architecture, bfloat16
+    python -m tests.bench.bench_starts --only engines --num-runs 2 --before CHECKOUT    # needs vllm
     python -m tests.bench.bench_starts --device cpu     # the script's own logic, on a tiny model
 
-Three launches as `abrun launch` makes them, one run after the other: `first`, an eager and a compiled run
-(compilers' and kernels' caches are empty, on a new machine), `again` the same, and `copies`, three of each,
-which all but the first ones begin as copies of a process that has done their imports. A run is two steps of
-SFT on 124 packed sequences of 524 tokens, random weights in a folder. Seconds of each run: from the moment
-when the launcher starts its first process until its first step is in its metrics.
+Launches as `abrun launch` makes them, one run after the other, random weights in a folder.
+
+- `first`, an eager and a compiled run (compilers' and kernels' caches are empty, on a new machine), `again`
+  the same, and `copies`, three of each, which all but the first ones begin as copies of a process that has
+  done their imports. A run is two steps of SFT on 124 packed sequences of 524 tokens.
+- `engines`: one experiment of --num-runs runs with empty caches. A run is four steps of compiled GRPO, 16
+  prompts of 128 tokens with 8 completions of 512 each, sampled by vLLM (on a CPU by the torch engine).
+  --before measures it with the code of an older checkout first.
+
+Seconds of each run: from the moment when the launcher starts its first process until its first step is in its
+metrics; of `engines` also its usual step and the whole run, to the end of its processes.
 """
 
 import json
+import math
 import random
+import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +34,13 @@ from abrun.processes import ForkedChild
 from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.runs.rundir import RunDir
-from tests.bench.common import PrintedLines, make_model, make_parser
+from tests.bench import bench_step
+from tests.bench.common import PrintedLines, heading, make_model, make_parser, markdown_row
+from tests.bench.launches import REPOSITORY, STEP_TIME, last_log_lines, launch, run_seconds
 
 SEEDS = {"first": [0], "again": [0], "copies": [0, 1, 2]}
+ENGINES = "engines"
+ENGINE_STEPS, ENGINE_PROMPTS = 4, {"cuda": 16, "cpu": 2}
 SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-tiny-128", 128, 8, 28, 128)}
 
 
@@ -55,10 +69,43 @@ def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
     )
 
 
+def measure_engines(device: str, work: Path, num_runs: int, checkout: Path) -> None:
+    """Launch the experiment with the code of a checkout; print a row for each run."""
+    shapes = replace(bench_step.SHAPES[device], prompts=ENGINE_PROMPTS[device])
+    bench = bench_step.Bench(
+        algorithm="grpo", device=device, gpus=1, shapes=shapes, overrides=[], limit_s=0.0, work=work
+    )
+    bench.write_texts("one")
+    recipe = {
+        "name": ENGINES,
+        **bench.tree("all on"),
+        "steps": ENGINE_STEPS,
+        "arms": {"baseline": {}, "treatment": {"policy.optimizer.learning_rate": 2e-6}},
+        "seeds": [0],
+        "controls": {"aa_reruns": num_runs - 2},
+        "compare": {"claims": []},
+    }
+    (work / "recipe.yaml").write_text(json.dumps(recipe))
+    folder = Path(tempfile.mkdtemp(dir=work))
+    arguments = [str(work / "recipe.yaml"), "--no-compare", "--jobs", "1"]
+    outcome = launch(arguments, checkout=checkout, work=folder)
+    if not outcome.is_complete:
+        raise SystemExit("\n".join([f"exit code {outcome.exit_code}:", *last_log_lines(folder)]))
+    directory = folder / "runs" / ENGINES
+    for run in run_seconds(directory):
+        _, *step_seconds = RunDir(directory / run.name).metrics()[STEP_TIME].values
+        seconds = (run.first_step_s or math.nan, statistics.median(step_seconds), run.whole_s)
+        print(markdown_row(checkout, run.name, *(f"{value:.1f}" for value in seconds)), flush=True)
+
+
 def main() -> None:
     parser = make_parser(__doc__, devices=list(SHAPES))
-    parser.add_argument("--only", nargs="*", choices=list(SEEDS), default=list(SEEDS))
+    parser.add_argument("--only", nargs="*", choices=[*SEEDS, ENGINES], default=[*SEEDS, ENGINES])
+    parser.add_argument("--num-runs", type=int, default=3, help="of `engines`, from 2")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="older code, for `engines`")
     asked = parser.parse_args()
+    if asked.num_runs < 2:
+        parser.error(f"--num-runs: got {asked.num_runs}; allowed: from 2")
     preset, vocab_size, batch_size, length, _ = SHAPES[asked.device]
     copies, fork = set[int](), ForkServer.fork
 
@@ -77,7 +124,7 @@ def main() -> None:
             for _ in range(4 * batch_size)
         ]
         (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        for name in asked.only:
+        for name in (name for name in asked.only if name != ENGINES):
             plan = make_plan(recipe_of(asked.device, work, name, SEEDS[name]))
             supervisor.run_plan(
                 plan,
@@ -92,6 +139,10 @@ def main() -> None:
                 how = "a copy" if launched.pid in copies else "a process of its own"
                 seconds = first["time_s"] - launched.started_s
                 print(f"{name} {planned.name}: {how}, first step ended after {seconds:.1f} s", flush=True)
+        if ENGINES in asked.only:
+            print(heading("checkout", "run", "start to first step, s", "a later step, s", "run, s"))
+            for checkout in filter(None, (asked.before, REPOSITORY)):
+                measure_engines(asked.device, work, asked.num_runs, checkout.resolve())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ engines still serve several runs. `now` sets cluster.runs_per_gpu, on CPU cores 
 ended is not measured again, and one that the limit has stopped is resumed: the same command goes on, and
 --only takes one of the two.
 
-- wall: seconds of the launch with its comparison, from the command to its exit. device-hours: times devices.
+- on a device: runs that share it. wall: seconds of the launch with its comparison, from the command to its
+  exit. device-hours: times devices.
 - useful: seconds of steps of the pairs' runs over device seconds held; a run on a shared GPU counts by its
   share of it.
 - first step: seconds from a run's start to the end of its first step, of the first run and the median of the
@@ -32,11 +33,12 @@ from abrun.errors import AbrunError
 from abrun.experiment.preflight.machine import find_gpus
 from abrun.recipe.experiment import load_recipe
 from abrun.recorded.stored import load_experiment
-from abrun.runs.experiment import planned_runs, run_dir
+from abrun.runs.experiment import open_experiment, planned_runs, run_dir
 from abrun.runs.files import write_json
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import (
     REPOSITORY,
+    STEP_TIME,
     finished_runs,
     first_and_later,
     first_difference,
@@ -47,9 +49,12 @@ from tests.bench.launches import (
 
 RECIPE = REPOSITORY / "recipes" / "evidence" / "smollm2-grpo-fused.yaml"
 SCHEDULINGS = ("before", "now")
-STEP_TIME, CHECKPOINT_TIME = "timing/train/total_step_time_s", "timing/train/checkpointing_s"
+CHECKPOINT_TIME = "timing/train/checkpointing_s"
 JUDGED = ("verdict", "claims", "step_one", "sensitivity")  # fields of a verdict that no clock changes
-HEADER = ("scheduling", "wall, s", "device-hours", "useful", "first step, s", "run, s", "runs", "verdict")
+HEADER = (
+    *("scheduling", "on a device", "wall, s", "device-hours", "useful", "first step, s", "run, s"),
+    *("runs", "verdict"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,7 @@ class Scheduling:
         useful_s = self.useful_s() if record["is_complete"] else None
         return markdown_row(
             self.name,
+            self.runs_per_device,
             f"{wall_s:.0f}",
             f"{wall_s * self.num_devices / 3600:.3f}",
             f"{useful_s / wall_s / self.num_devices:.0%}" if useful_s else "-",
@@ -117,6 +123,11 @@ class Scheduling:
             num_runs,
             self.verdict().get("verdict", "-"),
         )
+
+    @property
+    def runs_per_device(self) -> int:
+        cluster = open_experiment(self.directory)["recipe"]["cluster"]
+        return cluster.get("runs_per_gpu", 1)  # older code has no such key
 
     def useful_s(self) -> float:
         """Return the device seconds of the steps of finished pairs."""

@@ -18,6 +18,7 @@ from abrun.runs.layout import RunName
 from abrun.runs.rundir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
+STEP_TIME = "timing/train/total_step_time_s"
 VERDICT_EXIT_CODES = (0, 3, 4, 5)
 # Each launch compiles anew: one that follows another would profit from its work
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")

@@ -10,8 +10,9 @@ import pytest
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
-from tests.bench import bench_verdict_cost
-from tests.bench.launches import first_and_later, first_difference
+from tests.bench import bench_starts, bench_verdict_cost
+from tests.bench.common import make_model
+from tests.bench.launches import REPOSITORY, first_and_later, first_difference
 
 FOREIGN = Path(__file__).parents[1] / "external" / "foreign.yaml"
 SCRIPT = FOREIGN.with_name("foreign_trainer.py")
@@ -78,9 +79,9 @@ def test_an_experiment_launched_both_ways_has_one_verdict_and_equal_metrics(
     bench(tmp_path, monkeypatch)
     *_, before, now, result = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (before, now)]
-    assert [row[0] for row in cells] == ["before", "now"] and cells[0][6] == cells[1][6] == "4 of 4"
-    assert float(cells[0][2]) == pytest.approx(float(cells[0][1]) / 3600, abs=2e-3)
-    assert float(cells[1][2]) == pytest.approx(3 * float(cells[1][1]) / 3600, abs=2e-3)
+    assert [row[0] for row in cells] == ["before", "now"] and cells[0][7] == cells[1][7] == "4 of 4"
+    assert float(cells[0][3]) == pytest.approx(float(cells[0][2]) / 3600, abs=2e-3)
+    assert float(cells[1][3]) == pytest.approx(3 * float(cells[1][2]) / 3600, abs=2e-3)
     assert re.fullmatch(
         r"before / now: [\d.]+ times the wall time; verdict identical; metrics of 4 of 4 runs are equal bit "
         "for bit",
@@ -108,3 +109,21 @@ def test_a_launch_that_the_limit_stops_goes_on_with_the_same_command(
 def test_a_launch_that_fails_ends_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"before: abrun launch ended with exit code 1:\n"):
         bench(tmp_path, monkeypatch, "--set", "trainer.parameters.script=/missing.py")
+
+
+@pytest.mark.slow
+def test_the_runs_of_one_experiment_are_rows_with_their_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset, vocab_size, *_ = bench_starts.SHAPES["cpu"]
+    make_model(preset, tmp_path / "model", "cpu", vocab_size=vocab_size)
+    bench_starts.measure_engines("cpu", tmp_path, 3, REPOSITORY)
+    rows = [line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    names, *seconds = zip(*rows, strict=True)
+    assert [name.strip() for name in names] == [
+        "baseline/seed-0",
+        "treatment/seed-0",
+        "baseline/seed-0-aa1",
+    ]
+    for first_step_s, later_step_s, run_s in zip(*seconds, strict=True):
+        assert 0 < float(later_step_s) < float(first_step_s) < float(run_s)
