@@ -64,6 +64,9 @@ MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # share of groups whose rewards differ
 OVERLONG_PENALTY = "train/overlong_penalty"  # subtracted from the rewards of long completions
 STEP_TIME = "timing/train/total_step_time_s"
+# Phases of a step: generation, and the checkpoint that was saved before it
+GENERATION_TIME, CHECKPOINT_TIME = "timing/train/generation_s", "timing/train/checkpointing_s"
+VALIDATION_TIME = "timing/validation/total_s"
 MEMORY = "memory/"
 MEMORY_PEAK = "memory"  # name in claims: the peak over all phases
 RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
@@ -204,9 +207,7 @@ METRICS = (
     # time, throughput and memory of a step
     _metric(STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS),
     _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS),
-    _metric(
-        "timing/validation/total_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS, needs="validation"
-    ),
+    _metric(VALIDATION_TIME, "largest rank", unit="s", algorithms=ALL_ALGORITHMS, needs="validation"),
     _metric("performance/tokens_per_sec_per_gpu", "ratio", unit="tokens/s", algorithms=ALL_ALGORITHMS),
     _metric("performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL_ALGORITHMS),
     *(

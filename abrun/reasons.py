@@ -121,6 +121,10 @@ class Code(StrEnum):
     MEND_REASONS, READ_FIRST_LOG = auto(), auto()
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
 
+    # Device time
+    SPENT, BUDGET, NO_BUDGET = auto(), auto(), auto()
+    INTERIM_SAVES, INTERIM_COSTS_MORE, STAGES_SPENT = auto(), auto(), auto()
+
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
     ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()

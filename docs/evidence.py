@@ -53,12 +53,14 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
     context = make_context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
-    hours = sum(float("nan") if run.device_s is None else run.device_s for run in runs) / 3600
+    hours = sum(start.held_s for run in runs for start in run.starts) / 3600
     record = {  # facts that are not in the verdict file
         "command": command,
         "ran": context.time_range or "unknown",
         "hardware": context.environment or "unknown",
-        "spent": f"{hours:.2g} run hours, {len(runs)} runs".replace("nan", "unknown"),
+        "spent": f"{hours:.2g} run hours, {len(runs)} runs"
+        if hours
+        else f"unknown run hours, {len(runs)} runs",
         "seeds": list(experiment.arm(BASELINE)),
         "no_reference": None,
     }

@@ -173,6 +173,7 @@ def power(
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
+    from abrun.launch.budget import estimate_pair_cost
     from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
@@ -194,19 +195,18 @@ def power(
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
-    make_draft(loaded)  # raises the errors that a launch would raise
+    draft = make_draft(loaded)  # raises the errors that a launch would raise
     declaration = loaded.name, loaded.compare, len(loaded.seeds)
+    assumed = {"sigma": sigma, "correlation": correlation, "seeds": loaded.seeds}
+    assumed |= {"num_treatments": len(loaded.arms) - 1, "cost": estimate_pair_cost(draft, runs_dir)}
     if measured:
         _refuse_without_pairs(measured, assumed_command)
     if differences := measured and pilot_differences_text(loaded, measured):
         print_error(differences)
     if as_json:
-        print_json(plan_json(*declaration, earlier=measured, sigma=sigma, correlation=correlation))
+        print_json(plan_json(*declaration, earlier=measured, **assumed))
         return
-    report = render_plan(
-        *declaration, earlier=measured, assuming=assumed_command, sigma=sigma, correlation=correlation
-    )
-    console().print(report)
+    console().print(render_plan(*declaration, earlier=measured, assuming=assumed_command, **assumed))
 
 
 def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:

@@ -9,20 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from abrun.recipe.claims import Claim, Compare
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import (
+    Decisions,
     pairs_needed,
     pairs_needed_range,
     power_at,
     sd_interval,
     sd_of_difference,
     sd_upper_bound,
-    simulate_tost_passes,
+    simulate_tost_decisions,
     welch_dof_per_run,
 )
 from abrun.stats.sigma_margin import (
@@ -30,7 +28,7 @@ from abrun.stats.sigma_margin import (
     sigma_lower_bound,
     sigma_pairs_needed,
     sigma_power,
-    simulate_sigma_passes,
+    simulate_sigma_decisions,
 )
 
 ASSURANCE = 0.8  # probability of reaching the planned power if a pilot measured the sd
@@ -88,15 +86,9 @@ class ClaimPower:
     power: Callable[[int], float]
     pairs_needed: int | None  # None: more than 1000
     pairs_needed_range: tuple[int | None, int | None] | None  # over the 90 % interval of a measured sd
-    # Simulated matches [L, N] of N experiments at L interim analyses and their alpha levels
-    matches_at: Callable[[Sequence[int], Sequence[float]], NDArray[np.bool_]]
-
-    def expected_with_interim(self, counts: Sequence[int], levels: Sequence[float]) -> tuple[float, float]:
-        """Return the expected number of pairs when stopping at a match, and P(match at any analysis)."""
-        passes = self.matches_at(counts, levels)
-        matched = passes.any(axis=0)
-        stopped = np.where(matched, np.array(counts)[passes.argmax(axis=0)], counts[-1])
-        return float(stopped.mean()), float(matched.mean())
+    # What simulated experiments decide at interim analyses; by count, alpha of a match and of a mismatch, if
+    # the true difference is this share of the margin; independent for each number of a stream
+    decisions: Callable[[Sequence[int], Sequence[float], Sequence[float], float, int], Decisions]
 
 
 def plan_claim_power(
@@ -119,7 +111,9 @@ def plan_claim_power(
             power=lambda pairs: sigma_power(sigmas, pairs, law, alpha),
             pairs_needed=sigma_pairs_needed(sigmas, law, alpha=alpha),
             pairs_needed_range=ends,
-            matches_at=lambda counts, levels: simulate_sigma_passes(sigmas, counts, law, levels),
+            decisions=lambda counts, levels, beyond_levels, share, stream: simulate_sigma_decisions(
+                sigmas, counts, law, levels, beyond_levels, difference=share * sigmas, stream=stream
+            ),
         )
     margin = _absolute_margin(claim, compare, spread)
     if spread is None or margin is None:
@@ -132,7 +126,9 @@ def plan_claim_power(
         pairs_needed_range=pairs_needed_range(margin, spread.sd_difference, spread.num_pairs, alpha, freedom)
         if spread.num_pairs
         else None,
-        matches_at=lambda counts, levels: simulate_tost_passes(margin, sd, counts, levels),
+        decisions=lambda counts, levels, beyond_levels, share, stream: simulate_tost_decisions(
+            margin, sd, counts, levels, beyond_levels, difference=share * margin, stream=stream
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
+from abrun.launch.budget import Budget, budget_as_json
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
@@ -54,20 +55,28 @@ def check_feasibility(
 
 
 def render_preview(
-    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None = None
+    plan: ExperimentPlan,
+    feasible: Feasibility,
+    budget: Budget | Reason,
+    num_jobs: int | None = None,
+    *,
+    is_staged: bool = False,
 ) -> RenderableType:
-    """Return runs in launch order, treatment differences, expected power and this machine's capacity.
+    """Return runs in launch order, treatment differences, expected power, cost, and this machine's capacity.
 
-    The last line says whether this machine can run the plan.
+    The last line says whether this machine can run the plan. `is_staged`: it stops once it is decided.
     """
-    return Group(*_render_plan(plan), *_render_machine(plan, feasible, num_jobs))
+    described = _render_plan(plan, budget, can_stage=True, is_staged=is_staged)
+    return Group(*described, *_render_machine(plan, feasible, num_jobs))
 
 
-def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
+def render_jobs_preview(
+    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, cluster: ClusterJobs
+) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(
-            *_render_plan(plan),
+            *_render_plan(plan, budget),
             _heading("Why it cannot run on the cluster"),
             *_bullet_list(sentences(reasons)),
         )
@@ -75,10 +84,12 @@ def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: Cl
     jobs = [
         renderable for name, text in texts.items() for renderable in (_heading(f"Job {name}"), Text(text))
     ]
-    return Group(*_render_plan(plan), *jobs)
+    return Group(*_render_plan(plan, budget), *jobs)
 
 
-def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
+def preview_as_json(
+    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, num_jobs: int | None
+) -> dict[str, Any]:
     """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
     inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
@@ -101,6 +112,7 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         "notes": sentences(inert),
         "note_codes": encode_reasons(inert),
         "decided": plan.decided,
+        "budget": budget_as_json(budget),
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
@@ -108,7 +120,9 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
     }
 
 
-def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
+def _render_plan(
+    plan: ExperimentPlan, budget: Budget | Reason, *, can_stage: bool = False, is_staged: bool = False
+) -> list[RenderableType]:
     recipe = plan.recipe
     arms, seeds = _count_noun(recipe.arms, "arm"), _count_noun(recipe.seeds, "seed")
     title = f"{recipe.name}: {len(plan.runs)} runs, {arms} x {seeds}"
@@ -130,7 +144,9 @@ def _render_plan(plan: ExperimentPlan) -> list[RenderableType]:
         ),
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
-        *_render_interim(recipe.compare),
+        *_render_interim(plan, can_stage=can_stage, is_staged=is_staged),
+        _heading("Expected cost"),
+        Text(printable(sentence(budget if isinstance(budget, Reason) else budget.reason))),
     ]
 
 
@@ -275,9 +291,25 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     return Group(*_render_table(headings, rows, len(rows)))
 
 
-def _render_interim(compare: Compare) -> list[RenderableType]:
-    counts = ", ".join(map(str, compare.interim))
-    return [Text(f"Interim analyses after {counts} pairs; the first that decides stands.")] if counts else []
+def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -> list[RenderableType]:
+    """Return a line on declared interim analyses, and one that recommends them if they save pairs."""
+    compare, seeds = plan.recipe.compare, plan.recipe.seeds
+    counts, lines = ", ".join(map(str, compare.interim)), list[RenderableType]()
+    if counts:
+        lines.append(Text(f"Interim analyses after {counts} pairs; the first that decides stands."))
+    if not can_stage or is_staged or not compare.claims:
+        return lines
+    from abrun.experiment.designs import design_reason, propose_designs  # scipy
+    from abrun.experiment.power import assumed_spread, plan_claim_power
+
+    powers = [
+        plan_claim_power(claim, compare, assumed_spread(claim, compare.reference is not None))
+        for claim in compare.claims
+    ]
+    designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)
+    if designs and designs.saved_pairs > 0:
+        lines.append(Text(sentence(design_reason(compare, seeds, designs))))
+    return lines
 
 
 def _render_table(

@@ -19,8 +19,6 @@ from abrun.recipe.experiment import (
 from abrun.runs.experiment import open_experiment
 
 DEFAULT_MAX_SEEDS = 12  # unless --max-seeds or declared interim analyses say otherwise
-# Pairs of the first interim analysis if the recipe's number of seeds sets it; fewer decide almost nothing
-MIN_FIRST_PAIRS = 3
 DEFAULT_FIRST_PAIRS = 4
 
 
@@ -31,6 +29,8 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
     if that is below 3). New seeds are the smallest unused numbers. Raises RecipeError if nothing could be
     decided, or if recipe and `max_seeds` name different last analyses.
     """
+    from abrun.experiment.designs import MIN_FIRST_PAIRS, interim_counts  # scipy
+
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:
         raise RecipeError(Code.STAGES_NEED_CLAIM(recipe=name))
@@ -53,7 +53,7 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
             "seeds": _extend_seeds(recipe.seeds, min(max_count, MAX_SEEDS + 1)),  # a recipe refuses more
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
-                "interim": sorted({first_pairs, round((first_pairs + max_count) / 2), max_count}),
+                "interim": interim_counts(first_pairs, max_count),
             },
         },
         f"{name} with --max-seeds {max_count}",

@@ -18,6 +18,7 @@ from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
+from abrun.runs.usage import Start
 from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
 
@@ -35,7 +36,7 @@ class RecordedRun(RunRecording):
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read on demand
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
     span_s: tuple[float, float] | None = None  # times of its first start and its end; None: unknown
-    device_s: float | None = None  # devices x seconds of all attempts; None: unknown
+    starts: tuple[Start, ...] = ()  # with their device time; only of runs that abrun launched
     runs_per_gpu: int = 1  # maximum number of runs that shared its GPUs, itself included
     mps: bool = False  # they shared them through CUDA's multi-process service
     wandb: str | None = None  # URL of its mirror in wandb
@@ -182,6 +183,7 @@ class RecordedExperiment:
     # Control arms: baselines with an injected fault, and their runs. They have no verdict of their own.
     injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
+    warm_starts: tuple[Start, ...] = ()  # that the experiment's launchers made
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[
         Reason, ...

@@ -1,6 +1,8 @@
 """Loading of experiments from the run store for a comparison."""
 
+import contextlib
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,20 @@ from abrun.recorded.reference import load_reference
 from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.regular_files import is_directory
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import EXPERIMENT, REFERENCE, open_experiment, planned_runs, run_dir
+from abrun.runs.experiment import (
+    EXPERIMENT,
+    REFERENCE,
+    open_experiment,
+    planned_runs,
+    read_warm_starts,
+    run_dir,
+)
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.layout import RunName
+from abrun.runs.metrics import StepTimes
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.usage import Start, read_starts
 
 URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
@@ -58,6 +69,7 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         runs={name: run for name, run in loaded.items() if name.arm not in injected},
         injected=injected,
         controls={name: run for name, run in loaded.items() if name.arm in injected},
+        warm_starts=_read_warm_starts(experiment_dir, loaded),
     )
 
 
@@ -78,7 +90,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 
 
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
-    metrics = run.metrics()
+    rows = run.metric_rows()
     state = run.state(name)
     record, launches = run.record() if run.exists else None, run.launches()
     return RecordedRun(
@@ -89,7 +101,7 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         identity=asdict(record.name) if record else None,
         config=display_safe_tree(_dotted_config(record)) if record else None,
         environment=display_safe_tree(run.environment()),
-        metrics={display_safe(metric): series for metric, series in metrics.items()},
+        metrics={display_safe(metric): series for metric, series in rows.series().items()},
         code=tuple(map(display_safe, run.code_versions())),
         unread={display_safe(metric): display_safe(text.at) for metric, text in run.text_values.items()},
         dropped={display_safe(metric): text.steps for metric, text in run.text_values.items()},
@@ -98,7 +110,7 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,
         span_s=_span_s(run),
-        device_s=_device_s(run, record),
+        starts=_read_starts(run, record, rows.step_times()),
         runs_per_gpu=max((launch.runs_per_gpu for launch in launches), default=1),
         mps=any(launch.mps for launch in launches),
     )
@@ -110,17 +122,28 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
     return None if started_s is None or ended_s is None else (started_s, ended_s)
 
 
-def _device_s(run: RunDir, record: RunRecord | None) -> float | None:
-    """Return devices x seconds that a run occupied; None if an attempt or the configuration is incomplete."""
-    spans = [(attempt.started_s, attempt.ended_s) for attempt in run.attempts()]
-    seconds = [end - start for start, end in spans if start is not None and end is not None]
+def _read_starts(run: RunDir, record: RunRecord | None, times: StepTimes) -> tuple[Start, ...]:
+    """Return the starts of a run with their device time."""
+    if record is None:
+        return ()
     try:
-        config = parse_stored_run(record.config) if record else None
+        config = parse_stored_run(record.config)
     except RecipeError:  # written by another version
-        config = None
-    if config is None or not spans or len(seconds) < len(spans):
-        return None
-    return sum(seconds) * config.cluster.nodes * config.devices_per_node
+        return tuple(read_starts(run, record.config, None, times))
+    num_devices = config.cluster.nodes * config.devices_per_node
+    return tuple(read_starts(run, record.config, num_devices, times))
+
+
+def _read_warm_starts(experiment_dir: Path, runs: Mapping[RunName, RecordedRun]) -> tuple[Start, ...]:
+    """Return the starts of warm starts that a launcher of this experiment made: others share them."""
+    launchers = {start.launcher for run in runs.values() for start in run.starts} - {None}
+    starts: list[Start] = []
+    for state, _ in read_warm_starts(experiment_dir, list(runs)):
+        run = RunDir(state.directory)
+        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+            record = run.record() if run.exists else None
+            starts += _read_starts(run, record, run.metric_rows().step_times())
+    return tuple(start for start in starts if start.launcher in launchers)
 
 
 def _mirror_url(run: RunDir) -> str | None:

@@ -8,8 +8,12 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from abrun.experiment.designs import Designs, PairCost, design_reason, propose_designs
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
+from abrun.messages import sentence
+from abrun.messages.costs import device_time_text
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
+from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
@@ -124,16 +128,42 @@ def _level_text(compare: Compare) -> str:
     return f"they test at levels {', '.join(levels)} (the table uses the last)"
 
 
-def _interim_lines(compare: Compare, plans: Sequence[PlannedClaim]) -> Iterator[str]:
-    counts, levels = ", ".join(map(str, compare.interim)), _alpha_levels(compare)
-    yield f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {ALPHA:g}."
-    for plan in plans:
-        if plan.power:
-            pairs, chance = plan.power.expected_with_interim(compare.interim, levels)
-            expected = (
-                f"{pairs:.1f} pairs are expected if a match stops the launch and the arms are truly equal"
-            )
-            yield f"  {plan.claim.metric}: {expected}; P(match at any of them) {percent_text(chance)}"
+def _interim_line(compare: Compare) -> str:
+    counts = ", ".join(map(str, compare.interim))
+    return f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+
+
+def _propose(
+    compare: Compare, num_pairs: int, plans: Sequence[PlannedClaim], num_treatments: int
+) -> Designs | None:
+    """Return both designs, with the power of claims at alpha instead of at the level of an analysis."""
+    powers = [
+        plan_claim_power(plan.claim, compare, plan.spread) if plan.power is not None else None
+        for plan in plans
+    ]
+    return propose_designs(compare, num_pairs, powers, num_treatments)
+
+
+def _render_designs(
+    compare: Compare, seeds: Sequence[int], designs: Designs, cost: PairCost | None
+) -> list[RenderableType]:
+    """Return the expected cost of both designs, and which one is cheaper."""
+    headings = ["design", "P(match)", "pairs if equal", "pairs at the margin"]
+    counts = ", ".join(map(str, designs.interim))
+    rows = [
+        [f"interim analyses at {counts} pairs", percent_text(designs.power)],
+        [f"{designs.fixed_pairs} pairs at once", percent_text(designs.fixed_power)],
+    ]
+    numbers = [(designs.pairs_if_equal, designs.pairs_at_margin), (designs.fixed_pairs, designs.fixed_pairs)]
+    for row, pairs in zip(rows, numbers, strict=True):
+        row += [f"{number:.3g}" for number in pairs]
+        row += [device_time_text(number * cost.device_s, cost.device) for number in pairs] if cost else []
+    headings += ["cost if equal", "cost at the margin"] if cost else []
+    return [
+        Text("\nExpected cost with and without interim analyses", style="bold"),
+        Table(columns(*headings, numeric=headings[1:]), rows),
+        Text(sentence(design_reason(compare, seeds, designs))),
+    ]
 
 
 def render_plan(
@@ -145,11 +175,14 @@ def render_plan(
     assuming: str = "abrun power RECIPE --sigma X",
     sigma: float | None = None,
     correlation: float | None = None,
+    seeds: Sequence[int] = (),
+    num_treatments: int = 1,
+    cost: PairCost | None = None,
 ) -> RenderableType:
     """Return the plan of each claim: its spread and source, the power by pairs, the pairs for 80 % power.
 
     `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
-    the command that plans without it.
+    the command that plans without it. `cost` of a pair, if it is known, prices the designs.
     """
     if not compare.claims:
         return Text(
@@ -185,7 +218,9 @@ def render_plan(
             )
         )
     if compare.interim:
-        lines += map(Text, _interim_lines(compare, plans))
+        lines.append(Text(_interim_line(compare)))
+    if designs := _propose(compare, num_pairs, plans, num_treatments):
+        lines += _render_designs(compare, seeds or range(num_pairs), designs, cost)
     if compare.paired and any(plan.claim.margin is not None and plan.power is None for plan in plans):
         lines += [Text(""), *_sigma_margins_table()]
     return Group(*lines)
@@ -199,11 +234,15 @@ def plan_json(
     earlier: RecordedExperiment | None = None,
     sigma: float | None = None,
     correlation: float | None = None,
+    seeds: Sequence[int] = (),
+    num_treatments: int = 1,
+    cost: PairCost | None = None,
 ) -> dict[str, Any]:
     """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
     counts = sorted({*COUNTS, num_pairs, *compare.interim})
-    claims = []
-    for plan in _plan_claims(compare, earlier, sigma, correlation):
+    claims, plans = [], list(_plan_claims(compare, earlier, sigma, correlation))
+    designs = _propose(compare, num_pairs, plans, num_treatments)
+    for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
         claims.append(
             {
@@ -224,6 +263,9 @@ def plan_json(
         "alpha": _alpha_levels(compare)[-1],
         "levels": _alpha_levels(compare),
         "claims": claims,
+        "designs": designs and asdict(designs),
+        "design_code": designs and encode_reasons(design_reason(compare, seeds or range(num_pairs), designs)),
+        "pair_cost": cost and asdict(cost),
     }
 
 

@@ -30,7 +30,7 @@ from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context, verdict_title
-from abrun.report.evidence import evidence_lines
+from abrun.report.evidence import evidence_lines, spent_table
 from abrun.report.next_step import NextStep
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
@@ -160,6 +160,8 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
     for table in _make_tables(content):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
+    if table := content.spent and spent_table(content.spent):
+        folded += ["", *table.to_markdown()]
     figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
     summary = "Evidence and curves" if figures else "Evidence"
     lines += ["", f"<details><summary>{summary}</summary>", "", *folded]

@@ -75,7 +75,7 @@ from abrun.runs.schemas import checked
 from abrun.runs.writer import RunWriter
 
 if TYPE_CHECKING:
-    from abrun.runs.metrics import ValidationRow
+    from abrun.runs.metrics import MetricRows, ValidationRow
     from abrun.stats.series import Array, Series
 
 MAX_RECORD_BYTES = 1 << 21  # of config.json and environment.json, which are shown in full
@@ -309,8 +309,7 @@ class RunDir:
 
     def git(self) -> dict[str, Any] | None:
         """Return commit and uncommitted changes of the folder that the run was launched from."""
-        git = read_as(Launches, self.path / layout.LAUNCH).git
-        return git and asdict(git)
+        return (git := read_as(Launches, self.path / layout.LAUNCH).git) and asdict(git)
 
     def code_versions(self) -> tuple[str, ...]:
         """Return the code version of each attempt in order, without repetitions; empty if unknown.
@@ -366,9 +365,13 @@ class RunDir:
 
     def metrics(self) -> "dict[str, Series]":
         """Return every metric by step; see abrun.runs.metrics."""
-        from abrun.runs.metrics import read_metrics  # imports numpy, which `status` does not need
+        return self.metric_rows().series()
 
-        return read_metrics(self.path / layout.METRICS, finished=self.finished)
+    def metric_rows(self) -> "MetricRows":
+        """Return the rows of metrics.jsonl; see abrun.runs.metrics."""
+        from abrun.runs.metrics import read_metric_rows  # imports numpy, which `status` does not need
+
+        return read_metric_rows(self.path / layout.METRICS, finished=self.finished)
 
     def validations(self) -> "dict[int, ValidationRow]":
         """Return the validations by step, ascending; the last attempt wins."""
@@ -474,18 +477,16 @@ class RunDir:
         """Return a sentence on missing or damaged steps of a finished run of abrun's trainer, or None."""
         recorded, planned = self.step_attempts(), range(self.start_step + 1, num_steps + 1)
         missing = [step for step in planned if step not in recorded]
-        if not missing:
-            bad_lines = find_bad_lines(self.path / layout.METRICS)
-            return (
-                f"{layout.METRICS}, line {bad_lines[0].number} is not a row of metrics" if bad_lines else None
-            )
-        return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, the first is {missing[0]}"
+        if missing:
+            return f"{layout.METRICS} lacks {len(missing)} of {len(planned)} steps, the first is {missing[0]}"
+        bad_lines = find_bad_lines(self.path / layout.METRICS)
+        return f"{layout.METRICS}, line {bad_lines[0].number} is not a row of metrics" if bad_lines else None
 
     def describe_missing_last_step(self) -> str | None:
         """Return a sentence if the last step of a finished command's run is missing; None if it is there."""
         last_step = read_as(RunResult, self.path / layout.RESULT).step
-        is_missing = last_step not in self.step_attempts()
-        return f"{layout.METRICS} lacks the last step, {last_step}" if is_missing else None
+        is_recorded = last_step in self.step_attempts()
+        return None if is_recorded else f"{layout.METRICS} lacks the last step, {last_step}"
 
     def describe_weights_damage(self) -> str | None:
         """Return what is wrong with the saved model of a finished run; None if nothing is."""

@@ -2,16 +2,25 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
 
 MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
 _NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decisions:
+    """What simulated experiments [N] decide on a claim at each analysis [C]."""
+
+    matches: NDArray[np.bool_]  # [C, N]
+    mismatches: NDArray[np.bool_]  # [C, N]
 
 
 def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[float, float]:
@@ -95,23 +104,32 @@ def tost_power(
     return float(np.clip(integral, 0.0, 1.0))
 
 
-def simulate_tost_passes(
-    margin: float, sd_difference: float, counts: Sequence[int], levels: Sequence[float]
-) -> NDArray[np.bool_]:
-    """Return, as booleans [C, N], if paired TOST passes at each of `counts` pairs in N simulated experiments.
+def simulate_tost_decisions(
+    margin: float,
+    sd_difference: float,
+    counts: Sequence[int],
+    levels: Sequence[float],
+    beyond_levels: Sequence[float],
+    *,
+    difference: float = 0.0,
+    stream: int = 0,
+) -> Decisions:
+    """Return what paired TOST and the minimum-effect test decide at each of `counts` pairs.
 
-    Arms are equal. `levels` [C] is the alpha at each count.
+    `levels` [C] and `beyond_levels` [C] are their alpha at each count, `difference` the true one. Experiments
+    of different `stream` are independent.
     """
-    rng = np.random.default_rng(0)
-    differences = sd_difference * rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
-    passes = []
-    for count, alpha in zip(counts, levels, strict=True):
-        sample = differences[:, :count]
-        half_width = (
-            float(special.stdtrit(count - 1, 1 - alpha)) * sample.std(axis=1, ddof=1) / math.sqrt(count)
-        )
-        passes.append(np.abs(sample.mean(axis=1)) + half_width < margin)
-    return np.array(passes)
+    rng = np.random.default_rng([0, stream])
+    draws = difference + sd_difference * rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
+    matches, mismatches = [], []
+    for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
+        mean = np.abs(draws[:, :count].mean(axis=1))
+        error = draws[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+        matches.append(mean + float(special.stdtrit(count - 1, 1 - alpha)) * error < margin)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            tails = [special.stdtr(count - 1, (end * margin - mean) / error) for end in (1, -1)]
+        mismatches.append((sum(tails) < beyond_alpha) & (count >= MIN_FOR_MISMATCH))
+    return Decisions(np.array(matches), np.array(mismatches))
 
 
 def pairs_needed(

@@ -13,11 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, mean_and_sd
-from abrun.stats.power import MAX_PAIRS, find_min_pairs
+from abrun.stats.equivalence import (
+    ALPHA,
+    MIN_FOR_MISMATCH,
+    check_samples,
+    estimate_difference,
+    mean_and_sd,
+)
+from abrun.stats.power import MAX_PAIRS, Decisions, find_min_pairs
 
 _NUM_EXPERIMENTS = 8192  # simulated; the error of a power is below 0.005
 _MIN_P = 1e-12
@@ -127,27 +133,34 @@ def sigma_power(sigmas: float, num_pairs: int, model: VarianceModel, alpha: floa
     return float(np.mean(2 * special.ndtr(np.maximum(max_difference, 0) / standard_error) - 1))
 
 
-def simulate_sigma_passes(
-    sigmas: float, counts: Sequence[int], model: VarianceModel, levels: Sequence[float]
-) -> NDArray[np.bool_]:
-    """Return, as booleans [C, N], if `sigma_test` passes at each of `counts` pairs in N simulated
-    experiments.
+def simulate_sigma_decisions(
+    sigmas: float,
+    counts: Sequence[int],
+    model: VarianceModel,
+    levels: Sequence[float],
+    beyond_levels: Sequence[float],
+    *,
+    difference: float = 0.0,
+    stream: int = 0,
+) -> Decisions:
+    """Return what `sigma_test` decides at each of `counts` pairs; see `simulate_tost_decisions`.
 
-    Arms are equal. `levels` [C] is the alpha at each count.
+    `difference` is in the baseline's sigmas.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng([0, stream])
     baseline = rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
     independent = math.sqrt(1 - model.correlation**2) * rng.standard_normal(baseline.shape)
     differences = model.sd_factor * (model.sd_ratio * (model.correlation * baseline + independent) - baseline)
-    passes = []
-    for count, alpha in zip(counts, levels, strict=True):
-        difference = differences[:, :count]
-        error = difference.std(axis=1, ddof=1) / math.sqrt(count)
-        max_difference = _max_mean_difference(
-            baseline[:, :count].std(axis=1, ddof=1), error, count, sigmas, alpha
-        )
-        passes.append(np.abs(difference.mean(axis=1)) < max_difference)
-    return np.array(passes)
+    differences += difference
+    matches, mismatches = [], []
+    for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
+        mean = np.abs(differences[:, :count].mean(axis=1))
+        error = differences[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+        sigma = baseline[:, :count].std(axis=1, ddof=1)
+        matches.append(mean < _max_mean_difference(sigma, error, count, sigmas, alpha))
+        is_beyond = mean > sigmas * sigma + _min_excess(sigma, error, count, sigmas, beyond_alpha)
+        mismatches.append(is_beyond & (count >= MIN_FOR_MISMATCH))
+    return Decisions(np.array(matches), np.array(mismatches))
 
 
 def sigma_pairs_needed(
@@ -171,16 +184,14 @@ def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: flo
     return sigmas * sigma - np.hypot(quantile * error, sigmas * sigma * sigma_shortfall)
 
 
-def _min_excess(
-    sigma: float, error: float, num_seeds: int, sigmas: float, alpha: float, dof: float | None = None
-) -> float:
-    """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0; both
-    tails.
+def _min_excess(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None):
+    """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0, for numbers
+    or arrays; both tails count.
     """
     sigma_dof = num_seeds - 1
     sigma_excess = math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, 1 - alpha))) - 1
     quantile = float(special.stdtrit(sigma_dof if dof is None else dof, 1 - alpha / 2))
-    return math.hypot(quantile * error, sigmas * sigma * sigma_excess)
+    return np.hypot(quantile * error, sigmas * sigma * sigma_excess)
 
 
 def _certified_sigmas(

@@ -4,7 +4,6 @@ import hashlib
 import platform
 import re
 import socket
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from abrun.backends import Backend
+from abrun.experiment.preflight.machine import cpu_name
 from abrun.extras import installed_version
 from abrun.models import content_of, sketch_of, weights_hash
 from abrun.recipe.run import OwnRunConfig
@@ -169,8 +169,4 @@ def _driver_version(device: torch.device) -> str | None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return cpu_name()

@@ -22,6 +22,7 @@ from abrun.verdict.injected import Sensitivity, measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
+from abrun.verdict.spent import Spent, measure_spent
 from abrun.verdict.step_one import StepOne
 
 SCHEMA_VERSION = 6
@@ -79,6 +80,7 @@ class VerdictFile:
     environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
+    spent: Spent | None = None  # device time of runs that abrun launched
 
     @property
     def is_description(self) -> bool:
@@ -148,6 +150,7 @@ def build_verdict_file(
         environments=_group_environments(experiment),
         sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
+        spent=measure_spent(experiment),
     )
 
 

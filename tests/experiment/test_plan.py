@@ -25,7 +25,8 @@ def plan_of(*overrides: str) -> ExperimentPlan:
 
 def dry_run(plan: ExperimentPlan) -> str:
     shown = io.StringIO()
-    Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan)))
+    budget = Code.NO_BUDGET()
+    Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan), budget))
     return shown.getvalue()
 
 

@@ -11,10 +11,11 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from abrun.cli import app
+from abrun.experiment.designs import PairCost
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
-from abrun.report.planning import measure_spread, render_plan
+from abrun.report.planning import measure_spread, plan_json, render_plan
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -70,19 +71,20 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
         snapshot(found.stderr)
 
 
-@pytest.mark.parametrize("margin", [1.0, "1.5 sigma"])
-def test_looks_say_how_many_pairs_to_expect(margin):
-    """Against experiments drawn pair by pair, and no more than the last look takes."""
+@pytest.mark.parametrize("margin", [1.5, "1.5 sigma"])
+def test_both_designs_are_shown_with_their_cost(margin):
+    """`tests/experiment/test_designs.py` checks the numbers."""
     claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
-    interim = (3, 6, 12)
-    expected = plan_claim_power(claim, Compare(), assumed_spread(claim, False), alpha=0.02)
-    assert expected
-    pairs, chance = expected.expected_with_interim(interim, [0.02] * 3)
-    single = [expected.power(count) for count in interim]
-    assert interim[0] < pairs < interim[-1] and max(single) <= chance + 0.02 <= sum(single) + 0.04
-    assert expected.expected_with_interim([12], [0.02]) == (12, pytest.approx(single[-1], abs=0.02))
-    text = shown(render_plan("next", Compare(claims=[claim], interim=list(interim)), 12))
-    assert "pairs are expected" in text
+    compare = Compare(claims=[claim], interim=[3, 6, 12])
+    text = shown(render_plan("next", compare, 12, cost=PairCost(1800.0, "GPU")))
+    assert "interim analyses at 3, 6, 12 pairs" in text and "pairs at once" in text
+    assert "Interim analyses are cheaper: " in text and text.count("GPU-hours") == 4
+    plan = plan_json("next", compare, 12, cost=PairCost(1800.0, "GPU"))
+    designs = plan["designs"]
+    assert 3 < designs["pairs_if_equal"] < designs["fixed_pairs"] < designs["pairs_at_margin"] <= 12
+    assert plan["design_code"]["code"] == "interim_saves" and plan["pair_cost"]["device_s"] == 1800.0
+    undeclared = shown(render_plan("next", Compare(claims=[claim]), 12, seeds=range(12)))
+    assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 12" in undeclared
 
 
 def test_margins_in_sigmas_need_no_sigma():

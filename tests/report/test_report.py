@@ -71,9 +71,9 @@ def test_the_report_is_short_and_leads_with_the_verdict(simulated, judged):
     lines = (experiment_dir / "report/report.md").read_text().splitlines()
     assert lines[0] == "# INCONCLUSIVE: simulated"
     assert len(unfolded(lines)) <= 30
-    last_row = max(at for at, line in enumerate(lines) if line.startswith("|"))
-    assert lines[last_row + 2] == "<details><summary>Evidence and curves</summary>"
-    assert lines[last_row + 3] == "" and lines[-2:] == ["", "</details>"]
+    fold = lines.index("<details><summary>Evidence and curves</summary>")
+    assert lines[fold - 2].startswith("|") and lines[fold - 1] == lines[fold + 1] == ""
+    assert lines[-2:] == ["", "</details>"]
     assert [line for line in lines if line.startswith("!")] == [
         "![claims](claims.png)",
         "![train-reward](train-reward.png)",

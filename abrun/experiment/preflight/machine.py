@@ -1,7 +1,9 @@
 """Resources of a machine for runs: devices, packages and hub access; needs no torch."""
 
 import os
+import platform
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -41,14 +43,28 @@ def find_gpus() -> tuple[str, ...]:
         # CUDA itself reads the list up to its first invalid entry; -1 and an empty one are invalid.
         stop = next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
         return tuple(names[:stop])
+    return tuple(str(index) for index in range(len(gpu_names())))
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the product name of every GPU that nvidia-smi lists: `NVIDIA H100 80GB HBM3`."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    num_gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
-    return tuple(str(index) for index in range(num_gpus))
+    lines = [line for line in listed.splitlines() if line.startswith("GPU ")]
+    return tuple(line.partition(": ")[2].rpartition(" (UUID")[0] or line for line in lines)
+
+
+def cpu_name() -> str:
+    """Return the product name of this machine's CPU."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

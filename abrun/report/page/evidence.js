@@ -209,7 +209,7 @@ function sensitivitySection() {
 
 function costSection() {
   const list = content.savings || [];
-  if (!list.length && !report.memory) return null;
+  if (!list.length && !report.memory && !report.spent) return null;
   const bytes = (value) =>
     value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
   const shown = (saving, value) =>
@@ -217,11 +217,13 @@ function costSection() {
   return section(
     "cost",
     "Time and memory",
-    el(
-      "p",
-      { class: "intro" },
-      `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
-    ),
+    list.length || report.memory
+      ? el(
+          "p",
+          { class: "intro" },
+          `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
+        )
+      : null,
     list.length
       ? table(
           "Time and memory",
@@ -245,6 +247,15 @@ function costSection() {
         )
       : null,
     report.memory ? memoryBars(report.memory) : null,
+    report.spent
+      ? [
+          el("h3", {}, "Device time"),
+          el("p", {}, `${report.spent.sentence}.`),
+          report.spent.rows
+            ? table("Device time", report.spent.columns.map((title, at) => [title, at ? "right" : ""]), report.spent.rows)
+            : null,
+        ]
+      : null,
   );
 }
 
