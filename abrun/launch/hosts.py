@@ -1,7 +1,7 @@
 """Engine hosts of a launch: processes with a vLLM engine, which serves one run after the other.
 
-A run gets hosts, one for each rank on the rank's device, if another run with equal engine settings waits.
-They end with the launcher, with a run that did not finish, and when no waiting run can use them.
+Runs of which several have equal engine settings get hosts, one for each rank on the rank's device. They end
+with the launcher, with a run that did not finish, and when no waiting run can use them.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,7 @@ class EngineHosts:
     def __init__(self, expected: Sequence[tuple[RunDir, RunConfig]], folder: Path) -> None:
         self._folder, self._num_started = folder, 0
         self._waiting = {run.path: engine_settings(config) for run, config in expected}
+        self._num_runs = Counter(self._waiting.values())
         self._idle: list[HostSet] = []
         self._lent: dict[Path, HostSet] = {}
 
@@ -109,7 +111,7 @@ class EngineHosts:
                 )
             )
         )
-        if settings is None:
+        if settings is None or self._num_runs[settings] == 1:
             return {}
         hosts = next(
             (idle for idle in self._idle if (idle.settings, idle.environment) == (settings, environment)),
@@ -117,7 +119,7 @@ class EngineHosts:
         )
         if hosts:
             self._idle.remove(hosts)
-        elif settings in self._waiting.values():
+        else:
             with contextlib.suppress(OSError):  # the run makes its own engine
                 hosts = self._start(run, settings, environment, config.cluster.ranks_per_node)
         if not hosts:
@@ -178,7 +180,7 @@ class EngineHosts:
                     process = start_process(
                         [*command, str(listener.fileno()), str(run.path)],
                         {**environment, **variables},
-                        death_signal=signal.SIGKILL,
+                        death_signal=signal.SIGTERM,  # ends when its run has saved a checkpoint
                         pass_fds=(listener.fileno(),),
                         stdout=log,
                         stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.submit import submit_plan
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
+from abrun.reasons import Reason
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
@@ -22,6 +23,8 @@ from abrun.runs.rundir import RunDir
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 FAKE = ("fake", "tests.launch.fakes:FakeEngine")  # to be set in LAUNCHERS
 FAKE_UNDER_AGENT = ("fake-under-agent", "tests.launch.fakes:FakesUnderAgent")
+STAND_IN = ("stand-in", "tests.launch.fakes:StandInForVllm")
+STAND_IN_HOST = ("tests.rollout.standin", "host")  # to be set as abrun.launch.hosts.HOST_COMMAND
 
 
 class Silent:
@@ -85,3 +88,13 @@ class FakesUnderAgent(LocalEngine):
             return command
         assert command[-2:] == ["abrun.train", str(run.path)]
         return [*command[:-2], "tests.launch.fake_trainer", str(run.path)]
+
+
+class StandInForVllm(LocalEngine):
+    """Our own trainer, in which tests.rollout.standin takes the place of vLLM."""
+
+    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+        return []  # vLLM may be missing
+
+    def command(self, run: RunDir, config: RunConfig, place: Devices) -> list[str]:
+        return [*super().command(run, config, place)[:-2], "tests.rollout.standin", str(run.path)]

@@ -26,6 +26,7 @@ from abrun.rollout import vllm as library
 from abrun.rollout.vllm import colocated
 from abrun.rollout.vllm.hosted import HostedEngine
 from abrun.runs.rundir import RunDir
+from tests.launch.fakes import STAND_IN_HOST
 from tests.processes.test_fork_server import until
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
@@ -55,7 +56,7 @@ def policy() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "HOST_COMMAND", ("tests.rollout.standin", "host"))
+    monkeypatch.setattr(launching, "HOST_COMMAND", STAND_IN_HOST)
     monkeypatch.setattr(colocated, "VllmInstance", StandIn)
 
 
@@ -223,6 +224,24 @@ def test_while_it_samples_it_is_heard(launch: Launch, policy: Any, monkeypatch: 
     monkeypatch.setattr(progress, "report", lambda *_, **__: heard.append(time.monotonic()))
     assert len(engine.generate(PROMPTS, draws())) == len(PROMPTS)  # 3.2 s
     assert len(heard) >= 3
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_without_its_launcher_a_host_ends_after_the_run_that_it_serves(
+    serving: bool, launch: Launch, policy: Any
+) -> None:
+    """The launcher's death sends SIGTERM."""
+    launch.begin(0)
+    host, engine = launch.host.processes[0], hosted(policy)
+    if not serving:
+        engine.close(finished=True)
+        launch.end(0)
+    host.send_signal(signal.SIGTERM)
+    if serving:
+        time.sleep(0.5)
+        assert sampled(engine, policy) == expected(policy) and engine._own is None
+        engine.close(finished=True)
+    assert host.wait(10) == 0
 
 
 def test_which_runs_share_a_host() -> None:

@@ -148,14 +148,10 @@ def start_vllm(config: OwnRunConfig, setup: EngineSetup) -> VllmInstance:
     return VllmInstance(config, device, size, setup.end_ids)
 
 
-def ignore_stop_signals() -> None:
-    """Leave SIGTERM and SIGINT to the trainer: it ends this process after saving a checkpoint."""
+def main() -> None:
+    # Only the trainer handles these signals: it ends this process after saving a checkpoint.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def main() -> None:
-    ignore_stop_signals()
     with Connection(int(sys.argv[1])) as channel, contextlib.suppress(*CLIENT_ENDED):
         setup: EngineSetup = channel.recv()
         try:
