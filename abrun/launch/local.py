@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -197,10 +198,16 @@ class LocalEngine:
         return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        return run_environment(run.path, devices, config) | self._mps_variables(config)
+        num_threads = self._machine.cores // max(len(self._machine.gpus) * config.cluster.runs_per_gpu, 1)
+        return run_environment(run.path, devices, config) | self._sharing_variables(config, num_threads)
 
-    def _mps_variables(self, config: RunConfig) -> dict[str, str]:
-        return self._mps.variables if self._mps and shares_by_mps(config) else {}
+    def _sharing_variables(self, config: RunConfig, num_threads: int) -> dict[str, str]:
+        """Return the variables of a run that shares its GPUs: of MPS, and each rank's CPU threads."""
+        if config.cluster.runs_per_gpu == 1:
+            return {}
+        mps_variables = self._mps.variables if self._mps and shares_by_mps(config) else {}
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(num_threads, 1)))
+        return {"OMP_NUM_THREADS": threads, **mps_variables}
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.
