@@ -304,7 +304,7 @@ def _export(
 
     name = resolve_experiment_dir(recipe.name, options).name
     folder = folder or Path(f"{name}-{target}")
-    return export_plan(make_plan(recipe.without_sharing()), target, folder, name, compare=options.compare)
+    return export_plan(make_plan(recipe), target, folder, name, compare=options.compare)
 
 
 def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None) -> None:

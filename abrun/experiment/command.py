@@ -12,6 +12,10 @@ from abrun.recipe.implementations import BACKENDS
 from abrun.recipe.run import OwnRunConfig, RunConfig
 
 AGENT = "abrun.train.agent"
+# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
+# compiler looks for GPUs:
+# docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
+NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Imports scipy, so import this module only where it is needed.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from abrun.stats.power import find_min_pairs
 from abrun.stats.sequential import interim_levels
 
 POWER_ERROR = 0.005  # of a simulated power
+MAX_EXTRA_PAIRS = 3  # of proposed interim analyses, to make up for their lower levels
 MIN_FIRST_PAIRS = 3  # of an interim analysis: fewer decide almost nothing
 
 
@@ -31,8 +32,7 @@ class Designs:
     power: float  # P(every treatment matches) if all arms are equal
     pairs_if_equal: float
     pairs_at_margin: float  # if every claim differs by its margin
-    fixed_pairs: int  # with this power at a single analysis, at most those of the last interim analysis
-    fixed_power: float
+    fixed_pairs: float  # with this power at a single analysis, interpolated between whole numbers
 
     @property
     def saved_pairs(self) -> float:
@@ -95,29 +95,53 @@ def compare_designs(
             stop = np.maximum(stop, last)
         return float(np.array(interim)[stop].mean()), float(all_match.mean())
 
-    def fixed_power(num_pairs: int) -> float:
-        return math.prod(claim.power(num_pairs) for claim in claims) ** num_treatments
-
     pairs_if_equal, power = simulate(0.0)
-    max_pairs = interim[-1]
-    fixed_pairs = find_min_pairs(fixed_power, power - POWER_ERROR, max_pairs) or max_pairs
     return Designs(
         interim=tuple(interim),
         power=power,
         pairs_if_equal=pairs_if_equal,
         pairs_at_margin=simulate(1.0)[0],
-        fixed_pairs=fixed_pairs,
-        fixed_power=fixed_power(fixed_pairs),
+        fixed_pairs=_interpolate_pairs(
+            lambda pairs: fixed_power(claims, num_treatments, pairs), power, interim[-1]
+        ),
     )
+
+
+def fixed_power(claims: Sequence[ClaimPower], num_treatments: int, num_pairs: int) -> float:
+    """Return P(every treatment matches) at a single analysis, if all arms are equal."""
+    return math.prod(claim.power(num_pairs) for claim in claims) ** num_treatments
+
+
+def _interpolate_pairs(power_of_pairs: Callable[[int], float], power: float, max_pairs: int) -> float:
+    """Return the number of pairs with this power, interpolated; at most `max_pairs`."""
+    # A power near 1 would ask for more pairs than its simulation can tell apart.
+    count = find_min_pairs(power_of_pairs, power - POWER_ERROR, max_pairs) or max_pairs
+    upper, lower = power_of_pairs(count), power_of_pairs(count - 1)
+    if upper <= lower:
+        return count
+    return count - 1 + min(max((power - lower) / (upper - lower), 0.0), 1.0)
 
 
 def propose_designs(
     compare: Compare, num_pairs: int, powers: Sequence[ClaimPower | None], num_treatments: int
 ) -> Designs | None:
-    """Return `compare_designs` of the declared interim analyses, or of some that end with `num_pairs`."""
+    """Return `compare_designs` of the declared interim analyses, or of some with the power of `num_pairs`.
+
+    These begin at half of the pairs and take up to MAX_EXTRA_PAIRS more; None if they do not reach the power.
+    """
+    if compare.interim:
+        return compare_designs(compare, compare.interim, powers, num_treatments)
     first_pairs = first_analysis(num_pairs)
-    interim = compare.interim or (interim_counts(first_pairs, num_pairs) if first_pairs else [])
-    return compare_designs(compare, interim, powers, num_treatments)
+    if first_pairs is None:
+        return None
+    for max_pairs in range(num_pairs, num_pairs + MAX_EXTRA_PAIRS + 1):
+        interim = interim_counts(first_pairs, max_pairs)
+        if (designs := compare_designs(compare, interim, powers, num_treatments)) is None:
+            return None
+        claims = [power for power in powers if power is not None]
+        if designs.power >= fixed_power(claims, num_treatments, num_pairs) - POWER_ERROR:
+            return designs
+    return None
 
 
 def staged_options(compare: Compare, seeds: Sequence[int], designs: Designs) -> str:

@@ -6,30 +6,28 @@ what is stored hold the decided values. docs/explanation/memory-prediction.md ha
 """
 
 import itertools
-import json
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, make_plan
+from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.settings import triton_refusal
+from abrun.launch.candidates import CandidateSearch, NotMeasured, Trial, Values, format_values
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.launch.sharing import decide_sharing, drop_jobs_limit
-from abrun.memory.cells import GIB, Point
-from abrun.memory.predict import (
-    MAX_ERROR,
-    PeakPrediction,
-    find_longest_sequences,
-    predict_steps,
-    resolve_device_memory,
-    scratch_folder,
-)
-from abrun.memory.profile import measure_cell
+from abrun.memory.cells import GIB
+from abrun.memory.facts import Answer
+from abrun.memory.predict import query_gpus, resolve_device_memory
+from abrun.memory.probes import ProbePool, ask_longest
 from abrun.memory.sweep import microbatch_size
-from abrun.messages.numbers import percent_text
+from abrun.messages.numbers import count_text, percent_text
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import (
     AUTO_SETTINGS,
@@ -45,12 +43,12 @@ from abrun.runs.experiment import open_experiment
 
 # Smallest micro-batch: below it, weights and optimizer state take nearly all memory.
 MIN_TOKENS = 1024
-# Share of device memory kept free above a measured peak, for fragmentation and memory outside of torch.
-MEASURED_MARGIN = 0.05
 MAX_LISTED = 3  # candidates in a message
 
+# Rough seconds of a decision's parts on a GPU's host, for its announcement
+IMPORTS_S, PREDICTION_S, MEASUREMENT_S = 6, 12, 15
+
 Say = Callable[[str], object]
-Values = dict[str, Any]  # by dotted key
 Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps them
 
 
@@ -113,7 +111,7 @@ def decide_values(
     request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:
         values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
-        explanation = f"auto resolves to {_format_values(values)}: no arm with an open value trains on GPUs"
+        explanation = f"auto resolves to {format_values(values)}: no arm with an open value trains on GPUs"
         return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
     _refuse_unpredictable(request, keys, configs)
     own_bytes = resolve_device_memory(None) if is_local else None
@@ -126,8 +124,8 @@ def decide_values(
             Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
         )
     why_not_measured = _reason_not_to_measure(own_bytes, device_bytes, is_local=is_local, dry_run=dry_run)
-    trials = _CandidateSearch(recipe, request, device_bytes, say, measures=why_not_measured is None)
-    choice = trials.choose(_group_candidates(recipe, configs, say))
+    candidates = _search(recipe, request, configs, device_bytes, measures=why_not_measured is None, say=say)
+    choice = candidates[-1]
     memory_text = f"and a device has {device_bytes / GIB:.1f} GiB"
     if choice.is_hopeless:
         raise LaunchError(
@@ -135,7 +133,6 @@ def decide_values(
                 asked=request, tried=_describe_trials([choice]), device_gib=device_bytes / GIB
             )
         )
-    candidates = [*(trial for trial in trials.tried if trial is not choice), choice]
     margin_text = f", of which {percent_text(choice.margin)} stay free"
     if not choice.fits:
         margin_text = (
@@ -143,13 +140,73 @@ def decide_values(
         )
     return _make_decisions(
         choice.values,
-        why=f"auto resolves to {_format_values(choice.values)}: {_describe_trials(candidates)}"
+        why=f"auto resolves to {format_values(choice.values)}: {_describe_trials(candidates)}"
         + f", {memory_text}{margin_text}"
         + (f"; predicted, not measured: {why_not_measured}" if why_not_measured else ""),
         device_bytes=device_bytes,
         margin=choice.margin,
         measured=why_not_measured is None,
         candidates=[trial.as_json() for trial in candidates],
+    )
+
+
+def _search(
+    recipe: Recipe | CommandRecipe,
+    request: Reason,
+    configs: Mapping[str, OwnRunConfig],
+    device_bytes: int,
+    *,
+    measures: bool,
+    say: Say,
+) -> list[Trial]:
+    """Return the trials of the search, the choice last; say what it costs, and what came of it."""
+    started_s = time.monotonic()
+
+    def begin() -> None:
+        say(_announce(recipe, configs, measures=measures))
+        if measures:
+            pool.prepare_measuring(next(iter(configs.values())))
+
+    with ProbePool(on_start=begin) as pool:
+        answers = pool.answer_all([ask_longest(arm, config) for arm, config in configs.items()])
+        longest = dict(zip(configs, answers, strict=True))
+        search = CandidateSearch(
+            _group_candidates(recipe, configs, longest),
+            partial(_open_arm_configs, recipe),
+            longest,
+            device_bytes,
+            query_gpus("name,memory.total,driver_version") if measures else None,
+            pool,
+        )
+        try:
+            trials = search.run()
+        except NotMeasured as failure:
+            raise LaunchError(
+                Code.AUTO_NOT_MEASURED(
+                    asked=request,
+                    arm=failure.arm,
+                    values=format_values(failure.values),
+                    error=failure.error.reason,
+                    instead=_format_alternatives(recipe.auto_keys),
+                )
+            ) from None
+        seconds_text = f"in {time.monotonic() - started_s:.0f} s"
+        when = seconds_text if pool.has_started else f"before, {max(pool.days.values())}"
+    basis = "measured" if trials[-1].measured else "predicted"
+    say(f"auto: {format_values(trials[-1].values)}: decided {when}, {basis}")
+    return trials
+
+
+def _announce(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], *, measures: bool) -> str:
+    """Return what is decided, and at most how many predictions it takes."""
+    choices = {key: len(AUTO_SETTINGS[key].values) for key in recipe.auto_keys}
+    num_groups = choices.pop(CHECKPOINTING, 1)
+    num_candidates = 2 * (num_groups - 1) + math.prod(choices.values())
+    num_predictions = num_candidates * len(configs)
+    cost_s = IMPORTS_S + PREDICTION_S * math.ceil(num_predictions / usable_cores()) + MEASUREMENT_S * measures
+    return (
+        f"auto: deciding {', '.join(recipe.auto_keys)}: up to {count_text(num_predictions, 'prediction')}"
+        f"{' and a measured step' * measures}, about {cost_s} s"
     )
 
 
@@ -199,7 +256,7 @@ def _reason_not_to_measure(
 
 
 def _group_candidates(
-    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], longest: Mapping[str, Answer]
 ) -> list[list[Values]]:
     """Return the candidates in order of preference; the last one of each group needs the least memory."""
     closed = recipe.with_auto_values()
@@ -215,7 +272,7 @@ def _group_candidates(
         choices[CHECKPOINTING] = tuple(option for option in choices[CHECKPOINTING] if option != "selective")
     small_budgets: list[int] = []
     if MICRO_BATCH_TOKENS in choices:
-        budgets = _list_token_budgets(recipe, configs, say)
+        budgets = _list_token_budgets(recipe, configs, longest)
         fast_budgets = [
             option for option in budgets if option >= min(choices[MICRO_BATCH_TOKENS])
         ] or budgets[:1]
@@ -231,7 +288,7 @@ def _group_candidates(
 
 
 def _list_token_budgets(
-    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], say: Say
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], longest: Mapping[str, Answer]
 ) -> list[int]:
     """Return micro-batch sizes in tokens, from the fastest downwards by halves.
 
@@ -247,8 +304,7 @@ def _list_token_budgets(
     size, sizes = AUTO_SETTINGS[MICRO_BATCH_TOKENS].values[0], list[int]()
     if not unsplit_configs:
         return [size]
-    say(f"{MICRO_BATCH_TOKENS}: auto: looking for the longest sequence of {', '.join(unsplit_configs)}")
-    lengths = find_longest_sequences(unsplit_configs)
+    lengths = {arm: longest[arm]["longest"] for arm in unsplit_configs}
     min_tokens = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
     max_tokens = max(microbatch_size(unsplit_configs[arm]) * length for arm, length in lengths.items())
     while size >= MIN_TOKENS:
@@ -257,167 +313,14 @@ def _list_token_budgets(
     return list(dict.fromkeys(sizes))
 
 
-# --- what fits ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    """Candidate values and what is known about the arms' memory peaks with them."""
-
-    values: Values
-    device_bytes: int
-    peaks: dict[str, dict[str, Any]]  # predicted, by arm
-    error: float  # relative error by which a prediction may be too low
-    measured: dict[str, Any] | None = None  # for the arm with the highest prediction
-
-    @property
-    def highest_peak(self) -> tuple[str, int]:
-        """Arm with the highest predicted peak, and its bytes, including a sleeping engine."""
-        total_bytes = {arm: peak["peak_bytes"] + peak["asleep_bytes"] for arm, peak in self.peaks.items()}
-        return max(total_bytes.items(), key=lambda item: item[1])
-
-    @property
-    def margin(self) -> float:
-        """Share of device memory to keep free."""
-        return MEASURED_MARGIN if self.measured else self.error
-
-    @property
-    def ran_out(self) -> bool:
-        return self.measured is not None and self.measured["out_of_memory"] is not None
-
-    @property
-    def fits(self) -> bool:
-        used_bytes = self.highest_peak[1]
-        if self.measured:
-            used_bytes = self.measured["peak_bytes"] + self.peaks[self.measured["arm"]]["asleep_bytes"]
-        return not self.ran_out and used_bytes <= (1 - self.margin) * self.device_bytes
-
-    @property
-    def is_hopeless(self) -> bool:
-        """True if memory ran out, or would even if the prediction is too high."""
-        return self.ran_out or (
-            not self.measured and self.highest_peak[1] * (1 - MAX_ERROR) > self.device_bytes
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "values": self.values,
-            "fits": self.fits,
-            "highest_bytes": self.highest_peak[1],
-            "peaks": self.peaks,
-            "measured": self.measured,
-        }
-
-
-class _CandidateSearch:
-    """Search for the preferred candidate that fits, with all trials so far."""
-
-    def __init__(
-        self, recipe: Recipe | CommandRecipe, request: Reason, device_bytes: int, say: Say, *, measures: bool
-    ) -> None:
-        self._recipe, self._request, self._say, self._can_measure = recipe, request, say, measures
-        self._device_bytes = device_bytes
-        self._tried: dict[str, _Trial] = {}  # by formatted values
-
-    @property
-    def tried(self) -> list[_Trial]:
-        """Trials in order."""
-        return list(self._tried.values())
-
-    def choose(self, groups: Sequence[Sequence[Values]]) -> _Trial:
-        """Return the first candidate that fits, or else the one with the least memory; measured if possible.
-
-        If the last candidate of a group does not fit, the rest of the group is skipped.
-        """
-        for group in groups:
-            if (preferred := self._try_values(group[0])).fits:
-                return preferred
-            if len(group) > 1 and self._predict(group[-1]).fits:
-                for values in group[1:]:
-                    if (trial := self._try_values(values)).fits:
-                        return trial
-        smallest = self._predict(groups[-1][-1])
-        return self._measure(smallest) if self._can_measure and not smallest.is_hopeless else smallest
-
-    def _try_values(self, values: Values) -> _Trial:
-        trial = self._predict(values)
-        return self._measure(trial) if trial.fits and self._can_measure else trial
-
-    def _predict(self, values: Values) -> _Trial:
-        if (name := _format_values(values)) not in self._tried:
-            configs = _open_arm_configs(self._recipe, values)
-            self._report(f"predicting the peaks of {', '.join(configs)} with {name}")
-            predictions = predict_steps(configs, self._device_bytes)
-            self._tried[name] = _Trial(
-                values=values,
-                device_bytes=self._device_bytes,
-                peaks=_peaks_as_json(predictions),
-                error=max(prediction.max_underestimate for prediction in predictions),
-            )
-        return self._tried[name]
-
-    def _measure(self, trial: _Trial) -> _Trial:
-        """Measure one step of the arm with the highest peak, in separate processes."""
-        if trial.measured:
-            return trial
-        arm, name = trial.highest_peak[0], _format_values(trial.values)
-        size = {key: trial.peaks[arm][key] for key in ("length", "num_sequences")}
-        job = {**size, "rollouts": False, "budget_bytes": self._device_bytes}
-        self._report(f"measuring a step of {arm} with {name}")
-        config = _open_arm_configs(self._recipe, trial.values)[arm]
-        try:
-            with scratch_folder() as folder:
-                cell, _ = measure_cell(folder / arm, arm, Point(**size), config, job)
-        except LaunchError as error:
-            raise LaunchError(
-                Code.AUTO_NOT_MEASURED(
-                    asked=self._request,
-                    arm=arm,
-                    values=name,
-                    error=error.reason,
-                    instead=_format_alternatives(self._recipe.auto_keys),
-                )
-            ) from None
-        measured = {
-            "arm": arm,
-            "phase": cell.out_of_memory or cell.highest_peak[0],
-            "peak_bytes": cell.highest_peak[1],
-            "reserved_bytes": cell.reserved_bytes,
-            "out_of_memory": cell.out_of_memory,
-        }
-        self._tried[name] = replace(trial, measured=measured)
-        return self._tried[name]
-
-    def _report(self, activity: str) -> None:
-        self._say(f"{', '.join(self._recipe.auto_keys)}: auto: {activity}")
-
-
-def _peaks_as_json(predictions: Iterable[PeakPrediction]) -> dict[str, dict[str, Any]]:
-    return {
-        prediction.arm: {
-            "num_sequences": prediction.point.num_sequences,
-            "length": prediction.point.length,
-            "phase": prediction.highest_peak[0],
-            "peak_bytes": prediction.highest_peak[1],
-            "asleep_bytes": prediction.asleep_bytes,
-        }
-        for prediction in predictions
-    }
-
-
 # --- messages ---
-
-
-def _format_values(values: Values) -> str:
-    """Format values as in a recipe, in the order of its open keys."""
-    return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values.values())
 
 
 def _format_alternatives(keys: Iterable[str]) -> str:
     return "; ".join(f"{key} {AUTO_SETTINGS[key].instead}" for key in keys)
 
 
-def _describe_trials(trials: Sequence[_Trial]) -> str:
+def _describe_trials(trials: Sequence[Trial]) -> str:
     """Return the predicted peaks of the last trials.
 
     For example `predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`.
@@ -426,9 +329,9 @@ def _describe_trials(trials: Sequence[_Trial]) -> str:
     return f"predicted peaks{count_text} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
 
 
-def _describe_trial(trial: _Trial) -> str:
+def _describe_trial(trial: Trial) -> str:
     peaks = (f"{peak['peak_bytes'] / GIB:.1f} GiB ({arm})" for arm, peak in trial.peaks.items())
-    text = f"{', '.join(peaks)} with {_format_values(trial.values)}"
+    text = f"{', '.join(peaks)} with {format_values(trial.values)}"
     if measured := trial.measured:
         ran_out = f"out of memory in {measured['phase']} after " * trial.ran_out
         text += f" (measured: {ran_out}{measured['peak_bytes'] / GIB:.1f} GiB, {measured['arm']})"

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from abrun.experiment.command import AGENT, modules_to_preload, run_command, run_environment
+from abrun.experiment.command import (
+    AGENT,
+    NO_DRIVER_VARIABLES,
+    modules_to_preload,
+    run_command,
+    run_environment,
+)
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
@@ -36,10 +43,6 @@ from abrun.runs.rundir import RunDir
 FORK_MODULE = "abrun.train.forked"
 # A fork server pays off if at least this many runs of a kind have to wait for devices or a warm start.
 MIN_WAITING_RUNS = 2
-# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
-# compiler looks for GPUs:
-# docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
-NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class Slots:
@@ -197,10 +200,16 @@ class LocalEngine:
         return run_command(run.path, config)
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
-        return run_environment(run.path, devices, config) | self._mps_variables(config)
+        num_threads = self._machine.cores // max(len(self._machine.gpus) * config.cluster.runs_per_gpu, 1)
+        return run_environment(run.path, devices, config) | self._sharing_variables(config, num_threads)
 
-    def _mps_variables(self, config: RunConfig) -> dict[str, str]:
-        return self._mps.variables if self._mps and shares_by_mps(config) else {}
+    def _sharing_variables(self, config: RunConfig, num_threads: int) -> dict[str, str]:
+        """Return the variables of a run that shares its GPUs: of MPS, and each rank's CPU threads."""
+        if config.cluster.runs_per_gpu == 1:
+            return {}
+        mps_variables = self._mps.variables if self._mps and shares_by_mps(config) else {}
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(num_threads, 1)))
+        return {"OMP_NUM_THREADS": threads, **mps_variables}
 
     def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
         """Return a run's imports and environment, or None if it cannot be forked.

@@ -23,6 +23,7 @@ from abrun.messages import sentence
 from abrun.processes import (
     MODULE_OPTIONS,
     Popen,
+    adopt_orphans,
     find_descendants,
     find_processes_with,
     kill_all,
@@ -63,7 +64,7 @@ class MpsService:
                 start_new_session=True,  # Ctrl-C must not reach it before the runs have ended
             )
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not any((self._folder / "pipes").iterdir()):
+            while not _has_files(self._folder / "pipes"):
                 if self._keeper.poll() is not None or time.monotonic() > deadline:
                     raise OSError(f"{DAEMON} did not start")
                 time.sleep(POLL_S)
@@ -127,6 +128,12 @@ def is_served(env: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
+def _has_files(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # removed by a keeper whose daemon has ended
+        return any(folder.iterdir())
+    return False
+
+
 def _variables_of(folder: Path) -> dict[str, str]:
     return {PIPE_VARIABLE: str(folder / "pipes"), LOG_VARIABLE: str(folder / "logs")}
 
@@ -140,6 +147,7 @@ def main() -> int:
         is_stopping = True
 
     signal.signal(signal.SIGTERM, stop)
+    adopt_orphans()  # servers of a daemon that is killed
     # The daemon would number the visible GPUs anew, and runs name them as nvidia-smi does
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     daemon = start_process(

@@ -307,7 +307,7 @@ def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -
         for claim in compare.claims
     ]
     designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)
-    if designs and designs.saved_pairs > 0:
+    if designs and designs.saved_pairs > 0 and designs.pairs_if_equal < len(seeds):
         lines.append(Text(sentence(design_reason(compare, seeds, designs))))
     return lines
 

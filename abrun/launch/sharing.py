@@ -18,7 +18,7 @@ from abrun.memory.predict import PeakPrediction, predict_steps, resolve_device_m
 from abrun.metric_names import is_clock
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import RUNS_PER_GPU, CommandRecipe, Recipe
-from abrun.recipe.policy import MAX_SMALL_CACHE_SHARE
+from abrun.recipe.policy import COLOCATED_MEMORY_SHARE
 from abrun.recipe.run import CONTEXT_BYTES, OwnRunConfig, RunConfig
 
 # MPS serves 48 processes (docs.nvidia.com/deploy/mps), and a GPU full of small runs gains nothing from more
@@ -108,7 +108,9 @@ def decide_runs_per_gpu(
     abrun.launch.auto; None if there is none.
     """
     configs = {run.name.arm: run.config for run in plan.runs if run.name.arm in plan.recipe.arms}
-    obstacle = _find_obstacle(plan, configs) or (device_bytes is None and "the memory of a GPU is unknown")
+    obstacle = _find_obstacle(plan, configs)
+    if device_bytes is None:
+        obstacle = obstacle or "the memory of a GPU is unknown (--device-memory)"
     if obstacle or device_bytes is None:
         return 1, f"auto resolves to 1: {obstacle}"
     own_configs = {arm: config for arm, config in configs.items() if isinstance(config, OwnRunConfig)}
@@ -158,6 +160,8 @@ def _bytes_needed(prediction: PeakPrediction, measured: Mapping[str, Any] | None
     training_bytes = prediction.training_bytes / (1 - free_share)
     if measured and measured["arm"] == prediction.arm and measured["out_of_memory"] is None:
         training_bytes = (measured["peak_bytes"] + prediction.asleep_bytes) / (1 - FREE_SHARE)
+    # An engine may be a process of its own (abrun.launch.hosts)
+    context_bytes = 0 if prediction.engine_bytes is None else CONTEXT_BYTES
     sampling_bytes = prediction.sampling_bytes / (1 - free_share)
-    cache_share_bytes = (prediction.engine_cache_bytes or 0) / MAX_SMALL_CACHE_SHARE
-    return math.ceil(max(training_bytes, sampling_bytes, cache_share_bytes))
+    cache_share_bytes = (prediction.engine_cache_bytes or 0) / COLOCATED_MEMORY_SHARE
+    return math.ceil(max(training_bytes, sampling_bytes, cache_share_bytes)) + context_bytes

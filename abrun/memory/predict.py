@@ -3,13 +3,10 @@
 Each arm is traced in its own process (abrun.memory.trace), as the first of the ranks it asks for.
 """
 
-import contextlib
 import os
 import re
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +16,9 @@ from typing import Any
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.memory.cells import GIB, Point
-from abrun.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
+from abrun.memory.facts import Answer
+from abrun.memory.probes import TRACE, Probe, ProbePool, ask_longest, ask_predicted
+from abrun.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan, largest_microbatch
 from abrun.messages.numbers import percent_text
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code
@@ -32,7 +31,6 @@ from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
-MODULE = "abrun.memory.trace"
 # Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
 SLEEPING_ENGINE_BYTES = GIB // 4
 # Kinds that stay allocated between steps (abrun.memory.fake_device)
@@ -197,43 +195,50 @@ def predict_recipe(plan: SweepPlan, output: Path, *, device_bytes: int | None = 
 
 
 def predict_steps(configs: Mapping[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
-    """Predict a step of each arm's run, with the largest micro-batch to expect; takes up to two minutes.
+    """Predict a step of each arm's run, with the largest micro-batch to expect.
 
-    Raises LaunchError if an arm cannot be predicted.
+    Takes up to a minute, unless the same was predicted before. Raises LaunchError if an arm cannot be
+    predicted.
     """
-    rows = _trace_runs(configs, {})
-    return [_make_prediction(arm, configs[arm], row, device_bytes) for arm, row in rows.items()]
+    for config in configs.values():
+        check_predictable(config)
+    with ProbePool() as pool:
+        lengths = pool.answer_all([ask_longest(arm, config) for arm, config in configs.items()])
+        probes = [
+            ask_step(arm, config, longest)
+            for (arm, config), longest in zip(configs.items(), lengths, strict=True)
+        ]
+        return [
+            read_prediction(probe, row, device_bytes)
+            for probe, row in zip(probes, pool.answer_all(probes), strict=True)
+        ]
 
 
-def find_longest_sequences(configs: Mapping[str, OwnRunConfig]) -> dict[str, int]:
-    """Return the length in tokens of each arm's longest expected sequence. Raises LaunchError."""
-    return {arm: row["longest"] for arm, row in _trace_runs(configs, {"longest": True}).items()}
+def ask_step(arm: str, config: OwnRunConfig, longest: Answer) -> Probe:
+    """Return the probe for a run's predicted peaks; `longest` answers `ask_longest`."""
+    num_sequences, length = largest_microbatch(config, longest["longest"], longest["max_positions"])
+    return ask_predicted(arm, config, length, num_sequences)
 
 
-def _trace_runs(configs: Mapping[str, OwnRunConfig], job: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the row that abrun.memory.trace writes for each arm."""
-    with scratch_folder() as folder:
-        traces = _run_traces([(folder / arm, config, job) for arm, config in configs.items()])
-        return {arm: row for arm, (row,) in zip(configs, traces, strict=True)}
+def read_prediction(probe: Probe, row: Answer, device_bytes: int) -> PeakPrediction:
+    """Return the prediction in a probe's answer."""
+    return _make_prediction(probe.arm, probe.config, row, device_bytes)
 
 
 def _run_traces(
-    jobs: Sequence[tuple[Path, OwnRunConfig, Mapping[str, Any]]],
-    errors: dict[int, LaunchError] | None = None,
+    jobs: Sequence[tuple[Path, OwnRunConfig, Mapping[str, Any]]], errors: dict[int, LaunchError]
 ) -> list[list[Row]]:
     """Run the jobs in parallel, with about two cores each, and return the rows of each job.
 
-    `errors` collects errors by job index. Without it, an error ends the other jobs, as an interrupt does.
+    `errors` collects errors by job index.
     """
 
     def run_job(job_index: int) -> list[Row]:
         directory, config, job = jobs[job_index]
         try:
-            _check_predictable(config, job.get("master_dtype", MASTER_DTYPE))
-            return run_probe_on_cpu(MODULE, directory, config, job)
+            check_predictable(config, job["master_dtype"])
+            return run_probe_on_cpu(TRACE, directory, config, job)
         except LaunchError as error:
-            if errors is None:
-                raise
             errors[job_index] = error
             return []
 
@@ -247,26 +252,12 @@ def _run_traces(
             raise
 
 
-def _check_predictable(config: OwnRunConfig, master_dtype: str) -> None:
+def check_predictable(config: OwnRunConfig, master_dtype: str = MASTER_DTYPE) -> None:
     """Raise LaunchError if an arm cannot be predicted."""
     if config.policy.backend.type != "dtensor":
         raise LaunchError(Code.BACKEND_NOT_PREDICTED(backend=config.policy.backend.type))
     if master_dtype not in (MASTER_DTYPE, config.policy.dtype):
         raise LaunchError(Code.MASTER_DTYPE_DIFFERS(master_dtype=master_dtype, dtype=config.policy.dtype))
-
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Make a temporary folder. It is kept if a probe fails, because the error names the log in it."""
-    directory, keeps_log = Path(tempfile.mkdtemp(prefix="abrun-memory-")), False
-    try:
-        yield directory
-    except LaunchError as error:
-        keeps_log = error.code is Code.PROBE_FAILED
-        raise
-    finally:
-        if not keeps_log:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def describe_predicted_memory(
@@ -333,19 +324,24 @@ def resolve_device_memory(size: str | None) -> int | None:
 
 
 def _query_smallest_gpu() -> int | None:
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    sizes = [int(size) for size in query_gpus("memory.total") if size.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def query_gpus(fields: str) -> list[str]:
+    """Return nvidia-smi's line for each GPU of this machine; empty without one."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in output.splitlines() if line.strip().isdigit()]
-    return min(sizes) * 2**20 if sizes else None
+        return []
+    return [line.strip() for line in output.splitlines() if line.strip()]
 
 
 def _make_prediction(
     arm: str,
     config: OwnRunConfig,
-    row: Row,
+    row: Answer,
     device_bytes: int | None,
     *,
     swept: tuple[tuple[str, Any], ...] = (),

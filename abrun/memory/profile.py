@@ -5,15 +5,13 @@ contain no memory of other cells. Results are written after each cell.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from abrun.errors import LaunchError
 from abrun.experiment.preflight.model_files import model_shape
-from abrun.experiment.probe import read_rows, run_probe
-from abrun.memory.cells import Cell, MemoryProfile, Point, merge_rank_rows
+from abrun.memory.cells import Cell, MemoryProfile, Point
+from abrun.memory.probes import measure_cell
 from abrun.memory.search import search_size_limit
 from abrun.memory.show import format_progress
 from abrun.memory.sweep import COMMAND, SweepPlan, Variant
@@ -23,7 +21,6 @@ from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 
-MODULE = "abrun.memory.measure"
 ReportLine = Callable[[str], None]
 
 
@@ -85,22 +82,6 @@ class SweepRunner:
                 "longest": [asdict(limit) | {"swept": dict(limit.swept)} for limit in profile.size_limits],
             },
         )
-
-
-def measure_cell(
-    directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Mapping[str, Any]
-) -> tuple[Cell, str]:
-    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
-
-    Raises LaunchError if the cell cannot be measured.
-    """
-    try:
-        rows = run_probe(MODULE, directory, config, job)
-    except LaunchError:
-        rows = read_rows(directory)
-        if not any(row["out_of_memory"] for row in rows):
-            raise
-    return merge_rank_rows(arm, point, rows)
 
 
 def measure_recipe(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,22 @@ def microbatch_size(config: OwnRunConfig) -> int:
     return max(
         sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), sequences_per_pair
     )
+
+
+def largest_microbatch(
+    config: OwnRunConfig, longest_sequence: int, max_positions: int | None
+) -> tuple[int, int]:
+    """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch.
+
+    A token budget is assumed to be filled by few sequences, up to the model's context length.
+    """
+    num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
+    if not budget:
+        return num_sequences, longest_sequence
+    # A sequence longer than the budget gets its own micro-batch
+    length = max(budget // num_sequences, longest_sequence)
+    num_splits = math.ceil(length / (max_positions or length))
+    return num_sequences * num_splits, math.ceil(length / num_splits)
 
 
 def num_rows(config: OwnRunConfig, num_sequences: int) -> int:

@@ -1,11 +1,16 @@
 """`python -m abrun.memory.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
 
+`python -m abrun.memory.trace FD serve`: a fork server whose forks do so without their imports.
+
 Random tokens replace the rollouts, as in abrun.memory.measure; everything else is the trainer's own code. A
 job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
+import gc
 import math
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +26,9 @@ from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.memory.allocations import AllocationTracker
 from abrun.memory.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
 from abrun.memory.measure import make_random_batch
-from abrun.memory.sweep import microbatch_size, set_microbatch_size
+from abrun.memory.sweep import largest_microbatch, set_microbatch_size
 from abrun.models import config_of, load_text, max_positions_of
+from abrun.processes.fork_server import serve_forks
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.run import OwnRunConfig
@@ -165,17 +171,9 @@ def estimate_decoding_bytes(config: OwnRunConfig) -> int:
 
 
 def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
-    """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch.
-
-    A token budget is assumed to be filled by few sequences, up to the model's context length.
-    """
-    num_sequences, budget = microbatch_size(config), config.policy.micro_batch_tokens
-    if not budget:
-        return num_sequences, find_longest_sequence(config)
-    # A sequence longer than the budget gets its own micro-batch
-    length = max(budget // num_sequences, find_longest_sequence(config))
-    num_splits = math.ceil(length / (max_positions_of(config_of(config.model)) or length))
-    return num_sequences * num_splits, math.ceil(length / num_splits)
+    """Return the number and length in tokens of the sequences in a rank's largest expected micro-batch."""
+    max_positions = max_positions_of(config_of(config.model))
+    return largest_microbatch(config, find_longest_sequence(config), max_positions)
 
 
 def main() -> int:
@@ -185,7 +183,8 @@ def main() -> int:
     try:
         config = OwnRunConfig.model_validate(job["config"])
         if job.get("longest"):
-            writer.write({"longest": find_longest_sequence(config)})
+            max_positions = max_positions_of(config_of(config.model))
+            writer.write({"longest": find_longest_sequence(config), "max_positions": max_positions})
             return 0
         decoding: dict[str, int] = {}
         if "lengths" not in job:  # use the run's own micro-batch
@@ -200,5 +199,17 @@ def main() -> int:
     return 0
 
 
+def serve(socket_fd: int) -> None:
+    """Serve forks, each of which runs `main`."""
+    gc.freeze()  # collections in the forks need not look at what was imported
+    sys.argv[1:] = serve_forks(socket.socket(fileno=socket_fd), can_fork=lambda: True)
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a regular exit is slow after large imports
+
+
 if __name__ == "__main__":
+    if sys.argv[2:] == ["serve"]:
+        serve(int(sys.argv[1]))
     sys.exit(main())

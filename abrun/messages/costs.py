@@ -97,10 +97,10 @@ def _stages_spent(num_pairs: int, max_pairs: int, device: str, spent_s: float, s
 MESSAGES: dict[Code, Message] = {
     Code.STAGES_SPENT: _stages_spent,
     Code.INTERIM_SAVES: "Interim analyses are cheaper: {pairs_if_equal:.3g} pairs on average if the arms are "
-    "equal, at most {max_pairs}; one analysis with the same P(match) takes {fixed_pairs}; launch with "
+    "equal, at most {max_pairs}; one analysis with the same P(match) takes {fixed_pairs:.3g}; launch with "
     "{options}",
-    Code.INTERIM_COSTS_MORE: "One analysis is cheaper: {fixed_pairs} pairs; interim analyses with the same "
-    "P(match) take {pairs_if_equal:.3g} on average if the arms are equal",
+    Code.INTERIM_COSTS_MORE: "One analysis is cheaper: {fixed_pairs:.3g} pairs; interim analyses with the "
+    "same P(match) take {pairs_if_equal:.3g} on average if the arms are equal",
     Code.SPENT: _spent,
     Code.BUDGET: _budget,
     Code.NO_BUDGET: "unknown: no finished run of this configuration on this kind of device; once a run has "

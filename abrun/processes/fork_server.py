@@ -83,6 +83,18 @@ class ForkServer:
             os.close(go_read_end)
             os.close(go_write_end)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until the server has done its imports; return False if it has not, or is dead."""
+        with contextlib.suppress(OSError):
+            if not self._ready:
+                self._socket.settimeout(timeout_s)
+                self._ready = self._socket.recv(100) == b"ready"
+        return self._ready and self._socket.fileno() >= 0
+
     def close(self) -> None:
         """End the server. Processes forked from it keep running."""
         self._socket.close()

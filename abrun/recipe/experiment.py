@@ -127,11 +127,11 @@ class ExperimentDeclaration(Section):
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
         """Return the resolved configuration of one arm.
 
-        Raises RecipeError if its differences are invalid or a setting is still `auto`.
+        Raises RecipeError if its differences are invalid or a setting that changes the run is still `auto`.
         """
         source = f"{self.name}: arms.{arm}"
-        if self.auto_keys:
-            key = self.auto_keys[0]
+        if open_keys := [key for key in self.auto_keys if key != RUNS_PER_GPU]:
+            key = open_keys[0]
             raise RecipeError(
                 Code.AUTO_NEEDS_LAUNCH(recipe=self.name, field=key, instead=AUTO_SETTINGS[key].instead)
             )
@@ -139,6 +139,8 @@ class ExperimentDeclaration(Section):
             self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
             nested(self.arms[arm]),
         )
+        if RUNS_PER_GPU in self.auto_keys:  # it has no effect on a run by itself
+            base["cluster"]["runs_per_gpu"] = AUTO_SETTINGS[RUNS_PER_GPU].values[0]
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # the arm has another trainer: drop keys of the base's trainer
             base = {key: value for key, value in base.items() if key in model.model_fields}

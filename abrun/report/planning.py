@@ -152,7 +152,7 @@ def _render_designs(
     counts = ", ".join(map(str, designs.interim))
     rows = [
         [f"interim analyses at {counts} pairs", percent_text(designs.power)],
-        [f"{designs.fixed_pairs} pairs at once", percent_text(designs.fixed_power)],
+        ["one analysis", percent_text(designs.power)],
     ]
     numbers = [(designs.pairs_if_equal, designs.pairs_at_margin), (designs.fixed_pairs, designs.fixed_pairs)]
     for row, pairs in zip(rows, numbers, strict=True):

@@ -96,7 +96,7 @@ class Launch(Owner):
     ended_s: Seconds | None = None
     devices: Texts = ()
     runs_per_gpu: Count = 1  # runs that may share the GPUs, this one included
-    mps: Flag = False  # through a daemon of CUDA's multi-process service that the launcher started
+    mps: Flag = False  # they share them through CUDA's multi-process service
     exit_code: ExitCode | None = None
     signal: str | None = None
     status: Status = "running"

@@ -101,8 +101,10 @@ def judge_equivalence(
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
     ).over(usable)
-    problem = check_times(finished.runs, metric) or check_signal(finished, metric, may_repeat=may_repeat)
-    result = ClaimResult(arm=arm, claim=terms, problem=problem or repeated_run)
+    problem = check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
+    result = ClaimResult(arm=arm, claim=terms, problem=problem)
+    if shared_times := check_times(finished.runs, metric):  # not even a difference would be the treatment's
+        return replace(result, problem=shared_times, result="not tested")
     outside = find_outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))

@@ -1,40 +1,31 @@
-"""The experiments of recipes/evidence on one host, several runs to a GPU, packed as they are judged.
+"""The experiments of recipes/evidence on one host, by `abrun launch`, packed as they are judged.
 
 python -m tests.bench.bench_evidence --model FOLDER --output ARCHIVES [--only NAMES] [--limit SECONDS]
 
-Experiments run one after another, each on all GPUs. At the limit runs save a checkpoint and stop; the same
-command resumes them, as long as --work is there. ARCHIVES gets NAME.tar.xz of each experiment that a call has
-begun, finished or not: report, metrics, completions and the launch's log, no weights. On CPU cores
-(--gpus 0): --set makes the recipes small.
+Experiments run one after another, each on all GPUs; recipes say how many runs share one. At the limit runs
+save a checkpoint and stop; the same command resumes them, as long as --work is there. ARCHIVES gets
+NAME.tar.xz of each experiment that a call has begun, finished or not: report, metrics, completions and the
+launch's log, no weights.
+On CPU cores (--gpus 0): --set makes the recipes small.
 """
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from abrun.errors import AbrunError
-from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import make_plan
+from abrun.experiment.plan import make_draft
 from abrun.experiment.preflight.machine import find_gpus
-from abrun.launch.engine import Devices, make_engine
-from abrun.launch.local import LocalEngine
-from abrun.launch.supervisor import run_plan
 from abrun.processes import start_process
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import read_run_state
-from abrun.runs.rundir import RunDir
 from abrun.verdict.verdict_file import VerdictFile, read_verdict_file
-from tests.bench.common import PrintedLines, make_parser
+from tests.bench.common import make_parser
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
@@ -49,45 +40,8 @@ ORDER = (  # the most valuable first
     "vllm-engine",
     "levers",
 )
-SLOTS = {"context-parallel": 2}  # of each GPU, by a run whose ranks wait for each other across GPUs
 SUFFIX, MAX_ARCHIVE = ".tar.xz", 16 * 2**20
 SAMPLE = 2**20  # of weights, by which a report says how far apart they are: larger files are models
-TRIES = 3  # of a launch: vLLM, as it starts, takes offence at memory that others give back
-
-
-class GpuSlots:
-    """Places for several runs on each GPU, or at once on CPU cores (`gpus` empty)."""
-
-    def __init__(self, gpus: Sequence[str], slots_per_gpu: int, needed: int) -> None:
-        self._gpus, self._needed = gpus, needed
-        self._free = Counter(dict.fromkeys(gpus or ("cpu",), slots_per_gpu))
-
-    def find(self, config: RunConfig) -> Devices | None:
-        """Return the emptiest GPUs with room for a run; None if there are too few."""
-        free = [gpu for gpu, count in self._free.most_common() if count >= self._needed]
-        num_gpus = config.cluster.ranks_per_node if self._gpus else 1
-        if len(free) < num_gpus:
-            return None
-        return tuple(sorted(free[:num_gpus])) if self._gpus else ("cpu",) * config.devices_per_node
-
-    def take(self, place: Devices) -> None:
-        self._free.subtract(dict.fromkeys(place, self._needed))
-
-    def give_back(self, place: Devices) -> None:
-        self._free.update(dict.fromkeys(place, self._needed))
-
-
-class SharingEngine(LocalEngine):
-    """The local engine with several runs on a GPU."""
-
-    slots: Any = None  # of this process
-
-    def __init__(self, num_jobs: int | None = None) -> None:
-        super().__init__(num_jobs)
-        self._slots = self.slots
-
-    def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
-        return self._slots.find(config)
 
 
 class Evidence:
@@ -100,25 +54,18 @@ class Evidence:
         self.directory = self._runs_dir / self.recipe.stem
         self.log, self.done = work / f"{name}.log", work / f"{name}.done"
 
-    def launch(self) -> int:
-        """Launch or resume it in this process, and judge it once all of its runs have ended."""
-        LOCAL_LAUNCHERS["sharing"] = "__main__:SharingEngine"
-        plan = make_plan(load_recipe(self.recipe, self._overrides))
-        for _ in range(TRIES):
-            options = LaunchOptions(runs_dir=self._runs_dir, resume=self.directory.exists())
-            outcome = run_plan(plan, options, engine=make_engine("sharing", None), observer=PrintedLines())
-            if outcome.stopped_by:
-                return outcome.exit_code
-            if outcome.exit_code == 0:
-                break
-        compare = [sys.executable, "-m", "abrun", "compare", str(self.directory)]
-        judged = subprocess.run(compare, check=False, stdin=subprocess.DEVNULL)
-        return 0 if judged.returncode in (0, 3, 4, 5) else 1  # any verdict
+    @property
+    def command(self) -> list[str]:
+        """The command that launches it, or resumes it."""
+        sets = [word for override in self._overrides for word in ("--set", override)]
+        options = [*sets, *["--resume"] * self.directory.exists(), "--runs-dir", str(self._runs_dir)]
+        options.append("--exit-zero")  # whatever the verdict
+        return [sys.executable, "-m", "abrun", "launch", str(self.recipe), *options]
 
-    def run(self, command: Sequence[str], output: Path, deadline_s: float) -> None:
-        """Launch it by a process of its own, which saves and stops at the deadline; report and pack it."""
+    def run(self, command: Sequence[str], output: Path, deadline_s: float, gpus: Sequence[str] = ()) -> None:
+        """Run the command, which saves and stops at the deadline; report and pack the experiment."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        env = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONUNBUFFERED": "1"}  # 16 runs share the cores
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         began_s = time.time()
         with self.log.open("ab") as log:
             process = start_process(list(command), env, death_signal=signal.SIGTERM, stdout=log, stderr=log)
@@ -143,7 +90,7 @@ class Evidence:
 
     def progress(self) -> str:
         try:
-            plan = make_plan(load_recipe(self.recipe, self._overrides))
+            plan = make_draft(load_recipe(self.recipe, self._overrides))
             states = [read_run_state(self.directory, run.name).status for run in plan.runs]
         except AbrunError as error:  # such as none that was begun
             return str(error)
@@ -188,23 +135,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=ORDER, help="these alone, in the order of the list")
     gpus = find_gpus()
     parser.add_argument("--gpus", type=int, default=len(gpus), help="0: on CPU cores")
-    parser.add_argument(
-        "--slots-per-gpu", type=int, default=8, help="runs on a GPU at once (PPO: 15 GiB each)"
-    )
     parser.add_argument("--work", type=Path, default=Path("/tmp/evidence"), help="where experiments lie")
     parser.add_argument("--output", type=Path, default=Path("archives"), help="where archives go")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, and a minute to save and pack")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="of every recipe")
-    parser.add_argument("--launch", help=argparse.SUPPRESS)  # one experiment, in this process
     asked = parser.parse_args()
     if asked.gpus > len(gpus):
         parser.error(f"--gpus: got {asked.gpus}; this machine has {len(gpus)} visible")
     overrides = [f"model.path={asked.model}"] * bool(asked.model)
     overrides += ["cluster.gpus_per_node=0"] * (asked.gpus == 0) + asked.overrides
-    if asked.launch:
-        needed = SLOTS.get(asked.launch, 1)
-        SharingEngine.slots = GpuSlots(gpus[: asked.gpus], asked.slots_per_gpu, needed)
-        raise SystemExit(Evidence(asked.launch, asked.work, overrides).launch())
     deadline_s = time.time() + asked.limit
     for name in ORDER:
         evidence = Evidence(name, asked.work, overrides)
@@ -213,8 +152,7 @@ def main() -> None:
         if time.time() > deadline_s:
             print(f"{name}: not begun", flush=True)
             continue
-        command = [sys.executable, "-m", "tests.bench.bench_evidence", *sys.argv[1:], "--launch", name]
-        evidence.run(command, asked.output, deadline_s)
+        evidence.run(evidence.command, asked.output, deadline_s, gpus[: asked.gpus])
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ ended is not measured again, and one that the limit has stopped is resumed: the 
 
 - on a device: runs that share it. wall: seconds of the launch with its comparison, from the command to its
   exit. device-hours: times devices.
-- useful: seconds of steps of the pairs' runs over device seconds held; a run on a shared GPU counts by its
-  share of it.
+- useful: the report's useful share, seconds of steps of the pairs' runs over device seconds held by the
+  experiment; a run on a shared GPU counts by its share of it.
 - first step: seconds from a run's start to the end of its first step, of the first run and the median of the
   later ones. run: likewise of whole runs.
 
@@ -35,10 +35,10 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recorded.stored import load_experiment
 from abrun.runs.experiment import open_experiment, planned_runs, run_dir
 from abrun.runs.files import write_json
+from abrun.verdict.spent import measure_spent
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import (
     REPOSITORY,
-    STEP_TIME,
     finished_runs,
     first_and_later,
     first_difference,
@@ -49,7 +49,6 @@ from tests.bench.launches import (
 
 RECIPE = REPOSITORY / "recipes" / "evidence" / "smollm2-grpo-fused.yaml"
 SCHEDULINGS = ("before", "now")
-CHECKPOINT_TIME = "timing/train/checkpointing_s"
 JUDGED = ("verdict", "claims", "step_one", "sensitivity")  # fields of a verdict that no clock changes
 HEADER = (
     *("scheduling", "on a device", "wall, s", "device-hours", "useful", "first step, s", "run, s"),
@@ -111,13 +110,13 @@ class Scheduling:
         record, runs = self.read_record(), run_seconds(self.directory)
         wall_s = sum(record["wall_s"])
         num_runs = f"{len(runs)} of {len(planned_runs(self.directory))}"
-        useful_s = self.useful_s() if record["is_complete"] else None
+        useful_share = self.useful_share() if record["is_complete"] else None
         return markdown_row(
             self.name,
             self.runs_per_device,
             f"{wall_s:.0f}",
             f"{wall_s * self.num_devices / 3600:.3f}",
-            f"{useful_s / wall_s / self.num_devices:.0%}" if useful_s else "-",
+            "-" if useful_share is None else f"{useful_share:.0%}",
             first_and_later(run.first_step_s for run in runs),
             first_and_later(run.whole_s for run in runs),
             num_runs,
@@ -129,17 +128,10 @@ class Scheduling:
         cluster = open_experiment(self.directory)["recipe"]["cluster"]
         return cluster.get("runs_per_gpu", 1)  # older code has no such key
 
-    def useful_s(self) -> float:
-        """Return the device seconds of the steps of finished pairs."""
-        experiment, seconds = load_experiment(self.directory), 0.0
-        sides = [experiment.sides(arm).finished for arm in experiment.treatments]
-        runs = {id(run): run for side in sides for run in (*side.baselines, *side.treatments)}
-        for run in runs.values():
-            step_s = float(run.metrics[STEP_TIME].values.sum()) if STEP_TIME in run.metrics else 0.0
-            saved = run.metrics.get(CHECKPOINT_TIME)
-            share = 1 / (run.config or {}).get("cluster.runs_per_gpu", 1)
-            seconds += (step_s - (float(saved.values.sum()) if saved else 0.0)) * share
-        return seconds
+    def useful_share(self) -> float | None:
+        """Return the share that the report gives; older code had none, and its runs are read alike."""
+        spent = measure_spent(load_experiment(self.directory))
+        return spent.useful_share if spent else None
 
 
 def judged_fields(verdict: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs that share GPUs, and what of an experiment is packed."""
+"""What of an experiment is launched and packed."""
 
 import tarfile
 import time
@@ -7,32 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from abrun.recipe.experiment import load_recipe
-from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.verdict.verdict_file import as_json
-from tests.bench.bench_evidence import SAMPLE, Evidence, GpuSlots
+from tests.bench.bench_evidence import ORDER, SAMPLE, Evidence
 from tests.verdict.verdicts import VERDICT
 
-GPUS = ("2", "5")  # as CUDA_VISIBLE_DEVICES may name them
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
-
-def config(num_gpus: int) -> OwnRunConfig:
-    found = load_recipe(RECIPE, [f"cluster.gpus_per_node={num_gpus}"]).run_config("baseline")
-    assert isinstance(found, OwnRunConfig)
-    return found
-
-
-def test_runs_get_the_emptiest_gpu_and_all_that_they_need_of_it() -> None:
-    slots = GpuSlots(GPUS, slots_per_gpu=3, needed=2)
-    assert slots.find(config(2)) == GPUS and slots.find(config(1)) == GPUS[:1]
-    slots.take(GPUS[:1])
-    assert slots.find(config(2)) is None and slots.find(config(1)) == GPUS[1:]
-    slots.take(GPUS[1:])
-    assert slots.find(config(1)) is None
-    slots.give_back(GPUS[:1])
-    assert slots.find(config(1)) == GPUS[:1]
+@pytest.mark.parametrize("name", ORDER)
+def test_its_command_plans_each_recipe(name: str, tmp_path: Path) -> None:
+    evidence = Evidence(name, tmp_path, ["cluster.gpus_per_node=0", f"model.path={tmp_path}"])
+    words = evidence.command
+    assert words[words.index("launch") + 1] == str(evidence.recipe) and "--resume" not in words
+    assert words.count("--set") == 2 and words[-3:-1] == ["--runs-dir", str(tmp_path / "runs")]
+    evidence.directory.mkdir(parents=True)
+    assert "--resume" in evidence.command
 
 
 @pytest.mark.parametrize(

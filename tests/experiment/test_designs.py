@@ -1,5 +1,7 @@
 """Expected cost of interim analyses, against experiments that are judged one by one."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -84,16 +86,28 @@ def test_the_expected_pairs_are_those_of_experiments_judged_one_by_one(margins, 
 
 
 def test_a_single_analysis_needs_as_many_pairs_as_its_power_says():
-    claims = [claim_of(1.5)]
+    claims = [claim_of(1.2)]
     designs = designs_of(claims, [4, 8, 12])
     power = plan_claim_power(claims[0], Compare(claims=claims), assumed_spread(claims[0], False))
-    assert designs and designs.fixed_pairs and power
-    assert power.power(designs.fixed_pairs) >= designs.power - 0.005 > power.power(designs.fixed_pairs - 1)
-    assert power.power(designs.fixed_pairs) == designs.fixed_power
-    assert (
-        designs.saved_pairs == pytest.approx(designs.fixed_pairs - designs.pairs_if_equal)
-        and designs.saved_pairs > 2
-    )
+    assert designs and power
+    count = math.ceil(designs.fixed_pairs)
+    below, above = power.power(count - 1), power.power(count)
+    assert below + (designs.fixed_pairs - count + 1) * (above - below) == pytest.approx(designs.power)
+    assert 1 < designs.saved_pairs == designs.fixed_pairs - designs.pairs_if_equal
+
+
+@pytest.mark.parametrize(("margin", "num_pairs"), [(2.0, 4), (1.5, 8), (1.0, 12), (0.5, 9)])
+def test_a_proposal_keeps_the_power_that_was_planned(margin, num_pairs):
+    """Interim analyses have lower levels, so that they may take more pairs at most, and fewer on average."""
+    compare = Compare(claims=[claim_of(margin)])
+    power = plan_claim_power(compare.claims[0], compare, assumed_spread(compare.claims[0], False))
+    assert power
+    designs = propose_designs(compare, num_pairs, [power], 1)
+    if designs is None:
+        assert margin == 0.5  # hardly ever decided
+    else:
+        assert designs.power >= power.power(num_pairs) - 0.005
+        assert designs.interim[0] < num_pairs <= designs.interim[-1] <= num_pairs + 3
 
 
 def test_the_cheaper_design_is_recommended():

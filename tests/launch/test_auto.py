@@ -16,10 +16,11 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
 from abrun.launch import auto
 from abrun.launch.auto import decide_values, resolve_auto
-from abrun.memory import predict
-from abrun.memory.cells import GIB, Cell, Point
-from abrun.memory.predict import SLEEPING_ENGINE_BYTES, PeakPrediction, _make_prediction
-from abrun.memory.sweep import microbatch_size
+from abrun.memory import predict, probes
+from abrun.memory.cells import GIB, Point
+from abrun.memory.facts import Answer
+from abrun.memory.predict import SLEEPING_ENGINE_BYTES
+from abrun.memory.probes import Probe
 from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
@@ -38,6 +39,7 @@ from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, run_dir
 from abrun.runs.rundir import RunDir
+from tests.launch.fake_pool import FakePool, Respond
 from tests.launch.fakes import FAKE
 from tests.snapshot import Snapshot
 
@@ -47,28 +49,52 @@ ON_GPUS = [AUTO, "cluster={gpus_per_node: 1}"]
 Peaks = Mapping[str, Mapping[str, float]]  # GiB by what is computed again and arm
 
 
+LONGEST = 3000
+
+
 @pytest.fixture
-def predicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peaks], list[tuple[str, str]]]:
+def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Respond], list[Probe]]:
+    """Has one probe after the other answered so; returns the list of those asked, which grows."""
+    # The tests do not depend on this machine's GPU and cores
+    monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: None)
+    monkeypatch.setattr(probes, "usable_cores", lambda: 1)
+    folders = iter(range(100))
+
+    def say(respond: Respond) -> list[Probe]:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {next(folders)}"))
+        asked: list[Probe] = []
+        monkeypatch.setattr(auto, "ProbePool", lambda on_start: FakePool(respond, asked, on_start))
+        return asked
+
+    return say
+
+
+def row_of(probe: Probe, gib: float) -> Answer:
+    """What a process that predicts writes."""
+    config, (length,) = probe.config, probe.job["lengths"]
+    row: dict[str, Any] = {"length": length, "num_sequences": probe.job["num_sequences"]}
+    row |= {"by_phase": {"forward_backward": {"activations": int(gib * GIB)}}}
+    row |= {"experts": "num_experts" in config.model.architecture}
+    return row | {"vllm": {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None}
+
+
+@pytest.fixture
+def predicts(
+    answers: Callable[[Respond], list[Probe]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Peaks], list[tuple[str, str]]]:
     """Has predictions say these peaks; returns the list of what they are asked, which grows."""
 
     def say(peaks: Peaks) -> list[tuple[str, str]]:
         asked: list[tuple[str, str]] = []
 
-        def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
-            found = []
-            for arm, config in configs.items():
-                value = config.policy.activation_checkpointing
-                asked.append((value, arm))
-                by_phase = {"forward_backward": {"activations": int(peaks[value][arm] * GIB)}}
-                size = {"length": 64, "num_sequences": microbatch_size(config), "by_phase": by_phase}
-                row: dict[str, Any] = {**size, "experts": "num_experts" in config.model.architecture}
-                row["vllm"] = {"weights": 1, "cache": 1} if config.rollout.engine == "vllm" else None
-                found.append(_make_prediction(arm, config, row, device_bytes))
-            return found
+        def respond(probe: Probe) -> Answer:
+            if probe.kind == "longest":
+                return {"longest": 64, "max_positions": None}
+            value = probe.config.policy.activation_checkpointing
+            asked.append((value, probe.arm))
+            return row_of(probe, peaks[value][probe.arm])
 
-        # The tests do not depend on this machine's GPU
-        monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: None)
-        monkeypatch.setattr(auto, "predict_steps", predict_steps)
+        answers(respond)
         return asked
 
     return say
@@ -319,7 +345,6 @@ ALL = [
     "policy.packing=true",
     "algorithm.prompts_per_step=1024",
 ]
-LONGEST = 3000
 ACTIVATIONS = {"none": 8.0, "selective": 4.0, "full": 0.5}  # GiB a thousand tokens
 
 
@@ -330,25 +355,30 @@ def peak(values: Mapping[str, Any]) -> float:
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def made_up(answers: Callable[[Respond], list[Probe]]) -> list[dict[str, Any]]:
     """Has predictions say `peak`, and tasks `LONGEST`; returns the list of what they are asked."""
+    return predict_made_up(answers)
+
+
+def predict_made_up(
+    answers: Callable[[Respond], list[Probe]],
+    longest: int = LONGEST,
+    measure: Callable[[Probe], Answer | Exception] | None = None,
+) -> list[dict[str, Any]]:
     asked: list[dict[str, Any]] = []
 
-    def predict_steps(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
-        found = []
-        for arm, config in configs.items():
-            given = dotted(config.model_dump())
-            values = {key: given[key] for key in AUTO_SETTINGS}
-            asked.extend([values] if values not in asked else [])
-            row: dict[str, Any] = {"length": values[MICRO_BATCH_TOKENS], "num_sequences": 1}
-            row |= {"by_phase": {"backward": {"activations": int(peak(values) * GIB)}}}
-            row |= {"experts": False, "vllm": None}
-            found.append(_make_prediction(arm, config, row, device_bytes))
-        return found
+    def respond(probe: Probe) -> Answer | Exception:
+        if probe.kind == "longest":
+            return {"longest": longest, "max_positions": None}
+        if probe.kind == "measured":
+            assert measure is not None
+            return measure(probe)
+        given = dotted(probe.config.model_dump())
+        values = {key: given[key] for key in AUTO_SETTINGS}
+        asked.extend([values] if values not in asked else [])
+        return row_of(probe, peak(values))
 
-    monkeypatch.setattr(auto, "predict_steps", predict_steps)
-    monkeypatch.setattr(auto, "find_longest_sequences", lambda configs: dict.fromkeys(configs, LONGEST))
-    monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: None)
+    answers(respond)
     return asked
 
 
@@ -371,12 +401,11 @@ def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any
             (one for one in preferred(compiled=compiled) if peak(one) <= 0.9 * memory),
             dict(zip(AUTO_SETTINGS, ("full", False, LONGEST), strict=True)),
         )
-        made_up.clear()
         one = decide_values(
             recipe(*ALL, f"policy.compile={str(compiled).lower()}"), f"{memory}GiB", is_local=True
         )
         assert {key: of["value"] for key, of in one.items()} == first
-        assert len(made_up) <= (10 if compiled else 8)  # each takes up to a minute
+        assert len(one[KEEP_GATHERED]["candidates"]) <= (10 if compiled else 8)  # each takes seconds
         assert one[KEEP_GATHERED]["candidates"][-1]["values"] == first  # the chosen one is the last
         chosen.add(tuple(first.values()))
     assert len(chosen) > (11 if compiled else 8)
@@ -398,14 +427,9 @@ def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any
     ],
 )
 def test_a_budget_is_no_more_than_an_update_has_and_no_less_than_a_sequence(
-    made_up: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    sets: list[str],
-    longest: int,
-    memory: int,
-    tokens: int,
+    answers: Callable[[Respond], list[Probe]], sets: list[str], longest: int, memory: int, tokens: int
 ) -> None:
-    monkeypatch.setattr(auto, "find_longest_sequences", lambda configs: dict.fromkeys(configs, longest))
+    predict_made_up(answers, longest)
     open_one = [f"{MICRO_BATCH_TOKENS}=auto", "policy.packing=true", "algorithm.prompts_per_step=1024"]
     open_one += ["algorithm.minibatches_per_step=64"] if longest == 12 else []
     one = decide_values(
@@ -493,26 +517,27 @@ def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: S
 
 
 @pytest.fixture
-def measures(made_up: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def measures(
+    answers: Callable[[Respond], list[Probe]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Any]]:
     """Pretends a GPU of 80 GiB, on which steps take GiB by their tokens, or (text) end in that phase."""
     monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: 80 * GIB)
 
-    def say(of_tokens: Mapping[int, float | str]) -> list[Any]:
+    def say(of_tokens: Mapping[int, float | str | Exception]) -> list[Any]:
         asked: list[Any] = []
 
-        def measure_cell(
-            directory: Path, arm: str, point: Point, config: OwnRunConfig, job: dict[str, Any]
-        ) -> tuple[Cell, str]:
-            tokens = config.policy.micro_batch_tokens or 0
-            asked.append((arm, tokens, job))
+        def measure(probe: Probe) -> Answer | Exception:
+            tokens = probe.config.policy.micro_batch_tokens or 0
+            asked.append((probe.arm, tokens, probe.job))
             found = of_tokens[tokens]
-            if isinstance(found, str):
-                cell = Cell(arm=arm, point=point, by_phase={"forward": 70 * GIB}, out_of_memory=found)
-            else:
-                cell = Cell(arm=arm, point=point, by_phase={"backward": int(found * GIB)})
-            return cell, "peak_allocated_bytes"
+            if isinstance(found, Exception):
+                return found
+            phase, ran_out = ("backward", None) if not isinstance(found, str) else (found, found)
+            gib = 70 if isinstance(found, str) else found
+            answer = {"phase": phase, "peak_bytes": int(gib * GIB), "reserved_bytes": None}
+            return answer | {"out_of_memory": ran_out}
 
-        monkeypatch.setattr(auto, "measure_cell", measure_cell)
+        predict_made_up(answers, measure=measure)
         return asked
 
     return say
@@ -586,21 +611,14 @@ def test_nothing_is_measured_elsewhere(
 
 
 def test_a_step_that_cannot_be_measured_is_an_error_with_its_reason(
-    measures: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+    measures: Callable[..., list[Any]], snapshot: Snapshot
 ) -> None:
-    measures({})
-
-    def broken(directory: Path, *_: Any) -> None:
-        raise LaunchError(Code.PROBE_FAILED(probe=directory.name, log=directory / "output.log"))
-
-    monkeypatch.setattr(auto, "measure_cell", broken)
+    log = Path("/tmp/abrun-memory-x/baseline/output.log")
+    measures({32768: LaunchError(Code.PROBE_FAILED(probe="baseline", log=log))})
     with pytest.raises(LaunchError) as raised:
         decide_values(load_recipe(SMALL, [ON_GPUS[1], *FULL]), None, is_local=True)
     assert raised.value.code is Code.AUTO_NOT_MEASURED
     snapshot(raised.value)
-    folder = Path(str(raised.value).split("see ")[1].split("/baseline")[0])
-    assert folder.is_dir() and "\n" not in str(raised.value)
-    folder.rmdir()
 
 
 # --- the step that is predicted ---
@@ -651,12 +669,13 @@ def test_a_real_measurement_is_that_of_the_prediction(
     monkeypatch.setattr(predict, "_query_smallest_gpu", lambda: GIB)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    real = auto.measure_cell
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real = probes.measure_cell
 
-    def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, job: Any) -> Any:
-        return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), job)
+    def on_cores(directory: Path, arm: str, point: Point, config: OwnRunConfig, *rest: Any) -> Any:
+        return real(directory, arm, point, config.model_copy(update={"cluster": ClusterConfig()}), *rest)
 
-    monkeypatch.setattr(auto, "measure_cell", on_cores)
+    monkeypatch.setattr(probes, "measure_cell", on_cores)
     large = ("rollout.max_new_tokens=500", "model.shape={max_position_embeddings: 600, vocab_size: 8192}")
     one = decide_values(recipe(*TOKENS, *large), None, is_local=True)[MICRO_BATCH_TOKENS]
     print(one["why"])
@@ -670,16 +689,21 @@ def test_a_real_measurement_is_that_of_the_prediction(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("heard_signals")
-def test_somebody_who_interrupts_does_not_wait_for_predictions() -> None:
+def test_somebody_who_interrupts_does_not_wait_for_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     words = [sys.executable, "-m", "abrun", "launch", str(SMALL), *sets(*ON_GPUS), "--dry-run"]
     launched = subprocess.Popen(
         [*words, "--device-memory", "80GiB"],
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert launched.stdout and "predicting" in launched.stdout.readline()
+    assert launched.stdout and "auto: deciding" in launched.stdout.readline()
     time.sleep(2)  # its processes import
     asked_s = time.monotonic()
     launched.send_signal(signal.SIGINT)
     launched.communicate(timeout=60)
     assert launched.returncode == 130 and time.monotonic() - asked_s < 3
+    assert not list(tmp_path.glob("abrun-*"))

@@ -3,23 +3,26 @@
 ABRUN_FUZZ_ROUNDS and ABRUN_FUZZ_SEED choose how many moments, and which.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from psutil import Process
+from psutil import AccessDenied, NoSuchProcess, Process, process_iter
 
 from abrun.experiment.command import AGENT
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.external import run as external_run
+from abrun.launch import mps
 from abrun.launch.local import FORK_MODULE
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
@@ -70,6 +73,8 @@ LAYOUTS = {
     ),
 }
 TIMES = re.compile(r"timing/|memory/|_per_sec")  # metrics that are another at each start
+# On one GPU, which is not there: the trainers are fakes, and so is CUDA's daemon
+SHARING = (OWN[0], ("seeds=[0, 1]", "steps=30", "cluster={gpus_per_node: 1, runs_per_gpu: 4}"))
 ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
 # What a process is known by, beside the run directory in its environment: of its command line, or which rank
 VICTIMS = {
@@ -79,6 +84,10 @@ VICTIMS = {
     "rank 0": (OWN, "rank 0"),
     "rank 1": (OWN, "rank 1"),
     "engine": (OWN, "# engine"),
+    "launcher of runs on one GPU": (SHARING, None),
+    "run on a shared GPU": (SHARING, AGENT),
+    "keeper of the daemon": (SHARING, "abrun.launch.mps"),
+    "daemon": (SHARING, mps.DAEMON),
     "launcher of a command": (FOREIGN, None),
     "external": (FOREIGN, "abrun.external"),
     "command": (FOREIGN, "foreign_trainer.py"),
@@ -98,7 +107,8 @@ def launch(
     launcher: str = FAKE_UNDER_AGENT[0],
 ) -> LaunchOutcome:
     plan = plan_of(recipe)
-    return run_to_end(plan, runs_dir, launcher=launcher, jobs=2, resume=resume)
+    jobs = None if recipe is SHARING else 2
+    return run_to_end(plan, runs_dir, launcher=launcher, jobs=jobs, resume=resume)
 
 
 def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, np.ndarray]:
@@ -125,6 +135,10 @@ def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
             found += ranks[int(known_by.removeprefix("rank ")) :][:1]
         else:
             found += [pid for pid in words if any(word.endswith(known_by) for word in words[pid])]
+    if known_by in ("abrun.launch.mps", mps.DAEMON):
+        below = (launcher, *(pid for pid in below_launcher if "abrun.launch.mps" in _words(pid)))
+        found = [pid for parent in below for pid in find_children(parent)]
+        return [pid for pid in found if any(word.endswith(known_by) for word in _words(pid))]
     if known_by == FORK_MODULE:
         return [pid for pid in below_launcher - copies if FORK_MODULE in _words(pid)]
     return sorted(found)
@@ -161,6 +175,14 @@ def wait_for(pid: int, timeout_s: float) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def one_gpu(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv(mps.PIPE_VARIABLE, raising=False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def fakes() -> None:
     LOCAL_LAUNCHERS[FAKE_UNDER_AGENT[0]] = FAKE_UNDER_AGENT[1]
@@ -190,11 +212,24 @@ def left_in(folder: Path) -> list[str]:
     return left
 
 
+def left_of_daemons(folder: Path) -> list[object]:
+    """Folders in `folder` of daemons of CUDA's multi-process service, and processes that used one."""
+    found: list[object] = [*folder.glob("abrun-mps-*")]
+    for process in process_iter():
+        with contextlib.suppress(NoSuchProcess, AccessDenied):
+            if process.environ().get(mps.PIPE_VARIABLE, "").startswith(f"{folder}{os.sep}"):
+                found.append(process)
+    return found
+
+
 def check_killed(runs_dir: Path, experiment: Path, by: str, others: frozenset[Process]) -> None:
     """Wait until no process of a killed launch is left, and check what is said of its runs."""
     deadline = time.monotonic() + 45
     while any(find_run_processes(config.parent) for config in runs_dir.rglob("config.json")):
         assert time.monotonic() < deadline, f"{by}: something lives on"
+        time.sleep(0.05)
+    while left_of_daemons(Path(tempfile.gettempdir())):
+        assert time.monotonic() < deadline, f"{by}: a daemon lives on"
         time.sleep(0.05)
     assert others.issuperset(find_descendants(os.getpid()))
     if is_experiment(experiment):

@@ -19,7 +19,7 @@ from abrun.backends.dtensor import fsdp
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import run_probe_on_cpu
-from abrun.memory import fake_device, predict
+from abrun.memory import fake_device, predict, probes
 from abrun.memory.cells import Point
 from abrun.memory.measure import make_random_batch
 from abrun.memory.predict import (
@@ -326,7 +326,8 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(encode_reasons(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
-    monkeypatch.setattr(predict, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
+    monkeypatch.setattr(probes, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
+    monkeypatch.setattr(probes.ProbePool, "_find_server", lambda *_: None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])

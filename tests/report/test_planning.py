@@ -77,14 +77,14 @@ def test_both_designs_are_shown_with_their_cost(margin):
     claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
     compare = Compare(claims=[claim], interim=[3, 6, 12])
     text = shown(render_plan("next", compare, 12, cost=PairCost(1800.0, "GPU")))
-    assert "interim analyses at 3, 6, 12 pairs" in text and "pairs at once" in text
+    assert "interim analyses at 3, 6, 12 pairs" in text and "one analysis" in text
     assert "Interim analyses are cheaper: " in text and text.count("GPU-hours") == 4
     plan = plan_json("next", compare, 12, cost=PairCost(1800.0, "GPU"))
     designs = plan["designs"]
     assert 3 < designs["pairs_if_equal"] < designs["fixed_pairs"] < designs["pairs_at_margin"] <= 12
     assert plan["design_code"]["code"] == "interim_saves" and plan["pair_cost"]["device_s"] == 1800.0
     undeclared = shown(render_plan("next", Compare(claims=[claim]), 12, seeds=range(12)))
-    assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 12" in undeclared
+    assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 1" in undeclared
 
 
 def test_margins_in_sigmas_need_no_sigma():

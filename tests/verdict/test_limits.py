@@ -1,5 +1,6 @@
 """Claims that are no equivalence: limits on levels and ratios, relative margins, bit-exactness."""
 
+import json
 import math
 
 import numpy as np
@@ -60,6 +61,28 @@ def first_reason(comparison):
 def test_claims_of_every_kind(simulated, judged, claim, verdict, result, code, snapshot):
     comparison = judged(simulated(), claims=[Claim.model_validate(claim)])
     assert (*verdict_of(comparison), first_reason(comparison).code) == (verdict, result, code)
+    snapshot(sentence(first_reason(comparison)))
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"metric": STEP_TIME, "below": "1.02x"},
+        {"metric": STEP_TIME, "margin": "50%"},
+        {"metric": MEMORY, "below": "0.6x"},
+    ],
+)
+def test_no_time_of_runs_that_shared_gpus_is_judged(simulated, judged, claim, snapshot):
+    directory = simulated()
+    launches = {"launches": [{"runs_per_gpu": 4, "mps": True}, {"runs_per_gpu": 2}]}
+    (directory / "treatment" / "seed-1" / "launch.json").write_text(json.dumps(launches))
+    comparison = judged(directory, claims=[Claim.model_validate(claim)])
+    expected = "holds" if claim["metric"] == MEMORY else "not tested"
+    assert verdict_of(comparison)[1] == expected
+    assert comparison.verdict == ("MATCH" if expected == "holds" else "INCONCLUSIVE")
+    quantities = {saving.quantity for saving in comparison.content.savings}
+    assert "step time" not in quantities and "peak memory" in quantities
+    assert Code.GPUS_SHARED(runs_per_gpu=4) in comparison.content.notes
     snapshot(sentence(first_reason(comparison)))
 
 

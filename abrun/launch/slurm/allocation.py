@@ -105,7 +105,8 @@ class StepEngine(LocalEngine):
 
     def environment(self, run: RunDir, config: RunConfig, devices: Devices) -> dict[str, str]:
         # Without the run's variable: srun must outlive the run to end the step.
-        variables = network_variables(self._settings.interface) | self._mps_variables(config)
+        variables = network_variables(self._settings.interface)
+        variables |= self._sharing_variables(config, self._settings.cpus_per_rank)
         return {**os.environ, **variables, **({GPU_POSITIONS: ",".join(devices)} if devices else {})}
 
 

@@ -264,14 +264,14 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     """Return the arguments for one of several runs on a GPU, from its share of the memory.
 
     The size of the cache is explicit: free memory, which vLLM would measure, is also the neighbours'. It is
-    that of a run alone, unless the share is too small for it or the recipe gives vLLM's share.
+    that of a run alone, unless this takes most of the share or the recipe gives vLLM's share. Half of what
+    vLLM gets is otherwise left for weights and activations, as with MAX_SMALL_CACHE_SHARE.
     """
     share_bytes = config.cluster.share_of(device_bytes)
     utilization = config.rollout.gpu_memory_utilization
-    # The other half is for weights and activations, as with MAX_SMALL_CACHE_SHARE
-    cache = int((utilization or COLOCATED_MEMORY_SHARE) / 2 * share_bytes)
-    if not utilization and (needed := cache_bytes(config, config.cluster.ranks, network)) is not None:
-        cache = min(cache, needed)
+    cache = None if utilization else cache_bytes(config, config.cluster.ranks, network)
+    if cache is None or cache > COLOCATED_MEMORY_SHARE * share_bytes:
+        cache = int((utilization or COLOCATED_MEMORY_SHARE) / 2 * share_bytes)
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
 
 

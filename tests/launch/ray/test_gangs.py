@@ -165,6 +165,19 @@ def test_a_pair_shares_nodes_and_the_next_waits_its_turn(cluster: Any, tmp_path:
     assert launch.find_devices(2) is None and cluster.removed == [0]
 
 
+def test_runs_that_share_a_gpu_ask_for_its_fractions(cluster: Any, tmp_path: Path) -> None:
+    cluster.alive = [{"CPU": 8.0, "GPU": 1.0}]
+    one_node = "cluster={nodes: 1, gpus_per_node: 1, runs_per_gpu: 3}"
+    launch = Launch(cluster, tmp_path, one_node)
+    assert launch.find_devices(0) is None and cluster.groups == [[{"CPU": 2.0, "GPU": 0.6666}]]
+    more_arms = Launch(cluster, tmp_path / "other", one_node.replace("3", "1"), "arms.third={steps: 4}")
+    assert more_arms.find_devices(0) is None  # three whole GPUs, which no node has: one by one
+    assert cluster.groups[1] == [{"CPU": 1.0, "GPU": 1.0}]
+    thirds = Launch(cluster, tmp_path / "two", one_node.replace("3", "2"), "arms.third={steps: 4}")
+    assert thirds.find_devices(0) is None  # Ray gives no 1.5 GPUs
+    assert cluster.groups[2] == [{"CPU": 1.0, "GPU": 0.5}]
+
+
 def test_a_pair_that_no_nodes_hold_is_two_gangs(cluster: Any, tmp_path: Path) -> None:
     cluster.alive = [{"CPU": 1.0}] * 2
     launch = Launch(cluster, tmp_path)

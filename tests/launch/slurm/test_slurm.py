@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.command import Rendezvous
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch import node, prepare
 from abrun.launch.cluster import cancel_experiment, find_cluster_jobs, make_cluster
-from abrun.launch.slurm import allocation, launcher
+from abrun.launch.slurm import allocation, jobs, launcher
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
@@ -102,6 +103,81 @@ def test_arms_that_fill_a_node_have_jobs_of_their_own(slurm: Path, tmp_path: Pat
     record = json.loads((tmp_path / "small" / "_slurm" / "jobs.json").read_text())
     names = [["baseline/seed-0"], ["treatment/seed-0"], ["baseline/seed-1"], ["treatment/seed-1"]]
     assert record["jobs"] == {"101": names}
+
+
+SHARED = ("cluster={gpus_per_node: 1, runs_per_gpu: 4}", "seeds=[0, 1, 2, 3, 4]")
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "arms", "tasks", "gpus"),
+    [
+        (None, 2, [4, 4, 2], [1, 1, 1]),
+        (2, 2, [2, 2, 2, 2, 2], [1, 1, 1, 1, 1]),
+        (None, 3, [3, 3, 3, 3, 3], [1, 1, 1, 1, 1]),
+        (None, 5, [5, 5, 5, 5, 5], [2, 2, 2, 2, 2]),  # the arms of a seed stay on one node
+    ],
+)
+def test_runs_that_share_a_gpu_are_one_task(
+    num_jobs: int | None, arms: int, tasks: list[int], gpus: list[int], slurm: Path, tmp_path: Path
+) -> None:
+    more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(arms - 2)]
+    plan = planned("launcher={type: slurm}", *SHARED, *more)
+    settings = resolve_launcher_settings(plan.recipe.launcher, None)
+    scripts = jobs.group_into_scripts(plan.runs, settings, {}, num_jobs)
+    found = sorted(
+        ((len(task), script.need.gpus) for script in scripts for task in script.tasks), reverse=True
+    )
+    assert found == [*zip(tasks, gpus, strict=True)]
+    names = [name for script in scripts for task in script.tasks for name in task]
+    assert sorted(names) == sorted(str(run.name) for run in plan.runs)
+    cluster = make_cluster(settings, tmp_path / "small", num_jobs)
+    assert cluster is not None and cluster.find_problems(plan) == []
+    text = next(iter(cluster.render_scripts(plan, compare=False).values()))
+    assert f"--gres=gpu:{gpus[0]}\n" in text and f"--ntasks-per-node={tasks[0]}\n" in text
+    assert ("%1\n" in text) == (num_jobs == 2)
+
+
+def test_steps_that_share_a_gpu_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees all GPUs of the job's node, and its agent takes those that its place has."""
+    monkeypatch.setenv("SLURM_JOB_ID", "101")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "64000")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(3)]
+    plan = planned("launcher={type: slurm, cpus_per_rank: 3}", *SHARED, *more)
+    settings = resolve_launcher_settings(plan.recipe.launcher, None)
+    configs = [run.config for run in plan.runs[:5]]
+    engine = allocation.StepEngine(settings, 5, configs)
+    places = []
+    for config in configs:
+        run = RunDir(tmp_path / "arm" / "seed-0")
+        devices = engine.find_devices(run, config)
+        assert devices is not None
+        engine._slots.take(devices)
+        places.append(devices)
+        command, env = engine.command(run, config, devices), engine.environment(run, config, devices)
+        assert {"--overlap", "--gres=gpu:2", "--cpus-per-task=15", "--nodes=1"} <= {*command}
+        assert not any(word.startswith(("--mem", "--exact")) for word in command)
+        assert (env[node.GPU_POSITIONS], env["OMP_NUM_THREADS"]) == (devices[0], "3")
+    assert places == [("0",), ("1",), ("0",), ("1",), ("0",)]
+    alone = planned("launcher={type: slurm}", "cluster.gpus_per_node=1")
+    engine = allocation.StepEngine(settings, 2, [run.config for run in alone.runs[:2]])
+    assert engine.find_devices(run, alone.runs[0].config) == ()
+    command = engine.command(run, alone.runs[0].config, ())
+    assert {"--exact", "--gres=gpu:1", "--mem=32000"} <= {*command}
+
+
+def test_a_node_gives_a_run_the_gpus_of_its_place(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(planned(*SHARED), tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setenv(node.GPU_POSITIONS, "1")
+    run, meeting = (
+        RunDir(tmp_path / "small" / "baseline" / "seed-0"),
+        Rendezvous(address="n:1", node=1, grace_s=1),
+    )
+    _, env = node.make_agent_command(run, meeting, "n")
+    assert env["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
 # --- submission and refusals ---

@@ -1,0 +1,397 @@
+"""Several runs on a GPU: their places, their shares of its memory, `auto`, MPS, and what is refused."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from abrun.backends import ranks
+from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import ExperimentPlan, make_draft, make_plan
+from abrun.experiment.preflight.machine import Machine
+from abrun.launch import mps, sharing, supervisor
+from abrun.launch.auto import resolve_auto
+from abrun.launch.local import Slots, count_parallel_runs
+from abrun.launch.sharing import MAX_RUNS_PER_GPU, SharingLimits, decide_runs_per_gpu
+from abrun.memory.cells import GIB, Point
+from abrun.memory.predict import PeakPrediction
+from abrun.messages import sentence
+from abrun.processes import find_descendants, find_processes_with, kill_all
+from abrun.reasons import Code
+from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
+from abrun.recipe.run import CONTEXT_BYTES, ClusterConfig, RunConfig, can_change_numbers, share_of_device
+from abrun.runs.experiment import open_experiment
+from abrun.runs.rundir import RunDir
+from abrun.train.__main__ import out_of_memory_reason
+from tests.launch.fakes import FAKE, Silent, run_to_end
+from tests.snapshot import Snapshot
+
+HERE = Path(__file__).parent
+SMALL, FOREIGN = HERE / "small.yaml", HERE.parent / "external" / "foreign.yaml"
+ON_GPU, SHARED = "cluster.gpus_per_node=1", "cluster={gpus_per_node: 1, runs_per_gpu: 4}"
+AUTO = "cluster={gpus_per_node: 1, runs_per_gpu: auto}"
+STEP_TIME = "timing/train/total_step_time_s"
+
+
+def plan_of(*overrides: str) -> ExperimentPlan:
+    return make_plan(load_recipe(SMALL, overrides))
+
+
+# --- places ---
+
+
+def run_on(gpus: int, runs_per_gpu: int) -> RunConfig:
+    return RunConfig(steps=1, cluster=ClusterConfig(gpus_per_node=gpus, runs_per_gpu=runs_per_gpu))
+
+
+def machine_with(num_gpus: int) -> Machine:
+    gpus = tuple(str(gpu) for gpu in range(num_gpus))
+    return Machine(gpus=gpus, cores=8, packages={}, ask_hub=lambda _: None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_run_gets_the_emptiest_gpus(seed: int) -> None:
+    draws = random.Random(seed)
+    num_gpus, runs_per_gpu = draws.randint(1, 5), draws.randint(1, 4)
+    count, num_jobs = draws.randint(1, num_gpus), draws.choice([None, 3, 100])
+    slots, config = Slots(machine_with(num_gpus), num_jobs), run_on(count, runs_per_gpu)
+    running: list[tuple[str, ...]] = []
+    for _ in range(60):
+        if running and draws.random() < 0.4:
+            slots.release(running.pop(draws.randrange(len(running))))
+            continue
+        devices = slots.find_devices(config)
+        loads = [sum(str(gpu) in run for run in running) for gpu in range(num_gpus)]
+        has_room = sum(load < runs_per_gpu for load in loads) >= count and len(running) != num_jobs
+        assert (devices is not None) == has_room
+        if devices is None:
+            continue
+        assert len(set(devices)) == count
+        assert sorted(loads[int(gpu)] for gpu in devices) == sorted(loads)[:count]
+        slots.take(devices)
+        running.append(devices)
+        assert all(sum(str(gpu) in run for run in running) <= runs_per_gpu for gpu in range(num_gpus))
+
+
+@pytest.mark.parametrize(("num_gpus", "count"), [(1, 1), (3, 1), (3, 2), (4, 3), (8, 8)])
+@pytest.mark.parametrize("runs_per_gpu", [1, 2, 5])
+@pytest.mark.parametrize("num_jobs", [None, 4])
+def test_as_many_run_at_once_as_there_are_places(
+    num_gpus: int, count: int, runs_per_gpu: int, num_jobs: int | None
+) -> None:
+    configs = itertools.repeat(run_on(count, runs_per_gpu))
+    expected = min(num_gpus * runs_per_gpu // count, num_jobs or 1000)
+    assert count_parallel_runs(machine_with(num_gpus), num_jobs, configs) == expected
+
+
+# --- the recipe ---
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cluster.runs_per_gpu=0"],
+        ["cluster.runs_per_gpu=null"],
+        ["cluster.runs_per_gpu=lots"],
+        ["cluster.runs_per_gpu=2"],  # no GPUs
+        ["cluster={gpus_per_node: 1, nodes: 2, runs_per_gpu: 2}"],
+        [SHARED, "rollout={engine: vllm, devices: 1}"],
+        [ON_GPU, "arms.treatment={cluster.runs_per_gpu: 2}"],
+        [ON_GPU, "arms.treatment={cluster: {runs_per_gpu: auto}}"],
+        [SHARED, f"compare.claims=[{{metric: {STEP_TIME}, window: all, below: 1.1x}}]"],
+        [SHARED, "compare.claims=[{metric: performance/samples_per_sec, window: all, margin: 5%}]"],
+        [SHARED, "compare.guards={step_time_ratio: 1.1}"],
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_line(overrides: list[str], snapshot: Snapshot) -> None:
+    with pytest.raises(RecipeError) as refused:
+        plan_of(*overrides)
+    assert "\n" not in str(refused.value)
+    snapshot(str(refused.value).replace(str(HERE), "HERE"))
+
+
+def test_neighbours_change_nothing_that_is_compared() -> None:
+    alone, shared = (plan_of(sets, "warm_start={steps: 2}") for sets in (ON_GPU, SHARED))
+    assert alone.warm_starts.keys() == shared.warm_starts.keys()
+    assert alone.treatment_diff == shared.treatment_diff
+    assert not can_change_numbers(RUNS_PER_GPU)
+    assert {run.config.cluster.runs_per_gpu for run in shared.runs} == {4}
+
+
+# --- launches ---
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """One GPU, fake trainers, and the stand-in for CUDA's daemon, whose folders are in `tmp_path`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
+    for variable in (mps.PIPE_VARIABLE, mps.LOG_VARIABLE, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def behave(step_s: float = 0.0, **runs: str) -> None:
+        named = {"/seed-".join(run.split("_")): what for run, what in runs.items()}
+        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": step_s, "runs": named}))
+
+    behave()
+    return behave
+
+
+def test_runs_that_share_a_gpu_run_at_once_and_their_places_come_free(
+    tmp_path: Path, on_gpu: Callable[..., None]
+) -> None:
+    on_gpu(step_s=0.3, baseline_0="fail")
+    others = find_descendants(os.getpid())
+    sets = ("cluster={gpus_per_node: 1, runs_per_gpu: 3}", "steps=4")
+    observer = Silent()
+    outcome = run_to_end(plan_of(*sets), tmp_path, launcher="fake", observer=observer)
+    assert [*outcome.statuses.values()] == ["failed", "finished", "finished", "finished"]
+    runs = {str(name): RunDir(tmp_path / "small" / str(name)) for name in outcome.statuses}
+    launches = [run.launches()[0] for run in runs.values()]
+    assert [(launch.devices, launch.runs_per_gpu, launch.mps) for launch in launches] == [
+        (("4",), 3, True)
+    ] * 4
+    first_ends = min(launch.ended_s or 0.0 for launch in launches)
+    assert all(launch.started_s < first_ends for launch in launches[:3])
+    assert launches[3].started_s >= first_ends
+    assert observer.said == [line for line in observer.said if "failure" in line]
+    assert [*tmp_path.glob("abrun-mps-*")] == [] and find_descendants(os.getpid()) <= others
+    # Resumed with other neighbours: what has finished stays, the record of the rest follows
+    on_gpu()
+    sets = ("cluster={gpus_per_node: 1, runs_per_gpu: 2}", "steps=4")
+    assert run_to_end(plan_of(*sets), tmp_path, launcher="fake", resume=True).exit_code == 0
+    numbers = {name: run.record().config["cluster"]["runs_per_gpu"] for name, run in runs.items()}
+    assert numbers == {name: 2 if name == "baseline/seed-0" else 3 for name in runs}
+    assert [launch.runs_per_gpu for launch in runs["baseline/seed-0"].launches()] == [3, 2]
+
+
+@pytest.mark.parametrize("why", ["missing", "fails", "of the user", "several GPUs"])
+def test_without_a_daemon_runs_share_by_time_slices(
+    why: str,
+    tmp_path: Path,
+    on_gpu: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: Snapshot,
+) -> None:
+    sets = [SHARED]
+    if why == "missing":
+        monkeypatch.setattr(mps.shutil, "which", lambda name: None)
+    elif why == "fails":
+        monkeypatch.setenv("FAKE_MPS_FAILS", "1")
+    elif why == "of the user":
+        monkeypatch.setenv(mps.PIPE_VARIABLE, str(tmp_path))
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+        sets = ["cluster={gpus_per_node: 2, runs_per_gpu: 4}"]
+    observer = Silent()
+    assert run_to_end(plan_of(*sets), tmp_path, launcher="fake", observer=observer).exit_code == 0
+    run = RunDir(tmp_path / "small" / "baseline" / "seed-0")
+    assert run.launches()[0].mps == (why == "of the user")
+    snapshot("\n".join(observer.said))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals")
+@pytest.mark.parametrize("victim", ["launcher", "keeper"])
+def test_a_daemon_outlives_its_launcher_until_the_runs_have_ended(
+    victim: str, tmp_path: Path, on_gpu: Callable[..., None]
+) -> None:
+    """A run that saves a checkpoint after its launcher's death still needs the GPU."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        "from abrun.launch.mps import MpsService\n"
+        "service = MpsService()\n"
+        "run = subprocess.Popen(['sleep', '600'], env={**os.environ, **service.variables})\n"
+        "print(run.pid, service._keeper.pid, service.variables['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
+        "service._keeper.wait()\n"
+        "assert not service.variables\n"
+        "run.kill()\n"
+        "service.close()\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    run_pid, keeper_pid, pipes = launcher.stdout.readline().split()
+    try:
+        users = find_processes_with(mps.PIPE_VARIABLE, pipes)
+        assert len(users) >= 4, "the run, the keeper, the daemon and its server"
+        os.kill(launcher.pid if victim == "launcher" else int(keeper_pid), signal.SIGKILL)
+        if victim == "launcher":
+            launcher.wait()
+            time.sleep(1.5)
+            assert find_processes_with(mps.PIPE_VARIABLE, pipes) == users
+            os.kill(int(run_pid), signal.SIGKILL)
+        else:
+            assert launcher.wait(30) == 0
+        deadline = time.monotonic() + 30
+        while find_processes_with(mps.PIPE_VARIABLE, pipes) or Path(pipes).parent.exists():
+            assert time.monotonic() < deadline, "something lives on"
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        kill_all(lambda: find_processes_with(mps.PIPE_VARIABLE, pipes))
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("runs_per_gpu", [2, 3, 8, 16])
+def test_shares_and_contexts_fill_the_device_at_most(
+    runs_per_gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_bytes = 80 * GIB + 12345
+    share = share_of_device(device_bytes, runs_per_gpu)
+    assert 0 <= device_bytes - runs_per_gpu * (share + CONTEXT_BYTES) < runs_per_gpu
+    fractions: list[float] = []
+    properties = type("Properties", (), {"total_memory": device_bytes})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction)
+    )
+    device = torch.device("cuda", 0)
+    ranks.limit_memory(device, 1)
+    assert fractions == []
+    ranks.limit_memory(device, runs_per_gpu)
+    ranks.limit_memory(device, runs_per_gpu, unmapped_bytes=GIB)
+    assert [round(fraction * device_bytes) for fraction in fractions] == [share, share + GIB]
+    with pytest.raises(LaunchError) as refused:
+        ranks.limit_memory(device, 200)
+    assert refused.value.code is Code.SHARE_EMPTY and "200" in str(refused.value)
+
+
+def test_a_run_without_memory_names_its_share(snapshot: Snapshot) -> None:
+    reason = out_of_memory_reason(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 4)
+    assert reason
+    snapshot(sentence(reason))
+
+
+# --- auto ---
+
+
+def predictions_of(gib: float, **fields: Any) -> Callable[..., list[PeakPrediction]]:
+    def predict_steps(configs: dict[str, Any], device_bytes: int) -> list[PeakPrediction]:
+        kinds = {"weights": GIB, "activations": int(gib * GIB) - GIB}
+        prediction = {"point": Point(length=1), "by_phase": {"forward_backward": kinds}, **fields}
+        return [PeakPrediction(arm=arm, **prediction) for arm in configs]
+
+    return predict_steps
+
+
+MANY = SharingLimits(num_runs=1000, num_jobs=None, num_gpus=1, num_cores=1000)
+
+
+@pytest.mark.parametrize("gib", [1.5, 2.0, 4.7, 9.9, 30.0, 100.0])
+@pytest.mark.parametrize("device_gib", [16, 80, 140])
+@pytest.mark.parametrize("engine_gib", [None, 3])
+def test_as_many_share_as_fit(
+    gib: float, device_gib: int, engine_gib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = None if engine_gib is None else engine_gib * GIB
+    engine = {"engine_bytes": cache, "engine_cache_bytes": cache}
+    monkeypatch.setattr(sharing, "predict_steps", predictions_of(gib, **engine))
+    number, why = decide_runs_per_gpu(plan_of(ON_GPU), device_gib * GIB, MANY)
+    expected = 1
+    for candidate in range(1, MAX_RUNS_PER_GPU + 1):
+        share = device_gib * GIB / candidate - CONTEXT_BYTES
+        training = int(gib * GIB) + (GIB // 4 if engine_gib else 0)
+        sampling = GIB + (engine_gib or 0) * GIB
+        share -= CONTEXT_BYTES if engine_gib else 0  # of an engine host
+        fits = max(training, sampling) <= 0.85 * share and (engine_gib or 0) * GIB <= 0.6 * share
+        expected = candidate if fits else expected
+    assert number == expected and why.startswith(f"auto resolves to {number}, ")
+
+
+@pytest.mark.parametrize(
+    ("limits", "gpus_per_run", "number"),
+    [
+        ({}, 1, 10),
+        ({"num_runs": 4}, 1, 4),
+        ({"num_runs": 5, "num_gpus": 2}, 1, 3),
+        ({"num_cores": 6}, 1, 6),
+        ({"num_cores": 6, "num_gpus": 2}, 1, 3),
+        ({"num_jobs": 3}, 1, 3),
+        ({"num_gpus": 2}, 2, 5),  # the ranks of a run wait for each other
+        ({"num_runs": 4, "num_gpus": 4}, 2, 2),
+        ({"num_gpus": None, "num_cores": None}, 1, 10),
+        ({"num_cores": 1, "num_gpus": 8}, 1, 1),
+    ],
+)
+def test_runs_cores_and_jobs_limit_the_number(limits: dict[str, Any], gpus_per_run: int, number: int) -> None:
+    assert replace(MANY, **limits).apply(10, gpus_per_run)[0] == number
+
+
+def test_a_measured_peak_replaces_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "predict_steps", predictions_of(20))
+    measured = {"arm": "baseline", "peak_bytes": 2 * GIB, "out_of_memory": None}
+    predicted = decide_runs_per_gpu(plan_of(ON_GPU), 80 * GIB, MANY)[0]
+    of_one_arm = decide_runs_per_gpu(plan_of(ON_GPU), 80 * GIB, MANY, measured)[0]
+    one_arm = replace(plan_of(ON_GPU), runs=plan_of(ON_GPU).runs[:1])
+    assert (predicted, of_one_arm) == (3, 3)
+    assert decide_runs_per_gpu(one_arm, 80 * GIB, MANY, measured)[0] == MAX_RUNS_PER_GPU
+
+
+def refuse_predictions(*_: object) -> list[PeakPrediction]:
+    raise LaunchError("the model cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device_bytes"),
+    [
+        ([], 80 * GIB),  # no GPUs
+        ([ON_GPU], None),
+        ([ON_GPU, "arms.treatment={policy.backend: {type: megatron}}"], 80 * GIB),
+        ([ON_GPU, "rollout={engine: vllm, devices: 1}"], 80 * GIB),
+        (["cluster={gpus_per_node: 1, nodes: 2}"], 80 * GIB),
+        ([ON_GPU, f"compare.claims=[{{metric: {STEP_TIME}, window: all, below: 1.1x}}]"], 80 * GIB),
+        ([ON_GPU, "compare.guards={step_time_ratio: 1.1}"], 80 * GIB),
+        ([ON_GPU, "name=unpredictable"], 80 * GIB),
+        (["foreign"], 80 * GIB),
+    ],
+)
+def test_where_nothing_is_known_runs_do_not_share(
+    overrides: list[str], device_bytes: int | None, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    monkeypatch.setattr(sharing, "predict_steps", refuse_predictions)
+    recipe = load_recipe(FOREIGN) if overrides == ["foreign"] else load_recipe(SMALL, overrides)
+    number, why = decide_runs_per_gpu(make_plan(recipe), device_bytes, MANY)
+    assert number == 1
+    snapshot(why)
+
+
+def test_auto_is_decided_once_recorded_and_resumed(
+    tmp_path: Path, on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "predict_steps", predictions_of(20))
+    monkeypatch.setattr(sharing, "usable_cores", lambda: 16)
+    recipe, options = (
+        load_recipe(SMALL, [AUTO]),
+        LaunchOptions(runs_dir=tmp_path, device_memory="80GiB", jobs=4),
+    )
+    arguments = recipe, make_draft(recipe), options
+    too_many = [
+        Code.ARMS_CANNOT_RUN(
+            arms=["baseline"], problem=Code.TOO_MANY_JOBS(jobs=4, gpus_per_run=1, gpus=1, runs_per_gpu=1)
+        )
+    ]  # of the draft, in which no run shares
+    plan = resolve_auto(*arguments, lambda plan: too_many, is_local=True)
+    assert {run.config.cluster.runs_per_gpu for run in plan.runs} == {3}
+    assert run_to_end(plan, tmp_path, launcher="fake", jobs=3).exit_code == 0
+    content = open_experiment(tmp_path / "small")
+    assert content["recipe"]["cluster"]["runs_per_gpu"] == content["decided"][RUNS_PER_GPU]["value"] == 3
+    resumed = resolve_auto(*arguments[:2], replace(options, resume=True), lambda plan: [], is_local=True)
+    assert {run.config.cluster.runs_per_gpu for run in resumed.runs} == {3}
