@@ -24,7 +24,6 @@ from abrun.memory.probes import Probe
 from abrun.memory.trace import find_largest_microbatch
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
-    AUTO_SETTINGS,
     CHECKPOINTING,
     KEEP_GATHERED,
     MICRO_BATCH_TOKENS,
@@ -345,6 +344,7 @@ ALL = [
     "policy.packing=true",
     "algorithm.prompts_per_step=1024",
 ]
+OF_A_RUN = (CHECKPOINTING, KEEP_GATHERED, MICRO_BATCH_TOKENS)  # decided before how many runs share a GPU
 ACTIVATIONS = {"none": 8.0, "selective": 4.0, "full": 0.5}  # GiB a thousand tokens
 
 
@@ -374,7 +374,7 @@ def predict_made_up(
             assert measure is not None
             return measure(probe)
         given = dotted(probe.config.model_dump())
-        values = {key: given[key] for key in AUTO_SETTINGS}
+        values = {key: given[key] for key in OF_A_RUN}
         asked.extend([values] if values not in asked else [])
         return row_of(probe, peak(values))
 
@@ -390,7 +390,7 @@ def preferred(*, compiled: bool) -> list[dict[str, Any]]:
             for tokens in (32768, 16384, 8192):
                 found.append((recomputed, gathered, tokens))
     found += [("full", False, 4096), ("full", False, LONGEST)]
-    return [dict(zip(AUTO_SETTINGS, one, strict=True)) for one in found]
+    return [dict(zip(OF_A_RUN, one, strict=True)) for one in found]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -399,7 +399,7 @@ def test_the_first_that_fits_of_the_documented_order(made_up: list[dict[str, Any
     for memory in range(24, 332, 4):
         first = next(
             (one for one in preferred(compiled=compiled) if peak(one) <= 0.9 * memory),
-            dict(zip(AUTO_SETTINGS, ("full", False, LONGEST), strict=True)),
+            dict(zip(OF_A_RUN, ("full", False, LONGEST), strict=True)),
         )
         one = decide_values(
             recipe(*ALL, f"policy.compile={str(compiled).lower()}"), f"{memory}GiB", is_local=True
