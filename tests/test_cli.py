@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Verdict:
     """What `abrun.compare` answers, without its work."""
 
     def __init__(self, verdict: str) -> None:
-        self.verdict = verdict
+        self.verdict, self.content = verdict, SimpleNamespace(spent=None)
         self.exit_code = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}[verdict]
 
     def summary(self) -> str:

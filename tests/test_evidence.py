@@ -131,7 +131,7 @@ def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: Module
     write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
-    assert " | INVALID |\n" in page and "unknown run hours, " in page
+    assert " | INVALID |\n" in page and " run hours, " in page
     assert "No reference: baseline/seed-2 " in page and "reference.json" not in page
     assert not (site / "docs/evidence/demo/reference.json").exists()
 

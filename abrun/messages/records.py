@@ -65,7 +65,7 @@ def stored_reason(content: Mapping[str, Any] | None, text: str | None) -> Reason
     try:
         reason = reason_from_json(content or {})
         sentence(reason)
-        if set(reason.values) == set(value_names(MESSAGES[reason.code])):
+        if set(reason.values) <= set(value_names(MESSAGES[reason.code])):  # older records have fewer
             return reason
     except Exception:  # the values of another version or a damaged file can be anything
         pass

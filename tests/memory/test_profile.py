@@ -1,7 +1,6 @@
 """memory-profile on a CPU: what the fused path saves, where the peak is, how far arms go, refusals."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.command import run_environment
-from abrun.experiment.probe import _run_command as run_probe
+from abrun.experiment.probe import UNCONTROLLED, _run_command
 from abrun.memory.cells import Cell, MemoryProfile, Point, SizeLimit
 from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_recipe
 from abrun.memory.show import describe_files, format_progress, make_tables
 from abrun.memory.sweep import SweepPlan, Variant, expand_sweep
-from abrun.processes import Popen, find_run_processes
+from abrun.processes import find_run_processes
 from abrun.reasons import Code
 from abrun.recipe.experiment import ExperimentDeclaration, load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -35,7 +34,7 @@ RECIPE = load_recipe(SMALL, QUICK)
 
 
 def measured_here(
-    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any]
+    module: str, directory: Path, config: OwnRunConfig, job: dict[str, Any], control: object
 ) -> list[dict[str, Any]]:
     """Replace `run_probe` without a separate process, which takes seconds to import torch."""
     from abrun.memory.measure import Measurement
@@ -49,7 +48,7 @@ def measured_here(
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.memory.profile.run_probe", measured_here)
+    monkeypatch.setattr("abrun.memory.probes.run_probe", measured_here)
     # Fewer tokens than the measured step has, as on a GPU
     monkeypatch.setattr("abrun.memory.measure.WARM_UP_TOKENS", 16)
 
@@ -59,7 +58,7 @@ def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> SweepPlan:
 
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.memory.profile.run_probe", measured_here)
+    monkeypatch.setattr("abrun.memory.probes.run_probe", measured_here)
     said: list[str] = []
     with_old_pass = load_recipe(SMALL, ["algorithm.ratio=old"])  # a pass for the log-probs of old
     profile = measure_recipe(plan(with_old_pass, lengths=[32, 256]), tmp_path, said.append)
@@ -104,7 +103,7 @@ def test_two_profiles_do_not_share_a_folder(
             refused.append(str(raised.value))
         raise LaunchError("enough")
 
-    monkeypatch.setattr("abrun.memory.profile.run_probe", busy)
+    monkeypatch.setattr("abrun.memory.probes.run_probe", busy)
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32]), tmp_path)
     snapshot(refusal.value)
@@ -335,15 +334,17 @@ def test_gpus_that_are_not_here_are_refused(tmp_path: Path, monkeypatch: pytest.
 def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tidied = tmp_path / "tidied"
 
-    def pressed(process: Popen) -> int:
+    def pressed(*_: object) -> int:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess.Popen, "wait", pressed)
+    monkeypatch.setattr("abrun.experiment.probe.wait_for_exit", pressed)
     config = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").run_config("baseline")
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
-        run_probe(["sh", "-c", script], tmp_path, run_environment(tmp_path, [], config))
+        _run_command(
+            ["sh", "-c", script], tmp_path, run_environment(tmp_path, [], config), config, UNCONTROLLED
+        )
     assert tidied.exists() and not find_run_processes(tmp_path)
