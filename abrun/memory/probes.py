@@ -149,7 +149,8 @@ class ProbePool:
             raise result
         else:
             self._answers[key] = result
-            store_answer(key, result)
+            if not result.get("out_of_memory"):  # other processes may have held the memory
+                store_answer(key, result)
 
     def answer_all(self, probes: Sequence[Probe]) -> list[Answer]:
         """Return the answers of all probes. Raises LaunchError if one has failed."""

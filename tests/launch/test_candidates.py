@@ -154,11 +154,13 @@ def test_every_order_of_answers_decides_as_one_question_after_the_other(
         numbers = itertools.count()
         groups = [[next(numbers) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 3))]
         count = next(numbers)
-        predicted = {
+        predicted: dict[int, dict[str, Any]] = {
             n: {arm: rng.choice([50, 89, 91, 105, 112, 130]) + rng.random() for arm in ARMS}
             for n in range(count)
         }
-        measured = {n: {arm: rng.choice([50, 94, 94, 96, "out"]) for arm in ARMS} for n in range(count)}
+        measured: dict[int, dict[str, Any]] = {
+            n: {arm: rng.choice([50, 94, 94, 96, "out"]) for arm in ARMS} for n in range(count)
+        }
         for table in (predicted, measured):
             if rng.random() < 0.2:
                 table[rng.randrange(count)][rng.choice(ARMS)] = "error"

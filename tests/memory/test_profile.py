@@ -341,7 +341,9 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr("abrun.experiment.probe.wait_for_exit", pressed)
-    config = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").run_config("baseline")
+    config: Any = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml").run_config(
+        "baseline"
+    )
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
         _run_command(

@@ -159,7 +159,9 @@ def test_the_parts_are_those_of_a_count_by_the_second(tmp_path: Path, seed: int)
             write_run(directory / name, runs[str(name)], share=share)
     spent = measure_spent(load_experiment(directory))
     assert spent is not None and spent.device == ("CPU core" if on_cpu else "GPU")
-    expected = dict.fromkeys(("step", "generation", "start_up", "other", "lost", "controls"), 0.0)
+    expected: dict[str, float] = dict.fromkeys(
+        ("step", "generation", "start_up", "other", "lost", "controls"), 0.0
+    )
     for purpose, seconds in seconds_of(runs, share):
         expected[purpose] += seconds
     measured = {

@@ -122,7 +122,7 @@ def test_runs_that_share_a_gpu_are_one_task(
 ) -> None:
     more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(arms - 2)]
     plan = planned("launcher={type: slurm}", *SHARED, *more)
-    settings = resolve_launcher_settings(plan.recipe.launcher, None)
+    settings: Any = resolve_launcher_settings(plan.recipe.launcher, None)
     scripts = jobs.group_into_scripts(plan.runs, settings, {}, num_jobs)
     found = sorted(
         ((len(task), script.need.gpus) for script in scripts for task in script.tasks), reverse=True
@@ -144,7 +144,7 @@ def test_steps_that_share_a_gpu_overlap(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     more = [f"arms.more-{arm}={{steps: {4 + arm}}}" for arm in range(3)]
     plan = planned("launcher={type: slurm, cpus_per_rank: 3}", *SHARED, *more)
-    settings = resolve_launcher_settings(plan.recipe.launcher, None)
+    settings: Any = resolve_launcher_settings(plan.recipe.launcher, None)
     configs = [run.config for run in plan.runs[:5]]
     engine = allocation.StepEngine(settings, 5, configs)
     places = []
