@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -170,31 +170,41 @@ class LocalEngine:
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "LocalRun":
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
         key = self._fork_key(run, config) if self._servers else None
-        server = self._servers.get(key) if key else None
+        if shares_by_mps(config) and is_served(env):
+            run.update_launch(mps=True)  # before the start, since it may fail
         hosts = self._hosts
         if hosts:
             env |= hosts.lend(run, config, devices, env)
-        process: Child | None = None
-        with run.open_log() as output:
-            if key and server:
-                changed_variables = {name: env.get(name) for name, _ in key[1] ^ env.items()}
-                process = server.fork(command[command.index(AGENT) :], changed_variables, output)
-            if not process:
-                process = start_process(
-                    command,
-                    env,
-                    death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C must reach the launcher alone
-                )
+        try:
+            process = self._start_process(run, command, env, key)
+        except BaseException:
+            if hosts:
+                hosts.take_back(run, finished=False)
+            raise
         self._slots.take(devices)
-        if shares_by_mps(config) and is_served(env):
-            run.update_launch(mps=True)
         on_end = (
             (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
         )
         return LocalRun(run, process, devices, self._slots, on_end)
+
+    def _start_process(
+        self, run: RunDir, command: list[str], env: Mapping[str, str], key: ForkKey | None
+    ) -> Child:
+        """Start a run's first process, as a copy of its fork server if that is ready."""
+        server = self._servers.get(key) if key else None
+        with run.open_log() as output:
+            if key and server:
+                changed_variables = {name: env.get(name) for name, _ in key[1] ^ env.items()}
+                if process := server.fork(command[command.index(AGENT) :], changed_variables, output):
+                    return process
+            return start_process(
+                command,
+                env,
+                death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C must reach the launcher alone
+            )
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from abrun.errors import LaunchError
 from abrun.launch import hosts as launching
+from abrun.launch import local
 from abrun.launch.hosts import EngineHosts, HostSet, engine_hosts_for, engine_settings
 from abrun.processes import ENGINE_HOST_VARIABLE, RUN_DIR_VARIABLE, progress
 from abrun.recipe.run import OwnRunConfig
@@ -285,3 +286,16 @@ def test_idle_hosts_leave_a_gpu_to_runs_that_cannot_use_them(
     assert launch.hosts._idle == [kept] and ended[0] is idle
     assert launch.hosts.lend(launch.runs[0], CONFIG, ("0",), {"CUDA_VISIBLE_DEVICES": "0"})
     assert launch.hosts._idle == [] and launch.host is kept
+
+
+def test_a_start_that_fails_takes_its_host_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = local.LocalEngine()
+    engine._hosts = launch.hosts
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(local, "start_process", fail)
+    with pytest.raises(OSError, match="no more processes"):
+        engine.start(launch.runs[0], CONFIG, ("cpu",))
+    assert launch.hosts._lent == {} and launch.hosts._idle == []

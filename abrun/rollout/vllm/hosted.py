@@ -177,6 +177,9 @@ class HostedEngine:
         if loss:
             print(f"{loss}; continuing with an engine in this process", file=sys.stderr, flush=True)
         self._host.close()
+        if self._device.type == "cuda":  # the lost host's part of the share, too, is this process's now
+            limit_memory(self._device, self._runs_per_gpu)
+            torch.cuda.empty_cache()
         self._own = self._make_own()
         self._own.sync(self._backend.gather_weights())
         return None
