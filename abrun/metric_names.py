@@ -334,8 +334,8 @@ def learning_sign(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
 @cache
 def is_clock(name: str) -> bool:
     """Return whether a metric measures time or utilization, which never repeat exactly between runs."""
-    words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|seconds?|s|ms|throughput"
-    words += "|clock|wallclock|tps|tgs|mfu|hfu|t?flops|utili[sz]ation"
+    words = "time|timing|timestamp|runtime|walltime|elapsed|duration|latency|sec(ond)?s?|s|ms|throughput"
+    words += "|minutes?|hours?|speed|fps|clock|wallclock|tps|tgs|mfu|hfu|t?flops|utili[sz]ation"
     return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 

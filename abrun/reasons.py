@@ -130,7 +130,7 @@ class Code(StrEnum):
     ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()
     EXCEPTION, RANKS_LOST, RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT = auto(), auto(), auto(), auto()
     MEMORY_RAN_OUT, NODE_LOST, JOB_WAITS, RUN_WAITS, JOB_STATE = auto(), auto(), auto(), auto(), auto()
-    SHARE_EMPTY, MPS_NOT_STARTED, GPUS_NOT_SHARED = auto(), auto(), auto()
+    SHARE_EMPTY, ENGINE_NOT_SHARED, MPS_NOT_STARTED, GPUS_NOT_SHARED = auto(), auto(), auto(), auto()
     JOB_BEGINS_OR_ENDS, JOB_ENDED, JOB_LEFT_NOTHING, JOB_RUN_SILENT = auto(), auto(), auto(), auto()
     JOB_CANCELLED, JOB_NOT_IN_QUEUE, RESUMABLE, RUN_REMOVED = auto(), auto(), auto(), auto()
     JOB_STOPPED, JOB_FORGOTTEN = auto(), auto()

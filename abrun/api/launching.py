@@ -122,7 +122,7 @@ def launch_recipe(
 
 def _stages_reason(spent: "Spent", num_pairs: int, max_pairs: int) -> Reason:
     """Return the device time of a launch in stages. A pair that it did not need costs as much as others."""
-    saved_s = (spent.held_s - spent.warm_starts_s) * (max_pairs - num_pairs) / num_pairs
+    saved_s = (spent.held_s - spent.warm_starts_s - spent.lost_s) * (max_pairs - num_pairs) / num_pairs
     return Code.STAGES_SPENT(
         num_pairs=num_pairs, max_pairs=max_pairs, device=spent.device, spent_s=spent.held_s, saved_s=saved_s
     )
@@ -191,12 +191,12 @@ def _run(
 
 def _run_in_stages(
     planned: PlannedLaunch, options: LaunchOptions, console: "Terminal"
-) -> tuple[LaunchOutcome | None, int]:
+) -> tuple[LaunchOutcome | None, int | None]:
     """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help.
 
-    Return the outcome, and the number of pairs that were run.
+    Return the outcome, and the number of pairs that decided; None if they did not.
     """
-    recipe, outcome, num_pairs = planned.plan.recipe, None, 0
+    recipe, outcome = planned.plan.recipe, None
     if options.resume:
         stages.refuse_other_interim(recipe, planned.experiment_dir)
     for num_pairs in recipe.compare.interim:
@@ -209,15 +209,17 @@ def _run_in_stages(
         except AbrunError:  # the comparison that follows reports it
             break
         except KeyboardInterrupt:
-            return replace(outcome, stopped_by=signal.SIGINT), num_pairs
-        if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
+            return replace(outcome, stopped_by=signal.SIGINT), None
+        if state == "decided":
+            return outcome, num_pairs
+        if state == "not taken" or num_pairs == len(recipe.seeds):
             break
         if state == "step one":
             cause = "the step-one check is inconclusive, and more seeds do not help: see below for the fix"
             console.say(f"After {num_pairs} pairs: {cause}.")
             break
         console.say(f"After {num_pairs} pairs: not decided yet.")
-    return outcome, num_pairs
+    return outcome, None
 
 
 def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:

@@ -1,15 +1,15 @@
 """Environment of a foreign run: its interpreter, packages and devices."""
 
 import json
-import platform
 import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from abrun.experiment.preflight.machine import cpu_name
 
 VERSION_SCRIPT = """
 import sys
@@ -37,7 +37,7 @@ def describe_environment(
     return {
         "python": answer.get("python"),
         "versions": {name: answer.get("versions", {}).get(name) for name in packages},
-        "devices": _list_gpus(env) or [_cpu_name()] * num_cores,
+        "devices": _list_gpus(env) or [cpu_name()] * num_cores,
         "hosts": [socket.gethostname()],
         "dtype": None,
         "prompts_sha256": None,
@@ -80,11 +80,3 @@ def _list_gpus(env: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in output.splitlines() if line.strip()]
-
-
-def _cpu_name() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

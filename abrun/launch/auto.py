@@ -6,6 +6,7 @@ what is stored hold the decided values. docs/explanation/memory-prediction.md ha
 """
 
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -190,11 +191,16 @@ def _search(
                     instead=_format_alternatives(recipe.auto_keys),
                 )
             ) from None
-        seconds_text = f"in {time.monotonic() - started_s:.0f} s"
-        when = seconds_text if pool.has_started else f"before, {max(pool.days.values())}"
+        when = f"in {time.monotonic() - started_s:.0f} s"
+        if not pool.has_started:
+            when = f"by answers of {max(pool.days.values())}"
     basis = "measured" if trials[-1].measured else "predicted"
-    say(f"auto: {format_values(trials[-1].values)}: decided {when}, {basis}")
+    say(f"auto: {_name_values(trials[-1].values)}: {basis}, {when}")
     return trials
+
+
+def _name_values(values: Values) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
 def _announce(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], *, measures: bool) -> str:

@@ -18,6 +18,7 @@ from abrun.launch.engine import Devices
 from abrun.launch.local import Slots
 from abrun.messages.records import encode_reasons
 from abrun.reasons import Code, Reason
+from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import RunConfig, can_change_numbers
 from abrun.regular_files import is_directory
@@ -135,12 +136,19 @@ def estimate_budget(
     )
 
 
-def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path) -> PairCost | None:
-    """Return the device time of a pair, without idle devices; None without an earlier run."""
-    budget = estimate_budget(plan, runs_dir, None)
-    if isinstance(budget, Reason):
+def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path, machine: Machine | None) -> PairCost | None:
+    """Return the device time of a pair, without idle devices and warm starts; None without an earlier run."""
+    configs: dict[str, RunConfig] = {run.name.arm: run.config for run in plan.runs}
+    paces = find_paces(runs_dir, [*configs.values()], machine)
+    known = [paces[key] for config in configs.values() if (key := config_key(config)) in paces]
+    if not known:
         return None
-    return PairCost(budget.device_s / len(plan.recipe.seeds), budget.device)
+    device_s = sum(
+        paces.get(config_key(run.config), known[0]).run_s(run.config.steps) * _num_devices(run.config)
+        for run in plan.runs
+    )
+    on_gpus = any(config.cluster.gpus_per_node for config in configs.values())
+    return PairCost(device_s / len(plan.recipe.seeds), "GPU" if on_gpus else "CPU core")
 
 
 def _num_devices(config: RunConfig) -> float:
@@ -180,13 +188,12 @@ def simulate_launch(jobs: Sequence[PlannedJob], slots: Slots) -> tuple[float, in
 # --- earlier runs ---
 
 
-def config_key(config: RunConfig | Mapping[str, Any]) -> ConfigKey:
+def config_key(config: RunConfig) -> ConfigKey:
     """Return what identifies runs of the same pace: the configuration apart from its number of steps."""
-    content = config if isinstance(config, Mapping) else config.model_dump(mode="json")
     return repr(
         sorted(
             (key, repr(value))
-            for key, value in dotted(content).items()
+            for key, value in dotted(config.model_dump(mode="json")).items()
             if key != "steps" and (can_change_numbers(key) or key in TIMING_KEYS)
         )
     )
@@ -200,14 +207,13 @@ def find_paces(runs_dir: Path, configs: list[RunConfig], machine: Machine | None
     kinds = {True: gpu_names(), False: (cpu_name(),)} if machine else {}
     for folder, directories in _list_runs(runs_dir):
         measured: dict[ConfigKey, list[Pace]] = {}
-        with suppress(AbrunError, OSError):
-            for run in map(RunDir, directories):
+        for run in map(RunDir, directories):
+            with suppress(AbrunError, OSError), wrap_read_errors(run.path):  # a damaged run hides no other
                 if not (run.finished and run.exists):
                     continue
-                key = config_key(run.record().config)
+                key = config_key(parse_stored_run(run.record().config))
                 if key in wanted - paces.keys() and len(measured.get(key, ())) < MAX_RUNS:
-                    with wrap_read_errors(run.path):
-                        measured.setdefault(key, []).extend(_measure_pace(run, folder, kinds))
+                    measured.setdefault(key, []).extend(_measure_pace(run, folder, kinds))
         paces |= {key: _mean_pace(key_paces) for key, key_paces in measured.items() if key_paces}
         if wanted <= paces.keys():
             break
@@ -216,12 +222,16 @@ def find_paces(runs_dir: Path, configs: list[RunConfig], machine: Machine | None
 
 def _list_runs(runs_dir: Path) -> Iterator[tuple[str, list[Path]]]:
     """Yield name and run directories of each experiment, the newest first, and then the warm starts."""
-    experiments = sorted(list_experiments(runs_dir), key=lambda path: path.stat().st_mtime, reverse=True)
+    ages: dict[Path, float] = {}
+    for experiment_dir in list_experiments(runs_dir):
+        with suppress(OSError):  # removed meanwhile
+            ages[experiment_dir] = experiment_dir.stat().st_mtime
+    experiments = sorted(ages, key=ages.__getitem__, reverse=True)
     for experiment_dir in experiments[:MAX_EXPERIMENTS]:
         with suppress(AbrunError):
             names = planned_runs(experiment_dir)
             yield experiment_dir.name, [run_dir(experiment_dir, name) for name in names]
-    if is_directory(runs_dir / WARM_STARTS):
+    with suppress(OSError):
         yield WARM_STARTS, sorted((runs_dir / WARM_STARTS).iterdir())
 
 

@@ -26,6 +26,7 @@ from abrun.processes import (
     kill_all,
     progress,
     start_process,
+    wait_for_exit,
 )
 from abrun.processes.scratch import scratch_folder
 from abrun.recipe.run import OwnRunConfig, RunConfig
@@ -33,6 +34,8 @@ from abrun.runs.files import open_log
 from abrun.runs.layout import engine_log_name
 from abrun.runs.rundir import RunDir
 
+# A host ends with its connection. One that is killed under MPS with work on the GPU may disturb other runs.
+END_GRACE_S = 3.0
 HOST_COMMAND = ("abrun.rollout.vllm.host",)  # after `python -P -m`
 
 
@@ -74,10 +77,10 @@ class HostSet:
     def is_alive(self) -> bool:
         return all(process.poll() is None for process in self.processes)
 
-    def end(self) -> None:
-        """Kill the processes; they hold no state to save."""
+    def end(self, grace_s: float = 0.0) -> None:
+        """Kill the processes, which hold no state to save, unless they end by themselves within `grace_s`."""
         for process in self.processes:
-            if process.poll() is None:
+            if wait_for_exit(process, grace_s, lambda: False) is None:
                 kill_all(lambda process=process: find_descendants(process.pid))
                 process.kill()
             process.wait()
@@ -130,14 +133,11 @@ class EngineHosts:
     def take_back(self, run: RunDir, *, finished: bool) -> None:
         """Keep the hosts of an ended run for the next one, or end them."""
         hosts = self._lent.pop(run.path, None)
-        if hosts:
+        if hosts and not (finished and hosts.is_alive):
+            hosts.end(END_GRACE_S)
+        elif hosts:
             self._idle.append(hosts)
-            self._end_idle(
-                lambda idle: (
-                    idle.settings not in self._waiting.values()
-                    or (idle is hosts and not (finished and hosts.is_alive))
-                )
-            )
+        self._end_idle(lambda idle: idle.settings not in self._waiting.values())
 
     def close(self) -> None:
         """End all hosts."""

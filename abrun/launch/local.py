@@ -23,7 +23,7 @@ from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
-from abrun.launch.mps import MpsService, is_served, mps_for, shares_by_mps
+from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
@@ -41,7 +41,8 @@ from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.rundir import RunDir
 
 FORK_MODULE = "abrun.train.forked"
-# A fork server pays off if at least this many runs of a kind have to wait for devices or a warm start.
+# A fork server pays off if at least this many runs of a kind have to wait for devices or a warm start; on
+# GPUs, whose hosts have cores to spare, one is enough.
 MIN_WAITING_RUNS = 2
 
 
@@ -145,7 +146,8 @@ class LocalEngine:
         num_runs = Counter(key for key, _ in keyed_configs)
         try:
             for key, config in dict(keyed_configs).items():
-                if key and self._count_waiting(config, num_runs[key]) >= MIN_WAITING_RUNS:
+                least = 1 if config.cluster.gpus_per_node else MIN_WAITING_RUNS
+                if key and self._count_waiting(config, num_runs[key]) >= least:
                     with contextlib.suppress(OSError):  # the runs will report the same problem
                         self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
             with engine_hosts_for(runs) as self._hosts:
@@ -218,6 +220,8 @@ class LocalEngine:
         if config.cluster.runs_per_gpu == 1:
             return {}
         mps_variables = self._mps.variables if self._mps and shares_by_mps(config) else {}
+        if not shares_by_mps(config) and is_served():
+            mps_variables = {PIPE_VARIABLE: NO_DAEMON}
         threads = os.environ.get("OMP_NUM_THREADS", str(max(num_threads, 1)))
         return {"OMP_NUM_THREADS": threads, **mps_variables}
 

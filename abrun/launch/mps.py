@@ -37,6 +37,7 @@ from abrun.recipe.run import RunConfig
 DAEMON = "nvidia-cuda-mps-control"
 PIPE_VARIABLE, LOG_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
+NO_DAEMON = "/nonexistent"  # as PIPE_VARIABLE: a process that finds no daemon there runs without MPS
 PID_FILE = f"{DAEMON}.pid"
 START_TIMEOUT_S = 10.0
 # Runs that have lost their launcher take up to 30 s to save a checkpoint

@@ -204,13 +204,13 @@ class Supervisor:
                 self._fail_job(job, error.reason)
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
-        job.run.begin_launch(devices, self._git)
+        job.run.begin_launch(devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
         job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, devices)
         job.status = "running"
-        job.run.update_launch(pid=job.started.pid, runs_per_gpu=job.config.cluster.runs_per_gpu)
+        job.run.update_launch(pid=job.started.pid)
 
     def _fail_job(self, job: LaunchJob, reason: Reason) -> None:
         """Fail a job that has no process, or whose process cannot be recorded."""

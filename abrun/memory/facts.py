@@ -1,8 +1,8 @@
 """Answers of probes about memory, kept in the user's cache for later launches.
 
 A key covers all that an answer depends on: the run's configuration apart from settings without effect on
-memory, the files that it names, abrun's own code, every installed package, and for measurements the GPUs. An
-answer that is damaged or cannot be stored is found again.
+memory, the files that it names, abrun's own code, the installed packages by name and version, and for
+measurements the GPUs. An answer that is damaged or cannot be stored is found again.
 """
 
 import contextlib
@@ -113,7 +113,8 @@ def _list_files(values: Any) -> Iterator[tuple[str, int, int]]:
 
     A name on the hub stands for the revisions of it in the hub's cache.
     """
-    hub = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    hub = Path(os.environ.get("HF_HOME") or f"{home}/huggingface") / "hub"
     hub = Path(os.environ.get("HF_HUB_CACHE") or hub)
     for value in values:
         if not isinstance(value, str) or "\0" in value or len(value) > 4096:

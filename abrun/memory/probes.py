@@ -99,25 +99,27 @@ class ProbePool:
         self._servers: dict[bool, ProbeServer | None] = {}  # by whether it serves measurements
         self._folder: Path | None = None
         self._num_started = 0
-        self._keeps_log = False
         self.days: dict[str, str] = {}  # of the answers that were known, by key
 
     def __enter__(self) -> "ProbePool":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, __: object) -> None:
         self.request([])
         while self._running:
             self.wait()
         for server in filter(None, self._servers.values()):
             server.close()
-        if self._folder and not self._keeps_log:
+        # A failed probe's error names a log in the folder.
+        keeps_log = isinstance(error, LaunchError) and any(
+            reason.code is Code.PROBE_FAILED for reason in error.reason.walk()
+        )
+        if self._folder and not keeps_log:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def answer(self, probe: Probe) -> Answer | None:
         """Return a probe's answer, or None if it is not known yet. Raises LaunchError if it has failed."""
         if (error := self._errors.get(probe.key)) is not None:
-            self._keeps_log = error.code is Code.PROBE_FAILED  # the error names a log in the folder
             raise error
         return self._answers.get(probe.key) if self._is_answered(probe.key) else None
 

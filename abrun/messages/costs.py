@@ -14,7 +14,7 @@ PARTS = {  # of abrun.verdict.spent.Spent
     "warm_starts_s": "warm starts",
     "other_s": "checkpoints, validation, exit",
     "lost_s": "failed or repeated work",
-    "idle_s": "idle devices",
+    "idle_s": "idle devices and shares",
 }
 MIN_SHARE = 0.005  # smaller parts are left out of the sentence
 

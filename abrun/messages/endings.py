@@ -48,6 +48,17 @@ def _memory_ran_out(
     return f"{device} ran out of memory during {doing or 'the start'}; {remedy} ({error})"
 
 
+def _engine_not_shared(runs_per_gpu: int, cache_bytes: int | None, share_bytes: int | None) -> str:
+    """vLLM's cache does not fit a run's share; `share_bytes` None: alone, vLLM would size it by the GPU."""
+    got = f"cluster.runs_per_gpu: got {runs_per_gpu}, but"
+    if cache_bytes is None or share_bytes is None:
+        return f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1"
+    return (
+        f"{got} vLLM's cache of {cache_bytes / GIB:.1f} GiB takes most of a run's share of "
+        f"{share_bytes / GIB:.1f} GiB; use fewer, or auto"
+    )
+
+
 def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
     """No rank makes progress; `ranks` has the positions of at most four."""
     places = [
@@ -99,6 +110,7 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL "
     "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
+    Code.ENGINE_NOT_SHARED: _engine_not_shared,
     Code.SHARE_EMPTY: "cluster.runs_per_gpu: got {runs_per_gpu}, but a GPU of {device_gib:.0f} GiB "
     "has no memory for so many shares; use fewer",
     Code.NODE_LOST: "{node} is lost: {error}",

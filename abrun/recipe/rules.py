@@ -344,6 +344,10 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              lambda run: run.cluster.runs_per_gpu not in (1, "auto") and run.engine_devices,
              "got {got} with rollout.devices {rollout.devices}, whose engines take whole GPUs; use 1, or "
              "rollout.devices: null"),
+        RecipeRule("rollout.gpu_memory_utilization",
+             lambda run: run.cluster.runs_per_gpu not in (1, "auto") and run.rollout.gpu_memory_utilization,
+             "got {got} with cluster.runs_per_gpu {cluster.runs_per_gpu}, whose runs get equal shares; use "
+             "null, or cluster.runs_per_gpu: 1"),
         RecipeRule("policy.backend", _find_replica_misfit,
              "got {parts} = {replica} ranks per replica, for {ranks} ranks; use sizes whose product divides "
              "{ranks}, or other cluster sizes"),

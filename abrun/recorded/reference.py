@@ -65,6 +65,7 @@ def freeze(
     for run in runs:
         if not run.finished:
             raise ComparisonError(Code.REFERENCE_NEEDS_WHOLE_RUNS(run=str(run), status=run.status))
+    runs = [_with_largest_share(run) for run in runs]
     compare = (claims or experiment.compare).model_copy(update={"interim": [], "reference": None})
     grids = {
         claim.metric: union_steps(run.series(claim.metric).steps for run in runs) for claim in compare.claims
@@ -288,6 +289,13 @@ def _load_series(metric: str, stored_series: Mapping[str, Any]) -> Series:
     if steps.ndim != 1 or steps.shape != values.shape or not len(steps) or (np.diff(steps) <= 0).any():
         raise ValueError(f"{shortened(metric)}: expected increasing steps with one value each")
     return Series(steps, values, int(stored_series.get("recounted", 0)))
+
+
+def _with_largest_share(run: RecordedRun) -> RecordedRun:
+    """Return a run whose configuration says how many runs shared its GPUs at most, over all of its starts."""
+    if not run.config or run.runs_per_gpu == 1:
+        return run
+    return replace(run, config={**run.config, "cluster.runs_per_gpu": run.runs_per_gpu})
 
 
 def _public_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,12 +136,15 @@ class RunDir:
         content = {"initial_weights": record.initial_weights, "config": record.config}
         write_json(self.path / layout.CONFIG, {"schema_version": SCHEMA_VERSION, **identity, **content})
 
-    def begin_launch(self, devices: Sequence[str], git: Mapping[str, Any] | None) -> None:
+    def begin_launch(
+        self, devices: Sequence[str], git: Mapping[str, Any] | None, *, runs_per_gpu: int = 1
+    ) -> None:
         """Record a launch before its process is started."""
         launch = Launch(
             launcher=Owner(**this_process_fields()),
             started_s=time.time(),
             devices=tuple(devices),
+            runs_per_gpu=runs_per_gpu,
             attempts=self.last_attempt,
             **this_machine_fields(),
         )

@@ -1,5 +1,6 @@
 """Device time that an experiment spent, by purpose."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -11,6 +12,8 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.owner import Owner
 from abrun.runs.usage import Split, Start
 
+# Between two runs of a launch; longer, it is another launch of the same process
+MAX_PAUSE_S = 120.0
 CPU = "cpu"  # the name of any CPU core in a launch; a GPU has its own name
 
 
@@ -29,7 +32,7 @@ class Spent:
     controls_s: float  # A/A reruns, one-ULP reruns and injected faults
     warm_starts_s: float
     lost_s: float  # failed starts, repeated steps, and runs whose partner did not finish
-    idle_s: float  # devices that a launch held while no run was on them
+    idle_s: float  # devices, and shares of them, that a launch held while no run was on them
 
     @property
     def reason(self) -> Reason:
@@ -80,7 +83,7 @@ def _compared_runs(experiment: RecordedExperiment) -> list[RecordedRun]:
 
 
 def measure_idle(starts: Iterable[Start]) -> float:
-    """Return the device seconds that launches held while no run was on the device.
+    """Return the device seconds that launches held while no run was on the device or on a share of it.
 
     A launch holds the devices on which it placed runs, from its first start to the end of its last run; of
     CPU cores, the most that were taken at the same time. Devices that a scheduler assigned are not known.
@@ -89,7 +92,22 @@ def measure_idle(starts: Iterable[Start]) -> float:
     for start in starts:
         if start.launcher is not None and start.devices:
             launches.setdefault((start.launcher, CPU in start.devices), []).append(start)
-    return sum(_idle_of_launch(launched, on_cpu) for (_, on_cpu), launched in launches.items())
+    return sum(
+        _idle_of_launch(launched, on_cpu)
+        for (_, on_cpu), by_process in launches.items()
+        for launched in _split_at_pauses(by_process)
+    )
+
+
+def _split_at_pauses(starts: list[Start]) -> list[list[Start]]:
+    """Return the starts of each launch of one process, such as a notebook's: between them no run was on."""
+    groups, busy_until_s = list[list[Start]](), -math.inf
+    for start in sorted(starts, key=lambda start: start.began_s):
+        if start.began_s > busy_until_s + MAX_PAUSE_S:
+            groups.append([])
+        groups[-1].append(start)
+        busy_until_s = max(busy_until_s, start.ended_s)
+    return groups
 
 
 def _idle_of_launch(starts: list[Start], on_cpu: bool) -> float:

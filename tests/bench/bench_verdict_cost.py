@@ -24,6 +24,7 @@ Metrics are equal if no run differs in a bit of any value but time, throughput a
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,13 @@ def make_schedulings(asked: argparse.Namespace) -> list[Scheduling]:
         recipe = load_recipe(asked.recipe, overrides)
     except AbrunError as error:
         sys.exit(str(error))
-    common = [str(asked.recipe.resolve()), *(f"--set={override}" for override in overrides)]
+    path = asked.recipe.resolve()
+    if asked.before:  # older code may lack the key
+        text = re.sub(r",? *runs_per_gpu: *\w+", "", path.read_text())
+        path = asked.work / path.name
+        asked.work.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    common = [str(path), *(f"--set={override}" for override in overrides)]
     common += ["--seeds", asked.seeds] if asked.seeds else []
     serial, sharing = ["--jobs", "1"], ["--jobs", str(asked.jobs)]
     if asked.gpus:

@@ -21,7 +21,7 @@ CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
 DURATION = re.compile(r"(?<=\W)\d:\d\d(?=$| elapsed| ─)", re.M)
 STARTED = re.compile(r"^HH:MM:SS \S+: started, .*\n", re.M)  # not printed of a run that ended at once
 # The device time of a real launch; that of written runs is the same every time
-SPENT = re.compile(r"[\d.]+ core-\w+: \d+ % runs without step times(?:, \d+ % idle devices)?")
+SPENT = re.compile(r"[\d.]+ core-\w+: \d+ % runs without step times(?:, \d+ % idle devices and shares)?")
 SPENT_ROWS = re.compile(
     r"^\| spent on \| core-\w+ \| share \|\n.*\n\| runs without step times \|(?:.*\n)+?\| all \|.*\n", re.M
 )

@@ -1,17 +1,16 @@
 """`auto` of a policy on a GPU: what was decided and measured, and what the runs then took."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import abrun
-from abrun.launch import auto
 from abrun.launch.auto import decide_values
-from abrun.memory.cells import GIB, Point
-from abrun.memory.predict import PeakPrediction
+from abrun.memory import probes
+from abrun.memory.cells import GIB
 from abrun.metric_names import peak_memory_phase
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, load_recipe
-from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import open_experiment
 from abrun.runs.rundir import RunDir
 
@@ -54,18 +53,22 @@ def test_runs_take_what_was_predicted(memory: str, value: str, tmp_path: Path) -
         assert max(peaks.values()) == pytest.approx(predicted["peak_bytes"], rel=0.1)
 
 
-def test_what_runs_out_of_memory_is_measured_and_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_out_of_memory_is_measured_and_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Predictions that are far too low, and the allocator's limit: a step of 8,192 tokens takes 3.2 GiB on an
     H100, most of it three float32 copies of the logits."""
 
-    def too_low(configs: dict[str, OwnRunConfig], device_bytes: int) -> list[PeakPrediction]:
-        found = []
-        for arm, config in configs.items():
-            at = Point(length=1024, num_sequences=(config.policy.micro_batch_tokens or 0) // 1024)
-            found.append(PeakPrediction(arm=arm, point=at, by_phase={"x": {"x": 1}}))
-        return found
+    def too_low(probe: probes.Probe, *_: Any) -> dict[str, Any]:
+        if probe.kind == "longest":
+            return trace(probe, *_)
+        (length,), num_sequences = probe.job["lengths"], probe.job["num_sequences"]
+        sizes = {"length": length, "num_sequences": num_sequences}
+        return {**sizes, "by_phase": {"x": {"x": 1}}, "vllm": None, "experts": False}
 
-    monkeypatch.setattr(auto, "predict_steps", too_low)
+    trace: Any = probes._trace
+    monkeypatch.setattr(probes, "_trace", too_low)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     recipe = load_recipe(
         SMALL,
         [

@@ -12,6 +12,7 @@ from transformers import Gemma4TextConfig, GPT2Config, Qwen3NextConfig
 from abrun.backends.ranks import make_ranks
 from abrun.errors import LaunchError
 from abrun.models.presets import preset_config
+from abrun.reasons import Code
 from abrun.recipe.policy import Model
 from abrun.recipe.run import share_of_device
 from abrun.rollout.draws import Draws
@@ -333,20 +334,18 @@ def test_beside_the_trainer_it_takes_what_a_step_needs_of_keys_and_values() -> N
     alone = config_of(*asked, *step, "rollout.devices=1")
     assert _memory_arguments(alone, config, 140 * GIB) == {"gpu_memory_utilization": 0.9}
     assert _memory_arguments(run, config, None) == {"kv_cache_memory_bytes": GIB}
-    # Beside other runs on the GPU: of its share, and never measured by vLLM
+    # Beside other runs on the GPU: as alone, or not at all
     shared = config_of(*asked, *step, "cluster={gpus_per_node: 1, runs_per_gpu: 4}")
-    half = config_of(
-        *asked, *step, "cluster={gpus_per_node: 1, runs_per_gpu: 4}", "rollout.gpu_memory_utilization=0.5"
-    )
-    for device_bytes, run_of, network, cache in (
-        (140 * GIB, shared, config, whole),  # as alone
-        (40 * GIB, shared, config, int(0.3 * share_of_device(40 * GIB, 4))),  # too much of its share
-        (140 * GIB, shared, recurrent, int(0.3 * share_of_device(140 * GIB, 4))),
-        (140 * GIB, half, config, int(0.25 * share_of_device(140 * GIB, 4))),
+    assert _memory_arguments(shared, config, 140 * GIB) == _memory_arguments(run, config, 140 * GIB)
+    for device_bytes, network, share_bytes in (
+        (40 * GIB, config, share_of_device(40 * GIB, 4)),  # too much of its share
+        (20 * GIB, config, None),  # alone, as much as there is
+        (140 * GIB, recurrent, None),
     ):
-        arguments = _memory_arguments(run_of, network, device_bytes)
-        expected = {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
-        assert arguments == expected
+        with pytest.raises(LaunchError, match=r"cluster\.runs_per_gpu: got 4, but vLLM") as refused:
+            _memory_arguments(shared, network, device_bytes)
+        assert refused.value.code is Code.ENGINE_NOT_SHARED
+        assert refused.value.reason["share_bytes"] == share_bytes
 
 
 def test_what_vllm_goes_on_without_is_noted() -> None:

@@ -157,7 +157,7 @@ class EngineProcess:
         self._printed_before = log.stat().st_size if log.exists() else 0
 
     def __str__(self) -> str:
-        raise NotImplementedError
+        return f"vllm's process {self.number} ({self._log.name})"
 
     def send(self, message: Any) -> None:
         """Send a message. The end of the process is not an error here, but in the wait for its answer."""

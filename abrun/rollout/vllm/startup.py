@@ -20,6 +20,7 @@ from abrun.errors import LaunchError
 from abrun.models import config_of
 from abrun.models.families import max_positions_of
 from abrun.processes import progress
+from abrun.reasons import Code
 from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig
@@ -137,6 +138,8 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
     wrong = vllm_refusal(on_gpu=device.type == "cuda") or config.rollout.support_refusal()
     if wrong:
         raise LaunchError(wrong)
+    if config.cluster.runs_per_gpu > 1:
+        reserves_known_memory(config)  # raises if vLLM cannot share the GPU
     with preserving_globals(device), raising_launch_errors("start", tail):
         os.environ.update(FIXED_ENVIRONMENT)
         if config.rollout.batch_invariant:
@@ -261,17 +264,24 @@ def reserves_known_memory(config: OwnRunConfig) -> bool:
 
 
 def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: int) -> dict[str, float]:
-    """Return the arguments for one of several runs on a GPU, from its share of the memory.
+    """Return the arguments for one of several runs on a GPU: those of a run alone, for equal results.
 
-    The size of the cache is explicit: free memory, which vLLM would measure, is also the neighbours'. It is
-    that of a run alone, unless this takes most of the share or the recipe gives vLLM's share. Half of what
-    vLLM gets is otherwise left for weights and activations, as with MAX_SMALL_CACHE_SHARE.
+    Raises LaunchError if vLLM would size the cache of a run alone by the GPU, or if it takes most of the
+    share.
     """
-    share_bytes = config.cluster.share_of(device_bytes)
-    utilization = config.rollout.gpu_memory_utilization
-    cache = None if utilization else cache_bytes(config, config.cluster.ranks, network)
-    if cache is None or cache > COLOCATED_MEMORY_SHARE * share_bytes:
-        cache = int((utilization or COLOCATED_MEMORY_SHARE) / 2 * share_bytes)
+    cache, share_bytes = (
+        cache_bytes(config, config.cluster.ranks, network),
+        config.cluster.share_of(device_bytes),
+    )
+    is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
+    if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
+        raise LaunchError(
+            Code.ENGINE_NOT_SHARED(
+                runs_per_gpu=config.cluster.runs_per_gpu,
+                cache_bytes=cache,
+                share_bytes=None if is_sized_by_gpu else share_bytes,
+            )
+        )
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
 
 
