@@ -167,7 +167,7 @@ class Observer:
         """Return the kept tokens' values, on the CPU."""
         _, kept = self._microbatches[self._current]
         tokens = torch.cat([row[part] for row, part in zip(rows, kept, strict=True)])
-        return tokens.detach().reshape(len(tokens), -1).float().cpu()
+        return tokens.detach().reshape(len(tokens), rows.shape[2:].numel()).float().cpu()
 
     def _make_hook(self, traced: TracedModule) -> Callable[..., Any]:
         def hook(module: Any, inputs: Any, output: Any) -> Any:
