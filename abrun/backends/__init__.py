@@ -121,6 +121,17 @@ class ValueModel(Trainable, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModule:
+    """A module of the network on this rank whose output is the states of the tokens."""
+
+    name: str  # Hugging Face's
+    module: Any
+    # Returns the states of this rank's tokens, [B, S, H] or of a stream [1, local tokens, H], given the
+    # module's output and the number of tokens. Collective over the ranks that share these tokens.
+    full_states: Callable[[Any, int], Tensor]
+
+
 class Backend(Trainable, Protocol):
     """A sharded policy. Its inputs and outputs are full rows, however the backend shards them inside."""
 
@@ -154,6 +165,10 @@ class Backend(Trainable, Protocol):
 
     def save(self, directory: Path) -> None:
         """Write weights and configuration as a Hugging Face checkpoint; rank 0 writes. Collective."""
+        ...
+
+    def traced_modules(self) -> Sequence[TracedModule]:
+        """Return embedding, layers with their parts, and final norm: those that this rank computes."""
         ...
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,7 @@ def start_from(
     try:
         state, origin = _open_checkpoint(path, ranks, num_steps)
         with contextlib.ExitStack() as opened:
-            saved = _SavedTensors(
-                [opened.enter_context(safe_open(path / name, "pt")) for name in state.files]
-            )
+            saved = SavedTensors([opened.enter_context(safe_open(path / name, "pt")) for name in state.files])
             _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
             tensors = _read_tensors(saved, wanted_shards, trained.local_state())
     except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -57,6 +55,30 @@ def start_from(
     assert tensors is not None
     trained.load_local_state(tensors)
     return origin
+
+
+def load_saved(paths: Sequence[Path], trained: Stateful, ranks: Ranks) -> None:
+    """Load weights and optimizer state from the files of all ranks of another layout. Collective.
+
+    Raises RecipeError on all ranks if they are of another model.
+    """
+    problem, tensors = None, None
+    wanted_shards = trained.shard_specs()
+    shapes = ranks.all_gather_world(
+        {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
+    )
+    try:
+        with contextlib.ExitStack() as opened:
+            saved = SavedTensors([opened.enter_context(safe_open(path, "pt")) for path in paths])
+            _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
+            tensors = _read_tensors(saved, wanted_shards, trained.local_state())
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+    problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
+    if problems:
+        raise RecipeError(f"the arms have different weights: {problems[0]}; compare arms of one model")
+    assert tensors is not None
+    trained.load_local_state(tensors)
 
 
 def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, StartCheckpoint]:
@@ -73,7 +95,7 @@ def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedSta
 
 
 def _read_tensors(
-    saved: "_SavedTensors", wanted_shards: Mapping[str, ShardSpec], current: Mapping[str, Tensor]
+    saved: "SavedTensors", wanted_shards: Mapping[str, ShardSpec], current: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors for `load_local_state`. Raises ValueError."""
     return {
@@ -83,7 +105,7 @@ def _read_tensors(
     }
 
 
-class _SavedTensors:
+class SavedTensors:
     """The full tensors of a checkpoint, readable by slices from the files of all ranks."""
 
     def __init__(self, files: list[Any]) -> None:

@@ -8,14 +8,14 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from abrun.backends import B, Decoder
+from abrun.backends import B, Decoder, TracedModule
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.dtensor.experts import shard_experts
 from abrun.backends.dtensor.fsdp import (
@@ -56,12 +56,12 @@ class PolicyModule(nn.Module):
     def __init__(self, network: nn.Module, facts: Facts, head: LmHead) -> None:
         super().__init__()
         self.network: Any = network
-        self._facts, self.head = facts, head
+        self.facts, self.head = facts, head
 
     @property
     def base(self) -> Any:
         """Return the network without its LM head."""
-        return self._facts.base
+        return self.facts.base
 
     def forward(
         self,
@@ -74,7 +74,7 @@ class PolicyModule(nn.Module):
     ) -> HeadOutput:
         """See abrun.backends.head.compute_token_logprobs."""
         hidden = hidden_states(self.base, token_ids, packing)
-        weight = local_shard(self._facts.head.weight)
+        weight = local_shard(self.facts.head.weight)
         return compute_token_logprobs(
             self.head, hidden, weight, token_ids, token_mask, entropies, token_loss, packing, support
         )
@@ -87,7 +87,7 @@ class PolicyModule(nn.Module):
         self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
     ) -> tuple[Tensor, Any]:
         """See abrun.backends.Decoder."""
-        weight = local_shard(self._facts.head.weight)
+        weight = local_shard(self.facts.head.weight)
         return self.head.decode(self.base, weight, token_ids, attention_mask, position_ids, cache)
 
 
@@ -210,6 +210,21 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
             tensor=self._tensor_parallel,
             seed=seed,
         )
+
+    def traced_modules(self) -> Sequence[TracedModule]:
+        def full_states(output: Any, length: int) -> Tensor:
+            states = output[0] if isinstance(output, tuple) else output
+            return self._tensor_parallel.full_states(states, length) if self._tensor_parallel else states
+
+        network = self._network
+        names = {module: name for name, module in network.named_modules()}
+        facts: Any = self.module.facts
+        parts = [part for layer in facts.layers for part in (*layer.children(), layer)]
+        norm = getattr(facts.base, "norm", None)
+        modules = [facts.base.get_input_embeddings(), *parts, *([] if norm is None else [norm])]
+        return [
+            TracedModule(name=names[module], module=module, full_states=full_states) for module in modules
+        ]
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         super().load_local_state(state)

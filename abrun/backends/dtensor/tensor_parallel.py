@@ -102,6 +102,11 @@ class TensorParallel:
         all_reduce_sum: Any = _LeaveBlock.apply(partial, self.group, self._shards_positions)
         return all_reduce_sum
 
+    def full_states(self, states: Tensor, length: int) -> Tensor:  # -> [B, S, H], S = length
+        """Return the full states between blocks, without gradient. Collective if they are sharded."""
+        states = states.detach()
+        return (all_gather(states, 1, self.group) if self._shards_positions else states)[:, :length]
+
     def _shard_base(self, base: Any) -> None:
         """Wrap the model so that positions count over the full sequence and hidden states are returned full.
 

@@ -1,13 +1,13 @@
 """A policy on megatron-core. See abrun.backends.megatron."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from abrun.backends import Decoder, ValueModel
+from abrun.backends import Decoder, TracedModule, ValueModel
 from abrun.backends.head import EntropyMode, HeadOutput, LmHead, check_logprob_kernel, compute_token_logprobs
 from abrun.backends.megatron.cpu import emulate_cuda
 from abrun.backends.megatron.decoding import WeightlessNetwork, open_decoder
@@ -88,6 +88,12 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
         with open_decoder(network, self._full_head) as decoder:
             yield decoder
+
+    def traced_modules(self) -> Sequence[TracedModule]:
+        return [
+            TracedModule(name=name, module=module, full_states=self._stages.full_states)
+            for name, module in self._weight_names.modules()
+        ]
 
     def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
         arguments = settings, self.settings, self.ranks, self._stages

@@ -43,6 +43,18 @@ class WeightNames:
             name: p for name, p in model.named_parameters() if not name.startswith(VALUE_HEAD)
         }
 
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """Yield the modules of this stage whose outputs are states, under Hugging Face's names, by depth."""
+        if self._model.pre_process:
+            yield "model.embed_tokens", self._model.embedding
+        for layer in self._model.decoder.layers:
+            prefix = f"model.layers.{layer.layer_number - 1}"
+            for name, hf_name in _LAYER_MODULES.items():
+                yield f"{prefix}.{hf_name}", getattr(layer, name)
+            yield prefix, layer
+        if self._model.decoder.final_layernorm is not None:
+            yield "model.norm", self._model.decoder.final_layernorm
+
     @torch.no_grad()
     def load(self, network: Any, assign: Callable[[str, Tensor], None]) -> None:
         """Assign this rank's shard of each parameter, reading nothing else of the `network`."""
@@ -129,6 +141,12 @@ class WeightNames:
         return ParameterSource(tuple(prefix + hf_name for hf_name in source.hf_names), source.sharding)
 
 
+_LAYER_MODULES = {
+    "input_layernorm": "input_layernorm",
+    "self_attention": "self_attn",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp": "mlp",
+}
 _LAYER_SOURCES = {
     "input_layernorm.weight": ParameterSource(("input_layernorm.weight",)),
     "pre_mlp_layernorm.weight": ParameterSource(("post_attention_layernorm.weight",)),

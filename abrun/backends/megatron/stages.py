@@ -112,6 +112,13 @@ class Stages:
             token_positions = token_positions.chunk(tensor_group().size())[tensor_group().rank()]
         return token_positions.flatten()
 
+    def full_states(self, output: Any, length: int) -> Tensor:  # -> [B, length, H]
+        """Return the full states, without gradient, of a module's output [S, B, H], alone or with a bias."""
+        states = (output[0] if isinstance(output, tuple) else output).detach()
+        if self._settings.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states.contiguous(), group=tensor_group())
+        return states[:length].transpose(0, 1)
+
     def gather_for_sharded_head(self, hidden: Tensor, length: int) -> Tensor:  # -> [B, length, H]
         """Return the last stage's full states for a head with a sharded vocabulary.
 

@@ -1,0 +1,151 @@
+"""abrun trace: run one step of two arms in processes, and leave their captures.
+
+<output>/baseline/, <output>/ARM/      captures (abrun.runs.captures)
+<output>/replica-1/, ...               captures of the baseline, perturbed by one ULP
+<output>/jobs/                         the processes' jobs and output
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.plan import make_draft
+from abrun.experiment.probe import run_probe
+from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
+from abrun.regular_files import is_directory
+from abrun.runs.captures import is_capture
+from abrun.runs.experiment import run_dir
+from abrun.runs.files import wrap_write_errors
+from abrun.runs.layout import RunName
+from abrun.runs.lock import folder_lock
+from abrun.runs.rundir import RunDir
+
+MODULE = "abrun.diagnose.trace.measure"
+FOLDER, SCRATCH, REPLICA = "trace", ".recorded-", "replica-"
+NUM_REPLICAS, MAX_TOKENS = 8, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """The folders of the captures."""
+
+    baseline: Path
+    treatment: Path
+    replicas: tuple[Path, ...]
+
+
+def trace_recipe(
+    recipe: Recipe | CommandRecipe,
+    runs_dir: Path,
+    *,
+    step: int = 1,
+    arm: str | None = None,
+    num_replicas: int = NUM_REPLICAS,
+    output: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Traced:
+    """Capture a step of the baseline, of its replicas, and of another arm on the same rollouts.
+
+    Both arms start from the baseline's weights and optimizer state before the step. Raises AbrunError if
+    the recipe's arms cannot be traced on this machine.
+    """
+    arm = _choose_arm(recipe, arm)
+    seed = recipe.seeds[0]
+    configs = {name: _traced_config(recipe, name, step) for name in (BASELINE, arm)}
+    weights = _initial_weights(recipe, runs_dir, seed)
+    output = output or runs_dir / recipe.name / FOLDER
+    captures = Traced(
+        baseline=output / BASELINE,
+        treatment=output / arm,
+        replicas=tuple(output / f"{REPLICA}{number}" for number in range(1, num_replicas + 1)),
+    )
+    with _scratch(output) as recorded:
+        for name, config in configs.items():
+            is_baseline = name == BASELINE
+            repeats = (
+                f", and {num_replicas} times perturbed by one ULP" if is_baseline and num_replicas else ""
+            )
+            say(f"{recipe.name}: step {step} of {name}{repeats}")
+            job: dict[str, Any] = {
+                "recorded": str(recorded.resolve()),
+                "captures": str(output.resolve()),
+                "arm": name,
+                "seed": seed,
+                "step": step,
+                "initial_weights": None if weights is None else str(weights.resolve()),
+                "records": is_baseline,
+                "replicas": num_replicas,
+                "max_tokens": MAX_TOKENS,
+            }
+            run_probe(MODULE, output / "jobs" / name, config, job)
+    for folder in (captures.baseline, captures.treatment, *captures.replicas):
+        if not is_capture(folder):
+            raise LaunchError(f"{folder}: no capture was written; see {output / 'jobs'}")
+    return captures
+
+
+def _choose_arm(recipe: Recipe | CommandRecipe, arm: str | None) -> str:
+    arms = [name for name in recipe.arms if name != BASELINE]
+    if arm is None and len(arms) == 1:
+        return arms[0]
+    if arm not in arms:
+        got = "none" if arm is None else repr(arm)
+        raise RecipeError(
+            f"--arm: got {got}; give one of {', '.join(arms) or 'the arms, of which there are none'}"
+        )
+    return arm
+
+
+def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRunConfig:
+    """Return an arm's configuration. Raises RecipeError if it cannot be traced."""
+    drafted = make_draft(recipe)
+    config = next(run.config for run in drafted.runs if run.name.arm == arm)
+    source = f"arms.{arm}"
+    if not isinstance(config, OwnRunConfig):
+        raise RecipeError(f"{source}: a command trains it; trace arms of abrun's own trainer, or dumps")
+    for line in unsupported_settings(config):
+        raise RecipeError(f"{source}: {line}")
+    if config.policy.compile:
+        raise RecipeError(
+            f"{source}.policy.compile: got true, which hides modules; use --set policy.compile=false"
+        )
+    if step > config.steps:
+        raise RecipeError(f"--step: got {step}, but {arm} has {config.steps} steps; give one of them")
+    return config
+
+
+def _initial_weights(recipe: Recipe | CommandRecipe, runs_dir: Path, seed: int) -> Path | None:
+    """Return the baseline's warm-started weights, from its run; None if the recipe has no warm start."""
+    config = recipe.run_config(BASELINE)
+    if not isinstance(config, OwnRunConfig) or not config.warm_start:
+        return None
+    run = RunDir(run_dir(runs_dir / recipe.name, RunName(arm=BASELINE, seed=seed)))
+    weights = run.initial_weights if run.exists else None
+    if weights is None or not is_directory(weights):
+        raise RecipeError(
+            f"warm_start: {run.path} has no warm-started weights; launch the recipe first, or use "
+            "--set warm_start=null"
+        )
+    return weights
+
+
+@contextlib.contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder in `output` for state and completions.
+
+    Removes earlier captures, and the folders of killed traces. Raises StoreError while another trace runs.
+    """
+    with folder_lock(output, "abrun trace"):
+        with wrap_write_errors(output):
+            for stale in output.iterdir():
+                if stale.name.startswith((SCRATCH, REPLICA)) or is_capture(stale):
+                    shutil.rmtree(stale, ignore_errors=True)
+            scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
+        with scratch as folder:
+            yield Path(folder)

@@ -1,0 +1,291 @@
+"""Observation of one training step: activations, gradients and updates, as each rank sees them.
+
+Nothing is replaced: hooks on modules see the states of forward passes, and torch's hooks on optimizers see
+gradients and weights. Only the first optimizer step's gradients and the passes before it are kept; an update
+is the change of a weight over the whole step.
+
+Letters: b sequences and s positions of a micro-batch, n tokens that are kept, F features.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from abrun.backends import Objective, TracedModule
+from abrun.backends.head import EntropyMode
+from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.shards import ShardSpec
+from abrun.diagnose.trace.perturb import one_ulp_away
+from abrun.rl.batch import Sequences, sequence_lengths
+from abrun.rl.metrics import MetricParts
+from abrun.train.learner import VALUE_MODEL_PREFIX
+from abrun.train.setup import RunSetup
+
+MOMENT = "optimizer/exp_avg/"  # the optimizer's state that tells which parameter a shard belongs to
+# Fields of a batch that do not depend on the policy; all others are derived from its log-probs
+DATA_FIELDS = ("token_ids", "token_mask", "inference_logprobs")
+LOGPROBS, ENTROPY, LOSS = "lm_head.logprobs", "lm_head.entropy", "loss"
+GRAD_NORM, LEARNING_RATE = "optimizer.grad_norm", "optimizer.learning_rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbered(Sequences):
+    """A batch whose rows are known by their numbers in the global batch."""
+
+    row: Tensor  # [B] int64
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """What this rank has seen of a step."""
+
+    tokens: list[Tensor] = field(default_factory=list)  # [n, 2] of each micro-batch: row and position
+    activations: dict[str, list[Tensor]] = field(default_factory=dict)  # [n, F] of each micro-batch
+    loss_gradients: dict[str, list[Tensor]] = field(default_factory=dict)  # of the loss, likewise
+    shards: dict[str, Tensor] = field(default_factory=dict)  # this rank's gradients and updates
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    step_time_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Stepped:
+    """A tensor that an optimizer has updated."""
+
+    optimizer: torch.optim.Optimizer
+    parameter: Tensor
+    gradient: Tensor
+    before: Tensor
+
+
+class Observer:
+    """Observes steps of one run. Make it before faults are injected, so that it sees what they change."""
+
+    def __init__(self, setup: RunSetup, max_tokens: int) -> None:
+        self._setup, self._max_tokens = setup, max_tokens
+        self._record: StepRecord | None = None
+        self._replica: int | None = None
+        self._is_forward = False
+        self._microbatches: list[tuple[Microbatch[_Numbered], list[slice]]] = []
+        self._current = -1  # index of the micro-batch whose forward pass began last
+        self._is_updated = False  # True after the policy's first optimizer step
+        self._stepped: dict[int, _Stepped] = {}
+        self._observe_policy()
+        for model in (setup.policy, setup.value_model):
+            if model is not None:
+                self._observe_optimizer(model)
+        for traced in setup.policy.traced_modules():
+            traced.module.register_forward_hook(self._make_hook(traced))
+
+    def observe(self, step: Callable[[], Any], replica: int | None = None) -> StepRecord:
+        """Run a step and return what this rank sees of it. Collective.
+
+        `replica` perturbs the output of every traced module by one ULP, with signs of its own.
+        """
+        self._record, self._replica, self._stepped = StepRecord(), replica, {}
+        self._current, self._is_updated = -1, False
+        record = self._record
+        start = time.perf_counter()
+        handle = register_optimizer_step_pre_hook(self._note_optimizer)
+        try:
+            step()
+        finally:
+            handle.remove()
+            self._record = self._replica = None
+        self._collect_shards(record)
+        record.step_time_s = time.perf_counter() - start
+        return record
+
+    # --- forward passes ---
+
+    def _observe_policy(self) -> None:
+        policy: Any = self._setup.policy
+        forward_backward, around_forward = policy.forward_backward, policy.around_forward
+
+        def observed(batch: Any, objective: Any) -> MetricParts:
+            if self._record is None or self._is_updated:
+                return forward_backward(batch, objective)
+            self._start_pass(batch)
+            return forward_backward(batch, _ObservedObjective(objective, self._note_losses))
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with around_forward():
+                self._is_forward = self._record is not None and not self._is_updated
+                if self._is_forward:
+                    self._current += 1
+                    self._note_tokens()
+                try:
+                    yield
+                finally:
+                    self._is_forward = False
+
+        policy.forward_backward, policy.around_forward = observed, around
+
+    def _start_pass(self, batch: Sequences) -> None:
+        """Cut the batch into the micro-batches of the pass, to know the global rows of each. Collective."""
+        ranks = self._setup.ranks
+        first = ranks.data.rank() * len(batch)
+        rows = torch.arange(first, first + len(batch), device=batch.token_ids.device)
+        (longest,) = ranks.all_reduce_max_world([float(sequence_lengths(batch.token_mask).max())])
+        last_row = max(int(self._max_tokens // longest), 1)
+        numbered = batch.with_fields(_Numbered, row=rows)
+        self._current, self._microbatches = -1, []
+        for microbatch in Microbatches(numbered, self._setup.config.policy, ranks):
+            lengths = sequence_lengths(microbatch.batch.token_mask).tolist()
+            kept = [
+                slice(0, length if row < last_row else 0)
+                for row, length in zip(microbatch.batch.row.tolist(), lengths, strict=True)
+            ]
+            self._microbatches.append((microbatch, kept))
+
+    def _note_tokens(self) -> None:
+        assert self._record is not None
+        microbatch, kept = self._microbatches[self._current]
+        positions = torch.arange(microbatch.batch.token_ids.shape[1])
+        self._record.tokens.append(
+            torch.cat(
+                [
+                    torch.stack([torch.full_like(positions[part], row), positions[part]], dim=1)
+                    for row, part in zip(microbatch.batch.row.tolist(), kept, strict=True)
+                ]
+            )
+        )
+
+    def _note(self, name: str, rows: Tensor) -> None:  # [b, s, ...]
+        assert self._record is not None
+        self._record.activations.setdefault(name, []).append(self._kept(rows))
+
+    def _kept(self, rows: Tensor) -> Tensor:  # [b, s, ...] -> [n, F] float32
+        """Return the kept tokens' values, on the CPU."""
+        _, kept = self._microbatches[self._current]
+        tokens = torch.cat([row[part] for row, part in zip(rows, kept, strict=True)])
+        return tokens.detach().reshape(len(tokens), rows.shape[2:].numel()).float().cpu()
+
+    def _make_hook(self, traced: TracedModule) -> Callable[..., Any]:
+        def hook(module: Any, inputs: Any, output: Any) -> Any:
+            if self._record is None:
+                return None
+            states = output[0] if isinstance(output, tuple) else output
+            if self._replica is not None and torch.is_grad_enabled():
+                states = self._perturbed(states, traced.name)
+                output = (states, *output[1:]) if isinstance(output, tuple) else states
+            if self._is_forward:
+                with torch.no_grad():
+                    self._note(traced.name, self._to_rows(traced.full_states(output, self._length)))
+            return output if self._replica is not None else None
+
+        return hook
+
+    @property
+    def _length(self) -> int:
+        microbatch, _ = self._microbatches[self._current]
+        batch, packing = microbatch
+        return packing.num_local_tokens if packing else batch.token_ids.shape[1]
+
+    def _to_rows(self, states: Tensor) -> Tensor:  # [b, s, F] or [1, local tokens, F] -> [b, s, F]
+        packing = self._microbatches[self._current][0].packing
+        return packing.unpack_with_prompts(packing.to_full(states)) if packing else states
+
+    def _perturbed(self, states: Tensor, name: str) -> Tensor:
+        """Return the states, each moved by one ULP; the same signs on ranks with the same tokens."""
+        names = "output", str(self._replica), name, str(self._setup.ranks.data.rank())
+        moved = one_ulp_away(states.detach(), self._setup.config.policy.dtype, self._setup.seed, *names)
+        return states + (moved - states.detach())
+
+    def _note_losses(self, objective: Any, batch: Any, logprobs: Tensor, entropy: Tensor | None) -> None:
+        """Note a micro-batch's data, log-probs and losses [b, s], and the loss's gradient by log-prob."""
+        assert self._record is not None
+        values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+        tensors = {name: v for name, v in values.items() if isinstance(v, Tensor) and v.ndim == 2}
+        for name in DATA_FIELDS:
+            if name in tensors:
+                self._note(f"batch.{name}", tensors.pop(name))
+        self._note(LOGPROBS, logprobs)
+        if entropy is not None:
+            self._note(ENTROPY, entropy)
+        for name, derived in tensors.items():
+            self._note(f"batch.{name}", derived)
+        outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+        leaves = {name: output.detach().clone().requires_grad_() for name, output in outputs.items()}
+        with torch.enable_grad():
+            shares = objective.losses(batch, leaves["logprobs"], leaves.get("entropy")).shares
+            gradients = torch.autograd.grad(shares.sum(), list(leaves.values()), allow_unused=True)
+        self._note(LOSS, shares)
+        for (name, output), gradient in zip(outputs.items(), gradients, strict=True):
+            kept = self._kept(torch.zeros_like(output) if gradient is None else gradient)
+            self._record.loss_gradients.setdefault(f"{LOSS}.{name}", []).append(kept)
+
+    # --- optimizer ---
+
+    def _observe_optimizer(self, model: Any) -> None:
+        optimizer_step = model.optimizer_step
+
+        def observed(learning_rate: float) -> float:
+            norm = optimizer_step(learning_rate)
+            if self._record is not None and model is self._setup.policy and not self._is_updated:
+                self._record.grad_norm, self._record.learning_rate = norm, learning_rate
+                self._is_updated = True
+            return norm
+
+        model.optimizer_step = observed
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the gradients, clipped, and the weights of an optimizer's first step."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() and id(parameter) not in self._stepped:
+                    self._stepped[id(parameter)] = _Stepped(
+                        optimizer,
+                        parameter,
+                        parameter.grad.detach().float().cpu().clone(),
+                        parameter.detach().float().cpu().clone(),
+                    )
+
+    def _collect_shards(self, record: StepRecord) -> None:
+        """Name the gradients and updates by the optimizer's state, which the learner names."""
+        state, specs = self._setup.learner.local_state(), self._setup.learner.shard_specs()
+        keys = {id(tensor): key for key, tensor in state.items() if MOMENT in key}
+        clip = self._setup.config.policy.optimizer.max_grad_norm
+        for stepped in self._stepped.values():
+            key = keys[id(stepped.optimizer.state[stepped.parameter]["exp_avg"])]
+            is_policy = not key.startswith(VALUE_MODEL_PREFIX)
+            scale = max((record.grad_norm + 1e-6) / clip, 1.0) if is_policy else 1.0
+            update = stepped.parameter.detach().float().cpu() - stepped.before
+            for kind, tensor in (("gradient", stepped.gradient * scale), ("update", update)):
+                spec = specs[key]
+                pieces = tuple((_name(kind, name), piece) for name, piece in spec.pieces)
+                record.shards[f"{kind}/{key}"] = tensor.contiguous()
+                record.specs[f"{kind}/{key}"] = replace(spec, pieces=pieces)
+        self._stepped = {}
+
+
+def _name(kind: str, name: str) -> str:
+    """Return `kind/NAME` for `optimizer/exp_avg/NAME`, which the value model's prefix may precede."""
+    prefix, _, parameter = name.partition(MOMENT)
+    return f"{kind}/{prefix}{parameter}"
+
+
+class _ObservedObjective:
+    """An objective that passes on each micro-batch after its metrics; see abrun.backends.Objective."""
+
+    def __init__(self, inner: Objective[Any], note: Callable[..., None]) -> None:
+        self._inner, self._note = inner, note
+
+    @property
+    def entropies(self) -> EntropyMode:
+        return self._inner.entropies
+
+    def losses(self, batch: Any, logprobs: Tensor, entropy: Tensor | None) -> Any:
+        return self._inner.losses(batch, logprobs, entropy)
+
+    def metrics(self, batch: Any, logprobs: Tensor, entropy: Tensor | None, losses: Any) -> MetricParts:
+        self._note(self._inner, batch, logprobs, entropy)
+        return self._inner.metrics(batch, logprobs, entropy, losses)
