@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.metric_names import (
     FINAL_WEIGHTS,
+    FIXED_BY_ROLLOUTS,
     MEMORY_PEAK,
     Need,
     find_metric,
@@ -25,7 +26,7 @@ from abrun.recipe.merging import TYPES, defaults_of_type
 from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
-from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.layout import RunName
 
@@ -46,6 +47,11 @@ class PlannedRun:
     config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
     is_control: bool = False  # compared with its baseline, but without a verdict
+
+    def trains_on(self, arms: Collection[str]) -> RunName | None:
+        """Return the run of the experiment whose recorded rollouts this run trains on, if any."""
+        source = recorded_source(self.config)
+        return RunName(arm=source, seed=self.name.seed) if source in arms else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
+    _check_recordings(recipe, configs)
     treatments = [arm for arm in configs if arm != BASELINE]
     base = _flatten_config(configs[BASELINE])
     treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
@@ -172,6 +179,17 @@ def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
     ]
 
 
+def _check_recordings(
+    recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]
+) -> None:
+    """Raise RecipeError for an arm that trains on the rollouts of an arm that records none."""
+    for arm, config in configs.items():
+        source = recorded_source(config)
+        recorder = configs.get(source or "")
+        if isinstance(recorder, OwnRunConfig) and not recorder.records_rollouts:
+            raise RecipeError(Code.ROLLOUTS_NOT_RECORDED(recipe=recipe.name, arm=arm, got=source))
+
+
 def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
     """Raise RecipeError for claims that cannot be judged: unrecorded metrics, windows past the last step.
 
@@ -208,6 +226,11 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
                 field, problem = "metric", _shared_time_problem(claim.metric, config)
             elif not problem and isinstance(config, OwnRunConfig):
                 field, problem = "metric", _metric_problem(claim.metric, config)
+                if not problem and claim.metric in FIXED_BY_ROLLOUTS and recorded_source(config):
+                    problem = (
+                        f"got {shortened(claim.metric)} of an arm that trains on recorded rollouts, which "
+                        "hold it; claim train/loss, train/grad_norm or final_weights"
+                    )
             elif not problem and claim.metric == FINAL_WEIGHTS:
                 field, problem = (
                     "metric",

@@ -254,6 +254,16 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              lambda rollout: rollout.engine == "torch" and rollout.batch_invariant,
              "got true with engine 'torch', which has no such kernels; use engine: vllm, or batch_invariant: "
              "false"),
+        RecipeRule("rollout.from",
+             lambda rollout: rollout.engine != "recorded" and rollout.source is not None,
+             "got {got} with engine {engine!r}, which samples; use engine: recorded, or from: null"),
+        RecipeRule("rollout.from",
+             lambda rollout: rollout.engine == "recorded" and rollout.source is None,
+             "got null with engine 'recorded'; give an arm that records, or the path of recorded rollouts"),
+        RecipeRule("rollout.exact_support",
+             lambda rollout: (rollout.record or rollout.engine == "recorded") and rollout.records_support,
+             "got {got} with filters and recorded rollouts, which do not hold the kept sets; use "
+             "exact_support: false"),
         RecipeRule("rollout.temperature",
              lambda rollout: rollout.engine == "vllm" and _out_of_range(rollout.temperature),
              f"got {{got}} {VLLM_RANGE}; use a value in this range, or engine: torch"),

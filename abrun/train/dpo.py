@@ -21,6 +21,7 @@ from abrun.train.validation import Evaluation
 class DpoAlgorithm:
     """DPO, for `algorithm: {type: dpo}`; the reference is the initial policy of the run."""
 
+    recording = None
     samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup, settings: Dpo) -> None:

@@ -20,6 +20,7 @@ from abrun.train.validation import Evaluation
 class SftAlgorithm:
     """Supervised fine-tuning, for `algorithm: {type: sft}`."""
 
+    recording = None
     samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup) -> None:
