@@ -97,7 +97,7 @@ class Code(StrEnum):
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
-    GPUS_SHARED = auto()
+    GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED, ROLLOUTS_DIFFER = auto(), auto(), auto(), auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()

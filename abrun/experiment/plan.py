@@ -18,7 +18,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
-from abrun.recipe.claims import Compare, Guards
+from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
@@ -220,26 +220,37 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
             raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
+        samples_alike = len({recorded_source(config) is None for config in configs.values()}) == 1
         for config in configs.values():
-            field, problem = "window", _window_problem(claim.window, config.steps)
-            if not problem and config.cluster.runs_per_gpu > 1 and is_clock(claim.metric):
-                field, problem = "metric", _shared_time_problem(claim.metric, config)
-            elif not problem and isinstance(config, OwnRunConfig):
-                field, problem = "metric", _metric_problem(claim.metric, config)
-                if not problem and claim.metric in FIXED_BY_ROLLOUTS and recorded_source(config):
-                    problem = (
-                        f"got {shortened(claim.metric)} of an arm that trains on recorded rollouts, which "
-                        "hold it; claim train/loss, train/grad_norm or final_weights"
-                    )
-            elif not problem and claim.metric == FINAL_WEIGHTS:
-                field, problem = (
-                    "metric",
-                    "got 'final_weights' for a command, whose weights abrun cannot read",
-                )
+            field, problem = _claim_problem(claim, config, samples_alike=samples_alike)
             if problem:
                 raise RecipeError(
                     Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
                 )
+
+
+def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> tuple[str, str | None]:
+    """Return the field of a claim that does not fit a run, and its problem; None if all fit.
+
+    `samples_alike`: all arms sample, or none does.
+    """
+    if problem := _window_problem(claim.window, config.steps):
+        return "window", problem
+    got = shortened(claim.metric)
+    if is_clock(claim.metric) and config.cluster.runs_per_gpu > 1:
+        return "metric", _shared_time_problem(claim.metric, config)
+    if is_clock(claim.metric) and not samples_alike:
+        return "metric", f"got {got}, but only some of the arms sample completions; claim no times"
+    if not isinstance(config, OwnRunConfig):
+        problem = "got 'final_weights' for a command, whose weights abrun cannot read"
+        return "metric", problem if claim.metric == FINAL_WEIGHTS else None
+    problem = _metric_problem(claim.metric, config)
+    if not problem and claim.metric in FIXED_BY_ROLLOUTS and recorded_source(config):
+        problem = (
+            f"got {got} of an arm that trains on recorded rollouts, which hold it; claim train/loss, "
+            "train/grad_norm or final_weights"
+        )
+    return "metric", problem
 
 
 def _shared_time_problem(got: object, config: RunConfig) -> str:

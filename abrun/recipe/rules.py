@@ -413,6 +413,10 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("validation.num_prompts",
              lambda run: run.validation and _indivisible(run.validation.num_prompts, run.data_parallel),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"),
+        RecipeRule("validation",
+             lambda run: (run.validation and run.rollout.engine == "recorded" and run.samples_completions
+                 and {"got": "a validation by completions"}),
+             "got {got} with rollout.engine 'recorded', which samples none; use validation: null"),
         RecipeRule("validation.path",
              lambda run: run.validation and run.validation.path is not None and not hasattr(run.task, "path"),
              "got {got} with task.type {task.type!r}, whose prompts are generated; use path: null"),

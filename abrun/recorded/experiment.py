@@ -50,6 +50,11 @@ class RecordedRun(RunRecording):
         return self.status in ("finished", "unknown")
 
     @property
+    def trains_on_recording(self) -> bool:
+        """True if it trained on recorded rollouts instead of sampling."""
+        return (self.config or {}).get("rollout.engine") == "recorded"
+
+    @property
     def has_restarted_counter(self) -> bool:
         """True if the step counter restarts, so that the first recorded step may be a later one."""
         return count_repeated_steps(self.metrics) > 0
