@@ -173,7 +173,6 @@ def power(
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
-    from abrun.experiment.preflight.machine import this_machine
     from abrun.launch.budget import estimate_pair_cost
     from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
@@ -198,9 +197,8 @@ def power(
         loaded = add_interim_analyses(loaded, max_seeds)
     draft = make_draft(loaded)  # raises the errors that a launch would raise
     declaration = loaded.name, loaded.compare, len(loaded.seeds)
-    machine = None if loaded.launcher else this_machine()
     assumed = {"sigma": sigma, "correlation": correlation, "seeds": loaded.seeds}
-    assumed |= {"num_treatments": len(loaded.arms) - 1, "cost": estimate_pair_cost(draft, runs_dir, machine)}
+    assumed |= {"num_treatments": len(loaded.arms) - 1, "cost": estimate_pair_cost(draft, runs_dir)}
     if measured:
         _refuse_without_pairs(measured, assumed_command)
     if differences := measured and pilot_differences_text(loaded, measured):

@@ -13,7 +13,7 @@ from typing import Any
 from abrun.errors import AbrunError
 from abrun.experiment.designs import PairCost
 from abrun.experiment.plan import ExperimentPlan
-from abrun.experiment.preflight.machine import Machine, cpu_name, gpu_names
+from abrun.experiment.preflight.machine import Machine, cpu_name, gpu_names, this_machine
 from abrun.launch.engine import Devices
 from abrun.launch.local import Slots
 from abrun.messages.records import encode_reasons
@@ -136,8 +136,9 @@ def estimate_budget(
     )
 
 
-def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path, machine: Machine | None) -> PairCost | None:
+def estimate_pair_cost(plan: ExperimentPlan, runs_dir: Path) -> PairCost | None:
     """Return the device time of a pair, without idle devices and warm starts; None without an earlier run."""
+    machine = None if plan.recipe.launcher else this_machine()
     configs: dict[str, RunConfig] = {run.name.arm: run.config for run in plan.runs}
     paces = find_paces(runs_dir, [*configs.values()], machine)
     known = [paces[key] for config in configs.values() if (key := config_key(config)) in paces]

@@ -132,12 +132,12 @@ class RunDir:
 
     def write_record(self, record: RunRecord) -> None:
         """Write config.json, which tells the job what to run."""
-        identity = {"experiment": record.experiment, **asdict(record.name)}
+        identity = {"schema_version": SCHEMA_VERSION, "experiment": record.experiment, **asdict(record.name)}
         content = {"initial_weights": record.initial_weights, "config": record.config}
-        write_json(self.path / layout.CONFIG, {"schema_version": SCHEMA_VERSION, **identity, **content})
+        write_json(self.path / layout.CONFIG, identity | content)
 
     def begin_launch(
-        self, devices: Sequence[str], git: Mapping[str, Any] | None, *, runs_per_gpu: int = 1
+        self, devices: Sequence[str], git: Mapping[str, Any] | None, runs_per_gpu: int = 1
     ) -> None:
         """Record a launch before its process is started."""
         launch = Launch(
@@ -173,11 +173,8 @@ class RunDir:
         if "pid" in values:
             values |= process_fields(values["pid"])
         recorded = self._read_launches()
-        last_launch = (
-            recorded.launches[-1]
-            if recorded.launches
-            else Launch(started_s=time.time(), **this_machine_fields())
-        )
+        unrecorded = Launch(started_s=time.time(), **this_machine_fields())
+        last_launch = (recorded.launches or (unrecorded,))[-1]
         launches = [*map(asdict, recorded.launches[:-1]), {**asdict(last_launch), **values}]
         write_json(self.path / layout.LAUNCH, {**asdict(recorded), "launches": launches})
 

@@ -29,7 +29,8 @@ SETTINGS = (
     "seeds=[0, 1]",
 )
 ON_GPU = ("cluster.gpus_per_node=1", "policy.dtype=bfloat16", "rollout.max_new_tokens=128")
-LARGE = ("model.preset=qwen2.5-1.5b", "policy.compile=true")
+# Not compiled: torch tunes a compiled policy anew where vLLM is imported, which changes its rounding.
+LARGE = ("model.preset=qwen2.5-1.5b",)
 
 
 def train(runs_dir: Path, *overrides: str, num_runs: int, jobs: int | None = 1) -> Path:
