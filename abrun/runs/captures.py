@@ -25,6 +25,7 @@ FORMAT = 1
 INDEX, VALUES = "capture.json", "values.safetensors"
 Kind = Literal["activation", "gradient", "update"]
 MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
+EXACT = "exact"  # dtype of values that nothing rounds: token ids, masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class CapturedTensor:
     kind: Kind
     module: str
     shape: tuple[int, ...]
-    dtype: str  # in which it was computed: float32 or bfloat16
+    dtype: str  # in which it was computed: float32, bfloat16 or EXACT
 
     @property
     def name(self) -> str:
@@ -48,7 +49,9 @@ class CapturedTensor:
         return f"{self.kind}:{self.module}"
 
     def ulps(self, values: np.ndarray) -> np.ndarray:
-        """Return the distance from each value to the next larger one in the tensor's dtype, as float64."""
+        """Return the distance from each value to the next larger one in its dtype; 0 if EXACT."""
+        if self.dtype == EXACT:
+            return np.zeros(values.shape)
         exponents = np.frexp(np.abs(values.astype(np.float64)))[1] - 1
         return np.ldexp(1.0, np.maximum(exponents, -126) - MANTISSA_BITS[self.dtype])
 
@@ -135,7 +138,9 @@ def read_capture(folder: Path) -> Capture:
         )
         names = {field.name for field in fields(Capture)} - {"folder", "tensors"}
         capture = Capture(folder=folder, tensors=tensors, **{name: content[name] for name in names})
-        known = all(tensor.kind in get_args(Kind) and tensor.dtype in MANTISSA_BITS for tensor in tensors)
+        known = all(
+            tensor.kind in get_args(Kind) and tensor.dtype in (*MANTISSA_BITS, EXACT) for tensor in tensors
+        )
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged; capture the step again") from error
     if not known or not (folder / VALUES).is_file():

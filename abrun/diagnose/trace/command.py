@@ -1,43 +1,37 @@
 """abrun trace: run one step of two arms in processes, and leave their captures.
 
 <output>/baseline/, <output>/ARM/      captures (abrun.runs.captures)
-<output>/replica-1/, ...               captures of the baseline, perturbed by one ULP
+<output>/replicas.json                 errors of the baseline's one-ULP replicas
+<output>/trace.json                    the comparison
 <output>/jobs/                         the processes' jobs and output
 """
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import LaunchError, RecipeError
+from abrun.diagnose.trace.judge import NUM_REPLICAS, TensorError, TraceResult, errors_from_json, judge_trace
+from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import make_draft
 from abrun.experiment.probe import run_probe
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.regular_files import is_directory
-from abrun.runs.captures import is_capture
+from abrun.runs.access import PUBLIC_MODE
+from abrun.runs.captures import is_capture, read_capture
 from abrun.runs.experiment import run_dir
-from abrun.runs.files import wrap_write_errors
+from abrun.runs.files import encode_non_finite, read_json, wrap_write_errors, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import RunDir
 
 MODULE = "abrun.diagnose.trace.measure"
-FOLDER, SCRATCH, REPLICA = "trace", ".recorded-", "replica-"
-NUM_REPLICAS, MAX_TOKENS = 8, 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """The folders of the captures."""
-
-    baseline: Path
-    treatment: Path
-    replicas: tuple[Path, ...]
+FOLDER, SCRATCH = "trace", ".scratch"
+REPLICAS, RESULT = "replicas.json", "trace.json"
+MAX_TOKENS = 2048  # of whole sequences, whose activations are kept
 
 
 def trace_recipe(
@@ -49,8 +43,8 @@ def trace_recipe(
     num_replicas: int = NUM_REPLICAS,
     output: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Traced:
-    """Capture a step of the baseline, of its replicas, and of another arm on the same rollouts.
+) -> tuple[TraceResult, Path]:
+    """Compare a step of the baseline and of another arm on the same rollouts; return the output folder too.
 
     Both arms start from the baseline's weights and optimizer state before the step. Raises AbrunError if
     the recipe's arms cannot be traced on this machine.
@@ -60,11 +54,6 @@ def trace_recipe(
     configs = {name: _traced_config(recipe, name, step) for name in (BASELINE, arm)}
     weights = _initial_weights(recipe, runs_dir, seed)
     output = output or runs_dir / recipe.name / FOLDER
-    captures = Traced(
-        baseline=output / BASELINE,
-        treatment=output / arm,
-        replicas=tuple(output / f"{REPLICA}{number}" for number in range(1, num_replicas + 1)),
-    )
     with _scratch(output) as recorded:
         for name, config in configs.items():
             is_baseline = name == BASELINE
@@ -84,10 +73,23 @@ def trace_recipe(
                 "max_tokens": MAX_TOKENS,
             }
             run_probe(MODULE, output / "jobs" / name, config, job)
-    for folder in (captures.baseline, captures.treatment, *captures.replicas):
-        if not is_capture(folder):
-            raise LaunchError(f"{folder}: no capture was written; see {output / 'jobs'}")
-    return captures
+    baseline, treatment = (read_capture(output / name) for name in configs)
+    result = judge_trace(baseline, treatment, read_replicas(output))
+    write_json(output / RESULT, encode_non_finite(result.as_json()), mode=PUBLIC_MODE)
+    return result, output
+
+
+def write_replicas(output: Path, errors: Sequence[Mapping[str, Any]]) -> None:
+    write_json(output / REPLICAS, encode_non_finite({"replicas": list(errors)}), mode=PUBLIC_MODE)
+
+
+def read_replicas(output: Path) -> list[dict[str, TensorError]]:
+    """Return the errors of each replica. Raises StoreError if the file is missing or damaged."""
+    path = output / REPLICAS
+    try:
+        return [errors_from_json(replica) for replica in read_json(path)["replicas"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: damaged; trace again") from error
 
 
 def _choose_arm(recipe: Recipe | CommandRecipe, arm: str | None) -> str:
@@ -144,8 +146,8 @@ def _scratch(output: Path) -> Iterator[Path]:
     with folder_lock(output, "abrun trace"):
         with wrap_write_errors(output):
             for stale in output.iterdir():
-                if stale.name.startswith((SCRATCH, REPLICA)) or is_capture(stale):
+                if stale.name.startswith(SCRATCH) or is_capture(stale):
                     shutil.rmtree(stale, ignore_errors=True)
-            scratch = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=output)
+            scratch = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}-", dir=output)
         with scratch as folder:
             yield Path(folder)

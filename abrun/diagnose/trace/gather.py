@@ -27,7 +27,7 @@ from abrun.diagnose.trace.observe import (
     StepRecord,
 )
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.captures import Kind, write_capture
+from abrun.runs.captures import EXACT, Capture, Kind, write_capture
 from abrun.train.branch import SavedTensors
 
 SCRATCH, TOKENS = ".parts", "tokens"
@@ -44,8 +44,8 @@ def gather_capture(
     step: int,
     model: str,
     perturbation: int | None,
-) -> None:
-    """Write the capture of a step into `folder`. Collective.
+) -> Capture | None:
+    """Write the capture of a step into `folder`; return it on rank 0. Collective.
 
     `weight_shapes` has every trained parameter, also one without a gradient, which counts as 0.
     """
@@ -56,11 +56,12 @@ def gather_capture(
     ranks.barrier()
     _write_part(parts, record, ranks)
     ranks.barrier()
+    capture = None
     (seconds,) = ranks.all_reduce_max_world([record.step_time_s])
     if ranks.is_first:
         order, states = _merge_states(parts)
         parameters = _merge_parameters(parts, weight_shapes)
-        write_capture(
+        capture = write_capture(
             folder,
             list(_in_order(order, states, parameters, record, config.policy.dtype)),
             step=step,
@@ -72,6 +73,7 @@ def gather_capture(
         )
         shutil.rmtree(parts)
     ranks.barrier()
+    return capture
 
 
 def _layout(config: OwnRunConfig) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _in_order(
     modules = [name for name in activations if not name.startswith(("batch.", "lm_head.")) and name != LOSS]
     rest = [name for name in activations if name not in {*data, *modules}]
     for name in [*data, *modules, *rest]:
-        of = dtype if name in modules else "float32"
+        of = dtype if name in modules else EXACT if name in _EXACT else "float32"
         values = states[f"activation/{name}"]
         yield "activation", name, of, _flat(values)
     for name in names:
@@ -164,6 +166,7 @@ def _in_order(
         yield "update", name, "float32", parameters[f"update/{name}"].numpy()
 
 
+_EXACT = ("batch.token_ids", "batch.token_mask")
 _DATA = tuple(f"batch.{name}" for name in DATA_FIELDS)
 
 

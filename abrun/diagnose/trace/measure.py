@@ -8,6 +8,7 @@ They lie in the folder `recorded` of a job:
     completions.json        the completions of the step; absent if the algorithm samples none
 """
 
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ from safetensors.torch import save_file
 
 from abrun.backends.ranks import join_ranks
 from abrun.backends.shards import specs_to_metadata
-from abrun.diagnose.trace.command import REPLICA
+from abrun.diagnose.trace.command import SCRATCH, write_replicas
 from abrun.diagnose.trace.gather import gather_capture
+from abrun.diagnose.trace.judge import errors_to_json, measure_errors
 from abrun.diagnose.trace.observe import Observer
 from abrun.diagnose.trace.perturb import perturb_weights
 from abrun.diagnose.trace.replay import FILE, Recording, record_with, replay_with
@@ -29,6 +31,7 @@ from abrun.experiment.probe import read_job, report_refusal
 from abrun.models import config_of
 from abrun.processes import progress
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.captures import Capture
 from abrun.runs.files import make_folder
 from abrun.train.branch import load_saved
 from abrun.train.loop import make_algorithm
@@ -93,15 +96,22 @@ class Tracer:
         make_folder(recorded)
         specs = specs_to_metadata(setup.learner.shard_specs(), state)
         save_file(state, recorded / f"state-{setup.ranks.rank:06d}.safetensors", specs)
-        self._capture(algorithm, self._arm, None)
+        baseline = self._capture(algorithm, self._arm, None)
         if engines:
             recording.write(recorded, setup.ranks)
         for engine in engines:
             engine.is_recorded = True
-        for replica in range(1, num_replicas + 1):
+        errors = []
+        for number in range(1, num_replicas + 1):
+            progress.report_step()
             setup.learner.load_local_state(state)
-            perturb_weights(setup.policy, setup.config.policy.dtype, setup.seed, replica)
-            self._capture(algorithm, f"{REPLICA}{replica}", replica)
+            perturb_weights(setup.policy, setup.config.policy.dtype, setup.seed, number)
+            replica = self._capture(algorithm, SCRATCH, number)
+            if baseline and replica:
+                errors.append(errors_to_json(measure_errors(baseline, replica)))
+                shutil.rmtree(replica.folder)
+        if baseline:
+            write_replicas(self._folder, errors)
 
     def repeat(self, recorded: Path) -> None:
         """Capture the step from the recorded state, on the recorded completions. Collective."""
@@ -111,11 +121,11 @@ class Tracer:
             replay_with(setup.sampler, Recording.read(recorded))
         self._capture(make_algorithm(setup), self._arm, None)
 
-    def _capture(self, algorithm: Any, name: str, replica: int | None) -> None:
+    def _capture(self, algorithm: Any, name: str, replica: int | None) -> Capture | None:
         record = self._observer.observe(lambda: algorithm.step(self._step), replica)
         if not record.tokens and self._setup.ranks.pipeline is None:
             raise RecipeError(f"step {self._step}: no forward pass to capture")
-        gather_capture(
+        return gather_capture(
             self._folder / name,
             record,
             self._setup.config,
