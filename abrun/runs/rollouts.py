@@ -139,7 +139,7 @@ def read_step(folder: Path, step: int) -> RecordedStep:
         RecordedGroup(prompt=prompt, completions=list(itertools.islice(completions, size)), fetch=fetch)
         for prompt, size, fetch in zip(prompts, sizes, fetches, strict=True)
     ]
-    origin = Origin(**{name: header.get(name) for name in Origin.__slots__})
+    origin = Origin(**{name: header[name] for name in Origin.__slots__ if name in header})
     return RecordedStep(step=step, groups=groups, origin=origin)
 
 

@@ -112,10 +112,7 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
 
 
 def measure_savings(arm: str, sides: Sides) -> list[Saving]:
-    """Measure step time (median step) and peak memory, overall and by phase.
-
-    Step times are left out if runs shared GPUs, or if only some of them sampled.
-    """
+    """Measure peak memory and median step time, unless runs shared GPUs or only some of them sampled."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
     quantities: dict[str, Callable[[RecordedRun], float]] = {}

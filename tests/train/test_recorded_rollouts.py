@@ -250,7 +250,7 @@ def test_a_run_is_not_started_without_its_recording(recipe_file: Path, tmp_path:
     assert run_to_end(plan, tmp_path).exit_code == 1
     name = RunName(arm="treatment", seed=0)
     state = RunDir(run_dir(tmp_path / "pair", name)).state(name)
-    assert state.status != "finished"
+    assert state.status != "finished" and state.reason
     assert "baseline/seed-0, whose rollouts it trains on, failed" in sentence(state.reason)
 
 
