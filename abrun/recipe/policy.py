@@ -240,8 +240,8 @@ MAX_SMALL_CACHE_SHARE = COLOCATED_MEMORY_SHARE / 2
 # A class body cannot declare `from`, which is a keyword.
 _FROM = Field(
     default=None,
-    description="With recorded: an arm of the recipe that records; or an experiment, whose baseline is taken, a "
-    "run, or a folder with a folder seed-N for each seed",
+    description="With recorded: an arm of the recipe that records; or an experiment, whose baseline is "
+    "taken, a run, or a folder with a folder seed-N for each seed",
 )
 _fields: dict[str, Any] = {"from": (PathText | None, _FROM)}  # pyright: ignore[reportOperatorIssue]
 _Source: Any = create_model("_Source", __base__=Section, __module__=__name__, **_fields)
