@@ -37,13 +37,13 @@ GRPO: dict[str, Any] = {
     "policy": {
         "micro_batch_size": 16,
         "packing": True,
-        "optimizer": {"learning_rate": 1e-3, "beta2": 0.95},
+        "optimizer": {"learning_rate": 1e-3, "beta2": 0.95, "warmup_steps": 10},
     },
     "rollout": {"max_new_tokens": 6, "temperature": 0.9},
     "task": {"type": "arithmetic", "max_operand": 3},
     "steps": 4,
 }
-CORRECTION = {"type": "sequence_mask", "low": 0.99, "high": 1.01}
+CORRECTION = {"type": "sequence_mask", "low": 0.998, "high": 1.002}
 PPO = {key: value for key, value in GRPO["algorithm"].items() if key != "group_size"} | {"type": "ppo"}
 # Runs that faults are injected into, the first that meets a fault's needs
 BASES: dict[str, OwnRunConfig] = {
@@ -58,6 +58,7 @@ BASES: dict[str, OwnRunConfig] = {
         base=GRPO,
     ),
     "ppo": config(base={**GRPO, "algorithm": PPO}),
+    "truncated": config({"rollout": {"max_new_tokens": 2}}, base=GRPO),
 }
 # Fault -> the modules that are right; a parent of one is right as well
 RIGHT: dict[str, tuple[str, ...]] = {
@@ -140,7 +141,8 @@ class Bench:
 
 def trace_fault(bench: Bench, fault: Fault) -> tuple[str, int | None, TraceResult] | None:
     """Return the base, the step and the result of a fault; None if no base can have it."""
-    base = next((name for name, run in BASES.items() if unmet_need(fault, run) is None), None)
+    fitting = [name for name, run in BASES.items() if unmet_need(fault, run) is None]
+    base = "truncated" if fault.name == "forced_eos" else next(iter(fitting), None)
     if base is None:
         return None
     run = BASES[base]
@@ -157,7 +159,8 @@ def is_right(fault: Fault, result: TraceResult) -> bool:
         return False
     found = result.first.tensor
     names = RIGHT.get(fault.name, ())
-    return found.kind in names or any(f"{name}.".startswith(f"{found.module}.") for name in names)
+    module = found.module.partition("@")[0]  # of any optimizer step
+    return found.kind in names or any(f"{name}.".startswith(f"{module}.") for name in names)
 
 
 def fault_rows(bench: Bench, only: list[str]) -> Iterator[tuple[bool, str]]:
