@@ -65,6 +65,7 @@ COMMANDS: dict[str, list[Command]] = {
     "faults run": [lambda name: [f"{name}.yaml"]],
     "memory-profile": [lambda name: [f"{name}.yaml"]],
     "logprob-diff": [lambda name: [f"nowhere/{name}"]],
+    "trace": [lambda name: [f"{name}.yaml"]],
     "doctor": [lambda name: []],
     "bisect": [lambda name: [f"{name}.yaml"]],
 }

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, demo, experiments, faults, judging, measuring, references, starting
+from abrun.cli import bisecting, demo, experiments, faults, judging, measuring, references, starting, tracing
 from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
@@ -24,6 +24,7 @@ __all__ = [
     "measuring",
     "references",
     "starting",
+    "tracing",
 ]
 
 # What a user may type: the option to use instead, and why

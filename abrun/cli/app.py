@@ -23,7 +23,7 @@ COMMANDS = {
     "Getting started": ("demo", "init", "recipes", "doctor"),
     "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),
     "Verdicts": ("compare", "reference", "power", "faults"),
-    "Diagnostics": ("logprob-diff", "memory-profile", "bisect"),
+    "Diagnostics": ("trace", "logprob-diff", "memory-profile", "bisect"),
 }
 
 P = ParamSpec("P")

@@ -59,11 +59,11 @@ def gather_capture(
     capture = None
     (seconds,) = ranks.all_reduce_max_world([record.step_time_s])
     if ranks.is_first:
-        order, states = _merge_states(parts)
+        states = _merge_states(parts)
         parameters = _merge_parameters(parts, weight_shapes)
         capture = write_capture(
             folder,
-            list(_in_order(order, states, parameters, record, config.policy.dtype)),
+            list(_in_order(states, parameters, record, config.policy.dtype)),
             step=step,
             model=model,
             layout={"ranks": ranks.size, **_layout(config)},
@@ -93,35 +93,31 @@ def _write_part(parts: Path, record: StepRecord, ranks: Ranks) -> None:
     replicas = (group for group in (ranks.tensor, ranks.context) if group is not None)
     if any(group.rank() for group in replicas) or not record.tokens:
         return  # another rank has the same tokens
-    states = {
-        f"activation/{index:06d}/{name}": torch.cat(parts)
-        for index, (name, parts) in enumerate(record.activations.items())
-    }
-    gradients = {
-        f"gradient/{index:06d}/{name}": torch.cat(parts)
-        for index, (name, parts) in enumerate(record.loss_gradients.items())
-    }
-    save_file(
-        {TOKENS: torch.cat(record.tokens), **states, **gradients},
-        parts / f"states-{ranks.rank:06d}.safetensors",
-    )
+    tensors = {f"{update}/{TOKENS}": torch.cat(tokens) for update, tokens in record.tokens.items()}
+    for kind, noted in (("activation", record.activations), ("gradient", record.loss_gradients)):
+        for index, ((update, name), rows) in enumerate(noted.items()):
+            tensors[f"{update}/{kind}/{index:06d}/{name}"] = torch.cat(rows)
+    save_file(tensors, parts / f"states-{ranks.rank:06d}.safetensors")
 
 
-def _merge_states(parts: Path) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the names in the order of execution, and the values [n, F] in the order of the batch."""
+def _merge_states(parts: Path) -> dict[str, Tensor]:
+    """Return the values [n, F] in the order of the batch, by kind and name in the order of execution."""
     pieces: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for path in sorted(parts.glob("states-*")):
         tensors = load_file(path)
-        tokens = tensors.pop(TOKENS)
-        for key in sorted(tensors):
-            kind, _, name = key.split("/", 2)
-            pieces.setdefault(f"{kind}/{name}", []).append((tokens, tensors[key]))
+        for key in sorted(tensors, key=lambda key: (int(key.partition("/")[0]), key)):
+            update, _, rest = key.partition("/")
+            if rest != TOKENS:
+                kind, _, name = rest.split("/", 2)
+                suffix = f"@{int(update) + 1}" if int(update) else ""
+                tokens = tensors[f"{update}/{TOKENS}"]
+                pieces.setdefault(f"{kind}/{name}{suffix}", []).append((tokens, tensors[key]))
     merged = {}
     for name, seen in pieces.items():
         tokens = torch.cat([tokens for tokens, _ in seen])
         order = np.lexsort((tokens[:, 1].numpy(), tokens[:, 0].numpy()))
         merged[name] = torch.cat([values for _, values in seen])[torch.from_numpy(order)]
-    return list(merged), merged
+    return merged
 
 
 def _merge_parameters(parts: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -139,24 +135,19 @@ def _merge_parameters(parts: Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def _in_order(
-    names: Iterable[str],
-    states: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    record: StepRecord,
-    dtype: str,
+    states: Mapping[str, Tensor], parameters: Mapping[str, Tensor], record: StepRecord, dtype: str
 ) -> Iterable[CapturedRow]:
-    """Yield activations, gradients from the loss back, and updates."""
-    activations = [name.removeprefix("activation/") for name in names if name.startswith("activation/")]
+    """Yield activations, gradients from the loss back, updates, and what later optimizer steps saw."""
+    first = [name for name in states if "@" not in name]
+    activations = [name.removeprefix("activation/") for name in first if name.startswith("activation/")]
+    modules = [name for name in activations if not name.startswith(_AROUND)]
     data = [name for name in activations if name in _DATA]
-    modules = [name for name in activations if not name.startswith(("batch.", "lm_head.")) and name != LOSS]
     rest = [name for name in activations if name not in {*data, *modules}]
     for name in [*data, *modules, *rest]:
-        of = dtype if name in modules else EXACT if name in _EXACT else "float32"
-        values = states[f"activation/{name}"]
-        yield "activation", name, of, _flat(values)
-    for name in names:
+        yield _state(f"activation/{name}", states, dtype if name in modules else "float32")
+    for name in first:
         if name.startswith("gradient/"):
-            yield "gradient", name.removeprefix("gradient/"), "float32", _flat(states[name])
+            yield _state(name, states, "float32")
     by_depth = sorted({name.partition("/")[2] for name in parameters}, key=lambda name: _depth(name, modules))
     for name in reversed(by_depth):
         yield "gradient", name, dtype, parameters[f"gradient/{name}"].numpy()
@@ -164,14 +155,27 @@ def _in_order(
     yield "update", LEARNING_RATE, "float32", np.array(record.learning_rate, np.float32)
     for name in by_depth:
         yield "update", name, "float32", parameters[f"update/{name}"].numpy()
+    later = (name for name in states if "@" in name)
+    for name in sorted(later, key=lambda name: int(name.rpartition("@")[2])):
+        yield _state(name, states, "float32")
 
 
-_EXACT = ("batch.token_ids", "batch.token_mask")
 _DATA = tuple(f"batch.{name}" for name in DATA_FIELDS)
+_EXACT = ("batch.token_ids", "batch.token_mask")
+_AROUND = ("batch.", "lm_head.", LOSS)
 
 
-def _flat(values: Tensor) -> np.ndarray:  # [n, 1] -> [n]
-    return (values[:, 0] if values.shape[1] == 1 else values).numpy()
+def _state(key: str, states: Mapping[str, Tensor], dtype: str) -> CapturedRow:
+    kind, _, name = key.partition("/")
+    is_exact = name.partition("@")[0] in _EXACT
+    values = states[key]
+    flat = values[:, 0] if values.shape[1] == 1 else values
+    return (
+        ("gradient" if kind == "gradient" else "activation"),
+        name,
+        EXACT if is_exact else dtype,
+        flat.numpy(),
+    )
 
 
 def _depth(parameter: str, modules: list[str]) -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """Observation of one training step: activations, gradients and updates, as each rank sees them.
 
 Nothing is replaced: hooks on modules see the states of forward passes, and torch's hooks on optimizers see
-gradients and weights. Only the first optimizer step's gradients and the passes before it are kept; an update
-is the change of a weight over the whole step.
+gradients and weights. Modules, gradients and updates are kept up to the first optimizer step. Of later ones
+only what surrounds the network is kept: data, log-probs and losses, named `NAME@2` and so on.
 
 Letters: b sequences and s positions of a micro-batch, n tokens that are kept, F features.
 """
@@ -45,9 +45,11 @@ class _Numbered(Sequences):
 class StepRecord:
     """What this rank has seen of a step."""
 
-    tokens: list[Tensor] = field(default_factory=list)  # [n, 2] of each micro-batch: row and position
-    activations: dict[str, list[Tensor]] = field(default_factory=dict)  # [n, F] of each micro-batch
-    loss_gradients: dict[str, list[Tensor]] = field(default_factory=dict)  # of the loss, likewise
+    # [n, 2] of each micro-batch, row and position, by optimizer step
+    tokens: dict[int, list[Tensor]] = field(default_factory=dict)
+    # [n, F] of each micro-batch, by optimizer step and name
+    activations: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
+    loss_gradients: dict[tuple[int, str], list[Tensor]] = field(default_factory=dict)
     shards: dict[str, Tensor] = field(default_factory=dict)  # this rank's gradients and updates
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     grad_norm: float = 0.0
@@ -63,6 +65,7 @@ class _Stepped:
     parameter: Tensor
     gradient: Tensor
     before: Tensor
+    after: Tensor | None = None  # None: nothing has changed it again
 
 
 class Observer:
@@ -75,7 +78,7 @@ class Observer:
         self._is_forward = False
         self._microbatches: list[tuple[Microbatch[_Numbered], list[slice]]] = []
         self._current = -1  # index of the micro-batch whose forward pass began last
-        self._is_updated = False  # True after the policy's first optimizer step
+        self._num_updates = 0  # optimizer steps of the policy so far
         self._stepped: dict[int, _Stepped] = {}
         self._observe_policy()
         for model in (setup.policy, setup.value_model):
@@ -90,7 +93,7 @@ class Observer:
         `replica` perturbs the output of every traced module by one ULP, with signs of its own.
         """
         self._record, self._replica, self._stepped = StepRecord(), replica, {}
-        self._current, self._is_updated = -1, False
+        self._current, self._num_updates = -1, 0
         record = self._record
         start = time.perf_counter()
         handle = register_optimizer_step_pre_hook(self._note_optimizer)
@@ -110,7 +113,7 @@ class Observer:
         forward_backward, around_forward = policy.forward_backward, policy.around_forward
 
         def observed(batch: Any, objective: Any) -> MetricParts:
-            if self._record is None or self._is_updated:
+            if self._record is None:
                 return forward_backward(batch, objective)
             self._start_pass(batch)
             return forward_backward(batch, _ObservedObjective(objective, self._note_losses))
@@ -118,10 +121,10 @@ class Observer:
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             with around_forward():
-                self._is_forward = self._record is not None and not self._is_updated
-                if self._is_forward:
+                if self._record is not None:
                     self._current += 1
                     self._note_tokens()
+                self._is_forward = self._record is not None and not self._num_updates
                 try:
                     yield
                 finally:
@@ -150,18 +153,15 @@ class Observer:
         assert self._record is not None
         microbatch, kept = self._microbatches[self._current]
         positions = torch.arange(microbatch.batch.token_ids.shape[1])
-        self._record.tokens.append(
-            torch.cat(
-                [
-                    torch.stack([torch.full_like(positions[part], row), positions[part]], dim=1)
-                    for row, part in zip(microbatch.batch.row.tolist(), kept, strict=True)
-                ]
-            )
-        )
+        tokens = [
+            torch.stack([torch.full_like(positions[part], row), positions[part]], dim=1)
+            for row, part in zip(microbatch.batch.row.tolist(), kept, strict=True)
+        ]
+        self._record.tokens.setdefault(self._num_updates, []).append(torch.cat(tokens))
 
     def _note(self, name: str, rows: Tensor) -> None:  # [b, s, ...]
         assert self._record is not None
-        self._record.activations.setdefault(name, []).append(self._kept(rows))
+        self._record.activations.setdefault((self._num_updates, name), []).append(self._kept(rows))
 
     def _kept(self, rows: Tensor) -> Tensor:  # [b, s, ...] -> [n, F] float32
         """Return the kept tokens' values, on the CPU."""
@@ -221,7 +221,7 @@ class Observer:
         self._note(LOSS, shares)
         for (name, output), gradient in zip(outputs.items(), gradients, strict=True):
             kept = self._kept(torch.zeros_like(output) if gradient is None else gradient)
-            self._record.loss_gradients.setdefault(f"{LOSS}.{name}", []).append(kept)
+            self._record.loss_gradients.setdefault((self._num_updates, f"{LOSS}.{name}"), []).append(kept)
 
     # --- optimizer ---
 
@@ -230,24 +230,27 @@ class Observer:
 
         def observed(learning_rate: float) -> float:
             norm = optimizer_step(learning_rate)
-            if self._record is not None and model is self._setup.policy and not self._is_updated:
-                self._record.grad_norm, self._record.learning_rate = norm, learning_rate
-                self._is_updated = True
+            if self._record is not None and model is self._setup.policy:
+                if not self._num_updates:
+                    self._record.grad_norm, self._record.learning_rate = norm, learning_rate
+                self._num_updates += 1
             return norm
 
         model.optimizer_step = observed
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the gradients, clipped, and the weights of an optimizer's first step."""
+        """Keep the gradients, clipped, and the weights before and after an optimizer's first step."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel() and id(parameter) not in self._stepped:
-                    self._stepped[id(parameter)] = _Stepped(
-                        optimizer,
-                        parameter,
-                        parameter.grad.detach().float().cpu().clone(),
-                        parameter.detach().float().cpu().clone(),
-                    )
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                stepped, weight = self._stepped.get(id(parameter)), parameter.detach()
+                if stepped is None:
+                    gradient = parameter.grad.detach().float().cpu().clone()
+                    before = weight.float().cpu().clone()
+                    self._stepped[id(parameter)] = _Stepped(optimizer, parameter, gradient, before)
+                elif stepped.after is None:
+                    stepped.after = weight.float().cpu().clone()
 
     def _collect_shards(self, record: StepRecord) -> None:
         """Name the gradients and updates by the optimizer's state, which the learner names."""
@@ -258,8 +261,8 @@ class Observer:
             key = keys[id(stepped.optimizer.state[stepped.parameter]["exp_avg"])]
             is_policy = not key.startswith(VALUE_MODEL_PREFIX)
             scale = max((record.grad_norm + 1e-6) / clip, 1.0) if is_policy else 1.0
-            update = stepped.parameter.detach().float().cpu() - stepped.before
-            for kind, tensor in (("gradient", stepped.gradient * scale), ("update", update)):
+            after = stepped.parameter.detach().float().cpu() if stepped.after is None else stepped.after
+            for kind, tensor in (("gradient", stepped.gradient * scale), ("update", after - stepped.before)):
                 spec = specs[key]
                 pieces = tuple((_name(kind, name), piece) for name, piece in spec.pieces)
                 record.shards[f"{kind}/{key}"] = tensor.contiguous()

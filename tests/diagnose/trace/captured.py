@@ -43,6 +43,8 @@ def capture(
     records: bool = False,
     replicas: int = 0,
     max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+    weights: Path | None = None,
 ) -> Capture:
     """Capture a step of an arm; without `records` on what an arm before has recorded in the folder."""
     job = {
@@ -50,9 +52,9 @@ def capture(
         "recorded": str(folder / "recorded"),
         "captures": str(folder),
         "arm": arm,
-        "seed": 0,
+        "seed": seed,
         "step": step,
-        "initial_weights": None,
+        "initial_weights": None if weights is None else str(weights),
         "records": records,
         "replicas": replicas,
         "max_tokens": max_tokens,

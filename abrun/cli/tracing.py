@@ -1,0 +1,70 @@
+"""The command `abrun trace`. Slow imports happen inside it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from abrun.cli.app import app, console, print_json, survive_output_errors
+from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, resolve_recipe_file
+
+DIFFERS = 3  # exit code, as of MISMATCH
+
+
+@app.command()
+@survive_output_errors
+def trace(
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            help="Recipe: a YAML file or a built-in recipe.",
+            callback=resolve_recipe_file,
+            autocompletion=complete_recipe,
+        ),
+    ],
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(min=1, help="Step to run; the baseline trains up to it.")] = 1,
+    arm: Annotated[
+        str | None, typer.Option(help="Arm to trace against the baseline; default: the only one.")
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=2, help="Perturbed repeats of the step; k give a level of 1 / (k + 1).")
+    ] = 19,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of captures and trace.json; default: EXPERIMENT/trace."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Find the first tensor in which one step of two arms differs.
+
+    Both run the step from the same state on the same rollouts. Tolerances come from repeats of the baseline's
+    step that are perturbed by one ULP.
+
+    Exit code: 0 if the arms agree up to rounding, 3 if they differ.
+
+    Examples:
+        abrun trace quickstart
+        abrun trace recipe.yaml --step 2 --arm treatment
+    """
+    from abrun.diagnose.trace.command import trace_recipe
+    from abrun.diagnose.trace.report import summary
+    from abrun.recipe.experiment import load_recipe
+
+    screen = console()
+    result, folder = trace_recipe(
+        load_recipe(recipe, overrides or ()),
+        runs_dir,
+        step=step,
+        arm=arm,
+        num_replicas=replicas,
+        output=output,
+        say=(lambda line: None) if as_json else screen.say,
+    )
+    if as_json:
+        print_json(result.as_json())
+    else:
+        screen.print(summary(result))
+        screen.say(f"Captures and trace.json are in {folder}")
+    raise typer.Exit(DIFFERS if result.first else 0)

@@ -1,0 +1,225 @@
+"""Which module a trace names for each fault of the library, and how many clean pairs it flags.
+
+python -m tests.bench.bench_trace faults [--only NAMES]      # each fault against the same run without it
+python -m tests.bench.bench_trace clean [--seeds 4]          # each layout against one rank, by seed and dtype
+
+Both train a tiny Qwen2 on CPU cores, from a short supervised warm start, so that rewards differ. A fault is
+traced at step 1 and, if nothing differs there, at step 2. Faults of the rollout engine that change what is
+sampled cannot be seen on recorded rollouts.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from abrun.diagnose.trace.command import read_replicas
+from abrun.diagnose.trace.judge import NUM_REPLICAS, TraceResult, judge_trace
+from abrun.recipe.faults import FAULTS, Fault, unmet_need
+from abrun.recipe.run import OwnRunConfig
+from abrun.runs.captures import read_capture
+from tests.bench.common import heading, make_parser, markdown_row
+from tests.diagnose.trace.captured import capture, config
+
+GRPO: dict[str, Any] = {
+    "algorithm": {
+        "type": "grpo",
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "minibatches_per_step": 2,
+        "kl_coefficient": 0.01,
+        "entropy_coefficient": 0.005,
+    },
+    "model": {"preset": "qwen2-tiny"},
+    "policy": {
+        "micro_batch_size": 16,
+        "packing": True,
+        "optimizer": {"learning_rate": 1e-3, "beta2": 0.95, "warmup_steps": 10},
+    },
+    "rollout": {"max_new_tokens": 6, "temperature": 0.9},
+    "task": {"type": "arithmetic", "max_operand": 3},
+    "steps": 4,
+}
+CORRECTION = {"type": "sequence_mask", "low": 0.998, "high": 1.002}
+PPO = {key: value for key, value in GRPO["algorithm"].items() if key != "group_size"} | {"type": "ppo"}
+# Runs that faults are injected into, the first that meets a fault's needs
+BASES: dict[str, OwnRunConfig] = {
+    "grpo": config(base=GRPO),
+    "gspo": config({"algorithm": {"loss": "gspo"}}, base=GRPO),
+    "ranks": config({"algorithm": {"normalize_over": "batch"}}, base=GRPO, ranks=2),
+    "correction": config(
+        {
+            "algorithm": {"importance_correction": CORRECTION},
+            "policy": {"dtype": "bfloat16", "logprobs": {"one_pass": False}},
+        },
+        base=GRPO,
+    ),
+    "ppo": config(base={**GRPO, "algorithm": PPO}),
+    "truncated": config({"rollout": {"max_new_tokens": 2}}, base=GRPO),
+}
+# Fault -> the modules that are right; a parent of one is right as well
+RIGHT: dict[str, tuple[str, ...]] = {
+    "flipped_advantages": ("batch.advantages",),
+    "rewards_of_other_rows": ("batch.advantages",),
+    "misgrouped": ("batch.advantages",),
+    "whiten_per_rank": ("batch.advantages",),
+    "first_rollout_stats": ("batch.advantages",),
+    "eos_not_trained": ("batch.token_ids", "batch.token_mask"),
+    "late_half_batch": ("batch.loss_weights",),
+    "padding_in_denominator": ("batch.loss_weights",),
+    "microbatch_mean": ("batch.loss_weights",),
+    "rank_mean": ("batch.loss_weights",),
+    "last_microbatch_only": ("loss",),
+    "kl_without_gradient": ("loss.logprobs",),
+    "kl_sign": ("loss", "loss.logprobs"),
+    "old_logprobs_from_current": ("loss", "loss.logprobs"),
+    "dual_clip_everywhere": ("loss",),
+    "gspo_padding": ("loss", "loss.logprobs"),
+    "sequence_weight_sum": ("loss",),
+    "upstream_gradient_first": ("loss.logprobs",),
+    "fused_drops_term": ("loss.entropy",),
+    "attention_across_packed": ("model.layers.0.self_attn",),
+    "rope_bf16": ("model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn"),
+    "dropout_on": ("model.layers.0.self_attn",),
+    "temperature_missing": ("lm_head.logprobs", "lm_head.entropy"),
+    "labels_off_by_one": ("lm_head.logprobs",),
+    "value_unshifted": ("batch.old_values", "batch.advantages"),
+    "critic_mask_of_other_rows": ("batch.old_values", "batch.advantages"),
+    "adam_step_ahead": ("update",),
+    "bf16_moments": ("update",),
+    "schedule_by_ranks": ("optimizer.learning_rate",),
+    "local_grad_norm": ("optimizer.grad_norm",),
+    "forced_eos": ("batch.token_ids",),
+}
+DTENSOR, MEGATRON = {"type": "dtensor"}, {"type": "megatron"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data": (2, {}),
+    "padded": (1, {"packing": False}),
+    "token budget": (1, {"micro_batch_size": None, "micro_batch_tokens": 200}),
+    "fused": (1, {"logprobs": {"impl": "chunked", "chunk_size": 32}}),
+    "checkpointed": (1, {"activation_checkpointing": "full"}),
+    "context": (2, {"backend": {**DTENSOR, "context_parallel": 2}}),
+    "tensor": (2, {"backend": {**DTENSOR, "tensor_parallel": 2, "sequence_parallel": True}}),
+    "megatron": (1, {"backend": MEGATRON}),
+    "megatron tensor": (2, {"backend": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}}),
+    "megatron context": (2, {"backend": {**MEGATRON, "context_parallel": 2}}),
+}
+
+
+class Bench:
+    """Captures below one folder, which share the baselines of a configuration."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        runs_dir = work / "runs"
+        if not runs_dir.exists():
+            settings = ["steps=1", "controls.aa_reruns=0", "compare.claims=[]"]
+            sets = [word for setting in settings for word in ("--set", setting)]
+            command = [sys.executable, "-m", "abrun", "launch", "quickstart", "--seeds", "0", "--exit-zero"]
+            subprocess.run(
+                [*command, *sets, "--runs-dir", str(runs_dir)], check=True, stdout=subprocess.DEVNULL
+            )
+        (self.weights,) = (runs_dir / "warm-starts").glob("*/checkpoints/final")
+
+    def baseline(self, run: OwnRunConfig, name: str, step: int, seed: int = 0) -> Path:
+        """Capture a baseline and its replicas, once."""
+        folder = self._work / f"{name}-{step}-{seed}"
+        if not folder.exists():
+            settings: Any = {"step": step, "seed": seed, "weights": self.weights}
+            capture(folder, run, "baseline", records=True, replicas=NUM_REPLICAS, **settings)
+        return folder
+
+    def trace(self, folder: Path, run: OwnRunConfig, step: int, seed: int = 0) -> TraceResult:
+        treatment = capture(folder, run, "treatment", step=step, seed=seed, weights=self.weights)
+        result = judge_trace(read_capture(folder / "baseline"), treatment, read_replicas(folder))
+        shutil.rmtree(folder / "treatment")
+        return result
+
+
+def trace_fault(bench: Bench, fault: Fault) -> tuple[str, int | None, TraceResult] | None:
+    """Return the base, the step and the result of a fault; None if no base can have it."""
+    fitting = [name for name, run in BASES.items() if unmet_need(fault, run) is None]
+    base = "truncated" if fault.name == "forced_eos" else next(iter(fitting), None)
+    if base is None:
+        return None
+    run = BASES[base]
+    faulty = OwnRunConfig.model_validate({**run.model_dump(), "injected_fault": {"name": fault.name}})
+    for step in (1, 2):
+        result = bench.trace(bench.baseline(run, base, step), faulty, step)
+        if result.first:
+            return base, step, result
+    return base, None, result
+
+
+def is_right(fault: Fault, result: TraceResult) -> bool:
+    if result.first is None:
+        return False
+    found = result.first.tensor
+    names = RIGHT.get(fault.name, ())
+    module = found.module.partition("@")[0]  # of any optimizer step
+    return found.kind in names or any(f"{name}.".startswith(f"{module}.") for name in names)
+
+
+def fault_rows(bench: Bench, only: list[str]) -> Iterator[tuple[bool, str]]:
+    for fault in FAULTS:
+        if only and fault.name not in only:
+            continue
+        if fault.name not in RIGHT:
+            yield False, markdown_row(f"`{fault.name}`", fault.seam, "", "not on recorded rollouts", "", "no")
+            continue
+        traced = trace_fault(bench, fault)
+        if traced is None:
+            yield False, markdown_row(f"`{fault.name}`", fault.seam, "", "no run can have it", "", "no")
+            continue
+        base, step, result = traced
+        right = is_right(fault, result)
+        name = f"`{result.first.tensor.name}`" if result.first else "nothing"
+        ratio = f"{result.first.ratio:.3g} / {result.limit:.3g}" if result.first else ""
+        yield right, markdown_row(f"`{fault.name}`", base, step or "", name, ratio, "yes" if right else "no")
+
+
+def clean_rows(bench: Bench, seeds: int, dtypes: list[str]) -> Iterator[tuple[bool, str]]:
+    for dtype in dtypes:
+        for seed in range(seeds):
+            one = config({"policy": {"dtype": dtype}}, base=GRPO)
+            for name, (ranks, policy) in LAYOUTS.items():
+                folder = bench.baseline(one, f"clean-{dtype}", 1, seed)
+                run = config({"policy": {"dtype": dtype}}, {"policy": policy}, base=GRPO, ranks=ranks)
+                result = bench.trace(folder, run, 1, seed)
+                worst = max(result.tensors, key=lambda judged: judged.ratio)
+                values = f"{worst.ratio:.3g} / {result.limit:.3g}"
+                found = f"`{result.first.tensor.name}`" if result.first else "agree"
+                yield (
+                    result.first is not None,
+                    markdown_row(name, dtype, seed, values, f"`{worst.tensor.name}`", found),
+                )
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("what", choices=("faults", "clean"))
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32", "bfloat16"])
+    parser.add_argument("--work", type=Path)
+    options = parser.parse_args()
+    work = options.work or Path(tempfile.mkdtemp(prefix="bench-trace-"))
+    bench = Bench(work)
+    if options.what == "faults":
+        print(heading("fault", "run", "step", "first difference", "ratio / limit", "right"))
+        rows = fault_rows(bench, options.only)
+    else:
+        print(heading("layout", "dtype", "seed", "largest ratio / limit", "of", "found"))
+        rows = clean_rows(bench, options.seeds, options.dtypes)
+    counts = []
+    for counted, row in rows:
+        counts.append(counted)
+        print(row, flush=True)
+    print(f"\n{sum(counts)} of {len(counts)}")
+
+
+if __name__ == "__main__":
+    main()
