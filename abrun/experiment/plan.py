@@ -126,8 +126,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
             shared = _make_warm_start_config(configs[BASELINE], config)
-            # Neither its time limits nor its neighbours make it a different warm start
-            ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}}
+            # It samples nothing; neither its time limits nor its neighbours make it a different warm start
+            ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
             key = _sha256(shared.model_dump(mode="json", exclude=ignored_keys))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
