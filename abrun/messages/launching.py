@@ -64,6 +64,8 @@ MESSAGES: dict[Code, Message] = {
     Code.ROLLOUTS_UNFIT: "rollout.from: {path}: {problem}; {remedy}",
     Code.ROLLOUTS_NOT_RECORDED: "{recipe}: arms.{arm}.rollout.from: got {got:repr}, an arm that does not "
     "record its rollouts; set rollout.record: true",
+    Code.RECORDING_NOT_AWAITED: "rollout.from: got {got:repr}, an arm of the recipe, but separate jobs do "
+    "not wait for each other; launch the recording arms first, and give the path of their experiment",
     Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
     Code.RAY_FAILED: "ray: {address}: {answer}",
     Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: does not exist on {host}, which runs the driver; launch "

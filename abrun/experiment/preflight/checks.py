@@ -223,6 +223,12 @@ def find_problems(
     return problems
 
 
+def separate_job_refusals(plan: ExperimentPlan) -> list[Reason]:
+    """Return why runs cannot be separate jobs: none waits for another run's rollouts."""
+    recorders = (run.trains_on(plan.recipe.arms) for run in plan.runs)
+    return [Code.RECORDING_NOT_AWAITED(got=name.arm) for name in recorders if name][:1]
+
+
 def anywhere_refusals(plan: ExperimentPlan) -> list[Reason]:
     """Return what no machine could run: all that a login node can say of nodes that it does not know."""
     nowhere = Machine(gpus=(), cores=0, packages={}, ask_hub=lambda _: None)

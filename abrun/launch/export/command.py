@@ -8,7 +8,7 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.experiment.preflight.checks import anywhere_refusals
+from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_refusals
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.manifest import ExportedPlan, dump_yaml
 from abrun.launch.prepare import refuse_impossible
@@ -30,7 +30,8 @@ def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, c
         raise LaunchError(Code.NOT_ALLOWED(field="--export", got=repr(engine), allowed=[*ENGINES]))
     declared = plan.recipe.launcher
     export = ExportedPlan(plan=plan, name=name, settings=resolve_launcher_settings(declared, engine))
-    problems = [*anywhere_refusals(plan), *ENGINES[engine].find_problems(export)]
+    problems = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
+    problems += ENGINES[engine].find_problems(export)
     if (runs_per_gpu := max(run.config.cluster.runs_per_gpu for run in plan.runs)) > 1:
         why = "its resource is a whole GPU"
         problems.append(Code.GPUS_NOT_SHARED(runs_per_gpu=runs_per_gpu, launcher=engine, why=why))

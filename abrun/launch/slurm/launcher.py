@@ -10,7 +10,7 @@ from typing import Any
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.experiment.preflight.checks import anywhere_refusals
+from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
@@ -52,7 +52,7 @@ class SlurmCluster(ClusterJobs):
         """Return why no machine could run the plan or Slurm never would; records whether pairs fit an
         allocation.
         """
-        reasons = anywhere_refusals(plan)
+        reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
             reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
