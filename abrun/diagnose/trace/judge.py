@@ -1,8 +1,8 @@
 """Whether two captured steps differ by more than rounding, and in which tensor first.
 
-The tolerance is the baseline's own: replicas of its step, in which every weight and the output of every
-module moves by one ULP, up or down at random. An arm that only sums in another order rounds the outputs of
-its modules differently, by less than a replica moves weights and outputs together.
+The tolerance is the baseline's own: replicas of its step, in which every weight, and every module's output
+and its gradient, moves by one ULP, up or down at random. An arm that only sums in another order rounds
+outputs and gradients of modules differently, by less than a replica moves all three together.
 
 A tensor's error has two measures, the root mean square and the maximum of the absolute differences. One ULP
 of the tensor itself is added to both, because its own last rounding is not perturbed. An error counts in
