@@ -76,6 +76,20 @@ FINAL_WEIGHTS = "final_weights"  # name in claims: all weights at the end of a r
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
 PEAK_MEMORY_DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # devices of each counter, in that order
 
+# Functions of the rollouts alone: equal in arms that train on the same recorded ones
+FIXED_BY_ROLLOUTS = (
+    REWARD,
+    MEAN_PROMPT_LENGTH,
+    MEAN_GEN_TOKENS,
+    SIGNAL_SHARE,
+    OVERLONG_PENALTY,
+    "train/truncation_rate",
+    "train/num_valid_samples",
+    "train/global_valid_toks",
+    "train/dynamic_sampling_kept_share",
+    "train/dynamic_sampling_tries",
+)
+
 POLICY_GRADIENT: tuple[Algorithm, ...] = ("grpo", "ppo")
 ALL_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "ppo", "sft", "dpo")
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.metric_names import (
     FINAL_WEIGHTS,
+    FIXED_BY_ROLLOUTS,
     MEMORY_PEAK,
     Need,
     find_metric,
@@ -17,7 +18,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
-from abrun.recipe.claims import Compare, Guards
+from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
@@ -25,7 +26,7 @@ from abrun.recipe.merging import TYPES, defaults_of_type
 from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
-from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.layout import RunName
 
@@ -46,6 +47,11 @@ class PlannedRun:
     config: OwnRunConfig | CommandRunConfig
     warm_start: str | None  # key into Plan.warm_starts
     is_control: bool = False  # compared with its baseline, but without a verdict
+
+    def trains_on(self, arms: Collection[str]) -> RunName | None:
+        """Return the run of the experiment whose recorded rollouts this run trains on, if any."""
+        source = recorded_source(self.config)
+        return RunName(arm=source, seed=self.name.seed) if source in arms else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
+    _check_recordings(recipe, configs)
     treatments = [arm for arm in configs if arm != BASELINE]
     base = _flatten_config(configs[BASELINE])
     treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
@@ -119,8 +126,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
             shared = _make_warm_start_config(configs[BASELINE], config)
-            # Neither its time limits nor its neighbours make it a different warm start
-            ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}}
+            # It samples nothing; neither its time limits nor its neighbours make it a different warm start
+            ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
             key = _sha256(shared.model_dump(mode="json", exclude=ignored_keys))[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
@@ -172,6 +179,17 @@ def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
     ]
 
 
+def _check_recordings(
+    recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]
+) -> None:
+    """Raise RecipeError for an arm that trains on the rollouts of an arm that records none."""
+    for arm, config in configs.items():
+        source = recorded_source(config)
+        recorder = configs.get(source or "")
+        if isinstance(recorder, OwnRunConfig) and not recorder.records_rollouts:
+            raise RecipeError(Code.ROLLOUTS_NOT_RECORDED(recipe=recipe.name, arm=arm, got=source))
+
+
 def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
     """Raise RecipeError for claims that cannot be judged: unrecorded metrics, windows past the last step.
 
@@ -202,21 +220,37 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
             raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
+        samples_alike = len({recorded_source(config) is None for config in configs.values()}) == 1
         for config in configs.values():
-            field, problem = "window", _window_problem(claim.window, config.steps)
-            if not problem and config.cluster.runs_per_gpu > 1 and is_clock(claim.metric):
-                field, problem = "metric", _shared_time_problem(claim.metric, config)
-            elif not problem and isinstance(config, OwnRunConfig):
-                field, problem = "metric", _metric_problem(claim.metric, config)
-            elif not problem and claim.metric == FINAL_WEIGHTS:
-                field, problem = (
-                    "metric",
-                    "got 'final_weights' for a command, whose weights abrun cannot read",
-                )
+            field, problem = _claim_problem(claim, config, samples_alike=samples_alike)
             if problem:
                 raise RecipeError(
                     Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
                 )
+
+
+def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> tuple[str, str | None]:
+    """Return the field of a claim that does not fit a run, and its problem; None if all fit.
+
+    `samples_alike`: all arms sample, or none does.
+    """
+    if problem := _window_problem(claim.window, config.steps):
+        return "window", problem
+    got = shortened(claim.metric)
+    if is_clock(claim.metric) and config.cluster.runs_per_gpu > 1:
+        return "metric", _shared_time_problem(claim.metric, config)
+    if is_clock(claim.metric) and not samples_alike:
+        return "metric", f"got {got}, but only some of the arms sample completions; claim no times"
+    if not isinstance(config, OwnRunConfig):
+        problem = "got 'final_weights' for a command, whose weights abrun cannot read"
+        return "metric", problem if claim.metric == FINAL_WEIGHTS else None
+    problem = _metric_problem(claim.metric, config)
+    if not problem and claim.metric in FIXED_BY_ROLLOUTS and recorded_source(config):
+        problem = (
+            f"got {got} of an arm that trains on recorded rollouts, which hold it; claim train/loss, "
+            "train/grad_norm or final_weights"
+        )
+    return "metric", problem
 
 
 def _shared_time_problem(got: object, config: RunConfig) -> str:

@@ -34,7 +34,7 @@ class LaunchJob:
     label: str
     run: RunDir
     config: RunConfig
-    depends_on: "LaunchJob | None" = None  # a warm start
+    depends_on: "tuple[LaunchJob, ...]" = ()  # a warm start; the run that records its rollouts
     seed: int = 0
     arm: str | None = None  # None for a control run, which counts for no arm
     is_warm_start: bool = False  # other experiments may share it
@@ -146,7 +146,10 @@ def describe_missing(job: LaunchJob) -> str | None:
 
 
 class LaunchQueue:
-    """The jobs of a plan in launch order, each warm start before the first run that needs it."""
+    """The jobs of a plan in launch order, each warm start before the first run that needs it.
+
+    A run that trains on another run's rollouts waits for that run.
+    """
 
     def __init__(self, plan: ExperimentPlan, experiment_dir: Path) -> None:
         self.jobs: list[LaunchJob] = []
@@ -172,8 +175,17 @@ class LaunchQueue:
                         is_warm_start=True,
                     )
                     self.jobs.append(warm_starts[key])
-                job.depends_on = warm_starts[key]
+                job.depends_on += (warm_starts[key],)
             self.jobs.append(job)
+        self._await_recordings(plan)
+
+    def _await_recordings(self, plan: ExperimentPlan) -> None:
+        """Let runs that train on another run's rollouts wait for that run."""
+        jobs = {job.label: job for job in self.jobs}
+        for planned in plan.runs:
+            recorder = planned.trains_on(plan.recipe.arms)
+            if recorder and not jobs[str(planned.name)].is_done:
+                jobs[str(planned.name)].depends_on += (jobs[str(recorder)],)
 
     @property
     def is_done(self) -> bool:
@@ -191,25 +203,23 @@ class LaunchQueue:
         if self.running_jobs and self.find_common_failure():
             return
         for job in self.jobs:
-            if not (job.started or job.is_done) and (
-                job.depends_on is None or job.depends_on.status == "finished"
-            ):
+            if not (job.started or job.is_done) and all(need.status == "finished" for need in job.depends_on):
                 yield job
 
     def find_unstartable(self) -> Iterator[tuple[list[LaunchJob], Reason, Reason | None]]:
         """Yield jobs that will not be started, with the reason and the failure behind it."""
         waiting: dict[LaunchJob, list[LaunchJob]] = {}
         for job in self.jobs:
-            if (
-                not job.is_done
-                and job.depends_on
-                and job.depends_on.is_done
-                and job.depends_on.status != "finished"
-            ):
-                waiting.setdefault(job.depends_on, []).append(job)
-        for warm_start, jobs in waiting.items():
-            cause = Code.WARM_START_FAILED(directory=warm_start.run.path, status=warm_start.status)
-            yield jobs, cause, warm_start.run.state(WARM_START).reason
+            lost = [need for need in job.depends_on if need.is_done and need.status != "finished"]
+            if lost and not job.is_done:
+                waiting.setdefault(lost[0], []).append(job)
+        for needed, jobs in waiting.items():
+            cause = (
+                Code.WARM_START_FAILED(directory=needed.run.path, status=needed.status)
+                if needed.is_warm_start
+                else Code.RECORDING_FAILED(run=needed.label, status=needed.status)
+            )
+            yield jobs, cause, needed.run.state(WARM_START).reason
         failed_jobs = [] if self.running_jobs else self.find_common_failure()
         unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:

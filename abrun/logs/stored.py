@@ -28,8 +28,8 @@ def read_run_dir(folder: Path, name: str) -> Log:
         config=dotted({**record.config, "initial_weights": record.initial_weights}),
         environment=run.environment(),
         code=run.code_versions(),
-        unread={metric: text.at for metric, text in run.text_values.items()},
-        dropped={metric: text.steps for metric, text in run.text_values.items()},
+        unread={metric: text.at for metric, text in run.result.text_values.items()},
+        dropped={metric: text.steps for metric, text in run.result.text_values.items()},
         identity=RunName(arm=printable(record.name.arm), seed=record.name.seed, rerun=record.name.rerun),
     )
 

@@ -150,6 +150,7 @@ MESSAGES: dict[Code, Message] = {
     Code.PROCESS_GONE: "process died without writing a result (disk full?)",
     Code.NOT_STARTED: "not started: {cause}: {ending}",
     Code.WARM_START_FAILED: "the warm start in {directory} {status}",
+    Code.RECORDING_FAILED: "{run}, whose rollouts it trains on, {status}",
     Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed in the same way at their start",
     Code.RUN_DIRECTORY_GONE: "{directory} no longer exists",
     Code.COMMAND_NOT_STARTED: "trainer.argv: got {command:repr}, which cannot be started: {error}; give the "

@@ -58,6 +58,12 @@ MESSAGES: dict[Code, Message] = {
     "file system that all nodes share",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
     Code.PROCESSES_SURVIVE: "processes of an earlier launch cannot be killed ({pids}); end them",
+    Code.ROLLOUTS_MISSING: "rollout.from: {source} has no recorded rollouts of seed {seed}; give a run, an "
+    "experiment or an arm that has trained with rollout.record: true, or a folder with seed-{seed}/",
+    Code.ROLLOUTS_DAMAGED: "{path}: unusable rollouts: {problem}; record them again",
+    Code.ROLLOUTS_UNFIT: "rollout.from: {path}: {problem}; {remedy}",
+    Code.ROLLOUTS_NOT_RECORDED: "{recipe}: arms.{arm}.rollout.from: got {got:repr}, an arm that does not "
+    "record its rollouts; set rollout.record: true",
     Code.RAY_SILENT: "ray: no Ray answers at {address}: {error}; {remedy}",
     Code.RAY_FAILED: "ray: {address}: {answer}",
     Code.DRIVER_WITHOUT_EXPERIMENT: "{directory}: does not exist on {host}, which runs the driver; launch "

@@ -62,6 +62,7 @@ NOT_TESTED: dict[Code, Message] = {
     "number at any step of any run|not recorded}",
     Code.NOT_PAIRED: "step one and the divergence step by step: the runs are unpaired{num_shared_seeds:if , "
     "although both arms have {num_shared_seeds:count common seed}}",
+    Code.SAMPLER_NOT_TESTED: "the sampler: completions, rewards and lengths are those of the recording",
     Code.REFERENCE_SEEDS_UNUSED: "{seeds:plural seed} {seeds:list} of the reference: without a later run",
     Code.ULP_RUN_NOT_FINISHED: "growth of a one-ULP perturbation: {run} did not finish ({why}); launch with "
     "--resume",
@@ -99,6 +100,7 @@ SHORT_NAMES: dict[Code, str] = {
     Code.OTHER_CODE: "the effect of different code",
     Code.NO_FAULT_INJECTED: "which bugs would be caught",
     Code.NOT_PAIRED: "step one and the divergence",
+    Code.SAMPLER_NOT_TESTED: "the sampler",
     Code.REFERENCE_SEEDS_UNUSED: "some seeds of the reference",
     Code.RARE_FAILURES: "rare failures",
     Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine",

@@ -116,6 +116,8 @@ NOTES: dict[Code, Message] = {
     Code.DECIDED_AT_LAUNCH: "{decision}",
     Code.CODE_DIFFERS: _code_differs,
     Code.PRECISION_DIFFERS: _precision_differs,
+    Code.ON_RECORDED_ROLLOUTS: "{arm} trained on recorded rollouts: the verdict is about the trainers on "
+    "these rollouts, as far as train/token_mult_prob_error stays near the baseline's",
     Code.GPUS_SHARED: "up to {runs_per_gpu} runs shared each GPU, so their step times are not compared",
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,

@@ -168,6 +168,8 @@ VALIDITY: dict[Code, Message] = {
     Code.RUN_UNREADABLE: "{run} cannot be read: {problem}{forbidden:if |; repair or remove the damaged file}",
     Code.RUN_NOT_FINISHED: _run_not_finished,
     Code.RUNS_EXCHANGED: _runs_exchanged,
+    Code.ROLLOUTS_DIFFER: "{run} and {other} {recorded:if trained on different recorded rollouts|did not "
+    "both record what they trained on}",
     Code.RUN_COPIED: "{run} is a copy of {original}: all numbers are the same, even the times",
     Code.CONFIG_MISSING: "{run}: config.json is missing, so undeclared differences cannot be ruled out",
     Code.CONFIG_NOT_AS_DECLARED: "{run}: config {key} is {value}, but the treatment declares {declared}",

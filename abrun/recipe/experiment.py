@@ -39,7 +39,7 @@ from abrun.recipe.policy import (
 )
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
-from abrun.recipe.run import OwnRunConfig, RecipeCluster
+from abrun.recipe.run import OwnRunConfig, RecipeCluster, recorded_source
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
@@ -174,6 +174,10 @@ class ExperimentDeclaration(Section):
     def control_config(self, arm: str) -> OwnRunConfig:
         """Return the baseline's configuration with a control's fault; RecipeError if it cannot have it."""
         injected, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        if any(recorded_source(self.run_config(treatment)) == BASELINE for treatment in self.arms):
+            # Controls train on the baseline's rollouts, as the treatments do
+            change = {"rollout": {"engine": "recorded", "from": BASELINE}}
+            baseline = validated(OwnRunConfig, merge(baseline.model_dump(), change), self.name)
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):

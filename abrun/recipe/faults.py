@@ -75,6 +75,10 @@ NEEDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda run: run.algorithm.entropy_coefficient > 0,
         "needs an entropy bonus; set algorithm.entropy_coefficient",
     ),
+    "a sampler": (
+        lambda run: run.rollout.engine != "recorded",
+        "needs completions that the run samples; set rollout.engine: torch",
+    ),
     "the torch engine": (lambda run: run.rollout.engine == "torch", "needs rollout.engine: torch"),
     "the dtensor backend": (
         lambda run: run.policy.backend.type == "dtensor",

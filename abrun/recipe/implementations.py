@@ -14,6 +14,7 @@ BACKENDS = {
 ENGINES = {
     "torch": "abrun.rollout.torch_engine:make_engine",
     "vllm": "abrun.rollout.vllm:make_engine",
+    "recorded": "abrun.rollout.recorded:make_engine",
 }
 LOCAL_LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 SCHEDULERS = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.packages import missing_sampling_masks
@@ -237,10 +237,22 @@ COLOCATED_MEMORY_SHARE = 0.6
 MAX_SMALL_CACHE_SHARE = COLOCATED_MEMORY_SHARE / 2
 
 
-class Rollout(Section):
+# A class body cannot declare `from`, which is a keyword.
+_FROM = Field(
+    default=None,
+    description="With recorded: an arm of the recipe that records; or an experiment, whose baseline is "
+    "taken, a run, or a folder with a folder seed-N for each seed",
+)
+_fields: dict[str, Any] = {"from": (PathText | None, _FROM)}  # pyright: ignore[reportOperatorIssue]
+_Source: Any = create_model("_Source", __base__=Section, __module__=__name__, **_fields)
+
+
+class Rollout(_Source):
     """Sampling of completions."""
 
-    engine: Literal["torch", "vllm"] = "torch"
+    # recorded: train on the rollouts that another run recorded, without sampling
+    engine: Literal["torch", "vllm", "recorded"] = "torch"
+    record: bool = False  # write each step's rollouts into the run directory
     # With vllm: additional GPUs or CPU cores of the node for engines; None: share the training devices
     devices: Count | None = None
     tensor_parallel: Count = 1  # with vllm: devices per engine
@@ -262,6 +274,11 @@ class Rollout(Section):
     batch_size: Count | None = None  # sequences generated at once per rank; None: all
 
     @property
+    def source(self) -> str | None:
+        """Where recorded rollouts come from."""
+        return getattr(self, "from")
+
+    @property
     def filters(self) -> Filters:
         return Filters(min_p=self.min_p, top_k=self.top_k, top_p=self.top_p)
 
@@ -273,7 +290,9 @@ class Rollout(Section):
         """
         if not self.filters.drop_tokens or self.exact_support is False:
             return False
-        return self.engine == "torch" or self.exact_support is True or missing_sampling_masks() is None
+        if self.engine != "vllm" or self.exact_support is True:
+            return self.engine == "torch" or self.exact_support is True
+        return missing_sampling_masks() is None
 
     def support_refusal(self, packages: Mapping[str, str] | None = None) -> Reason | None:
         """Return why the installed vLLM cannot record the required token sets; None if it can."""

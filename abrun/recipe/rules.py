@@ -254,6 +254,16 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              lambda rollout: rollout.engine == "torch" and rollout.batch_invariant,
              "got true with engine 'torch', which has no such kernels; use engine: vllm, or batch_invariant: "
              "false"),
+        RecipeRule("rollout.from",
+             lambda rollout: rollout.engine != "recorded" and rollout.source is not None,
+             "got {got} with engine {engine!r}, which samples; use engine: recorded, or from: null"),
+        RecipeRule("rollout.from",
+             lambda rollout: rollout.engine == "recorded" and rollout.source is None,
+             "got null with engine 'recorded'; give an arm that records, or the path of recorded rollouts"),
+        RecipeRule("rollout.exact_support",
+             lambda rollout: (rollout.record or rollout.engine == "recorded") and rollout.records_support,
+             "got {got} with filters and recorded rollouts, which do not hold the kept sets; use "
+             "exact_support: false"),
         RecipeRule("rollout.temperature",
              lambda rollout: rollout.engine == "vllm" and _out_of_range(rollout.temperature),
              f"got {{got}} {VLLM_RANGE}; use a value in this range, or engine: torch"),
@@ -403,6 +413,10 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("validation.num_prompts",
              lambda run: run.validation and _indivisible(run.validation.num_prompts, run.data_parallel),
              "got {got} for {data_parallel} data-parallel ranks; use a multiple of {data_parallel}"),
+        RecipeRule("validation",
+             lambda run: (run.validation and run.rollout.engine == "recorded" and run.samples_completions
+                 and {"got": "a validation by completions"}),
+             "got {got} with rollout.engine 'recorded', which samples none; use validation: null"),
         RecipeRule("validation.path",
              lambda run: run.validation and run.validation.path is not None and not hasattr(run.task, "path"),
              "got {got} with task.type {task.type!r}, whose prompts are generated; use path: null"),

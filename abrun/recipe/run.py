@@ -226,7 +226,14 @@ class OwnRunConfig(RunConfig):
         validates = self.validation is not None and not isinstance(
             self.task, CompletionsTask | PreferencesTask
         )
-        return validates or isinstance(self.algorithm, PolicyGradientSettings)
+        trains = isinstance(self.algorithm, PolicyGradientSettings) and self.rollout.engine != "recorded"
+        return validates or trains
+
+    @property
+    def records_rollouts(self) -> bool:
+        """Return whether the run writes down what it samples in training."""
+        is_sampled = isinstance(self.algorithm, PolicyGradientSettings) and self.rollout.engine != "recorded"
+        return self.rollout.record and is_sampled
 
     @property
     def unmet_fault_need(self) -> str | None:
@@ -237,6 +244,12 @@ class OwnRunConfig(RunConfig):
     def decodes_with_policy(self) -> bool:
         """Return whether completions are sampled from the policy's own modules."""
         return self.samples_completions and self.rollout.engine == "torch"
+
+
+def recorded_source(config: RunConfig) -> str | None:
+    """Return where the recorded rollouts come from that a run trains on; None if it samples its own."""
+    is_recorded = isinstance(config, OwnRunConfig) and config.rollout.engine == "recorded"
+    return config.rollout.source if is_recorded else None
 
 
 def unsupported_settings(config: OwnRunConfig) -> list[Reason]:

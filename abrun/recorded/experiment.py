@@ -33,6 +33,7 @@ class RecordedRun(RunRecording):
     # Arm, seed and rerun as recorded in the run's own files; None: not recorded
     identity: Mapping[str, Any] | None = None
     final_weights_hash: str | None = None  # None: unknown
+    rollouts_sha256: str | None = None  # of the recorded rollouts that it wrote or trained on
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read on demand
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
     span_s: tuple[float, float] | None = None  # times of its first start and its end; None: unknown
@@ -47,6 +48,11 @@ class RecordedRun(RunRecording):
     @property
     def finished(self) -> bool:
         return self.status in ("finished", "unknown")
+
+    @property
+    def trains_on_recording(self) -> bool:
+        """True if it trained on recorded rollouts instead of sampling."""
+        return (self.config or {}).get("rollout.engine") == "recorded"
 
     @property
     def has_restarted_counter(self) -> bool:

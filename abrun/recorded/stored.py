@@ -92,7 +92,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
     rows = run.metric_rows()
     state = run.state(name)
-    record, launches = run.record() if run.exists else None, run.launches()
+    record, launches, result = run.record() if run.exists else None, run.launches(), run.result
     return RecordedRun(
         name=name,
         place=str(run.path),
@@ -103,9 +103,10 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         environment=display_safe_tree(run.environment()),
         metrics={display_safe(metric): series for metric, series in rows.series().items()},
         code=tuple(map(display_safe, run.code_versions())),
-        unread={display_safe(metric): display_safe(text.at) for metric, text in run.text_values.items()},
-        dropped={display_safe(metric): text.steps for metric, text in run.text_values.items()},
-        final_weights_hash=run.final_weights_hash,
+        unread={display_safe(metric): display_safe(text.at) for metric, text in result.text_values.items()},
+        dropped={display_safe(metric): text.steps for metric, text in result.text_values.items()},
+        final_weights_hash=result.final_weights_hash,
+        rollouts_sha256=result.rollouts_sha256,
         wandb=_mirror_url(run),
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,

@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 VALIDATION = "validation.jsonl"
 SAMPLES = "samples.jsonl"
+ROLLOUTS = "rollouts"  # folder with a file for each step
 LOG = "stdout.log"
 CHECKPOINTS = "checkpoints"
 WANDB = "wandb.json"
@@ -37,6 +38,7 @@ RUN_FILES = (
     EVENTS,
     VALIDATION,
     SAMPLES,
+    ROLLOUTS,
     LOG,
     CHECKPOINTS,
     WANDB,

@@ -72,6 +72,7 @@ class RunResult:
 
     step: Count = 0  # the last step
     final_weights_hash: str | None = None
+    rollouts_sha256: str | None = None  # of the recorded rollouts that it wrote or trained on
     final_weights: Mapping[PathText, dict[str, Any]] | None = None  # by file, each a fingerprint
     text_values: Mapping[str, TextValues] = field(default_factory=dict)  # by metric
 

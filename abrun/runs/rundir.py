@@ -56,7 +56,6 @@ from abrun.runs.records import (
     RunResult,
     RunState,
     Status,
-    TextValues,
     attempt_file,
     attempt_numbers,
     describe_commit,
@@ -446,14 +445,9 @@ class RunDir:
         return newest
 
     @property
-    def final_weights_hash(self) -> str | None:
-        """The hash of the trained weights; None if the run has not finished or recorded none."""
-        return read_as(RunResult, self.path / layout.RESULT).final_weights_hash
-
-    @property
-    def text_values(self) -> Mapping[str, TextValues]:
-        """Text values in a command's log, by metric; empty until the run has finished."""
-        return read_as(RunResult, self.path / layout.RESULT).text_values
+    def result(self) -> RunResult:
+        """What the run recorded at its end; empty until then."""
+        return read_as(RunResult, self.path / layout.RESULT)
 
     def final_sketch(self) -> "dict[str, Array]":
         """Return the float64 sketches of the final weights by tensor; empty if missing or unreadable."""

@@ -15,6 +15,7 @@ from abrun.runs import layout
 from abrun.runs.files import write_file, write_json
 from abrun.runs.lines import LineWriter, json_line
 from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
+from abrun.runs.rollouts import RecordedStep, hash_steps, step_path
 from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
 
 ROWS_LOST = "was removed, replaced or truncated while the run wrote it"
@@ -83,6 +84,15 @@ class RunWriter:
             self._samples = LineWriter(self.path / layout.SAMPLES)
         if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
             self._samples.write(sample_row(step, self.attempt, samples))
+
+    def rollouts(self, recording: RecordedStep) -> None:
+        """Write the rollouts of a step, replacing those of an earlier attempt."""
+        self.check_fence()
+        write_file(step_path(self.path / layout.ROLLOUTS, recording.step), recording.encode())
+
+    def hash_rollouts(self, num_steps: int) -> str:
+        """Return the hash of the recorded rollouts; see abrun.runs.rollouts.hash_steps."""
+        return hash_steps(self.path / layout.ROLLOUTS, num_steps)
 
     def heartbeat(self, step: int, **bounds: float) -> None:
         """Write a heartbeat. `bounds`: `patience_s` and `limit_s` of Heartbeat, of a command's run."""

@@ -11,6 +11,7 @@ from abrun.rl.batch import Pairs, Sequences
 from abrun.rl.dpo import PreferenceLoss, dpo_loss, preference_metrics, spread_over_tokens
 from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts, merge_keys
+from abrun.runs.rollouts import RecordedStep
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
 from abrun.train.data import PrefetchedBatches, Texts
@@ -21,6 +22,7 @@ from abrun.train.validation import Evaluation
 class DpoAlgorithm:
     """DPO, for `algorithm: {type: dpo}`; the reference is the initial policy of the run."""
 
+    recording: RecordedStep | None = None
     samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup, settings: Dpo) -> None:

@@ -27,6 +27,7 @@ from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.rl.losses import gradient_factor, kl_penalty, loss_weights
 from abrun.rl.values import reward_to_go_advantages
+from abrun.runs.rollouts import RecordedStep
 from abrun.runs.samples import Sample
 from abrun.train.policy_objective import PolicyObjective, with_old_logprobs
 from abrun.train.rollouts import Rollouts
@@ -55,11 +56,13 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         self.setup, self._settings = setup, settings
         self.rollouts = Rollouts(setup, settings)
         self.reference = make_reference(setup) if settings.kl_coefficient > 0 else None
+        self.recording: RecordedStep | None = None
         self.samples: Sequence[Sample] = []  # some completions of the last step, this rank's
 
     def step(self, step: int) -> Metrics:
         """Run one step on all ranks and return its metrics, the same on every rank."""
         batch, rollout_metrics = self.rollouts.collect(step)
+        self.recording = self.rollouts.recording(step)
         self.samples = []
         if is_due(self.setup.config.keep_samples, step):
             self.samples = collect_samples(self.setup, batch, self._settings.group_size)

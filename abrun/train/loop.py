@@ -16,6 +16,7 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.processes import progress
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.records import RunRecord, StartCheckpoint
+from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
@@ -34,6 +35,7 @@ class Interrupted(AbrunError):
 class Algorithm(Protocol):
     """Interface of algorithms: one training step."""
 
+    recording: RecordedStep | None  # the rollouts of the last step, with rollout.record
     samples: Sequence[Sample]  # sample completions of the last step; those of the first rank are recorded
 
     def step(self, step: int) -> dict[str, float]:
@@ -54,7 +56,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
     requests = Requests()
     recorder = Recorder(writer, config)
     recorder.event("started", pid=os.getpid())
-    setup = make_setup(config, record.name.seed, run.initial_weights, device)
+    setup = make_setup(config, record.name.seed, run.initial_weights, device, run.path)
     origin, folder = None, config.checkpoint.start_from
     if folder is not None:
         origin = start_from(folder, setup.learner, setup.ranks, config.steps)
@@ -97,6 +99,7 @@ def _train(
         row = {**values, **_compute_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
+        recorder.rollouts(algorithm.recording)
         recorder.metrics(step, row)
         recorder.samples(step, algorithm.samples)
         progress.report_step()
@@ -114,7 +117,7 @@ def _train(
         final_weights = checkpoint.save_final(
             run.final_weights, setup.ranks, lambda folder: _write_model(setup, folder), writer
         )
-    recorder.finish(config.steps, setup.policy, final_weights)
+    recorder.finish(config.steps, setup.policy, final_weights, setup.recorded_rollouts)
 
 
 class Requests:

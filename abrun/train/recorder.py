@@ -17,9 +17,11 @@ from abrun.experiment.preflight.machine import cpu_name
 from abrun.extras import installed_version
 from abrun.models import content_of, sketch_of, weights_hash
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
+from abrun.train.recordings import RecordedRollouts
 from abrun.train.wandb_sync import WandbSync
 
 RECORDED_PACKAGES = (
@@ -40,7 +42,7 @@ class Recorder:
     """Recorder that all ranks call; only rank 0 has a `writer`, on other ranks it does nothing."""
 
     def __init__(self, writer: RunWriter | None, config: OwnRunConfig) -> None:
-        self._writer = writer
+        self._writer, self._records_rollouts = writer, config.records_rollouts
         self._wandb_sync: WandbSync | None = None
         if writer and config.wandb:
             self._wandb_sync = WandbSync(RunDir(writer.path), lambda text: self.event("wandb", message=text))
@@ -102,23 +104,38 @@ class Recorder:
         if self._writer and samples:
             self._writer.samples(step, list(samples))
 
+    def rollouts(self, recording: RecordedStep | None) -> None:
+        """Write the rollouts of a step, if the run records them."""
+        if self._writer and recording:
+            self._writer.rollouts(recording)
+
     def event(self, event: str, **details: Any) -> None:
         if self._writer:
             self._writer.event(event, **details)
 
-    def finish(self, step: int, policy: Backend, final_weights: Mapping[str, Any] | None) -> None:
+    def finish(
+        self,
+        step: int,
+        policy: Backend,
+        final_weights: Mapping[str, Any] | None,
+        recorded_rollouts: RecordedRollouts | None,
+    ) -> None:
         """Record the end of the run, with its final weights. Collective.
 
-        `final_weights`: checksums of the saved files.
+        `final_weights`: checksums of the saved files. `recorded_rollouts`: those that it trained on.
         """
         sketch: dict[str, Tensor] = {}
-        weights: dict[str, Any] = {"final_weights_hash": hash_policy(policy, sketch)}
-        weights |= {} if final_weights is None else {"final_weights": final_weights}
+        result: dict[str, Any] = {"final_weights_hash": hash_policy(policy, sketch)}
+        result |= {} if final_weights is None else {"final_weights": final_weights}
         if self._writer:
             if self._wandb_sync:
                 self._wandb_sync.finish()
+            if recorded_rollouts:
+                result["rollouts_sha256"] = recorded_rollouts.sha256
+            elif self._records_rollouts:
+                result["rollouts_sha256"] = self._writer.hash_rollouts(step)
             self._writer.final_sketch(save(sketch))
-            self._writer.finish(step, weights)
+            self._writer.finish(step, result)
 
 
 def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:

@@ -5,8 +5,10 @@ and arms with the same seed start each step with the same prompts. Groups are co
 ranks in the order of the global batch, so the number of ranks has no effect.
 """
 
+import contextlib
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, filterfalse
 
 import torch
@@ -19,26 +21,17 @@ from abrun.rl.advantages import overlong_penalties
 from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
+from abrun.runs.rollouts import RecordedStep
 from abrun.train.data import check_length
+from abrun.train.groups import Group
+from abrun.train.recordings import origin_of, record_groups
 from abrun.train.setup import RunSetup
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The completions of one prompt."""
-
-    prompt: list[int]
-    completions: list[Completion]
-    rewards: list[float]
-
-    @property
-    def has_signal(self) -> bool:
-        """True if the rewards differ, so that advantages relative to their mean are not all 0."""
-        return any(reward != self.rewards[0] for reward in self.rewards)
+FetchGroups = Callable[[int], list[Group]]  # this rank's groups of a fetch
 
 
 class Rollouts:
-    """Samples the completions of a step and computes their rewards."""
+    """Samples the completions of a step and computes their rewards, or reads what another run recorded."""
 
     def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
@@ -48,21 +41,48 @@ class Rollouts:
             math.ceil(documents / self._settings.group_size) if documents else self._settings.prompts_per_step
         )
         self._num_fetches = math.ceil(self._num_groups / self._settings.prompts_per_step)
+        self._records = setup.config.records_rollouts
+        self._fetched: list[tuple[int, Group]] = []  # all ranks' groups of the step, with their fetches
 
     def collect(self, step: int) -> tuple[RolloutBatch, dict[str, float]]:
         """Return this rank's sequences of a step, with rewards, and metrics of all drawn completions.
 
         Collective.
         """
-        with self._setup.sampler.awake() as engine:
+        self._fetched = []
+        with self._open(step) as fetch_groups:
             if isinstance(self._settings, Grpo) and self._settings.dynamic_sampling:
-                return self._collect_with_signal(engine, step, self._settings.dynamic_sampling.max_tries)
-            fetches = range(self._num_fetches)
-            groups = [group for fetch in fetches for group in self.fetch(engine, step, fetch)]
+                return self._collect_with_signal(fetch_groups, self._settings.dynamic_sampling.max_tries)
+            groups = [group for fetch in range(self._num_fetches) for group in fetch_groups(fetch)]
             return self._make_batch(groups), self._compute_metrics(groups)
 
+    def recording(self, step: int) -> RecordedStep | None:
+        """Return all groups of the step that was just collected, if the run records them."""
+        if not self._records:
+            return None
+        setup = self._setup
+        return record_groups(step, self._fetched, origin_of(setup.config, setup.data.text, setup.seed))
+
+    @contextlib.contextmanager
+    def _open(self, step: int) -> Iterator[FetchGroups]:
+        """Yield the source of the step's groups: the engine, or the recording."""
+        recorded = self._setup.recorded_rollouts
+        if recorded is not None:
+            num_groups, size = self._settings.prompts_per_step, self._settings.group_size
+            local = self._setup.ranks.data_slice(num_groups)
+            yield lambda fetch: recorded.groups(step, fetch, num_groups, size)[local]
+            return
+        with self._setup.sampler.awake() as engine:
+            yield lambda fetch: self._keep(fetch, self.fetch(engine, step, fetch))
+
+    def _keep(self, fetch: int, groups: list[Group]) -> list[Group]:
+        """Keep the groups of all ranks for the recording. Collective."""
+        if self._records:
+            self._fetched += [(fetch, group) for group in self._setup.ranks.all_gather_data(groups)]
+        return groups
+
     def _collect_with_signal(
-        self, engine: RolloutEngine, step: int, max_tries: int
+        self, fetch_groups: FetchGroups, max_tries: int
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """Fetch until there are enough groups with signal; after the last try, add groups without signal."""
         ranks, local_groups = self._setup.ranks, []
@@ -70,7 +90,7 @@ class Rollouts:
         without_signal: list[Group] = []
         num_fetches = 0
         while len(with_signal) < self._num_groups and num_fetches < self._num_fetches * max_tries:
-            fetched = self.fetch(engine, step, num_fetches)
+            fetched = fetch_groups(num_fetches)
             local_groups += fetched
             for group in ranks.all_gather_data(fetched):
                 (with_signal if group.has_signal else without_signal).append(group)

@@ -12,12 +12,13 @@ from abrun.errors import RecipeError
 from abrun.models import load_text
 from abrun.processes import progress
 from abrun.recipe.algorithms import Ppo
-from abrun.recipe.run import OwnRunConfig, unsupported_settings
+from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
 from abrun.rollout import make_engine
 from abrun.seeds import derive_seed
 from abrun.train.data import Data, make_data
 from abrun.train.learner import Learner
 from abrun.train.phases import Phases
+from abrun.train.recordings import RecordedRollouts
 from abrun.train.sampler import Sampler
 
 
@@ -35,14 +36,20 @@ class RunSetup:
     learner: Learner
     sampler: Sampler
     phases: Phases
+    recorded_rollouts: RecordedRollouts | None = None  # to train on instead of sampling
 
 
 def make_setup(
-    config: OwnRunConfig, seed: int, initial_weights: Path | None, device: torch.device
+    config: OwnRunConfig,
+    seed: int,
+    initial_weights: Path | None,
+    device: torch.device,
+    run_path: Path | None = None,
 ) -> RunSetup:
     """Load the model and the task of a run. Collective.
 
-    Raises RecipeError if they do not fit together, or for a feature that is not built yet.
+    `run_path`: the run's directory, beside which recorded rollouts may lie; None: it trains on none. Raises
+    RecipeError if they do not fit together, or for a feature that is not built yet.
     """
     for line in unsupported_settings(config):
         raise RecipeError(line)
@@ -62,6 +69,9 @@ def make_setup(
         lambda: [tensor for model in trained for tensor in model.resident_tensors()],
         compiles=config.policy.compile,
     )
+    recorded_rollouts = None
+    if recorded_source(config) and run_path:
+        recorded_rollouts = RecordedRollouts(config, text, run_path, seed)
     learner = Learner(policy, value_model, config.policy.optimizer, phases, config.steps)
     return RunSetup(
         config=config,
@@ -74,6 +84,7 @@ def make_setup(
         learner=learner,
         sampler=Sampler(partial(make_engine, config, policy, text), policy, learner, phases),
         phases=phases,
+        recorded_rollouts=recorded_rollouts,
     )
 
 

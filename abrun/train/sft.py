@@ -10,6 +10,7 @@ from abrun.backends.head import EntropyMode
 from abrun.rl.batch import Sequences
 from abrun.rl.losses import TokenLosses, weighted_losses
 from abrun.rl.metrics import MetricParts
+from abrun.runs.rollouts import RecordedStep
 from abrun.runs.samples import Sample
 from abrun.tasks import Example
 from abrun.train.data import PrefetchedBatches, Texts
@@ -20,6 +21,7 @@ from abrun.train.validation import Evaluation
 class SftAlgorithm:
     """Supervised fine-tuning, for `algorithm: {type: sft}`."""
 
+    recording: RecordedStep | None = None
     samples: Sequence[Sample] = ()
 
     def __init__(self, setup: RunSetup) -> None:

@@ -112,11 +112,12 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
 
 
 def measure_savings(arm: str, sides: Sides) -> list[Saving]:
-    """Measure step time (median step, unless runs shared GPUs) and peak memory, overall and by phase."""
+    """Measure peak memory and median step time, unless runs shared GPUs or only some of them sampled."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
     quantities: dict[str, Callable[[RecordedRun], float]] = {}
-    if all(STEP_TIME in run.metrics and run.runs_per_gpu == 1 for run in runs):
+    samples_alike = len({run.trains_on_recording for run in runs}) == 1
+    if samples_alike and all(STEP_TIME in run.metrics and run.runs_per_gpu == 1 for run in runs):
         quantities["step time"] = _median_step
     if counter:
         quantities["peak memory"] = lambda run: peak_memory(run, counter)

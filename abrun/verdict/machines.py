@@ -107,6 +107,8 @@ def environment_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
         yield Code.GPUS_SHARED(runs_per_gpu=max(numbers))
     for arm in experiment.treatments:
         sides = experiment.sides(arm)
+        if any(run.trains_on_recording for run in sides.treatments):
+            yield Code.ON_RECORDED_ROLLOUTS(arm=arm)
         difference = compare_precisions(
             arm, _recorded_precision(sides.baselines), _recorded_precision(sides.treatments)
         )

@@ -12,6 +12,7 @@ from scipy import special
 from abrun.metric_names import (
     ADVANTAGES_MAX,
     ADVANTAGES_MIN,
+    FIXED_BY_ROLLOUTS,
     GEN_KL_ERROR,
     LOSS,
     MEAN_PROMPT_LENGTH,
@@ -86,7 +87,9 @@ def check_step_one(
         and not pair.has_restarted_counter
     ]
     share = alpha / len(STEP_ONE)
-    checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in STEP_ONE)
+    replays = any(run.trains_on_recording for pair in pairs for run in (pair.baseline, pair.treatment))
+    metrics = (metric for metric in STEP_ONE if not (replays and metric in FIXED_BY_ROLLOUTS))
+    checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in metrics)
     return [result for result in checked if result]
 
 

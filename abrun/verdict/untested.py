@@ -85,6 +85,8 @@ def list_not_tested(
     if not sides.paired:
         shared = {run.name.seed for run in sides.baselines} & {run.name.seed for run in sides.treatments}
         reasons.append(Code.NOT_PAIRED(num_shared_seeds=len(shared) if experiment.seeds_known else 0))
+    if any(run.trains_on_recording for run in runs):
+        reasons.append(Code.SAMPLER_NOT_TESTED())
     reasons += _note_unused_seeds(experiment, sides)
     reasons += _note_unfinished_ulp_runs(experiment)
     if any(record.noise_floor == "unknown" for record in diverged):

@@ -69,6 +69,7 @@ def invalid_reasons(
         *_check_finished(baselines, treatments, paired=sides.paired),
         *_check_identities(runs),
         *_check_copies(runs),
+        *_check_rollouts(experiment, arm, sides),
         *_check_configs(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
         *_check_environments(experiment, arm, sides),
         *_check_recorded_steps(experiment, finished, claims),
@@ -165,6 +166,16 @@ def _check_identities(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
         planned = {"arm": run.name.arm, "seed": run.name.seed, "rerun": run.name.rerun}
         if run.status != "missing" and run.identity is not None and run.identity != planned:
             yield Code.RUNS_EXCHANGED(run=str(run), identity=run.identity)
+
+
+def _check_rollouts(experiment: RecordedExperiment, arm: str, sides: Sides) -> Iterator[Reason]:
+    """Yield the pairs that trained on different recorded rollouts."""
+    pairs = experiment.pairs(arm) if sides.paired else []
+    for run, other in [(pair.baseline, pair.treatment) for pair in pairs]:
+        hashes = run.rollouts_sha256, other.rollouts_sha256
+        replays = run.trains_on_recording or other.trains_on_recording
+        if replays and run.finished and other.finished and hashes[0] != hashes[1]:
+            yield Code.ROLLOUTS_DIFFER(run=str(run), other=str(other), recorded=None not in hashes)
 
 
 def _check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:

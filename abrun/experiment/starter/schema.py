@@ -72,6 +72,9 @@ def _all_subsections(model: type[Section]) -> list[type[Section]]:
 
 def field_comment(model: type, name: str) -> str:
     """Return the comments above and beside the field of a section or another record in the code."""
+    described = getattr(model, "model_fields", {}).get(name)
+    if described and described.description:
+        return described.description
     owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
     return _field_comments(owner).get(name, "")
 
