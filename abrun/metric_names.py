@@ -76,6 +76,19 @@ FINAL_WEIGHTS = "final_weights"  # name in claims: all weights at the end of a r
 PEAK_MEMORY = ("peak_allocated_bytes", "peak_live_tensor_bytes")
 PEAK_MEMORY_DEVICES: tuple[Need, ...] = ("GPUs", "CPU cores")  # devices of each counter, in that order
 
+# Functions of the sampler's log-probs: unknown on rollouts that were recorded without them
+AGAINST_SAMPLER = (
+    TOKEN_MULT_PROB_ERROR,
+    "train/gen_kl_error",
+    "train/policy_kl_error",
+    "train/js_divergence_error",
+    "train/sampling_importance_ratio",
+    "train/approx_entropy",
+    "train/mean_seq_mult_prob_error",
+    "train/max_seq_mult_prob_error",
+    "train/min_seq_mult_prob_error",
+)
+
 # Functions of the rollouts alone: equal in arms that train on the same recorded ones
 FIXED_BY_ROLLOUTS = (
     REWARD,

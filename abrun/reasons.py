@@ -110,6 +110,7 @@ class Code(StrEnum):
     TEST_ON_FRESH_SEEDS, INJECT_FAULTS, LAUNCH_NEXT_CHANGE = auto(), auto(), auto()
     COMPARE_NEXT_CHANGE, FREEZE_RUNS, SKIP_STEP_ONE, READ_ENDINGS = auto(), auto(), auto(), auto()
     FIND_MISMATCH, READ_COMPLETIONS, CONFIRM_ON_FRESH_SEEDS, TRAIN_LONGER = auto(), auto(), auto(), auto()
+    FIND_TENSOR = auto()
     DECLARE_METRIC, DECLARE_MARGIN, PLAN_SEEDS, TRAIN_THREE_SEEDS = auto(), auto(), auto(), auto()
     FINISH_INTERIM_PAIRS, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()

@@ -7,6 +7,7 @@ import typer
 
 from abrun.cli.app import app, console, print_json, survive_output_errors
 from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, resolve_recipe_file
+from abrun.regular_files import is_directory
 
 DIFFERS = 3  # exit code, as of MISMATCH
 
@@ -17,7 +18,7 @@ def trace(
     recipe: Annotated[
         Path,
         typer.Argument(
-            help="Recipe: a YAML file or a built-in recipe.",
+            help="Recipe: a YAML file, a built-in recipe, or an experiment.",
             callback=resolve_recipe_file,
             autocompletion=complete_recipe,
         ),
@@ -52,10 +53,10 @@ def trace(
     from abrun.diagnose.trace.report import summary
     from abrun.recipe.experiment import load_recipe
 
-    screen = console()
+    screen, loaded = console(), load_recipe(recipe, overrides or ())
     result, folder = trace_recipe(
-        load_recipe(recipe, overrides or ()),
-        runs_dir,
+        loaded,
+        recipe if is_directory(recipe) else runs_dir / loaded.name,
         step=step,
         arm=arm,
         num_replicas=replicas,

@@ -66,6 +66,7 @@ MESSAGES: dict[Code, Message] = {
     Code.SKIP_STEP_ONE: "If the arms saw different prompts, step one is meaningless: leave it out",
     Code.READ_ENDINGS: "See how the failed runs ended",
     Code.FIND_MISMATCH: "Find out why trainer and rollout engine differ",
+    Code.FIND_TENSOR: "Find the first tensor in which the arms differ",
     Code.READ_COMPLETIONS: "Compare completions side by side",
     Code.CONFIRM_ON_FRESH_SEEDS: "Confirm it on fresh seeds",
     # After an inconclusive verdict

@@ -89,6 +89,11 @@ class Text:
             encoded = self._encode(self.tokenizer, completions, add_special_tokens=False)
         return [[*token_ids, *ending] for token_ids in encoded]
 
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text, without a chat template or special tokens."""
+        [token_ids] = self._encode(self.tokenizer, [text], add_special_tokens=False)
+        return token_ids
+
     def _encode_turns(self, turn: Turn, completions: Sequence[str]) -> list[list[int]]:
         with self._lock:
             contents = [turn.content(self.tokenizer, completion) for completion in completions]

@@ -200,6 +200,12 @@ def measure_mismatch(facts: NextStepFacts) -> str:
     return f"abrun logprob-diff {_first_failing_run_path(facts)}{''.join(step_options[:1])}"
 
 
+def trace_arms(facts: NextStepFacts) -> str:
+    check = facts.failed_checks[0]
+    arm = f" --arm {shlex.quote(check.arm)}" if len(facts.experiment.treatments) > 1 else ""
+    return f"abrun trace RECIPE{arm}" + (f" --step {check.step}" if check.step > 1 else "")
+
+
 def show_samples(facts: NextStepFacts) -> str:
     step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
     experiment, seed = experiment_argument(facts.experiment), facts.first_failing_run[1]

@@ -80,6 +80,13 @@ class NextStepFacts:
         return arm, next((pair.seed for pair in self.experiment.pairs(arm)), 0)
 
     @property
+    def can_trace(self) -> bool:
+        """True if abrun's own trainer trained both arms, in this experiment."""
+        configs = [run.config or {} for run in self.experiment.runs.values()]
+        own = all(config.get("trainer.type") != "command" for config in configs)
+        return own and self.experiment.has_recipe and not self.regression
+
+    @property
     def has_completions(self) -> bool:
         """True if the failing run and the baseline's run of that seed both kept completions."""
         arm, seed = self.first_failing_run

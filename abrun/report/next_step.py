@@ -139,6 +139,7 @@ MISMATCH = (
         commands.show_status,
     ),
     NextStepRule(lambda f: f.has_engine_mismatch, Code.FIND_MISMATCH, commands.measure_mismatch),
+    NextStepRule(lambda f: f.failed_checks and f.can_trace, Code.FIND_TENSOR, commands.trace_arms),
     NextStepRule(
         lambda f: not f.regression and f.has_completions, Code.READ_COMPLETIONS, commands.show_samples
     ),

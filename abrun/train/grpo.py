@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from abrun.metric_names import REWARD
+from abrun.metric_names import AGAINST_SAMPLER, REWARD
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
@@ -67,6 +67,9 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         if is_due(self.setup.config.keep_samples, step):
             self.samples = collect_samples(self.setup, batch, self._settings.group_size)
         metrics = rollout_metrics | self.update(batch, step)
+        recorded = self.setup.recorded_rollouts
+        if recorded and not recorded.has_logprobs:
+            metrics = {key: value for key, value in metrics.items() if key not in AGAINST_SAMPLER}
         penalty = metrics.get("train/kl_penalty_sum_per_sequence")
         if penalty is None:
             return metrics

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from abrun.runs.rollouts import (
     read_step,
     step_path,
 )
+from abrun.train.foreign_rollouts import find_foreign_rollouts
 from abrun.train.groups import Group
 
 
@@ -29,22 +31,28 @@ class RecordedRollouts:
     def __init__(self, config: OwnRunConfig, text: Text, run_path: Path, seed: int) -> None:
         """Raises StoreError if there are none for this seed, or too few steps."""
         self._config, self._text = config, text
+        self._corrects = getattr(config.algorithm, "importance_correction", None) is not None
+        self.has_logprobs = True  # the groups read last have the log-probs of their sampler
         self._origin = origin_of(config, text, seed)
-        self.folder = find_rollouts(config.rollout.source or "", run_path, seed)
-        last = config.steps
-        if not step_path(self.folder, last).exists():
+        source, last = config.rollout.source or "", config.steps
+        self._foreign = find_foreign_rollouts(source, run_path, seed)
+        if self._foreign:
+            self.folder, recorded = self._foreign.folder, self._foreign.num_steps
+        else:
+            self.folder = find_rollouts(source, run_path, seed)
             recorded = next(step for step in range(last, 0, -1) if step_path(self.folder, step).exists())
+        if recorded < last:
             raise self._unfit(
                 f"it holds {recorded} steps, but the run takes {last}", f"use steps: {recorded}"
             )
-        self.sha256 = hash_steps(self.folder, last)
+        self.sha256 = self._foreign.hash_steps(last) if self._foreign else hash_steps(self.folder, last)
 
     def groups(self, step: int, fetch: int, num_groups: int, group_size: int) -> list[Group]:
         """Return all groups of a fetch, in the order of the global batch.
 
         Raises StoreError if they are missing or damaged, or do not fit the run.
         """
-        recorded = read_step(self.folder, step)
+        recorded = self._read(step, group_size)
         self._check(recorded)
         groups = [group for group in recorded.groups if group.fetch == fetch]
         sizes = {len(group.completions) for group in groups}
@@ -55,7 +63,16 @@ class RecordedRollouts:
                 f"{group_size}",
                 "use the recording's prompts_per_step and group_size",
             )
+        self.has_logprobs = all(
+            completion.logprobs is not None for group in groups for completion in group.completions
+        )
         return [self._to_group(group, step) for group in groups]
+
+    def _read(self, step: int, group_size: int) -> RecordedStep:
+        if self._foreign is None:
+            return read_step(self.folder, step)
+        limit = self._config.rollout.max_new_tokens
+        return self._foreign.read_step(step, self._text, group_size=group_size, max_new_tokens=limit)
 
     def _check(self, recorded: RecordedStep) -> None:
         """Raise StoreError if the rollouts are not of this seed, model, tokenizer or temperature."""
@@ -94,15 +111,15 @@ class RecordedRollouts:
             )
         completions = []
         for completion in group.completions:
-            if completion.logprobs is None:
+            if completion.logprobs is None and self._corrects:
                 raise self._unfit(
-                    f"step {step} has no log-probs of its sampler, which the trainer is compared with",
-                    "record them",
+                    f"step {step} has no log-probs of its sampler, which importance_correction needs",
+                    "use importance_correction: null",
                 )
             completions.append(
                 Completion(
                     token_ids=list(completion.token_ids),
-                    logprobs=list(completion.logprobs),
+                    logprobs=list(completion.logprobs or [math.nan] * len(completion.token_ids)),
                     truncated=completion.truncated,
                 )
             )

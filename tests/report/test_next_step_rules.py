@@ -73,6 +73,14 @@ CASES = {
         {"has_engine_mismatch": True, "has_completions": True},
         "FIND_MISMATCH READ_COMPLETIONS CONFIRM_ON_FRESH_SEEDS",
     ),
+    "MISMATCH, at step one": (
+        {"failed_checks": ["check"], "can_trace": True, "has_completions": True},
+        "FIND_TENSOR READ_COMPLETIONS CONFIRM_ON_FRESH_SEEDS",
+    ),
+    "MISMATCH, at step one, of a command": (
+        {"failed_checks": ["check"], "can_trace": False},
+        "CONFIRM_ON_FRESH_SEEDS",
+    ),
     "MISMATCH, with a reference": (
         REFERENCE | {"has_completions": True},
         "CONFIRM_ON_FRESH_SEEDS",

@@ -36,7 +36,7 @@ MAX_TOKENS = 2048  # of whole sequences, whose activations are kept
 
 def trace_recipe(
     recipe: Recipe | CommandRecipe,
-    runs_dir: Path,
+    experiment: Path,
     *,
     step: int = 1,
     arm: str | None = None,
@@ -46,14 +46,15 @@ def trace_recipe(
 ) -> tuple[TraceResult, Path]:
     """Compare a step of the baseline and of another arm on the same rollouts; return the output folder too.
 
-    Both arms start from the baseline's weights and optimizer state before the step. Raises AbrunError if
+    Both arms start from the baseline's weights and optimizer state before the step. `experiment` is the
+    folder with warm-started weights, if any, and by default with the output. Raises AbrunError if
     the recipe's arms cannot be traced on this machine.
     """
     arm = _choose_arm(recipe, arm)
     seed = recipe.seeds[0]
     configs = {name: _traced_config(recipe, name, step) for name in (BASELINE, arm)}
-    weights = _initial_weights(recipe, runs_dir, seed)
-    output = output or runs_dir / recipe.name / FOLDER
+    weights = _initial_weights(recipe, experiment, seed)
+    output = output or experiment / FOLDER
     with _scratch(output) as recorded:
         for name, config in configs.items():
             is_baseline = name == BASELINE
@@ -122,12 +123,12 @@ def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRu
     return config
 
 
-def _initial_weights(recipe: Recipe | CommandRecipe, runs_dir: Path, seed: int) -> Path | None:
+def _initial_weights(recipe: Recipe | CommandRecipe, experiment: Path, seed: int) -> Path | None:
     """Return the baseline's warm-started weights, from its run; None if the recipe has no warm start."""
     config = recipe.run_config(BASELINE)
     if not isinstance(config, OwnRunConfig) or not config.warm_start:
         return None
-    run = RunDir(run_dir(runs_dir / recipe.name, RunName(arm=BASELINE, seed=seed)))
+    run = RunDir(run_dir(experiment, RunName(arm=BASELINE, seed=seed)))
     weights = run.initial_weights if run.exists else None
     if weights is None or not is_directory(weights):
         raise RecipeError(

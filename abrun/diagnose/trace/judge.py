@@ -1,8 +1,8 @@
 """Whether two captured steps differ by more than rounding, and in which tensor first.
 
-The tolerance is the baseline's own: replicas of its step, in which every weight and the output of every
-module moves by one ULP, up or down at random. An arm that only sums in another order rounds the outputs of
-its modules differently, by less than a replica moves weights and outputs together.
+The tolerance is the baseline's own: replicas of its step, in which every weight, and every module's output
+and its gradient, moves by one ULP, up or down at random. An arm that only sums in another order rounds
+outputs and gradients of modules differently, by less than a replica moves all three together.
 
 A tensor's error has two measures, the root mean square and the maximum of the absolute differences. One ULP
 of the tensor itself is added to both, because its own last rounding is not perturbed. An error counts in
@@ -164,11 +164,7 @@ def judge_trace(
             [np.add(of[tensor.name].measures, floors[tensor.name]) for tensor in shared], np.float64
         )
 
-    spread = np.stack([total(replica) for replica in replicas])  # [replicas, tensors, measures]
-    mean = spread.mean(axis=0)
-    others = (spread.sum(axis=0) - spread) / (len(replicas) - 1)
-    limit = float(_ratios(spread, others).max(initial=0.0))
-    ratios = _ratios(total(errors), mean).max(axis=-1)
+    ratios, limit = standardise(total(errors), np.stack([total(replica) for replica in replicas]))
     other_tensors = {tensor.name for tensor in treatment.tensors}
     return TraceResult(
         step=baseline.step,
@@ -180,6 +176,16 @@ def judge_trace(
         ),
         missing=tuple(sorted({tensor.name for tensor in baseline.tensors} ^ other_tensors)),
     )
+
+
+def standardise(
+    errors: np.ndarray,  # [tensors, measures] of the arm
+    spread: np.ndarray,  # [replicas, tensors, measures]
+) -> tuple[np.ndarray, float]:  # [tensors]
+    """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them."""
+    others = (spread.sum(axis=0) - spread) / (len(spread) - 1)
+    limit = float(_ratios(spread, others).max(initial=0.0))
+    return _ratios(errors, spread.mean(axis=0)).max(axis=-1), limit
 
 
 def _check_comparable(baseline: Capture, treatment: Capture, replicas: Sequence[Any]) -> None:

@@ -10,14 +10,16 @@ They lie in the folder `recorded` of a job:
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
+from abrun.backends import Backend
 from abrun.backends.ranks import join_ranks
 from abrun.backends.shards import specs_to_metadata
 from abrun.diagnose.trace.command import SCRATCH, write_replicas
@@ -102,16 +104,32 @@ class Tracer:
         for engine in engines:
             engine.is_recorded = True
         errors = []
-        for number in range(1, num_replicas + 1):
-            progress.report_step()
-            setup.learner.load_local_state(state)
-            perturb_weights(setup.policy, setup.config.policy.dtype, setup.seed, number)
+        for number, _ in enumerate(self._replicas(algorithm, state, num_replicas), start=1):
             replica = self._capture(algorithm, SCRATCH, number)
             if baseline and replica:
                 errors.append(errors_to_json(measure_errors(baseline, replica)))
                 shutil.rmtree(replica.folder)
         if baseline:
             write_replicas(self._folder, errors)
+
+    def _replicas(self, algorithm: Any, state: dict[str, Tensor], count: int) -> Iterator[None]:
+        """Set the weights of all models of the run for each replica, from the state before the step."""
+        setup, dtype = self._setup, self._setup.config.policy.dtype
+        reference: Backend | None = getattr(algorithm, "reference", None)
+        reference_state = {}
+        if reference is not None:
+            self._observer.perturb_too(reference, "reference")
+            reference_state = {name: tensor.clone() for name, tensor in reference.local_state().items()}
+        for number in range(1, count + 1):
+            progress.report_step()
+            setup.learner.load_local_state(state)
+            perturb_weights(setup.policy, dtype, setup.seed, f"policy {number}")
+            if setup.value_model is not None:
+                perturb_weights(setup.value_model, dtype, setup.seed, f"value model {number}")
+            if reference is not None:
+                reference.load_local_state(reference_state)
+                perturb_weights(reference, dtype, setup.seed, f"reference {number}")
+            yield
 
     def repeat(self, recorded: Path) -> None:
         """Capture the step from the recorded state, on the recorded completions. Collective."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from abrun.backends import Objective, TracedModule
+from abrun.backends import Backend, Objective, TracedModule
 from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.shards import ShardSpec
@@ -84,13 +84,14 @@ class Observer:
         for model in (setup.policy, setup.value_model):
             if model is not None:
                 self._observe_optimizer(model)
+        self.perturb_too(setup.policy, "policy")  # first, so that the states noted are the perturbed ones
         for traced in setup.policy.traced_modules():
             traced.module.register_forward_hook(self._make_hook(traced))
 
     def observe(self, step: Callable[[], Any], replica: int | None = None) -> StepRecord:
         """Run a step and return what this rank sees of it. Collective.
 
-        `replica` perturbs the output of every traced module by one ULP, with signs of its own.
+        `replica` perturbs the output of every module, and its gradient, by one ULP, with signs of its own.
         """
         self._record, self._replica, self._stepped = StepRecord(), replica, {}
         self._current, self._num_updates = -1, 0
@@ -169,20 +170,28 @@ class Observer:
         tokens = torch.cat([row[part] for row, part in zip(rows, kept, strict=True)])
         return tokens.detach().reshape(len(tokens), rows.shape[2:].numel()).float().cpu()
 
-    def _make_hook(self, traced: TracedModule) -> Callable[..., Any]:
-        def hook(module: Any, inputs: Any, output: Any) -> Any:
-            if self._record is None:
-                return None
-            states = output[0] if isinstance(output, tuple) else output
-            if self._replica is not None and torch.is_grad_enabled():
-                states = self._perturbed(states, traced.name)
-                output = (states, *output[1:]) if isinstance(output, tuple) else states
+    def _make_hook(self, traced: TracedModule) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
             if self._is_forward:
                 with torch.no_grad():
                     self._note(traced.name, self._to_rows(traced.full_states(output, self._length)))
-            return output if self._replica is not None else None
 
         return hook
+
+    def perturb_too(self, model: Backend, name: str) -> None:
+        """Let replicas perturb a model: the output of every traced module, and of every part with weights."""
+        parts = {
+            part: None
+            for traced in model.traced_modules()
+            for part in traced.module.modules()
+            if part is traced.module or part._parameters
+        }
+        for index, part in enumerate(parts):
+
+            def hook(module: Any, inputs: Any, output: Any, name: str = f"{name} {index}") -> Any:
+                return None if self._replica is None else self._perturbed_output(output, name)
+
+            part.register_forward_hook(hook)
 
     @property
     def _length(self) -> int:
@@ -194,11 +203,23 @@ class Observer:
         packing = self._microbatches[self._current][0].packing
         return packing.unpack_with_prompts(packing.to_full(states)) if packing else states
 
-    def _perturbed(self, states: Tensor, name: str) -> Tensor:
-        """Return the states, each moved by one ULP; the same signs on ranks with the same tokens."""
-        names = "output", str(self._replica), name, str(self._setup.ranks.data.rank())
-        moved = one_ulp_away(states.detach(), self._setup.config.policy.dtype, self._setup.seed, *names)
-        return states + (moved - states.detach())
+    def _perturbed_output(self, output: Any, name: str) -> Any:
+        """Return a module's output with states moved by one ULP, whose gradient will be moved by one as well.
+
+        Alike on ranks with the same tokens.
+        """
+        states = output[0] if isinstance(output, tuple) else output
+        if not isinstance(states, Tensor) or not states.is_floating_point():
+            return output
+        names = str(self._replica), name, str(self._setup.ranks.data.rank())
+
+        def moved(values: Tensor, kind: str) -> Tensor:
+            return one_ulp_away(values, self._setup.config.policy.dtype, self._setup.seed, kind, *names)
+
+        perturbed = states + (moved(states.detach(), "output") - states.detach())
+        if perturbed.requires_grad:
+            perturbed.register_hook(lambda gradient: moved(gradient, "gradient"))
+        return (perturbed, *output[1:]) if isinstance(output, tuple) else perturbed
 
     def _note_losses(self, objective: Any, batch: Any, logprobs: Tensor, entropy: Tensor | None) -> None:
         """Note a micro-batch's data, log-probs and losses [b, s], and the loss's gradient by log-prob."""

@@ -1,0 +1,108 @@
+"""The judgement of captures: its level, what it names, and what it refuses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from abrun.diagnose.trace.judge import TraceResult, judge_trace, measure_errors, standardise
+from abrun.errors import ComparisonError
+from abrun.runs.captures import Capture, Kind, write_capture
+
+NAMES: tuple[tuple[Kind, str], ...] = (
+    ("activation", "model.embed_tokens"),
+    ("activation", "model.layers.0"),
+    ("gradient", "model.layers.0.weight"),
+    ("update", "model.layers.0.weight"),
+)
+SIZES = (1e-7, 5e-7, 2e-6, 1e-4)  # of a replica's errors in each tensor
+
+
+def written(folder: Path, values: Sequence[np.ndarray], **facts: object) -> Capture:
+    tensors = [(kind, name, "float32", value) for (kind, name), value in zip(NAMES, values, strict=True)]
+    settings = {"step": 1, "model": "M", "layout": {}, "dtype": "float32", "perturbation": None}
+    return write_capture(folder, tensors, step_time_s=1.0, **(settings | facts))  # pyright: ignore
+
+
+def clean_values() -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.normal(size=(20, 4)).astype(np.float32) for _ in NAMES]
+
+
+def noisy(values: Sequence[np.ndarray], draw: np.random.Generator, scale: float = 1.0) -> list[np.ndarray]:
+    """Values with errors of a size of their own for each replica."""
+    own = scale * np.exp(0.3 * draw.normal())
+    return [v + own * size * draw.standard_t(4, v.shape) for v, size in zip(values, SIZES, strict=True)]
+
+
+def judged(folder: Path, treatment: Sequence[np.ndarray], seed: int = 1, replicas: int = 19) -> TraceResult:
+    draw, values = np.random.default_rng(seed), clean_values()
+    baseline = written(folder / "baseline", values)
+    errors = [
+        measure_errors(baseline, written(folder / "replica", noisy(values, draw))) for _ in range(replicas)
+    ]
+    return judge_trace(baseline, written(folder / "treatment", treatment), errors)
+
+
+def test_clean_arms_pass_the_limit_in_one_of_twenty_traces() -> None:
+    """Errors with heavy tails, which depend on each other, of 100 tensors, of which 10 have no spread."""
+    draw, num_traces, flagged = np.random.default_rng(5), 3000, 0
+    for _ in range(num_traces):
+        own = np.exp(0.5 * draw.normal(size=(20, 1, 1)))  # a replica has more or less of everything
+        by_tensor = np.exp(0.3 * draw.standard_t(4, size=(20, 100, 1)))
+        errors = own * by_tensor * np.exp(0.2 * draw.normal(size=(20, 100, 2)))
+        errors[:, :10] = 0
+        ratios, limit = standardise(errors[0], errors[1:])
+        flagged += ratios.max() > limit
+    assert 0.02 < flagged / num_traces < 0.05 + 3 * (0.05 * 0.95 / num_traces) ** 0.5
+
+
+@pytest.mark.parametrize("place", range(len(NAMES)))
+def test_the_first_tensor_beyond_the_limit_is_named(tmp_path: Path, place: int) -> None:
+    treatment = noisy(clean_values(), np.random.default_rng(7), scale=0.5)
+    for later in range(place, len(NAMES)):
+        treatment[later] = treatment[later] + np.float32(100 * SIZES[later])
+    result = judged(tmp_path, treatment)
+    assert result.first is not None and result.first.tensor.name == ":".join(NAMES[place])
+    assert [found.tensor.index for found in result.beyond] == [*range(place, len(NAMES))]
+    before = result.last_agreeing and result.last_agreeing.tensor.index
+    assert before == (place - 1 if place else None)
+
+
+def test_errors_are_in_ulps_and_relative(tmp_path: Path) -> None:
+    treatment = clean_values()
+    treatment[1] = treatment[1].copy()
+    treatment[1][3, 2] = np.nextafter(np.nextafter(treatment[1][3, 2], np.float32(9)), np.float32(9))
+    found = judged(tmp_path, treatment).tensors[1]
+    values = clean_values()[1].astype(np.float64)
+    assert found.ulps == 2
+    moved = abs(float(treatment[1][3, 2]) - values[3, 2])
+    assert found.relative == pytest.approx(moved / np.linalg.norm(values))
+
+
+@pytest.mark.parametrize("what", ["nan", "shape", "one value of an exact tensor"])
+def test_what_no_rounding_gives_is_a_difference(tmp_path: Path, what: str) -> None:
+    treatment = clean_values()
+    if what == "nan":
+        treatment[2][0, 0] = np.nan
+    elif what == "shape":
+        treatment[2] = treatment[2][:-1]
+    else:
+        treatment[2][0, 0] += 1
+    result = judged(tmp_path, treatment)
+    assert result.first is not None and result.first.tensor.index == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "replicas", "problem"),
+    [({"step": 2}, 3, "of step 2"), ({"model": "N"}, 3, "of model N"), ({}, 1, "1 replicas, which have no")],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    tmp_path: Path, facts: dict[str, object], replicas: int, problem: str
+) -> None:
+    values = clean_values()
+    baseline, treatment = written(tmp_path / "a", values), written(tmp_path / "b", values, **facts)
+    with pytest.raises(ComparisonError, match=problem) as raised:
+        judge_trace(baseline, treatment, [measure_errors(baseline, baseline)] * replicas)
+    assert "\n" not in str(raised.value)
