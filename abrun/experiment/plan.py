@@ -51,7 +51,7 @@ class PlannedRun:
     def trains_on(self, arms: Collection[str]) -> RunName | None:
         """Return the run of the experiment whose recorded rollouts this run trains on, if any."""
         source = recorded_source(self.config)
-        return RunName(arm=source, seed=self.name.seed) if source in arms else None
+        return RunName(arm=source, seed=self.name.seed) if source and source in arms else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,8 +248,9 @@ class OwnRunConfig(RunConfig):
 
 def recorded_source(config: RunConfig) -> str | None:
     """Return where the recorded rollouts come from that a run trains on; None if it samples its own."""
-    is_recorded = isinstance(config, OwnRunConfig) and config.rollout.engine == "recorded"
-    return config.rollout.source if is_recorded else None
+    if isinstance(config, OwnRunConfig) and config.rollout.engine == "recorded":
+        return config.rollout.source
+    return None
 
 
 def unsupported_settings(config: OwnRunConfig) -> list[Reason]:

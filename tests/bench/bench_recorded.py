@@ -1,12 +1,13 @@
-"""Pairs on recorded rollouts against free-running pairs: the spread of their differences, and the pairs needed.
+"""Pairs on recorded rollouts against free-running pairs: the spread of differences, and the pairs needed.
 
     python -m tests.bench.bench_recorded                                  # the quickstart's arms, CPU cores
     python -m tests.bench.bench_recorded --recipe RECIPE --set model.path=FOLDER
 
-The recipe's treatment trains on the baseline's rollouts. `free` is the same recipe whose treatment samples. For
-each metric, of its mean over all steps: the sd over seeds of the paired differences relative to the baseline, and
-the pairs that a margin of 1 % needs for a power of 80 % if the arms are equal. Then, for each pair, the first step
-at which it differs by more than 1 %.
+The recipe's treatment trains on the baseline's rollouts. `free` is the same recipe whose treatment samples.
+For each metric, of its mean over all steps: the sd over seeds of the paired differences relative to the
+baseline, and the pairs that a margin of 1 % needs for a power of 80 % if the arms are equal. Then, for each
+pair, the first step at which it differs by more than 1 %. `token_mult_prob_error` is no measure of agreement
+here: on recorded rollouts it shows how far the treatment has left the recorded policy.
 """
 
 import sys
@@ -22,10 +23,7 @@ from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import REPOSITORY, clockless_rows, launch
 
 RECIPE = REPOSITORY / "recipes" / "recorded-rollouts.yaml"
-METRICS = (
-    *("train/grad_norm", "train/entropy", "train/gen_kl_error", "train/token_mult_prob_error"),
-    "train/reward",
-)
+METRICS = ("train/grad_norm", "train/entropy", "train/reward", "train/token_mult_prob_error")
 MARGIN = 0.01
 COMMON = ("controls={}", "compare.claims=[]")
 

@@ -22,7 +22,7 @@ def some_capture(folder: Path) -> Capture:
                 "bfloat16",
                 draw.normal(size=(7, 4)).astype(np.float32),
             ),
-            ("update", "optimizer.learning_rate", "float32", np.float32(0.5).reshape(())),
+            ("update", "optimizer.learning_rate", "float32", np.array(0.5, np.float32)),
         ],
         step=3,
         model="LlamaForCausalLM",

@@ -79,12 +79,12 @@ class VllmInstance:
         with self._calling_vllm("generate"):
             if self._support:
                 self._support.switch(on=temperature is None)
-            temperature = self._rollout.temperature if temperature is None else temperature
+            used: float = self._rollout.temperature if temperature is None else temperature
             for row, (prompt, seed) in enumerate(requests):
-                parameters = self._sampling_parameters(seed, temperature)
+                parameters = self._sampling_parameters(seed, used)
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": prompt}, parameters)
             outputs = self._run_requests(len(requests))
-            return [self._to_completion(output, temperature) for output in outputs]
+            return [self._to_completion(output, used) for output in outputs]
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens at temperature 1 without filters; 0 for the first token.
