@@ -4,6 +4,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from safetensors.numpy import save_file
 import abrun
 from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import make_plan
+from abrun.experiment.preflight.checks import separate_job_refusals
 from abrun.messages import sentence
 from abrun.models import load_text
+from abrun.reasons import Code
 from abrun.recipe.algorithms import Grpo
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
@@ -269,3 +274,58 @@ def test_recordings_do_not_depend_on_the_number_of_ranks(
     ]
     own, replayed = (clockless_rows(tmp_path / "pair" / arm / "seed-0") for arm in ("baseline", "treatment"))
     assert own == replayed
+
+
+ALGORITHMS = {
+    "dynamic sampling": (
+        "algorithm={dynamic_sampling: {max_tries: 3}, entropy_coefficient: 0}",
+        "warm_start={steps: 30}",
+        "task.max_operand=3",
+    ),
+    "ppo": ("algorithm={type: ppo, prompts_per_step: 8}",),
+    "documents": ("algorithm.documents_per_step=24",),
+    "several updates": ("algorithm={epochs_per_step: 2, minibatches_per_step: 2}",),
+    "penalties": ("algorithm={overlong_punishment: {buffer: 2, factor: 1.0}, kl_coefficient: 0.1}",),
+    "gspo": ("algorithm.loss=gspo",),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (index > 1)) for index, name in enumerate(ALGORITHMS)],
+)
+def test_every_algorithm_can_train_on_a_recording(name: str, recipe_file: Path, tmp_path: Path) -> None:
+    overrides = [*ALGORITHMS[name], "steps=3", "seeds=[0]", "compare.claims=[]"]
+    assert run_to_end(make_plan(load_recipe(recipe_file, overrides)), tmp_path).exit_code == 0
+    own, replayed = (clockless_rows(tmp_path / "pair" / arm / "seed-0") for arm in ("baseline", "treatment"))
+    assert own == replayed and own[3]["train/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_their_recording_exactly(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = ["steps=30", "checkpoint.every=7", "seeds=[0]", "compare.claims=[]", "limits.retries=3"]
+    plan = make_plan(load_recipe(recipe_file, overrides))
+    assert run_to_end(plan, tmp_path / "undisturbed").exit_code == 0
+    victims = {"baseline": 10, "treatment": 12}
+
+    def kill_each_once() -> None:
+        for arm, step in victims.items():
+            run = RunDir(run_dir(tmp_path / "killed" / "pair", RunName(arm=arm, seed=0)))
+            while not run.exists or run.heartbeat().step < step:
+                time.sleep(0.02)
+            os.kill(json.loads((run.path / "heartbeat.json").read_text())["pid"], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_each_once, daemon=True)
+    killer.start()
+    assert run_to_end(plan, tmp_path / "killed").exit_code == 0
+    killer.join(timeout=1)
+    for arm in victims:
+        runs = [RunDir(tmp_path / name / "pair" / arm / "seed-0") for name in ("undisturbed", "killed")]
+        assert clockless_rows(runs[0].path) == clockless_rows(runs[1].path)
+        assert runs[0].result.rollouts_sha256 == runs[1].result.rollouts_sha256
+        assert len(runs[1].launches()) == 2
+
+
+def test_separate_jobs_cannot_wait_for_a_recording(recipe_file: Path) -> None:
+    plan = make_plan(load_recipe(recipe_file, []))
+    assert [reason.code for reason in separate_job_refusals(plan)] == [Code.RECORDING_NOT_AWAITED]
