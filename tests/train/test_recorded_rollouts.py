@@ -278,22 +278,24 @@ def test_recordings_do_not_depend_on_the_number_of_ranks(
 
 ALGORITHMS = {
     "dynamic sampling": (
-        "algorithm={dynamic_sampling: {max_tries: 3}, entropy_coefficient: 0}",
+        "algorithm.dynamic_sampling={max_tries: 3}",
         "warm_start={steps: 30}",
         "task.max_operand=3",
     ),
     "ppo": ("algorithm={type: ppo, prompts_per_step: 8}",),
     "documents": ("algorithm.documents_per_step=24",),
-    "several updates": ("algorithm={epochs_per_step: 2, minibatches_per_step: 2}",),
-    "penalties": ("algorithm={overlong_punishment: {buffer: 2, factor: 1.0}, kl_coefficient: 0.1}",),
+    "several updates": ("algorithm.epochs_per_step=2", "algorithm.minibatches_per_step=2"),
+    "penalties": ("algorithm.overlong_punishment={buffer: 2, factor: 1.0}", "algorithm.kl_coefficient=0.1"),
     "gspo": ("algorithm.loss=gspo",),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (index > 1)) for index, name in enumerate(ALGORITHMS)],
-)
+EACH_ALGORITHM = [
+    pytest.param(name, marks=[pytest.mark.slow] * (index > 1)) for index, name in enumerate(ALGORITHMS)
+]
+
+
+@pytest.mark.parametrize("name", EACH_ALGORITHM)
 def test_every_algorithm_can_train_on_a_recording(name: str, recipe_file: Path, tmp_path: Path) -> None:
     overrides = [*ALGORITHMS[name], "steps=3", "seeds=[0]", "compare.claims=[]"]
     assert run_to_end(make_plan(load_recipe(recipe_file, overrides)), tmp_path).exit_code == 0
