@@ -83,6 +83,7 @@ class Code(StrEnum):
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
+    FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

@@ -108,6 +108,8 @@ MESSAGES: dict[Code, Message] = {
     Code.ADVANTAGES_ZERO: "all advantages are 0 at every step of every {arm} run: within each group, all "
     "rewards are equal",
     Code.NEVER_MOVED: "it is {value:.6g} at every step of every run of both arms",
+    Code.FIXED_BY_RECORDING: "{run} trained on recorded rollouts, which hold this metric",
+    Code.ONLY_SOME_SAMPLE: "{run} trained on recorded rollouts, so its times lack the sampling of others",
     Code.TIMES_OF_SHARED_GPUS: "up to {runs_per_gpu} runs shared the GPUs of {run}, so its times depend on "
     "other runs; launch with cluster.runs_per_gpu: 1",
     Code.CUT_SHORT: "{run} ends at step {step} of {configured}; launch with --resume, or train it again",

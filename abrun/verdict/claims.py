@@ -41,8 +41,8 @@ from abrun.verdict.results import (
 from abrun.verdict.sensitivity import (
     check_distinct_seeds,
     check_learning,
+    check_metric_of_runs,
     check_signal,
-    check_times,
     count_dead_seeds,
 )
 from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS_SHARE, find_skew
@@ -103,8 +103,9 @@ def judge_equivalence(
     ).over(usable)
     problem = check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
     result = ClaimResult(arm=arm, claim=terms, problem=problem)
-    if shared_times := check_times(finished.runs, metric):  # not even a difference would be the treatment's
-        return replace(result, problem=shared_times, result="not tested")
+    # Not even a difference would be the treatment's
+    if says_nothing := check_metric_of_runs(finished.runs, metric):
+        return replace(result, problem=says_nothing, result="not tested")
     outside = find_outside_domain(np.concatenate(in_window), transform)
     if outside:
         return replace(result, problem=result.problem or Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))

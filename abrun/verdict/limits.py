@@ -33,9 +33,9 @@ from abrun.verdict.results import (
 )
 from abrun.verdict.sensitivity import (
     check_distinct_seeds,
+    check_metric_of_runs,
     check_run_lengths,
     check_signal,
-    check_times,
 )
 from abrun.verdict.skewness import ARMS, HARMLESS_SHARE, VALUES, find_skew
 from abrun.verdict.summaries import find_resolution as resolution_of
@@ -106,7 +106,7 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
     )
     return (
-        check_times(finished.runs, metric)
+        check_metric_of_runs(finished.runs, metric)
         or check_run_lengths(finished.runs)
         or repeated_run
         or missing_pairs

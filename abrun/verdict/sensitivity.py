@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from abrun.metric_names import (
     ADVANTAGES_MAX,
     ADVANTAGES_MIN,
+    FIXED_BY_ROLLOUTS,
     GRAD_NORM,
     LEARNING_RATE,
     SIGNAL_SHARE,
@@ -122,8 +123,16 @@ def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: 
     )
 
 
-def check_times(runs: Sequence[RecordedRun], metric: str) -> Reason | None:
-    """Return why a metric of these runs is a time that depends on other runs; None if it is not."""
+def check_metric_of_runs(runs: Sequence[RecordedRun], metric: str) -> Reason | None:
+    """Return why a metric says nothing about the treatment; None if it may.
+
+    Recorded rollouts hold it, or it is a time that depends on other runs or on who sampled.
+    """
+    replaying = next((run for run in runs if run.trains_on_recording), None)
+    if replaying and metric in FIXED_BY_ROLLOUTS:
+        return Code.FIXED_BY_RECORDING(run=str(replaying))
+    if replaying and is_clock(metric) and not all(run.trains_on_recording for run in runs):
+        return Code.ONLY_SOME_SAMPLE(run=str(replaying))
     shared = next((run for run in runs if run.runs_per_gpu > 1), None)
     if shared is None or not is_clock(metric):
         return None

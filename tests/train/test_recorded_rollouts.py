@@ -102,6 +102,23 @@ def test_the_verdict_is_about_the_trainers_alone(launched: Path) -> None:
     assert not any("time" in saving["quantity"] for saving in verdict["savings"])
 
 
+@pytest.mark.parametrize(
+    ("claim", "code"),
+    [
+        ("train/reward:all:0.05", "fixed_by_recording"),
+        ("train/reward:all:>-1", "fixed_by_recording"),
+        ("timing/train/total_step_time_s:all:50%", "only_some_sample"),
+    ],
+)
+def test_later_claims_cannot_use_what_the_recording_fixes(
+    claim: str, code: str, launched: Path, tmp_path: Path
+) -> None:
+    content = abrun.compare(launched, claim=[claim], output=tmp_path / "report").content
+    assert content["verdict"] != "MATCH"
+    (result,) = content["claims"]
+    assert result["result"] == "not tested" and code in json.dumps(result)
+
+
 def test_arms_with_different_recordings_are_invalid(launched: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(launched, tmp_path / "pair")
     path = copied / "treatment" / "seed-0" / "result.json"
