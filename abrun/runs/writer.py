@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
 from abrun.reasons import Code, Reason
@@ -15,8 +15,10 @@ from abrun.runs import layout
 from abrun.runs.files import write_file, write_json
 from abrun.runs.lines import LineWriter, json_line
 from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
-from abrun.runs.rollouts import RecordedStep, hash_steps, step_path
 from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
+
+if TYPE_CHECKING:  # numpy
+    from abrun.runs.rollouts import RecordedStep
 
 ROWS_LOST = "was removed, replaced or truncated while the run wrote it"
 
@@ -85,13 +87,17 @@ class RunWriter:
         if self._samples.path.stat().st_size < MAX_SAMPLES_BYTES:
             self._samples.write(sample_row(step, self.attempt, samples))
 
-    def rollouts(self, recording: RecordedStep) -> None:
+    def rollouts(self, recording: "RecordedStep") -> None:
         """Write the rollouts of a step, replacing those of an earlier attempt."""
+        from abrun.runs.rollouts import step_path  # numpy
+
         self.check_fence()
         write_file(step_path(self.path / layout.ROLLOUTS, recording.step), recording.encode())
 
     def hash_rollouts(self, num_steps: int) -> str:
         """Return the hash of the recorded rollouts; see abrun.runs.rollouts.hash_steps."""
+        from abrun.runs.rollouts import hash_steps  # numpy
+
         return hash_steps(self.path / layout.ROLLOUTS, num_steps)
 
     def heartbeat(self, step: int, **bounds: float) -> None:
