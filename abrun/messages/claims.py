@@ -210,7 +210,8 @@ def _limit_broken(
     """The limit is broken."""
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
-    return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
+    broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
+    return f"{metric}: {broken} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(

@@ -249,7 +249,7 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
         found.estimate.limited == pytest.approx(np.median(treatment, axis=1).mean())
         and found.claim.test == "limit"
     )
-    assert describe_claim(Claim(metric=ERROR, below=1.003)) == "below 1.003"
+    assert describe_claim(Claim(metric=ERROR, below=1.003)) == "level below 1.003"
     assert describe_claim(Claim(metric=MEMORY, below="0.6x")) == "below 0.6x the baseline"
     low = treatment.copy()
     low[2, 4] = 0.99
