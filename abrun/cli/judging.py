@@ -15,6 +15,7 @@ from abrun.cli.arguments import (
     MAX_SEEDS,
     Aliases,
     AllowInconclusive,
+    Alpha,
     Baseline,
     Claims,
     Exclude,
@@ -26,6 +27,7 @@ from abrun.cli.arguments import (
     Pattern,
     Reference,
     ReportFolder,
+    Require,
     RunsDir,
     Seeds,
     Sources,
@@ -38,6 +40,7 @@ from abrun.cli.arguments import (
     option_text,
     parse_claims,
     parse_interim,
+    parse_require,
     resolve_recipe_file,
     typed_command,
 )
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
 def compare(
     sources: Sources,
     claim: Claims = None,
+    alpha: Alpha = None,
+    require: Require = None,
     reference: Reference = None,
     arm: Annotated[
         str | None, typer.Option(help="With --reference: the arm to compare; required if there are several.")
@@ -100,6 +105,8 @@ def compare(
         sources,
         replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
         claims=parse_claims(claim),
+        alpha=alpha,
+        require=parse_require(require),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
