@@ -22,13 +22,13 @@ from abrun.cli.arguments import (
     Interim,
     Json,
     NoStepOne,
+    OptionalSources,
     Overrides,
     Pattern,
     Reference,
     ReportFolder,
     RunsDir,
     Seeds,
-    Sources,
     StepColumn,
     ToWandb,
     Unpaired,
@@ -41,6 +41,7 @@ from abrun.cli.arguments import (
     resolve_recipe_file,
     typed_command,
 )
+from abrun.cli.fleets import Before, FleetFolder, Rerun, judge_fleet, make_fleet_options, refuse_fleet_options
 from abrun.errors import ComparisonError, RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 @app.command()
 @survive_output_errors
 def compare(
-    sources: Sources,
+    sources: OptionalSources = None,
     claim: Claims = None,
     reference: Reference = None,
     arm: Annotated[
@@ -70,6 +71,9 @@ def compare(
     unpaired: Unpaired = False,
     interim: Interim = None,
     no_step_one: NoStepOne = False,
+    fleet: FleetFolder = None,
+    before: Before = None,
+    rerun: Rerun = None,
     output: ReportFolder = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
@@ -83,17 +87,32 @@ def compare(
     Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or no claim to judge; 3
     MISMATCH; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input.
 
+    --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
+    Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked
+    or red before.
+
     Examples:
         abrun compare quickstart
         abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02' --output report
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare nightly --reference reference.json --json
+        abrun compare --fleet branch --reference references --before nightly-report --output report
     """
     from abrun.report.comparing import compare_sources
 
+    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
+    if fleet is not None or not sources:
+        refused = {"SOURCE": sources, "--claim": claim, "--interim": interim, "--baseline": baseline}
+        refused |= {"--versions-differ": versions_differ, "--wandb": wandb}
+        options = make_fleet_options(
+            fleet, refused, replace(reading, unpaired=unpaired), reference, before, rerun, arm, output
+        )
+        judge_fleet(
+            replace(options, step_one=not no_step_one), allow_open=allow_inconclusive, as_json=as_json
+        )
+    refuse_fleet_options({"--before": before, "--rerun": rerun})
     if wandb and output is None:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE())
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
         sources,
