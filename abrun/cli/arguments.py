@@ -131,6 +131,10 @@ Reference = Annotated[
         "the references, one NAME.json a recipe."
     ),
 ]
+ReferenceArm = Annotated[
+    str | None,
+    typer.Option("--arm", help="With --reference: the arm to compare; required if there are several."),
+]
 Unpaired = Annotated[
     bool,
     typer.Option("--unpaired", help="Runs are independent, not paired by seed: use Welch's test."),

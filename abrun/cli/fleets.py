@@ -1,6 +1,7 @@
 """Options of `abrun compare --fleet`. Slow imports happen inside the functions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -12,9 +13,9 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
-    from abrun.diagnose.fleet.recipes import FleetOptions
     from abrun.recorded.sources import ReadingOptions
 
+_REFUSED_READING = ("--baseline", "--interim", "--versions-differ")
 FleetFolder = Annotated[
     Path | None,
     typer.Option(
@@ -41,49 +42,48 @@ Rerun = Annotated[
 ]
 
 
-def make_fleet_options(
-    fleet: Path | None,
-    refused: Mapping[str, Any],
-    reading: "ReadingOptions",
-    references: Path | None,
-    before: Path | None,
-    rerun: Path | None,
-    arm: str | None,
-    output: Path | None,
-) -> "FleetOptions":
-    """Return the settings of a fleet. Raises RecipeError for options that do not apply to fleets."""
-    from abrun.diagnose.fleet.recipes import FleetOptions
+@dataclass(frozen=True, slots=True)
+class FleetArguments:
+    """Options of a fleet, as typed."""
 
-    if fleet is None:
+    folder: Path
+    references: Path | None
+    earlier: Path | None
+    rerun: Path | None
+    arm: str | None
+    output: Path | None
+    step_one: bool
+
+
+def refuse_fleet_options(sources: Sequence[str] | None, options: Mapping[str, Path | None]) -> None:
+    """Raise RecipeError for an option that requires --fleet, or if there is nothing to compare."""
+    for option, value in options.items():
+        if value is not None:
+            raise RecipeError(Code.FLEET_OPTION_NEEDED(option=option))
+    if not sources:
         raise RecipeError(Code.FLEET_NEEDS_SOURCE())
+
+
+def judge_fleet(
+    arguments: FleetArguments,
+    reading: "ReadingOptions",
+    refused: Mapping[str, Any],  # values of options that do not apply to fleets
+    *,
+    allow_open: bool,  # exit with 0 if a recipe is open, and nothing worse
+    as_json: bool,
+) -> NoReturn:
+    """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
+    from abrun.diagnose.fleet.classify import EXIT_CODES
+    from abrun.diagnose.fleet.command import compare_fleet
+    from abrun.diagnose.fleet.recipes import FleetOptions
+    from abrun.diagnose.fleet.report import render_terminal
+
+    given = reading.given_options
+    refused = {**refused, **{option: given.get(option) for option in _REFUSED_READING}}
     for option, value in refused.items():
         if value:
             raise RecipeError(Code.FLEET_OPTION_REFUSED(option=option))
-    return FleetOptions(
-        folder=fleet,
-        references=references,
-        rerun=rerun,
-        earlier=before,
-        arm=arm,
-        reading=reading,
-        output=output,
-        command=typed_command(),
-    )
-
-
-def refuse_fleet_options(values: Mapping[str, Path | None]) -> None:
-    """Raise RecipeError for an option that requires --fleet."""
-    for option, value in values.items():
-        if value is not None:
-            raise RecipeError(Code.FLEET_OPTION_NEEDED(option=option))
-
-
-def judge_fleet(options: "FleetOptions", *, allow_open: bool, as_json: bool) -> NoReturn:
-    """Judge a fleet, print it, and exit with its code; `allow_open`: with 0 if recipes are open at worst."""
-    from abrun.diagnose.fleet.classify import EXIT_CODES
-    from abrun.diagnose.fleet.command import compare_fleet
-    from abrun.diagnose.fleet.report import render_terminal
-
+    options = FleetOptions(reading=reading, command=typed_command(), **asdict(arguments))
     comparison = compare_fleet(options)
     if as_json:
         print_json(comparison.content)

@@ -26,6 +26,7 @@ from abrun.cli.arguments import (
     Overrides,
     Pattern,
     Reference,
+    ReferenceArm,
     ReportFolder,
     RunsDir,
     Seeds,
@@ -41,7 +42,7 @@ from abrun.cli.arguments import (
     resolve_recipe_file,
     typed_command,
 )
-from abrun.cli.fleets import Before, FleetFolder, Rerun, judge_fleet, make_fleet_options, refuse_fleet_options
+from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet, refuse_fleet_options
 from abrun.errors import ComparisonError, RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -57,9 +58,7 @@ def compare(
     sources: OptionalSources = None,
     claim: Claims = None,
     reference: Reference = None,
-    arm: Annotated[
-        str | None, typer.Option(help="With --reference: the arm to compare; required if there are several.")
-    ] = None,
+    arm: ReferenceArm = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
@@ -101,22 +100,18 @@ def compare(
     from abrun.report.comparing import compare_sources
 
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    if fleet is not None or not sources:
-        refused = {"SOURCE": sources, "--claim": claim, "--interim": interim, "--baseline": baseline}
-        refused |= {"--versions-differ": versions_differ, "--wandb": wandb}
-        options = make_fleet_options(
-            fleet, refused, replace(reading, unpaired=unpaired), reference, before, rerun, arm, output
-        )
-        judge_fleet(
-            replace(options, step_one=not no_step_one), allow_open=allow_inconclusive, as_json=as_json
-        )
-    refuse_fleet_options({"--before": before, "--rerun": rerun})
+    interim_counts = () if interim is None else parse_interim(interim)
+    reading = replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts)
+    if fleet is not None:
+        options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
+        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
+        judge_fleet(options, reading, refused, allow_open=allow_inconclusive, as_json=as_json)
+    refuse_fleet_options(sources, {"--before": before, "--rerun": rerun})
     if wandb and output is None:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE())
-    interim_counts = () if interim is None else parse_interim(interim)
     comparison = compare_sources(
-        sources,
-        replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
+        sources or [],
+        reading,
         claims=parse_claims(claim),
         reference=reference,
         arm=arm,
@@ -129,7 +124,7 @@ def compare(
     else:
         console().print(comparison.summary())
     if wandb:
-        _upload(comparison, sources, runs_dir)
+        _upload(comparison, sources or [], runs_dir)
     is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from abrun.diagnose.fleet.recipes import FleetOptions, FleetRecipe
 from abrun.diagnose.ledger.drift import is_over_budget
 from abrun.errors import AbrunError, ComparisonError
-from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment, Reference, Sides
 from abrun.recorded.reference import REFERENCE_ARM, load_reference, make_regression_experiment
 from abrun.recorded.sources import read_sources
 from abrun.report.comparing import Comparison, compare, with_options
-from abrun.report.write import PAGE, writable_formats
+from abrun.report.write import PAGE
 from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, RunName
 from abrun.runs.rundir import RunDir
@@ -24,6 +23,8 @@ from abrun.verdict.guards import check_guards, pair_with_all_baselines
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.results import ClaimResult
 
+# The page draws its own charts; drawing pictures would take ten times as long as all the rest.
+_FORMATS = ("json", "html", "markdown")
 _ACCIDENTS = ("finished", "finite")  # guards that a single run can break
 
 
@@ -130,14 +131,10 @@ def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
 def _judge(
     experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path
 ) -> Judgement:
-    # The page draws its own charts; matplotlib takes most of the time, so only a red recipe has pictures.
-    page_formats = [form for form in writable_formats() if form not in FIGURE_FORMATS]
     folder = options.output / place / REPORT if options.output else None
     comparison = compare(
-        experiment, output=folder, declared=reference.compare, formats=page_formats, command=options.command
+        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=options.command
     )
-    if folder and comparison.verdict != "MATCH" and len(page_formats) < len(writable_formats()):
-        compare(experiment, output=folder, declared=reference.compare, command=options.command)
     report = place / REPORT / PAGE if folder else None
     return _summarize(experiment, reference, comparison, report)
 
