@@ -84,6 +84,8 @@ class Code(StrEnum):
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
+    CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
+    DIRECTION_UNKNOWN = auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -95,6 +97,7 @@ class Code(StrEnum):
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
+    TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()

@@ -83,8 +83,9 @@ def compare(
 
     The runs are an experiment's, or logged by any framework.
 
-    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or no claim to judge; 3
-    MISMATCH; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input.
+    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH or PASS, or no
+    claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input. PASS and FAIL are the
+    verdicts if every claim is one-sided (not_worse, better, a limit).
 
     --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
     Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked

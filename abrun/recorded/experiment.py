@@ -18,6 +18,7 @@ from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
+from abrun.runs.traces import StoredTrace
 from abrun.runs.usage import Start
 from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
@@ -198,6 +199,7 @@ class RecordedExperiment:
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
     versions_differ: bool = False  # declared: the treatment is a change of Python or package versions
     regression: bool = False  # the baseline is a reference; versions and devices may differ
+    trace: StoredTrace | Reason | None = None  # of `abrun trace`; a reason: why it says nothing of these arms
 
     @property
     def baseline(self) -> str:
@@ -357,6 +359,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
         if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
+        if resolved_claim.difference_kind in ("not_worse", "better") and not resolved_claim.better_direction:
+            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=claim.kind))
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]

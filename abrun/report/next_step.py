@@ -79,9 +79,9 @@ def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
 def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
     match facts.content.verdict:
-        case "MATCH":
+        case "MATCH" | "PASS":
             return MATCH
-        case "MISMATCH":
+        case "MISMATCH" | "FAIL":
             return MISMATCH if facts.launched else MISMATCH_OF_OTHERS
         case "INVALID":
             return INVALID if facts.launched else INVALID_OF_OTHERS
