@@ -10,6 +10,7 @@ from abrun.diagnose.fleet.evidence import Judgement, RecipeEvidence
 from abrun.reasons import Code, Reason
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.false_discovery import benjamini_hochberg, p_of_failures
+from abrun.verdict.decide import FAILING, PASSING
 
 Status = Literal["regressed here", "not judged", "open", "flaked", "red before", "green"]
 # Most urgent first: the order of the rows
@@ -159,15 +160,15 @@ def _decide_status(
     recipe: RecipeEvidence, judgement: Judgement, adjusted_p: float | None, *, was_red: bool
 ) -> tuple[Status, Reason]:
     cause = judgement.reasons[0]
-    is_red = judgement.verdict == "MISMATCH" or bool(judgement.failed_seeds)
-    if judgement.reference_problem and judgement.verdict != "MATCH":
+    is_red = judgement.verdict in FAILING or bool(judgement.failed_seeds)
+    if judgement.reference_problem and judgement.verdict not in PASSING:
         return "red before", Code.FLEET_REFERENCE_RED(problem=judgement.reference_problem)
-    if judgement.verdict == "MATCH":
+    if judgement.verdict in PASSING:
         if recipe.retried:
             attempt, num_more = recipe.retried[0], len(recipe.retried) - 1
             return "flaked", Code.FLEET_GONE_ON_RETRY(attempt=attempt, num_more=num_more)
         return "green", Code.FLEET_REPAIRED(cause=cause) if was_red else cause
-    if is_red and recipe.rerun and recipe.rerun.verdict == "MATCH":
+    if is_red and recipe.rerun and recipe.rerun.verdict in PASSING:
         return "flaked", Code.FLEET_GONE_ON_RERUN(cause=cause, num_runs=recipe.num_rerun)
     if is_red and was_red:
         return "red before", Code.FLEET_RED_EARLIER(cause=cause)
@@ -185,7 +186,7 @@ def _confirm(recipe: RecipeEvidence, cause: Reason) -> tuple[Status, Reason]:
         return "open", Code.FLEET_RERUN_UNREADABLE(cause=cause, problem=recipe.rerun_problem)
     if recipe.rerun is None:
         return "regressed here", cause
-    if recipe.rerun.verdict == "MISMATCH" or recipe.rerun.failed_seeds:
+    if recipe.rerun.verdict in FAILING or recipe.rerun.failed_seeds:
         return "regressed here", Code.FLEET_RED_ON_RERUN(cause=cause, num_runs=recipe.num_rerun)
     return "open", Code.FLEET_RERUN_OPEN(cause=cause, rerun=recipe.rerun.reasons[0])
 

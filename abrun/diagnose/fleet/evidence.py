@@ -18,7 +18,7 @@ from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, RunName
 from abrun.runs.rundir import RunDir
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
-from abrun.verdict.decide import Verdict
+from abrun.verdict.decide import PASSING, Verdict
 from abrun.verdict.guards import check_guards, pair_with_all_baselines
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.results import ClaimResult
@@ -75,7 +75,7 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
         return RecipeEvidence(name=recipe.name, problem=_reason_of(error))
     evidence = replace(evidence, judgement=judgement)
     rerun_folder = options.rerun / recipe.name if options.rerun else None
-    if rerun_folder is None or judgement.verdict == "MATCH" or not rerun_folder.is_dir():
+    if rerun_folder is None or judgement.verdict in PASSING or not rerun_folder.is_dir():
         return evidence
     try:
         rerun = _open_runs(rerun_folder, reference, options)
@@ -153,7 +153,7 @@ def _summarize(
     return Judgement(
         verdict=content.verdict,
         reasons=tuple(reasons),
-        p_value=min(_p_values(comparison, experiment), default=None) if is_tested else None,
+        p_value=min(_p_values(comparison, experiment.compare.alpha), default=None) if is_tested else None,
         breaks_exact_rule=any(step.result == "fail" for step in content.step_one)
         or any(claim.claim.test == "exact" and claim.result == "different" for claim in content.claims),
         num_runs=len(experiment.sides(comparison.arms[0].arm).treatments),
@@ -163,17 +163,17 @@ def _summarize(
     )
 
 
-def _p_values(comparison: Comparison, experiment: RecordedExperiment) -> Iterator[float]:
+def _p_values(comparison: Comparison, alpha: float) -> Iterator[float]:
     """Yield the level at which each test alone would give MISMATCH, by its share of that level."""
     for result in comparison.content.claims:
         p_value, terms = result.estimate.p_beyond_holm, result.claim
         num_runs = terms.num_pairs if terms.num_runs is None else min(terms.num_runs)
         if p_value is not None and num_runs >= MIN_FOR_MISMATCH:
-            yield min(1.0, p_value * ALPHA / terms.alpha_difference)
+            yield min(1.0, p_value * alpha / terms.alpha_difference)
     for guard in comparison.content.guards:
         p_value, level = guard.reason.values.get("p"), guard.reason.values.get("level")
         if p_value is not None and level:
-            yield min(1.0, p_value * ALPHA / level)
+            yield min(1.0, p_value * alpha / level)
 
 
 def _failed_seeds(experiment: RecordedExperiment, claims: list[ClaimResult]) -> Iterator[int]:
