@@ -442,8 +442,8 @@ def claim_option(claim: Claim) -> str:
     bound: object = "exact"
     if claim.limit is not None:
         sign, limit = ("<", claim.below) if claim.below is not None else (">", claim.above)
-        is_level = isinstance(limit, str) and limit.startswith("level ")
-        bound = f"level {sign}{str(limit).removeprefix('level ')}" if is_level else f"{sign}{limit}"
+        level = re.fullmatch(LEVEL_PATTERN, str(limit))
+        bound = f"level {sign}{level['level']}" if level else f"{sign}{limit}"
     elif kind := claim.difference_kind:
         bound = f"{'' if kind == 'within' else f'{kind} '}{claim.declared_margin}"
     suffix = next((text for text, is_it in DIRECTIONS.items() if is_it == claim.higher_is_better), "")
