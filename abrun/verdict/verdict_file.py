@@ -224,7 +224,9 @@ def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
 
 def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
     """Return the records from which `flatten_claim` made a row."""
-    remaining = {**row, "warnings": row.get("warning") or []}
+    kinds = {"limit": "limit", "ratio limit": "limit", "exact": "exact"}
+    kind = kinds.get(row["test"], "within")  # of a file from before one-sided claims
+    remaining = {"kind": kind, **row, "warnings": row.get("warning") or []}
     remaining.pop("warning", None)
     records_by_name = {
         record_name: {name: remaining.pop(name) for name in record.__dataclass_fields__ if name in remaining}
