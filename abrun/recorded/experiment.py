@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import RunRecording, list_names
+from abrun.logs.log import Axis, RunRecording, list_names
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
@@ -130,6 +130,11 @@ class Sides:
         return *self.baselines, *self.treatments
 
     @property
+    def axis(self) -> Axis:
+        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        return self.runs[0].axis if self.runs else "steps"
+
+    @property
     def sizes(self) -> tuple[int, int]:
         return len(self.baselines), len(self.treatments)
 
@@ -206,6 +211,13 @@ class RecordedExperiment:
     @property
     def treatments(self) -> tuple[str, ...]:
         return self.arms[1:]
+
+    @property
+    def axis(self) -> Axis:
+        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        for run in self.runs.values():
+            return run.axis
+        return "steps"
 
     def arm(self, arm: str) -> dict[int, RecordedRun]:
         """Return the runs of an arm by seed, without A/A reruns."""
@@ -355,6 +367,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         if metric not in recorded_metrics and len(matching_metrics) == 1:
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
+        if experiment.axis != "steps":  # neither windows nor learning
+            resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
         resolved.append(resolved_claim)
