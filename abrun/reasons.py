@@ -97,6 +97,7 @@ class Code(StrEnum):
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
+    TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()

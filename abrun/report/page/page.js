@@ -92,6 +92,7 @@ const body = [
   guardsSection(),
   stepOneSection(),
   divergenceSection(),
+  traceSection(),
   finalWeightsSection(),
   costSection(),
   notTestedSection(),
