@@ -110,6 +110,10 @@ class Pair:
     moved: tuple[RecordedRun, ...] = ()  # baselines with initial weights perturbed by one ULP
 
     @property
+    def runs(self) -> tuple[RecordedRun, RecordedRun]:
+        return self.baseline, self.treatment
+
+    @property
     def finished(self) -> bool:
         return self.baseline.finished and self.treatment.finished
 

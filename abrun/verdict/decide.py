@@ -202,17 +202,14 @@ def judge_arm(
         results,
         reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        no_shared_step=no_shared_step_reason(
-            [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-        ),
+        no_shared_step=no_shared_step_reason([run for pair in pairs for run in pair.runs]),
         has_recipe=experiment.has_recipe,
         baseline_arm=experiment.baseline,
     )
     described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
-    if has_prompts_as_units(sides):
-        reasons = [*reasons, Code.PROMPTS_AS_UNITS()]
+    reasons = [*reasons, *([Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else [])]
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(

@@ -127,9 +127,7 @@ def build_verdict_file(
         reasons=[
             *reasons,
             *experiment.left_out,
-            *grid_notes(
-                experiment, [arm_verdict.arm for arm_verdict in arms if arm_verdict.verdict != "INVALID"]
-            ),
+            *grid_notes(experiment, [arm.arm for arm in arms if arm.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
             *code_notes(experiment),
@@ -146,11 +144,7 @@ def build_verdict_file(
         readings=readings,
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
-        notes=[
-            *environment_notes(experiment),
-            *experiment.decided,
-            *_reading_problems(experiment),
-        ],
+        notes=[*environment_notes(experiment), *experiment.decided, *_reading_problems(experiment)],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_group_environments(experiment),
         sensitivity=measure_sensitivity(experiment),

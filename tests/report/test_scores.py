@@ -28,9 +28,7 @@ def write(path: Path, header: str, rows: Rows) -> str:
 
 
 def compare(*sources: str, claims: Sequence[Claim] | None = None, **options: Any) -> Comparison:
-    reading = ReadingOptions(
-        **{name: options.pop(name) for name in ("unpaired", "baseline") if name in options}
-    )
+    reading = {name: options.pop(name) for name in ("unpaired", "baseline") if name in options}
     return compare_sources(sources, ReadingOptions(**reading), claims=claims, **options)
 
 
