@@ -80,8 +80,9 @@ def compare(
 
     The runs are an experiment's, or logged by any framework.
 
-    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or no claim to judge; 3
-    MISMATCH; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input.
+    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH or PASS, or no
+    claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input. PASS and FAIL are the
+    verdicts if every claim is one-sided (not_worse, better, a limit).
 
     Examples:
         abrun compare quickstart
