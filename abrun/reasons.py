@@ -101,6 +101,10 @@ class Code(StrEnum):
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
     TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
 
+    # MLPerf's reference check
+    RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
+    RCP_WITHOUT_SPREAD, RCP_OTHER_NUM_RUNS = auto(), auto()
+
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED, ROLLOUTS_DIFFER = auto(), auto(), auto(), auto()
@@ -268,6 +272,17 @@ class Code(StrEnum):
     MASTER_DTYPE_UNKNOWN, OPTION_OF_OTHER_KIND, OPTION_NOT_ASKED = auto(), auto(), auto()
     NO_FAULT_CAN_BE_INJECTED, FILE_EXISTS, RECIPE_NOT_FOUND = auto(), auto(), auto()
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
+
+    # Fleets
+    FLEET_SUMMARY, FLEET_FOLDER_MISSING, FLEET_EMPTY = auto(), auto(), auto()
+    FLEET_NOT_JUDGED, FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES = auto(), auto(), auto()
+    FLEET_WITHOUT_RUNS, FLEET_OPTION_REFUSED, FLEET_OPTION_NEEDED = auto(), auto(), auto()
+    FLEET_NEEDS_SOURCE, FLEET_OUTPUT_HOLDS_RUNS, FLEET_FILE_REFUSED = auto(), auto(), auto()
+    FLEET_ATTEMPT_FAILED, FLEET_DRIFT_USED_UP, FLEET_REFERENCE_BREAKS_LIMIT = auto(), auto(), auto()
+    FLEET_REFERENCE_RED, FLEET_GONE_ON_RETRY, FLEET_GONE_ON_RERUN = auto(), auto(), auto()
+    FLEET_REPAIRED, FLEET_RED_EARLIER, FLEET_RED_ON_RERUN = auto(), auto(), auto()
+    FLEET_RERUN_OPEN, FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED = auto(), auto(), auto()
+    FLEET_MAY_BE_CHANCE = auto()
 
     # Refusals: run directories and logs
     PERMISSION_DENIED, EXPERIMENT_FILE_NOT_A_FILE, EXPERIMENT_LACKS_RUNS = auto(), auto(), auto()
