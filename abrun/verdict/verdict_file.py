@@ -222,7 +222,7 @@ def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
 def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
     """Return the records from which `flatten_claim` made a row."""
     kinds = {"limit": "limit", "ratio limit": "limit", "exact": "exact"}
-    kind = kinds.get(row["test"], "within")  # of a file from before one-sided claims
+    kind = kinds.get(row.get("test", ""), "within")  # of a file from before one-sided claims
     remaining = {"kind": kind, **row, "warnings": row.get("warning") or []}
     remaining.pop("warning", None)
     records_by_name = {
