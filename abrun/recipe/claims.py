@@ -198,7 +198,8 @@ class Claim(Section):
             return None
         if isinstance(limit, str) and limit.endswith("x"):
             return float(limit[:-1]), True
-        return float(limit.removeprefix("level ") if isinstance(limit, str) else limit), False
+        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
+        return float(level["level"] if level else limit), False
 
     @property
     def bound(self) -> str:
