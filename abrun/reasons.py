@@ -96,6 +96,13 @@ class Code(StrEnum):
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
 
+    # Seed noise: one arm alone, and one run beside several
+    SEED_NOISE, NORMAL_GAP, PAIRS_SHOW, LEVEL_ALONE, TWO_GROUPS = auto(), auto(), auto(), auto(), auto()
+    NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
+    RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
+    LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
+    NO_STEP_IN_COMMON = auto()
+
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED, ROLLOUTS_DIFFER = auto(), auto(), auto(), auto()
@@ -117,6 +124,7 @@ class Code(StrEnum):
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
     REPEAT_IN_FLOAT32, TRAIN_FOR_INTERIM, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
     TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
+    TRAIN_MORE_OF_ARM, TRAIN_MORE_OF_NEW, COMPARE_CHANGE = auto(), auto(), auto()
     CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
     NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
     CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
@@ -182,11 +190,11 @@ class Code(StrEnum):
     CLAIM_TWICE, CLAIM_ON_TEXT, CLAIM_NOT_RECORDED, OPTION_FOR_EXPERIMENT = auto(), auto(), auto(), auto()
     ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, INTERIM_REFUSED = auto(), auto(), auto(), auto()
     INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE = auto(), auto(), auto()
-    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS, ONE_ARM = auto(), auto(), auto()
+    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS = auto(), auto()
     REPORT_IS_LINK, NO_FIGURES, FORMATS_WITHOUT_FOLDER = auto(), auto(), auto()
     REPORT_OF_DECLARED, REPORT_OF_OTHER = auto(), auto()
     ARM_NOT_NAMED, ARM_WITHOUT_REFERENCE, MORE_THAN_SEEDS_DIFFERS = auto(), auto(), auto()
-    SOURCE_OF_ONE_ARM, ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto(), auto()
+    ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto()
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()

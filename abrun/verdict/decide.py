@@ -29,6 +29,7 @@ from abrun.verdict.guards import (
 )
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.margins import resolve_margin
+from abrun.verdict.new_run import NewRun, measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.step_one import StepOne, check_step_one
@@ -81,6 +82,7 @@ class ArmVerdict(ArmSection):
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
+    new_runs: list[NewRun]  # empty unless one arm has a single run, and the other several
 
 
 def judge(
@@ -205,8 +207,13 @@ def judge_arm(
         baseline_arm=experiment.baseline,
     )
     described = describe_metrics(experiment, arm, claims)
+    new_runs = measure_new_run(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
-        verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+        verdict, reasons = _add_description_reasons(
+            experiment, sides, described, verdict, reasons, has_new_run=bool(new_runs)
+        )
+    if new_runs and verdict != "INVALID":
+        reasons = [*new_run_reasons(new_runs), *reasons]
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -227,6 +234,7 @@ def judge_arm(
         claims=list(results),
         guards=guards,
         savings=savings,
+        new_runs=new_runs,
         interim_analyses=[],
     )
 
@@ -237,15 +245,20 @@ def _add_description_reasons(
     described: Sequence[Description],
     verdict: Verdict,
     reasons: Sequence[Reason],
+    *,
+    has_new_run: bool,
 ) -> tuple[Verdict, list[Reason]]:
-    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested."""
+    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested.
+
+    If an arm has a single run, its place in the spread of the other is added instead.
+    """
     if experiment.launched_compare_sha256 is None:
         no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
         reasons = [no_claim_reason if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
     one_run_per_arm = described and max(sides.finished.sizes) == 1
     if one_run_per_arm and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
-    if described and verdict == "INCONCLUSIVE":
+    if described and verdict == "INCONCLUSIVE" and not has_new_run:
         reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
 
