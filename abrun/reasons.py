@@ -95,6 +95,7 @@ class Code(StrEnum):
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
+    TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
 
     # Seed noise: one arm alone, and one run beside several
     SEED_NOISE, NORMAL_GAP, PAIRS_SHOW, LEVEL_ALONE, TWO_GROUPS = auto(), auto(), auto(), auto(), auto()

@@ -124,15 +124,17 @@ def page(root: Path) -> str:
     introduction = (root / PAGE).read_text().partition(BEGIN)[0]
     rows: list[list[str]] = []
     notes: list[str] = []
+    missing: list[str] = []
     for recipe in recipes_of(root):
         folder = root / FOLDER / recipe.stem
         if not (folder / RECORD).is_file():
-            rows.append([f"`{recipe.stem}`", "not run yet", "", "", ""])
+            missing.append(f"`{recipe.stem}`")
             continue
         record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
         rows += _rows(recipe, content)
         notes.append(f"- `{recipe.stem}`: {' '.join(_notes(recipe, folder, record, content))}\n")
-    return f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}\n{''.join(notes)}"
+    not_run = f"Not run yet: {', '.join(missing)}.\n\n" if missing else ""
+    return f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}\n{not_run}{''.join(notes)}"
 
 
 def _rows(recipe: Path, content: VerdictFile) -> Iterator[list[str]]:

@@ -142,7 +142,7 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
     monkeypatch.setattr(generator, "ROOT", site)
     directory = run(site)
     assert generator.main([]) == 0
-    assert "| `demo` | not run yet |" in (site / "docs/evidence.md").read_text()
+    assert "Not run yet: `demo`." in (site / "docs/evidence.md").read_text()
     (site / "recipes/evidence/other.yaml").write_text((site / "recipes/evidence/demo.yaml").read_text())
     shutil.copytree(directory, directory.parent / "other")
     (directory / "report/verdict.json").unlink()

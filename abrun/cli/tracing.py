@@ -52,6 +52,8 @@ def trace(
     from abrun.diagnose.trace.command import trace_recipe
     from abrun.diagnose.trace.report import summary
     from abrun.recipe.experiment import load_recipe
+    from abrun.runs.experiment import is_experiment
+    from abrun.runs.traces import FOLDER
 
     screen, loaded = console(), load_recipe(recipe, overrides or ())
     result, folder = trace_recipe(
@@ -68,4 +70,6 @@ def trace(
     else:
         screen.print(summary(result))
         screen.say(f"Captures and trace.json are in {folder}")
+        if is_experiment(folder.parent) and folder.name == FOLDER:
+            screen.say(f"abrun compare {folder.parent} shows this in its report")
     raise typer.Exit(DIFFERS if result.first else 0)

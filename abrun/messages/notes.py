@@ -98,6 +98,16 @@ def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
     return f"{arm}: {', '.join(differences)}"
 
 
+def _trace_differs(step, seed, num_tensors, num_beyond, first, relative_error, ulps, last_agreeing) -> str:
+    """A traced step of the arms differs by more than rounding."""
+    before = f"up to {last_agreeing} they agree" if last_agreeing else "nothing before it is compared"
+    return (
+        f"step {step} of seed {seed}, on the same rollouts: the arms first differ in {first}, by "
+        f"{relative_error:.2g} of its size (at most {ulps:.3g} ULPs); {before}; {num_beyond} of "
+        f"{num_tensors} tensors differ"
+    )
+
+
 POST_HOC: dict[Code, Message] = {
     Code.NOTHING_DECLARED: "no comparison was declared before these runs",
     Code.COMPARISON_CHANGED: "the comparison is not the one declared at launch",
@@ -126,6 +136,14 @@ NOTES: dict[Code, Message] = {
     Code.LEDGER: _ledger,
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
+TRACES: dict[Code, Message] = {
+    Code.TRACE_AGREES: "step {step} of seed {seed}, on the same rollouts: {num_tensors} tensors agree up to "
+    "rounding",
+    Code.TRACE_DIFFERS: _trace_differs,
+    Code.TRACE_OF_OTHER_VALUES: "the trace of {arm} at step {step} is not shown: it had other values of "
+    "{keys:some}; trace again",
+    Code.TRACE_UNREADABLE: "the trace is not shown: {problem}; trace again",
+}
 GUESSED: dict[Code, Message] = {
     Code.SEEDS_FROM: "{arm:if arms and }seeds from {how}: {arm:if {arm}, }seed {seed}",
     Code.ARMS_FROM_NAMES: "each of the {num_arms} arms from the names of its runs",
@@ -137,4 +155,4 @@ GUESSED: dict[Code, Message] = {
     "their folder",
     Code.BASELINE_GUESSED: "the baseline is {baseline:repr} (--baseline selects another: {others})",
 }
-MESSAGES = {**POST_HOC, **NOTES, **GUESSED}
+MESSAGES = {**POST_HOC, **NOTES, **TRACES, **GUESSED}

@@ -18,6 +18,7 @@ from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
+from abrun.runs.traces import StoredTrace
 from abrun.runs.usage import Start
 from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
@@ -198,6 +199,7 @@ class RecordedExperiment:
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
     versions_differ: bool = False  # declared: the treatment is a change of Python or package versions
     regression: bool = False  # the baseline is a reference; versions and devices may differ
+    trace: StoredTrace | Reason | None = None  # of `abrun trace`; a reason: why it says nothing of these arms
 
     @property
     def baseline(self) -> str:

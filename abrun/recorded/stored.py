@@ -9,9 +9,10 @@ from typing import Any
 
 from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import describe_decisions
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
+from abrun.recipe.run import can_change_numbers
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.reference import load_reference
 from abrun.redaction import display_safe, display_safe_tree, printable
@@ -30,6 +31,7 @@ from abrun.runs.layout import RunName
 from abrun.runs.metrics import StepTimes
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.traces import StoredTrace, read_trace
 from abrun.runs.usage import Start, read_starts
 
 URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
@@ -70,7 +72,31 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         injected=injected,
         controls={name: run for name, run in loaded.items() if name.arm in injected},
         warm_starts=_read_warm_starts(experiment_dir, loaded),
+        trace=_read_trace(experiment_dir, loaded),
     )
+
+
+def _read_trace(experiment_dir: Path, runs: Mapping[RunName, RecordedRun]) -> StoredTrace | Reason | None:
+    """Return the result of `abrun trace`, or the reason why it does not apply to the experiment's arms.
+
+    A step is traced without compiling, which hides modules, whatever the recipe says.
+    """
+    try:
+        trace = read_trace(experiment_dir)
+    except StoreError as error:
+        return Code.TRACE_UNREADABLE(problem=display_safe(str(error)))
+    if trace is None:
+        return None
+    changed: dict[str, None] = {}
+    for arm, config in trace.configs.items():
+        name = RunName(arm=arm, seed=trace.seed)
+        launched = (runs[name].config if name in runs else None) or {}
+        traced = display_safe_tree(dotted(config))
+        keys = {key for key in {*traced, *launched} if traced.get(key) != launched.get(key)}
+        keys -= {"initial_weights", "policy.compile"}
+        changed |= dict.fromkeys(sorted(filter(can_change_numbers, keys)))
+    arm = display_safe(trace.arm)
+    return Code.TRACE_OF_OTHER_VALUES(arm=arm, step=trace.step, keys=[*changed]) if changed else trace
 
 
 def _load_run(run: RunDir, name: RunName) -> RecordedRun:

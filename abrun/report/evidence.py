@@ -50,6 +50,8 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         yield f"{label_prefix}guards", _guards_text(arm_content.guards)
         if not section.num_runs:
             yield f"{label_prefix}divergence", _divergence_text(arm_content.divergence)
+        if content.trace and content.trace.arm == arm:
+            yield f"{label_prefix}trace", sentence(content.trace.reason)
         for weights in arm_content.final_weights:
             yield f"{label_prefix}final weights", _final_weights_text(weights)
         overall = [saving for saving in arm_content.savings if "," not in saving.quantity]

@@ -81,7 +81,10 @@ class NextStepFacts:
 
     @property
     def can_trace(self) -> bool:
-        """True if abrun's own trainer trained both arms, in this experiment."""
+        """True if abrun's own trainer trained both arms of this experiment, and the failure is not traced."""
+        trace, failed = self.content.trace, self.failed_checks
+        if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
+            return False
         configs = [run.config or {} for run in self.experiment.runs.values()]
         own = all(config.get("trainer.type") != "command" for config in configs)
         return own and self.experiment.has_recipe and not self.regression

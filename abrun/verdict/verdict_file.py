@@ -26,6 +26,7 @@ from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.seed_noise import OneArm, SeedNoise
 from abrun.verdict.spent import Spent, measure_spent
 from abrun.verdict.step_one import StepOne
+from abrun.verdict.trace import Trace, describe_trace
 
 SCHEMA_VERSION = 6
 _EVIDENCE = (
@@ -86,6 +87,7 @@ class VerdictFile:
     spent: Spent | None = None  # device time of runs that abrun launched
     new_runs: list[NewRun] = field(default_factory=list)  # a single run beside several of the other arm
     seed_noise: list[SeedNoise] = field(default_factory=list)  # of one arm alone
+    trace: Trace | None = None  # result of `abrun trace`
 
     @property
     def is_description(self) -> bool:
@@ -154,7 +156,7 @@ def build_verdict_file(
         notes=[
             *environment_notes(experiment),
             *experiment.decided,
-            *_run_notes(experiment),
+            *_reading_problems(experiment),
         ],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_group_environments(experiment),
@@ -162,17 +164,20 @@ def build_verdict_file(
         reference=experiment.reference.name if experiment.reference else None,
         spent=measure_spent(experiment),
         seed_noise=one_arm.seed_noise if one_arm else [],
+        trace=describe_trace(experiment),
     )
 
 
-def _run_notes(experiment: RecordedExperiment) -> Iterator[Reason]:
-    """Yield each note on the runs' logs once, with the runs that it applies to."""
+def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
+    """Yield each note on the runs' logs, with the runs that it applies to, and why a trace is not shown."""
     names: dict[str | Reason, list[str]] = {}
     for run in experiment.runs.values():
         for note in run.notes:
             names.setdefault(note, []).append(str(run))
     for note, runs in names.items():
         yield Code.NOTE_OF_RUNS(runs=runs, note=note)
+    if isinstance(experiment.trace, Reason):
+        yield experiment.trace
 
 
 def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:

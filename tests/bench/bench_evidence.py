@@ -39,6 +39,11 @@ ORDER = (  # the most valuable first
     "context-parallel",
     "vllm-engine",
     "levers",
+    "grpo-fused-recorded",
+    "gspo-microbatches-recorded",
+    "megatron-ppo-recorded",
+    "context-parallel-recorded",
+    "levers-recorded",
 )
 SUFFIX, MAX_ARCHIVE = ".tar.xz", 16 * 2**20
 SAMPLE = 2**20  # of weights, by which a report says how far apart they are: larger files are models

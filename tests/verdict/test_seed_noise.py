@@ -12,7 +12,7 @@ from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
 from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import Comparison, compare_sources
-from tests.reasons import codes_of, reason_of, refused
+from tests.reasons import reason_of, refused
 
 LEVELS = (0.86, 0.84, 0.87, 0.83, 0.85)
 STEPS = 50

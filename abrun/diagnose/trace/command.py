@@ -2,7 +2,7 @@
 
 <output>/baseline/, <output>/ARM/      captures (abrun.runs.captures)
 <output>/replicas.json                 errors of the baseline's one-ULP replicas
-<output>/trace.json                    the comparison
+<output>/trace.json                    the comparison (abrun.runs.traces)
 <output>/jobs/                         the processes' jobs and output
 """
 
@@ -27,10 +27,10 @@ from abrun.runs.files import encode_non_finite, read_json, wrap_write_errors, wr
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import RunDir
+from abrun.runs.traces import FOLDER, RESULT, write_trace
 
 MODULE = "abrun.diagnose.trace.measure"
-FOLDER, SCRATCH = "trace", ".scratch"
-REPLICAS, RESULT = "replicas.json", "trace.json"
+SCRATCH, REPLICAS = ".scratch", "replicas.json"
 MAX_TOKENS = 2048  # of whole sequences, whose activations are kept
 
 
@@ -76,7 +76,8 @@ def trace_recipe(
             run_probe(MODULE, output / "jobs" / name, config, job)
     baseline, treatment = (read_capture(output / name) for name in configs)
     result = judge_trace(baseline, treatment, read_replicas(output))
-    write_json(output / RESULT, encode_non_finite(result.as_json()), mode=PUBLIC_MODE)
+    traced = {name: config.model_dump(mode="json") for name, config in configs.items()}
+    write_trace(output, {**result.as_json(), "arm": arm, "seed": seed, "configs": traced})
     return result, output
 
 
@@ -142,10 +143,11 @@ def _initial_weights(recipe: Recipe | CommandRecipe, experiment: Path, seed: int
 def _scratch(output: Path) -> Iterator[Path]:
     """Yield a temporary folder in `output` for state and completions.
 
-    Removes earlier captures, and the folders of killed traces. Raises StoreError while another trace runs.
+    Removes an earlier trace, and the folders of killed ones. Raises StoreError while another trace runs.
     """
     with folder_lock(output, "abrun trace"):
         with wrap_write_errors(output):
+            (output / RESULT).unlink(missing_ok=True)
             for stale in output.iterdir():
                 if stale.name.startswith(SCRATCH) or is_capture(stale):
                     shutil.rmtree(stale, ignore_errors=True)

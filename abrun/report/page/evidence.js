@@ -121,6 +121,32 @@ function finalWeightsSection() {
   );
 }
 
+function traceSection() {
+  const trace = content.trace;
+  if (!trace) return null;
+  return section(
+    "trace",
+    "Trace",
+    el("p", { class: "intro" }, `${trace.reason}. A diagnostic: it does not affect the verdict.`),
+    table(
+      trace.first ? "Tensors around the first difference, in the order of execution" : "Tensors with the largest errors",
+      [["tensor"], ["relative error", "right"], ["ULPs", "right"], ["share of limit", "right"], ["finding"]],
+      trace.tensors.map((tensor) => [
+        named(tensor.name),
+        number(tensor.relative_error, 2),
+        number(tensor.ulps, 2),
+        number(typeof tensor.ratio === "number" ? tensor.ratio / trace.limit : tensor.ratio, 2),
+        tensor.name === trace.first ? "first" : tensor.ratio === "Infinity" || tensor.ratio > trace.limit ? "differs" : "",
+      ]),
+    ),
+    el(
+      "p",
+      { class: "caption" },
+      `Arm ${trace.arm}. The limit comes from repeats of the baseline's step perturbed by one ULP; arms without a difference pass it with a probability of ${number(100 * trace.level, 2)}\u00a0% at most.`,
+    ),
+  );
+}
+
 function divergenceSection() {
   const list = content.divergence || [];
   if (!list.length) return null;

@@ -94,6 +94,7 @@ const body = [
   guardsSection(),
   stepOneSection(),
   divergenceSection(),
+  traceSection(),
   finalWeightsSection(),
   costSection(),
   notTestedSection(),
