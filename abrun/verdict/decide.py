@@ -209,11 +209,8 @@ def judge_arm(
     described = describe_metrics(experiment, arm, claims)
     new_runs = measure_new_run(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
-        verdict, reasons = _add_description_reasons(
-            experiment, sides, described, verdict, reasons, has_new_run=bool(new_runs)
-        )
-    if new_runs and verdict != "INVALID":
-        reasons = [*new_run_reasons(new_runs), *reasons]
+        verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+    reasons = _add_new_run_reasons(new_runs, verdict, reasons)
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -245,22 +242,27 @@ def _add_description_reasons(
     described: Sequence[Description],
     verdict: Verdict,
     reasons: Sequence[Reason],
-    *,
-    has_new_run: bool,
 ) -> tuple[Verdict, list[Reason]]:
-    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested.
-
-    If an arm has a single run, its place in the spread of the other is added instead.
-    """
+    """Add the description to the reasons of arms without a claim, or with one run each: nothing is tested."""
     if experiment.launched_compare_sha256 is None:
         no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
         reasons = [no_claim_reason if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
     one_run_per_arm = described and max(sides.finished.sizes) == 1
     if one_run_per_arm and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
-    if described and verdict == "INCONCLUSIVE" and not has_new_run:
+    if described and verdict == "INCONCLUSIVE":
         reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
+
+
+def _add_new_run_reasons(
+    new_runs: Sequence[NewRun], verdict: Verdict, reasons: Sequence[Reason]
+) -> list[Reason]:
+    """Add the place of a single run among several, which says more than the difference from their mean."""
+    if not new_runs or verdict == "INVALID":
+        return list(reasons)
+    replaced = (Code.DESCRIBED, Code.OTHER_METRICS)
+    return [*new_run_reasons(new_runs), *(reason for reason in reasons if reason.code not in replaced)]
 
 
 def decide_verdict(

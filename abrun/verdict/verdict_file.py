@@ -110,18 +110,7 @@ def build_verdict_file(
     """
     judged = [*arms, *([one_arm] if one_arm else [])]
     verdict = worst_verdict([section.verdict for section in judged])
-    first_reasons = judged[0].reasons
-    shared = [reason for reason in first_reasons if all(reason in section.reasons for section in judged)]
-    reasons = [
-        *(
-            Code.OF_ARM(arm=arm.arm, reason=reason)
-            for arm in arms
-            if arm.verdict == verdict
-            for reason in arm.reasons
-            if reason not in shared
-        ),
-        *shared,
-    ]
+    reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
