@@ -84,6 +84,8 @@ class Code(StrEnum):
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
+    CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
+    DIRECTION_UNKNOWN = auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -271,6 +273,17 @@ class Code(StrEnum):
     MASTER_DTYPE_UNKNOWN, OPTION_OF_OTHER_KIND, OPTION_NOT_ASKED = auto(), auto(), auto()
     NO_FAULT_CAN_BE_INJECTED, FILE_EXISTS, RECIPE_NOT_FOUND = auto(), auto(), auto()
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
+
+    # Fleets
+    FLEET_SUMMARY, FLEET_FOLDER_MISSING, FLEET_EMPTY = auto(), auto(), auto()
+    FLEET_NOT_JUDGED, FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES = auto(), auto(), auto()
+    FLEET_WITHOUT_RUNS, FLEET_OPTION_REFUSED, FLEET_OPTION_NEEDED = auto(), auto(), auto()
+    FLEET_NEEDS_SOURCE, FLEET_OUTPUT_HOLDS_RUNS, FLEET_FILE_REFUSED = auto(), auto(), auto()
+    FLEET_ATTEMPT_FAILED, FLEET_DRIFT_USED_UP, FLEET_REFERENCE_BREAKS_LIMIT = auto(), auto(), auto()
+    FLEET_REFERENCE_RED, FLEET_GONE_ON_RETRY, FLEET_GONE_ON_RERUN = auto(), auto(), auto()
+    FLEET_REPAIRED, FLEET_RED_EARLIER, FLEET_RED_ON_RERUN = auto(), auto(), auto()
+    FLEET_RERUN_OPEN, FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED = auto(), auto(), auto()
+    FLEET_MAY_BE_CHANCE = auto()
 
     # Refusals: run directories and logs
     PERMISSION_DENIED, EXPERIMENT_FILE_NOT_A_FILE, EXPERIMENT_LACKS_RUNS = auto(), auto(), auto()

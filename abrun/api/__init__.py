@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from abrun.report.comparing import Comparison
     from abrun.verdict.verdict_file import VerdictFile
 
-COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
+COLORS = {
+    **dict.fromkeys(("MATCH", "PASS"), "#1a7f37"),
+    **dict.fromkeys(("MISMATCH", "FAIL"), "#cf222e"),
+    "INCONCLUSIVE": "#9a6700",
+    "INVALID": "#8250df",
+}
 SHORT_COLUMNS = [
     "arm",
     "metric",
@@ -112,13 +117,13 @@ class Result:
 
     comparison: "Comparison" = field(repr=False)
     experiment: Experiment = field(repr=False)
-    verdict: str  # MATCH, MISMATCH, INCONCLUSIVE or INVALID
+    verdict: str  # MATCH, PASS, MISMATCH, FAIL, INCONCLUSIVE or INVALID
 
     @property
     def exit_code(self) -> int:
         """Return the exit code of `abrun compare`.
 
-        0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID.
+        0 MATCH, PASS or a description without a claim, 3 MISMATCH or FAIL, 4 INCONCLUSIVE, 5 INVALID.
         """
         return self.comparison.exit_code
 

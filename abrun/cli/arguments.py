@@ -81,14 +81,13 @@ Experiment = Annotated[
         help="Experiment: a path, or a name under --runs-dir.", autocompletion=complete_experiment
     ),
 ]
-Sources = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SOURCE",
-        help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
-        "(NAME=PATH names the arm); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
-    ),
-]
+_SOURCES = typer.Argument(
+    metavar="SOURCE",
+    help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
+    "(NAME=PATH names the arm); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
+)
+Sources = Annotated[list[str], _SOURCES]
+OptionalSources = Annotated[list[str] | None, _SOURCES]
 Claims = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,7 +125,15 @@ VersionsDiffer = Annotated[
     ),
 ]
 Reference = Annotated[
-    Path | None, typer.Option(help="Compare one arm with a frozen reference (see abrun reference save).")
+    Path | None,
+    typer.Option(
+        help="Compare one arm with a frozen reference (see abrun reference save). With --fleet: folder of "
+        "the references, one NAME.json a recipe."
+    ),
+]
+ReferenceArm = Annotated[
+    str | None,
+    typer.Option("--arm", help="With --reference: the arm to compare; required if there are several."),
 ]
 Unpaired = Annotated[
     bool,

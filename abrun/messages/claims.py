@@ -210,7 +210,8 @@ def _limit_broken(
     """The limit is broken."""
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
-    return f"{metric}: not {margin} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
+    broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
+    return f"{metric}: {broken} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(
@@ -244,6 +245,106 @@ def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
 def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
     """The arms are not bit-identical."""
     return f"{metric}: not bit-identical over {_setting(over)}: {where}"
+
+
+# --- one-sided outcomes: `kind` is not_worse or better, `better` the direction of an improvement ---
+
+
+def _passes(
+    metric,
+    kind,
+    margin,
+    better,
+    transform,
+    over,
+    alpha,
+    difference,
+    interval,
+    detected,
+    warnings,
+    arm,
+    baseline_arm,
+) -> str:
+    """The treatment is shown not to be worse, or to be better, by the margin."""
+    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
+    yet = "yet " * bool(detected and detected["direction"] != better)
+    return (
+        f"{metric}: {_change(arm, baseline_arm, margin)}, at {confidence_text(alpha)} confidence over "
+        f"{_setting(over)}: {yet}{value}{_clauses(warnings)}"
+    )
+
+
+def _fails(
+    metric,
+    kind,
+    margin,
+    better,
+    transform,
+    over,
+    alpha,
+    difference,
+    interval,
+    detected,
+    p_beyond,
+    warnings,
+    arm,
+    baseline_arm,
+) -> str:
+    """The treatment is shown to be worse by more than the margin, or not to be better by it."""
+    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
+    broken = margin.replace("at most", "more than", 1) if kind == "not_worse" else f"not {margin}"
+    return (
+        f"{metric}: {_change(arm, baseline_arm, broken)}, over {_setting(over)}: {value}; p = {p_beyond:.2g} "
+        f"if the claim held, Holm-corrected{_clauses(warnings)}"
+    )
+
+
+def _open(
+    metric,
+    kind,
+    margin,
+    better,
+    transform,
+    over,
+    alpha,
+    difference,
+    interval,
+    detected,
+    power,
+    improvement,
+    warnings,
+    arm,
+    baseline_arm,
+) -> str:
+    """Neither that the treatment keeps the margin nor that it breaks it is shown."""
+    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
+    truth = "the arms are truly equal" if kind == "not_worse" else f"the true gain is {improvement:.3g}"
+    power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
+    needed = "no number" if power["pairs_needed"] is None else pairs_or_more_text(power["pairs_needed"])
+    return (
+        f"{metric}: undecided whether {_change(arm, baseline_arm, margin)}, over {_setting(over)}: {value}; "
+        f"power now {power_now} if {truth}, {sample_unit(paired=over['runs'] is None)} needed for 80 %: "
+        f"{needed}{_clauses(warnings)}"
+    )
+
+
+def _signed_difference(
+    better: str,
+    transform: str,
+    alpha: float,
+    difference: float,
+    interval: Sequence[float],
+    detected: Detected,
+    arm: str,
+    baseline_arm: str,
+) -> str:
+    """Return a difference, with direction, judgement and seeds if its interval excludes zero."""
+    unit = difference_unit(transform)
+    if detected is None:
+        return f"no difference detected, {difference:+.3g}{unit} ({_interval(alpha, interval)})"
+    judgement = "better" if detected["direction"] == better else "worse"
+    size = f"{abs(difference):.3g}{unit} {detected['direction']} ({judgement})"
+    return f"{size} {agreeing_seeds_text(detected, arm, baseline_arm)} ({_interval(alpha, interval)})"
 
 
 # --- parts of outcomes ---
@@ -367,6 +468,9 @@ MESSAGES: dict[Code, Message] = {
     Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
     "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
+    Code.CLAIM_PASSES: _passes,
+    Code.CLAIM_FAILS: _fails,
+    Code.CLAIM_OPEN: _open,
     Code.LIMIT_HOLDS: _limit_holds,
     Code.LIMIT_BROKEN: _limit_broken,
     Code.LIMIT_UNDECIDED: _limit_undecided,

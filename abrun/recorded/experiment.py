@@ -359,6 +359,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
         if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
+        if resolved_claim.difference_kind in ("not_worse", "better") and not resolved_claim.better_direction:
+            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=claim.kind))
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]

@@ -81,9 +81,9 @@ def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     if facts.content.seed_noise:
         return ONE_ARM
     match facts.content.verdict:
-        case "MATCH":
+        case "MATCH" | "PASS":
             return MATCH
-        case "MISMATCH":
+        case "MISMATCH" | "FAIL":
             return MISMATCH if facts.launched else MISMATCH_OF_OTHERS
         case "INVALID":
             return INVALID if facts.launched else INVALID_OF_OTHERS

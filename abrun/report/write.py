@@ -36,6 +36,7 @@ from abrun.report.noise import ALONE_NOTE, new_run_tables, noise_tables
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
 from abrun.runs.layout import VERDICT
+from abrun.verdict.decide import FAILING, PASSING
 from abrun.verdict.description import Description
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
@@ -46,7 +47,12 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
-VERDICT_COLORS = {"MATCH": "green", "MISMATCH": "red", "INCONCLUSIVE": "yellow", "INVALID": "magenta"}
+VERDICT_COLORS = {
+    **dict.fromkeys(PASSING, "green"),
+    **dict.fromkeys(FAILING, "red"),
+    "INCONCLUSIVE": "yellow",
+    "INVALID": "magenta",
+}
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
@@ -333,8 +339,13 @@ def claim_cells(claim: ClaimResult) -> list[str]:
 
 def outcome_text(claim: ClaimResult) -> str:
     """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
-    failed_texts = {"limit": "limit broken", "ratio limit": "limit broken", "exact": "not exact"}
-    return failed_texts.get(claim.claim.test, claim.result) if claim.result == "different" else claim.result
+    failed_texts = {
+        "limit": "limit broken",
+        "exact": "not exact",
+        "not_worse": "worse",
+        "better": "not better",
+    }
+    return failed_texts.get(claim.claim.kind, claim.result) if claim.result == "different" else claim.result
 
 
 # --- terminal ---

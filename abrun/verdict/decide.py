@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim
+from abrun.recipe.claims import Claim, is_one_sided
 from abrun.recorded.experiment import RecordedExperiment, Sides, no_shared_step_reason
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
-from abrun.verdict.claims import apply_holm, judge_equivalence
+from abrun.verdict.claims import apply_holm, apply_holm_to_passes, judge_equivalence
 from abrun.verdict.description import (
     Description,
     count_metrics,
@@ -36,9 +36,19 @@ from abrun.verdict.step_one import StepOne, check_step_one
 from abrun.verdict.untested import list_not_tested, step_one_unread_reason
 from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
-Verdict = Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
-EXIT_CODES: dict[Verdict, int] = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}
-_WORST_FIRST: tuple[Verdict, ...] = ("INVALID", "MISMATCH", "INCONCLUSIVE", "MATCH")
+# MATCH and MISMATCH if the arms are claimed to agree, PASS and FAIL if every claim is one-sided.
+Verdict = Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
+EXIT_CODES: dict[Verdict, int] = {
+    "MATCH": 0,
+    "PASS": 0,
+    "MISMATCH": 3,
+    "FAIL": 3,
+    "INCONCLUSIVE": 4,
+    "INVALID": 5,
+}
+PASSING: tuple[Verdict, ...] = ("MATCH", "PASS")
+FAILING: tuple[Verdict, ...] = ("MISMATCH", "FAIL")
+_WORST_FIRST: tuple[Verdict, ...] = ("INVALID", *FAILING, "INCONCLUSIVE", *PASSING)
 _UNDECIDED_GUARDS = ("baseline too", "open")
 _MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
@@ -89,17 +99,19 @@ def judge(
     experiment: RecordedExperiment,
     claims: Sequence[Claim],
     *,
-    alpha: float = ALPHA,
+    alpha: float | None = None,
     may_repeat: bool = False,
 ) -> list[ArmVerdict]:
     """Gather the evidence for every treatment and decide. Raises ComparisonError for an unusable claim.
 
     With interim analyses, the first that decides stands. Their levels keep the familywise error of all of
     them at that of one verdict (see abrun.stats.sequential). `alpha` is the error rate of a match, and also
-    that of a mismatch. `may_repeat`: bit-identical arms were expected.
+    that of a mismatch; by default that of the comparison. `may_repeat`: bit-identical arms were expected.
     """
+    alpha = experiment.compare.alpha if alpha is None else alpha
     margins = [
-        resolve_margin(claim, experiment.reference) if claim.margin is not None else None for claim in claims
+        resolve_margin(claim, experiment.reference) if claim.difference_kind is not None else None
+        for claim in claims
     ]
     may_repeat = may_repeat or any(claim.exact for claim in claims)
     arms = experiment.treatments
@@ -122,6 +134,12 @@ def judge(
                     result = judge_limit(arm, sides, claim, grid, rates)
                 results.append(result)
         results = apply_holm(results)
+        if experiment.compare.require == "any":
+            results = [
+                result
+                for arm in arms
+                for result in apply_holm_to_passes([result for result in results if result.arm == arm])
+            ]
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_results = [result for result in results if result.arm == arm]
@@ -205,6 +223,7 @@ def judge_arm(
         ),
         has_recipe=experiment.has_recipe,
         baseline_arm=experiment.baseline,
+        require=compare.require,
     )
     described = describe_metrics(experiment, arm, claims)
     new_runs = measure_new_run(experiment, arm, claims)
@@ -276,9 +295,10 @@ def decide_verdict(
     no_shared_step: Reason | None = None,
     has_recipe: bool = True,
     baseline_arm: str = "baseline",
+    require: Literal["all", "any"] = "all",
 ) -> tuple[Verdict, list[Reason]]:
     """Return the verdict on one arm with its reasons: INVALID before MISMATCH before INCONCLUSIVE before
-    MATCH.
+    MATCH. If every claim is one-sided, FAIL and PASS instead of MISMATCH and MATCH.
 
     `recorded` are the metrics of all runs; `no_shared_step` is the reason if the arms share no step.
     """
@@ -291,6 +311,12 @@ def decide_verdict(
         (result, outcome_reason(result, has_recipe=has_recipe, baseline_arm=baseline_arm))
         for result in claims
     ]
+    all_one_sided = bool(claims) and all(
+        is_one_sided(result.claim.kind, result.claim.metric) for result in claims
+    )
+    holding = [result for result in claims if result.result in ("equivalent", "holds")]
+    is_enough = bool(holding) if require == "any" else len(holding) == len(claims)
+    is_any_broken = require == "all" or all(result.result == "different" for result in claims)
     mismatches = [
         *(
             Code.STEP_ONE_DIFFERS(**_deviation_values(step_one), baseline_arm=baseline_arm)
@@ -302,10 +328,10 @@ def decide_verdict(
             for guard in guards
             if guard.result == "fail"
         ),
-        *(reason for result, reason in outcomes if result.result == "different"),
+        *(reason for result, reason in outcomes if result.result == "different" and is_any_broken),
     ]
     if mismatches:
-        return "MISMATCH", mismatches
+        return ("FAIL" if all_one_sided else "MISMATCH"), mismatches
     open_questions = [
         *(
             Code.STEP_ONE_OPEN(**_deviation_values(step_one), baseline_arm=baseline_arm)
@@ -317,13 +343,16 @@ def decide_verdict(
             for guard in guards
             if guard.result in _UNDECIDED_GUARDS
         ),
-        *(reason for result, reason in outcomes if result.result not in ("equivalent", "holds")),
+        *(reason for result, reason in outcomes if not (is_enough or result in holding)),
     ]
     if not claims:
         open_questions.append(Code.NOTHING_CLAIMED())
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    return "MATCH", [reason for _, reason in outcomes]
+    # Those that hold first: with `require: any`, one suffices.
+    reasons = [reason for result, reason in outcomes if result in holding]
+    reasons += [reason for result, reason in outcomes if result not in holding]
+    return ("PASS" if all_one_sided else "MATCH"), reasons
 
 
 def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:

@@ -29,7 +29,37 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         if not terms.paired:
             return Code.CLAIM_TOO_FEW_RUNS(metric=terms.metric)
         return Code.CLAIM_TOO_FEW_PAIRS(metric=terms.metric, pairs=terms.num_pairs)
+    if terms.kind != "within":
+        return _one_sided_reason(result, sample, detected, arms)
     return _equivalence_reason(result, sample, detected, arms)
+
+
+def _one_sided_reason(
+    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None, arms: dict[str, str]
+) -> Reason:
+    terms, estimate = result.claim, result.estimate
+    values = {
+        "metric": terms.metric,
+        "kind": terms.kind,
+        "margin": terms.margin_text,
+        "better": terms.better,
+        "transform": terms.transform,
+        "over": sample,
+        "alpha": terms.alpha,
+        "difference": estimate.mean_difference,
+        "interval": estimate.interval,
+        "detected": detected,
+        "warnings": result.warnings,
+        **arms,
+    }
+    if result.result == "holds":
+        return Code.CLAIM_PASSES(**values)
+    if result.result == "different":
+        return Code.CLAIM_FAILS(**values, p_beyond=estimate.p_beyond_holm)
+    improvement = terms.improvement
+    if terms.kind == "better" and improvement is None:
+        improvement = 2 * (terms.margin or 0.0)
+    return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=improvement)
 
 
 def _equivalence_reason(

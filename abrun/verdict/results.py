@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from abrun.metric_names import Transform
+from abrun.metric_names import Better, Transform
 from abrun.reasons import Reason
-from abrun.recipe.claims import Unit
+from abrun.recipe.claims import ClaimKind, Unit
 from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
@@ -16,6 +16,10 @@ TestMethod = Literal[
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
+    "paired t-test",
+    "Welch t-test",
+    "sigma bound",
+    "Welch sigma bound",
     "limit",
     "ratio limit",
     "exact",
@@ -86,6 +90,9 @@ class ClaimTerms:
     num_pairs: int = 0
     seeds: tuple[int, ...] = ()  # seeds of the pairs
     num_runs: tuple[int, int] | None = None  # runs of each arm; None if paired
+    kind: ClaimKind = "within"
+    better: Better | None = None  # direction of an improvement; None: neither, or unknown
+    improvement: float | None = None  # true improvement assumed for the power of `better`
 
     @property
     def paired(self) -> bool:
@@ -116,7 +123,8 @@ class ClaimEstimate:
     freedom: float | None = None  # degrees of freedom of the difference's t distribution
     ci90: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None  # level 1 - 2 alpha, compared with the margin
-    certified_bound: float | None = None  # the smallest absolute margin that would have passed
+    # The smallest absolute margin that would have passed; `better`: the largest, negative if none would.
+    certified_bound: float | None = None
     certified_number: float | None = None  # the same in `margin_unit`
     certified_jointly: float | None = None  # absolute bound that holds jointly with all other claims'
     detected: DetectedDifference | None = None  # None if the interval includes zero
@@ -126,11 +134,12 @@ class ClaimEstimate:
     detail: Reason | None = None  # exact claims: the first difference
     # The baseline's mean climb up to the window's end; None without a direction.
     climb: float | None = None
-    p_equivalence: float | None = None
+    p_equivalence: float | None = None  # of the claim, whatever its kind
+    p_equivalence_holm: float | None = None  # if one of several claims suffices (compare.require: any)
     p_tost: float | None = None
     p_difference: float | None = None  # two-sided test of no difference
     p_difference_holm: float | None = None
-    p_beyond: float | None = None  # minimum-effect test of a difference beyond the margin
+    p_beyond: float | None = None  # minimum-effect test beyond the margin; that a one-sided claim is broken
     p_beyond_holm: float | None = None
     pair_correlation: float | None = None
 

@@ -62,7 +62,7 @@ class VerdictFile:
     experiment: str
     baseline: str
     verdict: Verdict
-    exit_code: int  # 0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID
+    exit_code: int  # 0 MATCH, PASS or a description, 3 MISMATCH or FAIL, 4 INCONCLUSIVE, 5 INVALID
     reasons: list[Reason]  # why, claim by claim
     post_hoc: bool  # claims or options were not declared before the runs
     num_pairs: int  # pairs compared

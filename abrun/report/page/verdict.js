@@ -3,8 +3,10 @@
 
 const VERDICTS = {
   MATCH: ["\u2713", "Every claim and every guard passes."],
+  PASS: ["\u2713", "Every claim and every guard passes; the claims are one-sided."],
   MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
-  INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
+  FAIL: ["\u2715", "A one-sided claim, step one or a guard fails."],
+  INCONCLUSIVE: ["?", "Neither that the claims hold nor that one is broken is shown."],
   INVALID: ["!", "These runs cannot be compared fairly."],
   DESCRIPTION: ["\u2261", "No claim was declared: descriptive statistics, no test."],
 };
@@ -16,7 +18,7 @@ const isDescription = verdictName === "DESCRIPTION";
 
 function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
-  const skippedStepOne = content.verdict === "MATCH" && !(content.step_one || []).length;
+  const skippedStepOne = ["MATCH", "PASS"].includes(content.verdict) && !(content.step_one || []).length;
   const described = isDescription ? content.descriptions : [];
   const alone = (content.seed_noise || []).length > 0;
   const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
@@ -74,7 +76,8 @@ function finding() {
   const deciding = { MATCH: "equivalent", MISMATCH: "different", INCONCLUSIVE: "undecided" }[content.verdict];
   const claims = (content.claims || []).filter((claim) => claim.result === deciding);
   const [claim] = claims;
-  if (!claim || typeof claim.mean_difference !== "number" || typeof claim.limited === "number") return null;
+  if (!claim || (claim.kind ?? "within") !== "within") return null; // a one-sided claim has its reason as the finding
+  if (typeof claim.mean_difference !== "number" || typeof claim.limited === "number") return null;
   if (claim.margin === null || claim.treatment_mean == null || claim.baseline_mean == null) return null;
   if (content.verdict === "MATCH" && claims.length > 1)
     return [el("b", {}, `All ${content.claims.length} claims hold`), `: the arms agree within every margin.`];
