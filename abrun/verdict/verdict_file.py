@@ -157,6 +157,19 @@ def build_verdict_file(
     )
 
 
+def _merge_arm_reasons(arms: Sequence[ArmVerdict], verdict: Verdict) -> list[Reason]:
+    """Return the reasons of the arms with the overall verdict; those that all arms share come once, last."""
+    shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
+    own = (
+        Code.OF_ARM(arm=arm.arm, reason=reason)
+        for arm in arms
+        if arm.verdict == verdict
+        for reason in arm.reasons
+        if reason not in shared
+    )
+    return [*own, *shared]
+
+
 def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
     """Yield each note on the runs' logs, with the runs that it applies to, and why a trace is not shown."""
     names: dict[str | Reason, list[str]] = {}
