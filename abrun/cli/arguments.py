@@ -84,7 +84,8 @@ Experiment = Annotated[
 _SOURCES = typer.Argument(
     metavar="SOURCE",
     help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
-    "(NAME=PATH names the arm); or tb:PATH, wandb:ENTITY/PROJECT, csv:PATH, jsonl:PATH, parquet:PATH.",
+    "(NAME=PATH names the arm); or wandb:ENTITY/PROJECT. tb:PATH, wandb:PATH, csv:PATH, jsonl:PATH, "
+    "parquet:PATH and mlperf:PATH select a format.",
 )
 Sources = Annotated[list[str], _SOURCES]
 OptionalSources = Annotated[list[str] | None, _SOURCES]

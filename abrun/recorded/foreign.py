@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from abrun.errors import ComparisonError
-from abrun.logs import Log, read_logs
+from abrun.logs import PREFIXES, Log, read_logs
 from abrun.logs.aliases import Aliases, RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.guessing import Guess, differ_only_by_numbers, guess_baseline, guess_runs
 from abrun.logs.log import list_names, printable
@@ -360,9 +360,8 @@ def _source_arms(sources: Sources) -> list[str]:
 
 def _arm_from_source(source: str) -> str:
     """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
-    path = (
-        source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
-    )
+    prefix, _, rest = source.partition(":")
+    path = rest if prefix in PREFIXES else source
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(strip_suffix(name.rpartition("\\")[2]))
 

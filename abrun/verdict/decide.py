@@ -1,7 +1,7 @@
 """Verdict of each treatment from its evidence, with the reasons for it (docs/explanation/verdict.md)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
@@ -92,7 +92,9 @@ class ArmVerdict(ArmSection):
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
-    new_runs: list[NewRun]  # empty unless one arm has a single run, and the other several
+    new_runs: list[NewRun] = field(
+        default_factory=list
+    )  # empty unless one arm has a single run, and the other several
 
 
 def judge(
@@ -143,7 +145,8 @@ def judge(
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_results = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, claims, arm_results, analysis)
+                arm_verdict = judge_arm(experiment, arm, claims, arm_results, analysis)
+                judged[arm] = _add_new_runs(experiment, claims, arm_verdict)
                 analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
     if not experiment.compare.interim:
         return list(judged.values())
@@ -226,10 +229,8 @@ def judge_arm(
         require=compare.require,
     )
     described = describe_metrics(experiment, arm, claims)
-    new_runs = measure_new_run(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
-    reasons = _add_new_run_reasons(new_runs, verdict, reasons)
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -250,7 +251,6 @@ def judge_arm(
         claims=list(results),
         guards=guards,
         savings=savings,
-        new_runs=new_runs,
         interim_analyses=[],
     )
 
@@ -274,14 +274,14 @@ def _add_description_reasons(
     return verdict, list(reasons)
 
 
-def _add_new_run_reasons(
-    new_runs: Sequence[NewRun], verdict: Verdict, reasons: Sequence[Reason]
-) -> list[Reason]:
+def _add_new_runs(experiment: RecordedExperiment, claims: Sequence[Claim], judged: ArmVerdict) -> ArmVerdict:
     """Add the place of a single run among several, which says more than the difference from their mean."""
-    if not new_runs or verdict == "INVALID":
-        return list(reasons)
+    new_runs = measure_new_run(experiment, judged.arm, claims)
+    if not new_runs or judged.verdict == "INVALID":
+        return replace(judged, new_runs=new_runs)
     replaced = (Code.DESCRIBED, Code.OTHER_METRICS)
-    return [*new_run_reasons(new_runs), *(reason for reason in reasons if reason.code not in replaced)]
+    reasons = [reason for reason in judged.reasons if reason.code not in replaced]
+    return replace(judged, new_runs=new_runs, reasons=[*new_run_reasons(new_runs), *reasons])
 
 
 def decide_verdict(
