@@ -46,7 +46,7 @@ class Code(StrEnum):
 
     # Verdicts
     NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
-    GUARD_OPEN, ONE_RUN_EACH, POST_HOC = auto(), auto(), auto()
+    GUARD_OPEN, ONE_RUN_EACH, POST_HOC, PROMPTS_AS_UNITS = auto(), auto(), auto(), auto()
 
     # Validity: problems that rule out a verdict
     NO_SHARED_SEED, UNPAIRED_SEEDS, BASELINE_FAILED, RERUN_FAILED = auto(), auto(), auto(), auto()
@@ -61,6 +61,7 @@ class Code(StrEnum):
     FIRST_STEP_OTHER_REFERENCE, FIRST_STEP_OTHER_VERSIONS, FIRST_STEP_COUNTED_ANEW = auto(), auto(), auto()
     FIRST_STEP_NOT_SHARED, FIRST_STEPS_DIFFER, FIRST_STEP_LATE = auto(), auto(), auto()
     FIRST_STEP_NOT_FINITE, FIRST_STEP_NOT_RECORDED, PROMPTS_NOT_KNOWN = auto(), auto(), auto()
+    FIRST_STEP_OF_SCORES = auto()
     STEP_ONE_DIFFERS, STEP_ONE_OPEN = auto(), auto()
 
     # Guards
@@ -93,6 +94,7 @@ class Code(StrEnum):
     ULP_RUN_NOT_FINISHED, NO_RERUNS, LEARNING_NOT_RECORDED, RARE_FAILURES = auto(), auto(), auto(), auto()
     NO_MARGIN, LEARNING_NOT_CHECKED, NO_FAULT_INJECTED, METRICS_WITHOUT_CLAIM = auto(), auto(), auto(), auto()
     OTHER_CONDITIONS, EXCLUDED, SEEDS_LEFT_OUT, START_LEFT_OUT = auto(), auto(), auto(), auto()
+    PROMPTS_NOT_SHARED, OTHER_SCORES = auto(), auto()
     COUNTER_RESTARTED, FOUND_BY_STEP_ONE, FOUND_BY_GUARD, LIMITED_METRIC = auto(), auto(), auto(), auto()
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
@@ -205,6 +207,7 @@ class Code(StrEnum):
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()
+    AXES_MIXED = auto()
     REFERENCE_NEEDS_ARM, REFERENCE_NEEDS_SEEDS, REFERENCE_NEEDS_WHOLE_RUNS = auto(), auto(), auto()
     REFERENCE_NOT_WRITTEN, OUTPUT_NOT_A_REFERENCE, OUTPUT_HAS_LEDGER = auto(), auto(), auto()
     NO_REFERENCE_FILE, EXPERIMENT_AS_REFERENCE, OTHER_REFERENCE_VERSION = auto(), auto(), auto()

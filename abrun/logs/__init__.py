@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.exports import read_csv, read_json
+from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_read_errors
 from abrun.logs.mlperf import is_mlperf_log, read_mlperf_log
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.run_parts import merge_run_parts
 from abrun.logs.stored import is_run_dir, read_run_dir
-from abrun.logs.tables import read_parquet, read_trainer_state
+from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, list_event_files, read_event_files, start_key
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.regular_files import exists, is_directory, is_file, open_regular
@@ -280,6 +280,7 @@ def _read_fullest_format(
     """Return the runs of the first format that holds any number, and notes on the ignored formats."""
     first_error: StoreError | None = None
     runs_without_metrics: list[tuple[RunFiles, Log]] = []
+    score_tables: list[tuple[RunFiles, Log]] = []  # used if no format has runs with steps
     for format, runs in by_format.items():
         try:
             logs, ignored_tables = _read_runs(runs, step_column)
@@ -288,6 +289,12 @@ def _read_fullest_format(
                 raise
             first_error = first_error or error
             continue
+        if any(log.axis != "steps" for _, log in logs):
+            has_steps = any(log.metrics and log.axis == "steps" for _, log in logs)
+            scored = [(run, log) for run, log in logs if log.axis != "steps"]
+            score_tables = score_tables or scored
+            logs = [(run, log) for run, log in logs if log.axis == "steps"] if has_steps else []
+            ignored = [*ignored, *(f"{len(scored)} runs' final scores, not read" for _ in scored[:has_steps])]
         if any(log.metrics for _, log in logs):
             other_formats = [
                 other_format
@@ -297,6 +304,8 @@ def _read_fullest_format(
             note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
+    if score_tables:
+        return score_tables, ignored
     if first_error:
         raise first_error
     return runs_without_metrics, ignored
@@ -369,7 +378,7 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
         case "csv":
             return read_csv(run.path, run.name, step_column, one_run=one_run)
         case "parquet":
-            log = replace(read_parquet(run.path, step_column), name=run.name)
+            return read_parquet(run.path, run.name, step_column, one_run=one_run)
         case "trainer_state":
             log = replace(read_trainer_state(run.path, step_column), name=run.name)
         case _:

@@ -1,5 +1,7 @@
 """Sentences of refusals to compare: runs, options, references and ledgers that cannot be used."""
 
+from collections.abc import Mapping
+
 from abrun.messages.message import Message
 from abrun.reasons import Code
 
@@ -20,6 +22,15 @@ def _ledger_link_edited(path: str, entry: int) -> str:
 
 
 _RESTORE = "restore the file (git log shows it)"
+_AXES = {"steps": "training steps", "final": "final scores", "prompts": "scores per prompt"}
+
+
+def _axes_mixed(places: Mapping[str, str]) -> str:
+    """Some runs have curves, others only scores."""
+    kinds = " and ".join(f"{_AXES[axis]} ({place})" for axis, place in places.items())
+    return f"sources: got {kinds}, which have no values in common; compare runs of one kind"
+
+
 EXPERIMENTS: dict[Code, Message] = {
     Code.CLAIM_TWICE: "--claim: got {metric:repr} twice; give every claim once",
     Code.CLAIM_ON_TEXT: "--claim: metric {metric:repr} is not recorded as numbers in any run: {unread}",
@@ -61,6 +72,7 @@ SOURCES: dict[Code, Message] = {
     "baseline={first}",
     Code.ONE_ARM_OF_RUNS: "arms: found only {arms} in {num_runs:count run}, but a comparison needs two; add "
     "a source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
+    Code.AXES_MIXED: _axes_mixed,
     Code.RUN_IN_TWO_SOURCES: "sources: {sources} both hold {place}, and a run compared with itself always "
     "agrees; give each arm its own runs",
     Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; "

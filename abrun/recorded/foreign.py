@@ -18,6 +18,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.recorded.prompts import share_prompts
 from abrun.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.regular_files import exists, is_directory
 from abrun.runs.layout import RunName
@@ -90,6 +91,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)
     renamed = rename_all([log.metrics for log in selected.values()], sources.aliases)
     by_name = _rename_logs(selected, renamed)
+    _refuse_mixed_axes(by_name)
+    by_name, prompts_left_out = share_prompts(by_name)
     arms, baseline_guesses = _order_arms(by_name, reading, has_several_sources=len(sources.named_sources) > 1)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
@@ -108,7 +111,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         seeds_known=guess.seeds_known,
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
-        left_out=(*left_out, *restarted_counter_reasons(by_name)),
+        left_out=(*left_out, *prompts_left_out, *restarted_counter_reasons(by_name)),
         versions_differ=reading.versions_differ,
     )
 
@@ -481,6 +484,15 @@ def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) ->
         note = first_log.notes[0] if first_log.notes else Code.NOTHING_NUMERIC()
         reason = next(iter(first_log.unread.values()), Code.NO_NUMBERS(place=first_log.place, note=note))
         raise ComparisonError(Code.ARM_WITHOUT_NUMBERS(arm=arm, num_runs=len(logs), why=reason))
+
+
+def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
+    """Raise ComparisonError if some runs have curves and others only scores."""
+    places: dict[str, str] = {}
+    for log in runs.values():
+        places.setdefault(log.axis, log.place)
+    if len(places) > 1:
+        raise ComparisonError(Code.AXES_MIXED(places=places))
 
 
 def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:

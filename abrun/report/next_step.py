@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -80,6 +80,8 @@ def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
     if facts.content.seed_noise:
         return ONE_ARM
+    if facts.has_prompts_as_units and facts.content.claims and facts.content.verdict != "INVALID":
+        return (TRAIN_TWO_EACH,)
     match facts.content.verdict:
         case "MATCH" | "PASS":
             return MATCH
@@ -229,6 +231,7 @@ OPEN_WITH_REFERENCE = (
     CANNOT_SHOW,
     NextStepRule(lambda f: True, Code.NARROW_INTERVAL, commands.run_fresh_seeds),
 )
+TRAIN_TWO_EACH = NextStepRule(lambda f: True, Code.TRAIN_TWO_EACH, COMPARE)
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
     INTERIM_TO_COME,
@@ -237,7 +240,7 @@ DESCRIBED_OF_OTHERS = (
         lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
     ),
     NextStepRule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
-    NextStepRule(lambda f: max(f.content.descriptions[0].num_runs) == 1, Code.TRAIN_TWO_EACH, COMPARE),
+    replace(TRAIN_TWO_EACH, condition=lambda f: max(f.content.descriptions[0].num_runs) == 1),
 )
 UNCLAIMED_OF_OTHERS = (
     STEP_ONE_OPEN,

@@ -13,6 +13,7 @@ from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
+    SCORES_TEXT,
     bound_text,
     certified_text,
     confidence_text,
@@ -130,6 +131,8 @@ def _draw_claims(
         return
     with figure_style():
         yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+    if experiment.axis != "steps":  # scores have no curves
+        return
     for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
         metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
         with figure_style():
@@ -267,7 +270,8 @@ def _description_rows(content: VerdictFile) -> list[list[str]]:
 
 
 def _description_cells(description: Description) -> list[str]:
-    cells = [description.metric, f"{description.steps[0]}-{description.steps[1]}"]
+    steps = SCORES_TEXT.get(description.axis) or f"{description.steps[0]}-{description.steps[1]}"
+    cells = [description.metric, steps]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
         maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
@@ -278,7 +282,8 @@ def _description_cells(description: Description) -> list[str]:
     margin_text = "-"
     if description.margin is not None:
         count = description.runs_needed or "more than 1000"
-        margin_text = f"±{description.margin:.3g}: {count} {sample_unit(paired=description.paired)}"
+        unit = "prompts" if description.unit == "prompt" else sample_unit(paired=description.paired)
+        margin_text = f"±{description.margin:.3g}: {count} {unit}"
         if description.detected:
             margin_text += f", but a difference was detected: {description.detected.direction}"
         if min(abs(end) for end in description.interval) > description.margin and description.detected:
@@ -300,6 +305,7 @@ def _headline(content: VerdictFile) -> str:
 def claim_columns(content: VerdictFile) -> list[str]:
     interval_level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
     unit = "pairs" if content.paired else "runs"
+    unit = "prompts" if any(claim.claim.unit == "prompt" for claim in content.claims) else unit
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
@@ -307,7 +313,8 @@ def claim_columns(content: VerdictFile) -> list[str]:
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
-    return ["metric", "steps", unit, heading, "margin", "certified bound", "result"]
+    window = "steps" if content.axis == "steps" else "window"
+    return ["metric", window, unit, heading, "margin", "certified bound", "result"]
 
 
 def claim_cells(claim: ClaimResult) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, is_one_sided
 from abrun.recorded.experiment import RecordedExperiment, Sides, no_shared_step_reason
+from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import apply_holm, apply_holm_to_passes, judge_equivalence
@@ -129,12 +130,15 @@ def judge(
         for arm in arms:
             sides = experiment.sides(arm, analysis.num_pairs)
             for claim, margin in zip(claims, margins, strict=True):
-                grid = experiment.metric_steps(claim.metric)
+                claim_sides, grid = select_units(sides, claim.metric), experiment.metric_steps(claim.metric)
+                unit = "seed" if claim_sides is sides else "prompt"
                 if margin:
-                    result = judge_equivalence(arm, sides, claim, margin, grid, rates, may_repeat=may_repeat)
+                    result = judge_equivalence(
+                        arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
+                    )
                 else:
-                    result = judge_limit(arm, sides, claim, grid, rates)
-                results.append(result)
+                    result = judge_limit(arm, claim_sides, claim, grid, rates)
+                results.append(result.over_scores(sides.axis, unit))
         results = apply_holm(results)
         if experiment.compare.require == "any":
             results = [
@@ -221,9 +225,7 @@ def judge_arm(
         results,
         reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
-        no_shared_step=no_shared_step_reason(
-            [run for pair in pairs for run in (pair.baseline, pair.treatment)]
-        ),
+        no_shared_step=no_shared_step_reason([run for pair in pairs for run in pair.runs]),
         has_recipe=experiment.has_recipe,
         baseline_arm=experiment.baseline,
         require=compare.require,
@@ -231,6 +233,7 @@ def judge_arm(
     described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+    reasons = [*reasons, *([Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else [])]
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -266,7 +269,7 @@ def _add_description_reasons(
     if experiment.launched_compare_sha256 is None:
         no_claim_reason = Code.NO_CLAIM() if described else no_shared_metric_reason(sides)
         reasons = [no_claim_reason if reason.code == Code.NOTHING_CLAIMED else reason for reason in reasons]
-    one_run_per_arm = described and max(sides.finished.sizes) == 1
+    one_run_per_arm = described and max(sides.finished.sizes) == 1 and not has_prompts_as_units(sides)
     if one_run_per_arm and (verdict == "INCONCLUSIVE" or (verdict != "INVALID" and not sides.paired)):
         verdict, reasons = "INCONCLUSIVE", [Code.ONE_RUN_EACH(), *reasons]
     if described and verdict == "INCONCLUSIVE":

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from abrun.errors import ComparisonError
+from abrun.logs.log import Axis
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -25,12 +26,13 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
+from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import DetectedDifference, detect
+from abrun.verdict.results import DetectedDifference, SampleUnit, detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -56,8 +58,10 @@ class Description:
     arm: str
     metric: str
     window: str
+    axis: Axis = "steps"
+    unit: SampleUnit = "seed"  # what a pair shares
     steps: tuple[int, int]  # first and last step of the window
-    num_runs: tuple[int, int]  # baseline, treatment
+    num_runs: tuple[int, int]  # baseline, treatment; prompts of one run each if they are the unit
     paired: bool  # by seed
     baseline: float  # mean over runs of the window's mean (median for spiky metrics)
     treatment: float
@@ -82,11 +86,12 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
-    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (claims or launched)):
+    has_tests = max(sides.sizes) > 1 or has_prompts_as_units(sides)
+    if min(sides.sizes) == 0 or (has_tests and (claims or launched)):
         return []
     windows = {claim.metric: claim.window for claim in claims}
     unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
-    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], DEFAULT_WINDOW)
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], default_window(sides))
     declared = experiment if claims or launched else None
     described = (
         _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
@@ -106,19 +111,28 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     for metric in rank_metrics(sides)[:MAX_OTHER_METRICS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
-        description = _describe_metric(arm, sides, metric, DEFAULT_WINDOW, experiment)
+        description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
         if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
         claim = build_claim(description)
         margin = resolve_margin(claim, None)
-        grid = experiment.metric_steps(metric)
-        if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
+        units, grid = select_units(sides, metric), experiment.metric_steps(metric)
+        if judge_equivalence(arm, units, claim, margin, grid, may_repeat=True).problem is None:
             return description
     return None
 
 
 def build_claim(description: Description) -> Claim:
-    return Claim(metric=description.metric, window=description.window, margin=description.margin)
+    return Claim(
+        metric=description.metric,
+        window=description.window,
+        margin=description.margin,
+        climbs=description.axis == "steps",
+    )
+
+
+def default_window(sides: Sides) -> str:
+    return DEFAULT_WINDOW if sides.axis == "steps" else "all"
 
 
 def count_metrics(sides: Sides) -> tuple[int, int]:
@@ -167,6 +181,8 @@ def _describe_metric(
 
     If nothing was declared, the window is taken over the steps at which every run recorded the metric.
     """
+    axis, unit = sides.axis, "prompt" if has_prompts_as_units(sides) else "seed"
+    sides = select_units(sides, metric)
     steps, values = stack_runs(sides.runs, metric)
     grid = declared.metric_steps(metric) if declared else steps
     is_finite = np.isfinite(values).all(axis=0)
@@ -194,6 +210,8 @@ def _describe_metric(
         arm=arm,
         metric=metric,
         window=window,
+        axis=axis,
+        unit=unit,
         steps=(first_step, last_step),
         num_runs=sides.sizes,
         paired=sides.paired,
@@ -203,7 +221,9 @@ def _describe_metric(
         mean_distance=float(distance.mean()) if one_run_per_arm else None,
         largest_distance=float(distance.max()) if one_run_per_arm else None,
         largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
-        detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=sides.paired)
+        detected=detect(
+            baseline, treatment, test.mean_difference, test.interval, paired=sides.paired, unit=unit
+        )
         if test
         else None,
         interval=test.interval if test else None,
@@ -225,6 +245,8 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
         metric=main.metric,
         levels=[main.baseline, main.treatment],
         steps=main.steps,
+        axis=main.axis,
+        unit=main.unit,
         runs=main.num_runs,
         paired=main.paired,
         difference=main.difference,

@@ -7,11 +7,11 @@ import numpy as np
 
 from abrun.metric_names import Transform, default_transform
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Claim
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
-from abrun.verdict.description import MAX_OTHER_METRICS, rank_metrics, untransformed_claim
+from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
 
@@ -63,7 +63,10 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
     others = [metric for metric in rank_metrics(sides) if metric not in claimed][:MAX_OTHER_METRICS]
     measured = [
         *(_measure_metric(arm, run, runs, claim, claim.window) for claim in claims),
-        *(_measure_metric(arm, run, runs, untransformed_claim(name), DEFAULT_WINDOW) for name in others),
+        *(
+            _measure_metric(arm, run, runs, untransformed_claim(name), default_window(sides))
+            for name in others
+        ),
     ]
     new_runs = [record for record in measured if record]
     adjusted = holm([record.p for record in new_runs]) if new_runs else []

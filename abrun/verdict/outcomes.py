@@ -25,7 +25,7 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
     if terms.test in ("limit", "ratio limit"):
         return _limit_reason(result, sample, detected, arms)
-    if estimate.mean_difference is None or estimate.interval is None or terms.steps is None:
+    if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
             return Code.CLAIM_TOO_FEW_RUNS(metric=terms.metric)
         return Code.CLAIM_TOO_FEW_PAIRS(metric=terms.metric, pairs=terms.num_pairs)
@@ -110,6 +110,8 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
         "welch": not terms.paired and terms.test not in ("limit", "exact"),
         "steps": terms.steps,
         "window": terms.window,
+        "axis": terms.axis,
+        "unit": terms.unit,
         "recipe": has_recipe,
     }
 

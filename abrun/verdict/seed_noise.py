@@ -9,14 +9,14 @@ from abrun.errors import ComparisonError
 from abrun.experiment.power import Spread, plan_claim_power
 from abrun.metric_names import Transform, default_transform
 from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Claim, describe_claim
+from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA, sd_with_resolution, t_interval
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array
 from abrun.verdict.decide import Verdict
-from abrun.verdict.description import MAX_OTHER_METRICS, rank_metrics, untransformed_claim
+from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
@@ -109,7 +109,7 @@ def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -
 def _measure_metric(
     experiment: RecordedExperiment, sides: Sides, claim: Claim, *, is_claimed: bool
 ) -> SeedNoise:
-    window = claim.window if is_claimed else DEFAULT_WINDOW
+    window = claim.window if is_claimed else default_window(sides)
     grid = majority_grid(sides.runs, claim.metric)
     selected = select_window(sides.runs, claim.metric, window, grid)
     transform = claim.transform or default_transform(claim.metric)

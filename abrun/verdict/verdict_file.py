@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.logs.log import Axis
 from abrun.messages import records
 from abrun.reasons import Code, Reason
 from abrun.recorded.claim_tests import ClaimTest
@@ -67,6 +68,7 @@ class VerdictFile:
     post_hoc: bool  # claims or options were not declared before the runs
     num_pairs: int  # pairs compared
     paired: bool  # False: the arms are independent, whatever their seeds (Welch)
+    axis: Axis = "steps"  # final or prompts: the runs have scores, no curves
     claims: list[ClaimResult]
     descriptions: list[Description]  # for arms with one run each, or without claims
     guards: list[Guard]
@@ -124,9 +126,7 @@ def build_verdict_file(
         reasons=[
             *reasons,
             *experiment.left_out,
-            *grid_notes(
-                experiment, [arm_verdict.arm for arm_verdict in arms if arm_verdict.verdict != "INVALID"]
-            ),
+            *grid_notes(experiment, [arm.arm for arm in arms if arm.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
             *notes,
             *code_notes(experiment),
@@ -134,6 +134,7 @@ def build_verdict_file(
         post_hoc=post_hoc is not None,
         num_pairs=min((arm.num_pairs for arm in arms), default=0),
         paired=experiment.compare.paired,
+        axis=experiment.axis,
         **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
         arms={
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
@@ -142,11 +143,7 @@ def build_verdict_file(
         readings=readings,
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
-        notes=[
-            *environment_notes(experiment),
-            *experiment.decided,
-            *_reading_problems(experiment),
-        ],
+        notes=[*environment_notes(experiment), *experiment.decided, *_reading_problems(experiment)],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_group_environments(experiment),
         sensitivity=measure_sensitivity(experiment),
@@ -237,7 +234,9 @@ def flatten_claim(result: dict[str, Any]) -> dict[str, Any]:
 
 def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
     """Return the records from which `flatten_claim` made a row."""
-    remaining = {**row, "warnings": row.get("warning") or []}
+    kinds = {"limit": "limit", "ratio limit": "limit", "exact": "exact"}
+    kind = kinds.get(row.get("test", ""), "within")  # of a file from before one-sided claims
+    remaining = {"kind": kind, **row, "warnings": row.get("warning") or []}
     remaining.pop("warning", None)
     records_by_name = {
         record_name: {name: remaining.pop(name) for name in record.__dataclass_fields__ if name in remaining}
