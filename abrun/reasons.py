@@ -86,7 +86,7 @@ class Code(StrEnum):
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN = auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

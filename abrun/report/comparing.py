@@ -7,10 +7,10 @@ loads numpy and scipy, so the command line imports it only to compare.
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare, claim_option
+from abrun.recipe.refusals import validated
 from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
 from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
@@ -74,6 +75,8 @@ class CompareOptions(TypedDict, total=False):
     reference: Path | None
     arm: str | None
     step_one: bool
+    alpha: float | None
+    require: Literal["all", "any"] | None
     output: Path | None
     formats: Collection[str] | None
     command: str | None
@@ -93,6 +96,8 @@ def compare_contents(
     reference: Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
+    alpha: float | None = None,
+    require: Literal["all", "any"] | None = None,
     output: Path | None = None,
     formats: Collection[str] | None = None,
     command: str | None = None,
@@ -100,9 +105,9 @@ def compare_contents(
     """Judge runs that have been read, and write the report into the folder `output`, if given.
 
     With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
-    by the claims of the reference; an experiment with several arms requires `arm`. `claims` replace the
-    declared claims. The report names the `command` that made it. Raise StoreError or ComparisonError for
-    runs that cannot be read, or a folder that must stay as it is.
+    by the claims of the reference; an experiment with several arms requires `arm`. `claims`, `alpha` and
+    `require` replace what was declared. The report names the `command` that made it. Raise StoreError or
+    ComparisonError for runs that cannot be read, or a folder that must stay as it is.
     """
     directory, reading = contents.directory, contents.reading
     experiment = contents.experiment(
@@ -121,9 +126,11 @@ def compare_contents(
     declared = experiment.compare
     if experiment.compare.paired and not (experiment.has_recipe or experiment.regression):
         experiment = _unpair_single_run(experiment)
-    experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
+    level = {key: value for key, value in (("alpha", alpha), ("require", require)) if value is not None}
+    unpaired = reading.unpaired
+    experiment = with_options(experiment, claims, step_one=step_one, unpaired=unpaired, level=level)
     if directory is None and command is None:
-        command = _make_command(contents, claims, reference, arm, step_one=step_one)
+        command = _make_command(contents, claims, reference, arm, step_one=step_one, level=level)
     if output is not None:
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
@@ -145,6 +152,7 @@ def _make_command(
     arm: str | None,
     *,
     step_one: bool,
+    level: Mapping[str, Any],
 ) -> str:
     """Return the command line of a comparison that was made from Python."""
     words = ["abrun", "compare", *contents.sources, *contents.reading.to_words()]
@@ -152,6 +160,7 @@ def _make_command(
         words += ["--claim", claim_option(claim)]
     words += [] if reference is None else ["--reference", str(reference)]
     words += [] if arm is None else ["--arm", arm]
+    words += [word for key, value in level.items() for word in (f"--{key}", str(value))]
     return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
 
 
@@ -217,14 +226,17 @@ def with_options(
     *,
     step_one: bool = True,
     unpaired: bool = False,
+    level: Mapping[str, Any] | None = None,
 ) -> RecordedExperiment:
     """Return the experiment with the comparison that these options ask for.
 
-    `claims` replace the declared claims, which in another order are the same. Other claims than those
+    `claims` replace the declared claims, which in another order are the same; `level` has another `alpha` or
+    `require`. Other claims than those
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
     ComparisonError for a claim that cannot be read on these runs.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = dict(level or {})
+    validated(Compare, changes, "compare")  # raises RecipeError
     if claims is not None:
         claims = resolve_claims(experiment, claims)
         if _count_claims(claims) != _count_claims(experiment.compare.claims):
@@ -279,15 +291,21 @@ def _find_change(compare: Compare, declared: Compare) -> Reason | None:
         return Code.PAIRING_CHANGED()
     if compare.step_one != declared.step_one:
         return Code.STEP_ONE_DROPPED()
+    if (compare.alpha, compare.require) != (declared.alpha, declared.require):
+        return Code.LEVEL_CHANGED()
     return None
 
 
-_CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+_CLAIM_KEYS = {"metric", "window", "margin", "not_worse", "better", "below", "above", "exact", "climbs"}
 
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
     """Count equal claims, ignoring their order and planning assumptions."""
     return Counter(
-        (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
+        (
+            *claim.model_dump(include=_CLAIM_KEYS).values(),
+            claim.transform or default_transform(claim.metric),
+            claim.better_direction,
+        )
         for claim in claims
     )

@@ -317,9 +317,7 @@ def decide_verdict(
     all_one_sided = bool(claims) and all(
         is_one_sided(result.claim.kind, result.claim.metric) for result in claims
     )
-    holding = [result for result in claims if result.result in ("equivalent", "holds")]
-    is_enough = bool(holding) if require == "any" else len(holding) == len(claims)
-    is_any_broken = require == "all" or all(result.result == "different" for result in claims)
+    holding, broken, still_open = _sort_outcomes(outcomes, require)
     mismatches = [
         *(
             Code.STEP_ONE_DIFFERS(**_deviation_values(step_one), baseline_arm=baseline_arm)
@@ -331,7 +329,7 @@ def decide_verdict(
             for guard in guards
             if guard.result == "fail"
         ),
-        *(reason for result, reason in outcomes if result.result == "different" and is_any_broken),
+        *broken,
     ]
     if mismatches:
         return ("FAIL" if all_one_sided else "MISMATCH"), mismatches
@@ -346,16 +344,32 @@ def decide_verdict(
             for guard in guards
             if guard.result in _UNDECIDED_GUARDS
         ),
-        *(reason for result, reason in outcomes if not (is_enough or result in holding)),
+        *still_open,
     ]
     if not claims:
         open_questions.append(Code.NOTHING_CLAIMED())
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    # Those that hold first: with `require: any`, one suffices.
-    reasons = [reason for result, reason in outcomes if result in holding]
-    reasons += [reason for result, reason in outcomes if result not in holding]
-    return ("PASS" if all_one_sided else "MATCH"), reasons
+    return ("PASS" if all_one_sided else "MATCH"), holding
+
+
+def _sort_outcomes(
+    outcomes: Sequence[tuple[ClaimResult, Reason]], require: Literal["all", "any"]
+) -> tuple[list[Reason], list[Reason], list[Reason]]:
+    """Return the reasons of claims that hold, that are broken, and that are open, as far as they decide.
+
+    If one claim suffices, all must be broken for a mismatch, and none is open once one holds: all others then
+    follow those that hold.
+    """
+    holds = [result.result in ("equivalent", "holds") for result, _ in outcomes]
+    holding = [reason for (_, reason), held in zip(outcomes, holds, strict=True) if held]
+    remaining = [reason for (_, reason), held in zip(outcomes, holds, strict=True) if not held]
+    broken = [reason for result, reason in outcomes if result.result == "different"]
+    if require == "all":
+        return holding, broken, remaining
+    if holding:
+        return [*holding, *remaining], [], []
+    return [], broken if len(broken) == len(outcomes) else [], remaining
 
 
 def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:

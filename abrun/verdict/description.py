@@ -48,6 +48,9 @@ COUNTERS = (
     r"|episodes_total|n_updates)"
 )
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
+MIN_STEPS_OF_RATIO = 10  # with fewer, one arm is above the other at every step by chance
+MAX_RATIOS = 3  # reasons about ratios
+CONSTANT_RATIO = 1.5  # largest over smallest ratio of a nearly constant factor
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
@@ -77,6 +80,10 @@ class Description:
     margin: float | None  # suggested from the baseline alone; None if the baseline is 0
     margin_is: Reason  # how the margin was derived
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
+    # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
+    # ratios are on one side of 1; None otherwise
+    ratio_at_each_step: tuple[float, float, float] | None = None
+    num_steps: int = 0  # steps that all runs share
 
 
 def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
@@ -233,11 +240,47 @@ def _describe_metric(
         runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
+        ratio_at_each_step=_ratio_at_each_step(*np.split(values, [sides.sizes[0]])),
+        num_steps=len(steps),
     )
 
 
+def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float, float] | None:
+    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S]; None if the arms
+    cross, have unlike numbers of runs, values of both signs, or too few steps.
+    """
+    if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
+        return None
+    if not ((baseline > 0).all() and (treatment > 0).all()):
+        return None
+    log_ratios = np.log(treatment) - np.log(baseline)
+    if not ((log_ratios > 0).all() or (log_ratios < 0).all()):
+        return None
+    mean, low, high = np.exp([log_ratios.mean(), log_ratios.min(), log_ratios.max()]).tolist()
+    return mean, low, high
+
+
+def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
+    """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
+    ratios = {row.metric: row.ratio_at_each_step for row in described if row.ratio_at_each_step is not None}
+    rows = {row.metric: row for row in described}
+    ranked = sorted(ratios, key=lambda metric: -abs(math.log(ratios[metric][0])))
+    return [
+        Code.RATIO_AT_EACH_STEP(
+            metric=metric,
+            arm=rows[metric].arm,
+            baseline=baseline,
+            ratio=ratios[metric],
+            steps=rows[metric].num_steps,
+            pairs=rows[metric].num_runs[0],
+            constant=ratios[metric][2] <= CONSTANT_RATIO * ratios[metric][1],
+        )
+        for metric in ranked[:MAX_RATIOS]
+    ]
+
+
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """Return a reason with the difference of the first metric, and one that lists other differing metrics."""
+    """Return reasons: ratios that hold at every step, the first metric's difference, and the others'."""
     main, *further = described
     finding = Code.DESCRIBED(
         arm=main.arm,
@@ -257,6 +300,7 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     differing = {description.metric: description.difference for description in tested if description.detected}
     agreeing = [description.metric for description in tested if not description.detected]
     return [
+        *_ratio_reasons(described, baseline),
         finding,
         *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
     ]

@@ -64,7 +64,8 @@ const seedsAgreeing = (detected) =>
 function describedFinding() {
   if ((content.new_runs || []).length) return null;
   const [row] = content.descriptions;
-  if (!row || !row.detected) return null;
+  // A ratio that holds at every step comes first, as a reason
+  if (!row || !row.detected || content.descriptions.some((one) => one.ratio_at_each_step)) return null;
   return [
     el("b", {}, `${row.metric} is ${number(Math.abs(row.difference), 3)} ${row.detected.direction} in ${row.arm}`),
     `: ${number(row.treatment)} against ${number(row.baseline)} in ${baselineName()}; ${seedsAgreeing(row.detected)}.`,
