@@ -9,9 +9,10 @@ from abrun.reasons import Code
 
 def _seed_noise(metric, transform, level, num_runs, steps, sd, interval) -> str:
     """Level of one arm and its spread over seeds."""
+    value = f"{level:.4g}{difference_unit(transform)}"
     return (
-        f"{metric} is {level:.4g}{difference_unit(transform)} over {num_runs} runs ({_window(steps)}); "
-        f"from run to run it varies by {sd:.3g} (sd; 90 % CI {interval_text(interval)})"
+        f"{metric} is {value} over {num_runs} runs ({_window(steps)}); from run to run it varies by "
+        f"{sd:.3g} (sd; 90 % CI {interval_text(interval)})"
     )
 
 

@@ -9,9 +9,9 @@ from abrun.verdict.seed_noise import PAIR_COUNTS, SeedNoise
 
 MAX_METRICS = 6  # without a claim; verdict.json has all
 ALONE_NOTE = (
-    "Gap: the largest between two runs that seed noise alone explains (95 %). Shown by N pairs: the smallest "
-    "difference that N runs of each of two arms detect with 80 % power (planned with the upper 80 % bound of "
-    "the sd)."
+    "Gap: the largest between two runs that seed noise alone explains (95 %; 90 % if the levels are skewed). "
+    "Shown by N pairs: the smallest difference that N runs of each of two arms detect with 80 % power "
+    "(planned with the upper 80 % bound of the sd)."
 )
 
 

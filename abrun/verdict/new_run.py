@@ -96,7 +96,7 @@ def _measure_metric(
     if find_outside_domain(selected.values, transform):
         return None
     level, *others = summarize_runs(selected.values, claim).tolist()
-    step = find_resolution(selected.runs, claim, selected.values)
+    step = find_resolution(selected.runs[1:], claim, selected.values[1:])
     levels = np.array(others)
     mean, sd = mean_and_sd(levels)[0], sd_with_resolution(levels, step)
     half_width = prediction_half_width(sd, len(levels), PREDICTION_CONFIDENCE)
