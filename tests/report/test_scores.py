@@ -61,7 +61,7 @@ def test_five_megatron_runs_below_the_reference_in_one_command(tmp_path: Path, s
     assert (comparison.verdict, comparison.exit_code) == ("MISMATCH", 3)
     (result,) = comparison.content.claims
     baseline, treatment = (np.array(runs) for runs in scores.values())
-    oracle = stats.ttest_ind(treatment, baseline, equal_var=False)
+    oracle: Any = stats.ttest_ind(treatment, baseline, equal_var=False)
     assert result.estimate.mean_difference == pytest.approx(treatment.mean() - baseline.mean())
     assert result.estimate.p_difference == pytest.approx(oracle.pvalue, rel=0.6)  # fewer degrees of freedom
     assert (result.claim.axis, result.claim.steps, result.claim.num_runs) == ("final", None, (3, 5))
@@ -85,7 +85,8 @@ def test_final_scores_are_paired_by_seed_and_each_benchmark_is_a_metric(tmp_path
         by_run = {(row[0], row[1]): float(row[column]) for row in rows}
         differences = [by_run["fused", seed] - by_run["base", seed] for seed in range(6)]
         assert sorted(result.estimate.differences) == pytest.approx(sorted(differences))
-        assert result.estimate.p_difference == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+        oracle: Any = stats.ttest_1samp(differences, 0)
+        assert result.estimate.p_difference == pytest.approx(oracle.pvalue)
     assert Code.FIRST_STEP_OF_SCORES in {
         reason.code for r in comparison.content.not_tested for reason in r.walk()
     }
