@@ -49,6 +49,7 @@ Need = Literal[
     "CPU cores",
 ]
 Transform = Literal["identity", "log", "log_excess"]
+Better = Literal["higher", "lower"]
 Unit = Literal["", "nats", "s", "bytes", "tokens", "sequences", "tokens/s", "sequences/s"]
 
 REWARD = "train/reward"
@@ -117,6 +118,7 @@ class Metric:
     algorithms: tuple[Algorithm, ...]
     roles: tuple[Role, ...]
     needs: Need | None  # None: recorded by every run of these algorithms
+    better: Better | None  # direction of an improvement; None: neither
 
 
 def _metric(
@@ -126,14 +128,23 @@ def _metric(
     unit: Unit = "",
     algorithms: tuple[Algorithm, ...] = POLICY_GRADIENT,
     needs: Need | None = None,
+    better: Better | None = None,
 ) -> Metric:
-    return Metric(key=key, unit=unit, combined=combined, algorithms=algorithms, roles=roles, needs=needs)
+    return Metric(
+        key=key,
+        unit=unit,
+        combined=combined,
+        algorithms=algorithms,
+        roles=roles,
+        needs=needs,
+        better=better,
+    )
 
 
 METRICS = (
     # inputs and results of every training step
-    _metric(REWARD, "sequence mean", "step one", "curve"),
-    _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS),
+    _metric(REWARD, "sequence mean", "step one", "curve", better="higher"),
+    _metric(LOSS, "update mean", "step one", "curve", algorithms=ALL_ALGORITHMS, better="lower"),
     _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
     _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
     _metric(LEARNING_RATE, "update mean", "configured", algorithms=ALL_ALGORITHMS),
@@ -141,19 +152,19 @@ METRICS = (
     _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
     # log-probs of the policy and of the rollout engine, and their ratios
     _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric(TOKEN_MULT_PROB_ERROR, "token mean", "step one", "guard", needs="metrics basic"),
-    _metric(GEN_KL_ERROR, "token mean", "step one", unit="nats", needs="metrics basic"),
-    _metric("train/policy_kl_error", "token mean", unit="nats", needs="metrics basic"),
-    _metric("train/js_divergence_error", "token mean", unit="nats", needs="metrics basic"),
+    _metric(TOKEN_MULT_PROB_ERROR, "token mean", "step one", "guard", needs="metrics basic", better="lower"),
+    _metric(GEN_KL_ERROR, "token mean", "step one", unit="nats", needs="metrics basic", better="lower"),
+    _metric("train/policy_kl_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
+    _metric("train/js_divergence_error", "token mean", unit="nats", needs="metrics basic", better="lower"),
     _metric("train/sampling_importance_ratio", "token mean", "step one", needs="metrics basic"),
     _metric("train/probs_ratio", "token mean", "step one", needs="metrics basic"),
     _metric("train/probs_ratio_clamped", "token mean", needs="metrics basic"),
     _metric("train/probs_ratio_min", "minimum", needs="metrics basic"),
     _metric("train/probs_ratio_max", "maximum", needs="metrics basic"),
     _metric("train/clip_fraction", "token mean", needs="metrics basic"),
-    _metric("train/mean_seq_mult_prob_error", "sequence mean", needs="metrics basic"),
-    _metric("train/min_seq_mult_prob_error", "minimum", needs="metrics basic"),
-    _metric("train/max_seq_mult_prob_error", "maximum", needs="metrics basic"),
+    _metric("train/mean_seq_mult_prob_error", "sequence mean", needs="metrics basic", better="lower"),
+    _metric("train/min_seq_mult_prob_error", "minimum", needs="metrics basic", better="lower"),
+    _metric("train/max_seq_mult_prob_error", "maximum", needs="metrics basic", better="lower"),
     _metric("train/advantages/mean", "token mean", needs="metrics basic"),
     _metric(ADVANTAGES_MIN, "minimum", needs="metrics basic"),
     _metric(ADVANTAGES_MAX, "maximum", needs="metrics basic"),
@@ -161,11 +172,11 @@ METRICS = (
     _metric(
         "train/kl_penalty_sum_per_sequence", "sequence mean", unit="nats", needs="a KL penalty in the reward"
     ),
-    _metric("train/reward_before_kl", "sequence mean", needs="a KL penalty in the reward"),
-    _metric(OVERLONG_PENALTY, "sequence mean", needs="an overlong punishment"),
+    _metric("train/reward_before_kl", "sequence mean", needs="a KL penalty in the reward", better="higher"),
+    _metric(OVERLONG_PENALTY, "sequence mean", needs="an overlong punishment", better="lower"),
     # completions
     _metric(MEAN_GEN_TOKENS, "sequence mean", "step one", unit="tokens"),
-    _metric("train/truncation_rate", "sequence mean"),
+    _metric("train/truncation_rate", "sequence mean", better="lower"),
     _metric(MEAN_PROMPT_LENGTH, "sequence mean", "configured", unit="tokens"),
     _metric(SIGNAL_SHARE, "ratio", algorithms=("grpo",)),
     _metric("train/dynamic_sampling_kept_share", "ratio", algorithms=("grpo",), needs="dynamic sampling"),
@@ -185,18 +196,18 @@ METRICS = (
     _metric("train/max_advantage", "maximum", needs="metrics full"),
     _metric("train/min_advantage", "minimum", needs="metrics full"),
     # PPO's value model
-    _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",)),
+    _metric("train/critic/loss", "update mean", "step one", algorithms=("ppo",), better="lower"),
     _metric("train/critic/grad_norm", "update mean", algorithms=("ppo",)),
     _metric("train/critic/lr", "update mean", "configured", algorithms=("ppo",)),
     _metric("train/critic/values_mean", "token mean", algorithms=("ppo",)),
     _metric("train/critic/returns_mean", "token mean", algorithms=("ppo",)),
-    _metric("train/critic/explained_var", "ratio", algorithms=("ppo",)),
+    _metric("train/critic/explained_var", "ratio", algorithms=("ppo",), better="higher"),
     _metric("train/critic/clip_fraction", "token mean", algorithms=("ppo",)),
     # DPO's pairs
     _metric("train/rewards/chosen", "pair mean", algorithms=("dpo",)),
     _metric("train/rewards/rejected", "pair mean", algorithms=("dpo",)),
-    _metric("train/rewards/margin", "pair mean", algorithms=("dpo",)),
-    _metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",)),
+    _metric("train/rewards/margin", "pair mean", algorithms=("dpo",), better="higher"),
+    _metric("train/rewards/accuracy", "pair mean", algorithms=("dpo",), better="higher"),
     _metric("train/logprobs/chosen", "pair mean", unit="nats", algorithms=("dpo",)),
     _metric("train/logprobs/rejected", "pair mean", unit="nats", algorithms=("dpo",)),
     # routers of a mixture of experts: load and auxiliary loss
@@ -209,15 +220,18 @@ METRICS = (
         algorithms=ALL_ALGORITHMS,
         needs="experts",
     ),
-    _metric("train/moe/aux_loss", "update mean", algorithms=ALL_ALGORITHMS, needs="experts"),
+    _metric("train/moe/aux_loss", "update mean", algorithms=ALL_ALGORITHMS, needs="experts", better="lower"),
     # held-out prompts
     _metric(
         "validation/accuracy",
         "sequence mean",
         algorithms=ALL_ALGORITHMS,
         needs="validation by answers or pairs",
+        better="higher",
     ),
-    _metric("validation/loss", "token mean", algorithms=("sft", "dpo"), needs="validation by loss"),
+    _metric(
+        "validation/loss", "token mean", algorithms=("sft", "dpo"), needs="validation by loss", better="lower"
+    ),
     _metric(
         "validation/avg_length",
         "sequence mean",
@@ -230,13 +244,31 @@ METRICS = (
         "sequence mean",
         algorithms=ALL_ALGORITHMS,
         needs="validation by completions",
+        better="lower",
     ),
     # time, throughput and memory of a step
-    _metric(STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS),
-    _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS),
-    _metric(VALIDATION_TIME, "largest rank", unit="s", algorithms=ALL_ALGORITHMS, needs="validation"),
-    _metric("performance/tokens_per_sec_per_gpu", "ratio", unit="tokens/s", algorithms=ALL_ALGORITHMS),
-    _metric("performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL_ALGORITHMS),
+    _metric(
+        STEP_TIME, "largest rank", "guard", "saving", unit="s", algorithms=ALL_ALGORITHMS, better="lower"
+    ),
+    _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS, better="lower"),
+    _metric(
+        VALIDATION_TIME,
+        "largest rank",
+        unit="s",
+        algorithms=ALL_ALGORITHMS,
+        needs="validation",
+        better="lower",
+    ),
+    _metric(
+        "performance/tokens_per_sec_per_gpu",
+        "ratio",
+        unit="tokens/s",
+        algorithms=ALL_ALGORITHMS,
+        better="higher",
+    ),
+    _metric(
+        "performance/samples_per_sec", "ratio", unit="sequences/s", algorithms=ALL_ALGORITHMS, better="higher"
+    ),
     *(
         _metric(
             f"{MEMORY}<phase>/{peak}",
@@ -246,6 +278,7 @@ METRICS = (
             unit="bytes",
             algorithms=ALL_ALGORITHMS,
             needs=needs,
+            better="lower",
         )
         for peak, needs in zip(PEAK_MEMORY, PEAK_MEMORY_DEVICES, strict=True)
     ),
@@ -255,9 +288,10 @@ METRICS = (
         unit="bytes",
         algorithms=ALL_ALGORITHMS,
         needs="GPUs",
+        better="lower",
     ),
-    _metric(RETRIES, "largest rank", algorithms=ALL_ALGORITHMS, needs="GPUs"),
-    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=ALL_ALGORITHMS, needs="GPUs"),
+    _metric(RETRIES, "largest rank", algorithms=ALL_ALGORITHMS, needs="GPUs", better="lower"),
+    _metric(INACTIVE, "largest rank", unit="bytes", algorithms=ALL_ALGORITHMS, needs="GPUs", better="lower"),
 )
 
 
@@ -356,6 +390,26 @@ def learning_sign(name: str, *, policy_gradient: bool) -> Literal[1, -1] | None:
         return 1
     is_loss = re.search(r"(^|[/_])(loss|nll|perplexity|ppl)([/_](mean|avg))?$", name)
     return -1 if is_loss and not policy_gradient and not re.search("critic|value|aux", name) else None
+
+
+@cache
+def better_direction(name: str) -> Better | None:
+    """Return which direction of a metric is an improvement; None if neither is, or if it is unknown.
+
+    The table says it for abrun's own metrics. Of other names, rewards, scores and throughput are better if
+    higher; losses, error rates, seconds and bytes if lower.
+    """
+    definition = find_metric(name)
+    if definition or name == MEMORY_PEAK:
+        return definition.better if definition else "lower"
+    if learning_direction := learning_sign(name, policy_gradient=False):
+        return "higher" if learning_direction > 0 else "lower"
+    higher = r"(^|[/_ ])(per[_ ]sec(ond)?([/_ ]per[/_ ]gpu)?|throughput|speed|fps|tps|tgs|mfu|hfu|t?flops"
+    higher += r"|utili[sz]ation|exact_match|win_rate|f1|bleu)$"
+    if re.search(higher, name, re.IGNORECASE):
+        return "higher"
+    is_cost = is_clock(name) or metric_unit(name) == "bytes"
+    return "lower" if is_cost or re.search(r"(^|[/_ ])(error|error_rate|wer|mae|mse|rmse)$", name) else None
 
 
 @cache

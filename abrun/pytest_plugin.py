@@ -49,7 +49,7 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
             )
         except AbrunError as error:  # one line: not chained to the error that says the same
             raise pytest.fail.Exception(f"these runs cannot be compared: {error}", pytrace=False) from None
-        if result.verdict == "MATCH" or (allow_inconclusive and result.verdict == "INCONCLUSIVE"):
+        if result.verdict in ("MATCH", "PASS") or (allow_inconclusive and result.verdict == "INCONCLUSIVE"):
             return result
         reasons = "\n".join(f"  {reason}" for reason in result.reasons)
         pytest.fail(f"{result.verdict}: {runs_a} and {runs_b}\n{reasons}\n  report: {report}", pytrace=False)

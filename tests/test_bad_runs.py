@@ -146,6 +146,16 @@ def test_a_list_of_runs_that_is_none_is_one_line(experiment_dir: Path, runs, wor
     assert code == 0 and "other" in output and "experiment.json: runs" in output
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished experiment of the fake trainer."""
+    runs_dir = tmp_path_factory.mktemp("launched")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOCAL_LAUNCHERS, *FAKE)
+        run_to_end(make_plan(load_recipe(SMALL)), runs_dir, launcher="fake")
+    return runs_dir / "small"
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -159,11 +169,11 @@ def test_a_list_of_runs_that_is_none_is_one_line(experiment_dir: Path, runs, wor
         ("", lambda path: (shutil.rmtree(path), path.write_text(""))),
     ],
 )
-def test_resume_refuses_the_bad_run_alone(tmp_path, monkeypatch, name: str, damage) -> None:
+def test_resume_refuses_the_bad_run_alone(launched: Path, tmp_path, monkeypatch, name: str, damage) -> None:
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     plan = make_plan(load_recipe(SMALL))
-    run_to_end(plan, tmp_path, launcher="fake")
+    shutil.copytree(launched, tmp_path / "small", symlinks=True)
     for run in ("baseline/seed-0", "treatment/seed-1"):
         (tmp_path / "small" / run / "result.json").unlink()
     damage(tmp_path / "small" / "baseline" / "seed-0" / name)

@@ -78,7 +78,9 @@ def verdict_of(name: str) -> dict[str, Any]:
         pytest.param({"arms.treatment": SHIFTED}, "MISMATCH", 3, marks=pytest.mark.slow),
         pytest.param({"compare.claims.0.margin": 0.0001}, "INCONCLUSIVE", 4, marks=pytest.mark.slow),
         pytest.param({"compare.claims": []}, "DESCRIPTION", 0, marks=pytest.mark.slow),
-        ({"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5),
+        pytest.param(
+            {"arms.treatment": {"trainer.parameters.last": 5}}, "INVALID", 5, marks=pytest.mark.slow
+        ),
         ({"arms.shifted": SHIFTED}, "MISMATCH", 3),  # of several treatments: the worst
     ],
 )

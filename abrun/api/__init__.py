@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import missing_package
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from abrun.report.comparing import Comparison
     from abrun.verdict.verdict_file import VerdictFile
 
-COLORS = {"MATCH": "#1a7f37", "MISMATCH": "#cf222e", "INCONCLUSIVE": "#9a6700", "INVALID": "#8250df"}
+COLORS = {
+    **dict.fromkeys(("MATCH", "PASS"), "#1a7f37"),
+    **dict.fromkeys(("MISMATCH", "FAIL"), "#cf222e"),
+    "INCONCLUSIVE": "#9a6700",
+    "INVALID": "#8250df",
+}
 SHORT_COLUMNS = [
     "arm",
     "metric",
@@ -112,13 +117,13 @@ class Result:
 
     comparison: "Comparison" = field(repr=False)
     experiment: Experiment = field(repr=False)
-    verdict: str  # MATCH, MISMATCH, INCONCLUSIVE or INVALID
+    verdict: str  # MATCH, PASS, MISMATCH, FAIL, INCONCLUSIVE or INVALID
 
     @property
     def exit_code(self) -> int:
         """Return the exit code of `abrun compare`.
 
-        0 MATCH or a description without a claim, 3 MISMATCH, 4 INCONCLUSIVE, 5 INVALID.
+        0 MATCH, PASS or a description without a claim, 3 MISMATCH or FAIL, 4 INCONCLUSIVE, 5 INVALID.
         """
         return self.comparison.exit_code
 
@@ -254,6 +259,8 @@ def compare(
     reference: str | Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
+    alpha: float | None = None,
+    require: Literal["all", "any"] | None = None,
     output: str | Path | None = None,
     formats: Sequence[str] | None = None,
     runs_dir: str | Path = "runs",
@@ -288,6 +295,8 @@ def compare(
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
+        alpha=alpha,
+        require=require,
         output=Path(output) if output else None,
         formats=formats,
     )

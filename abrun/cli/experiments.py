@@ -89,9 +89,9 @@ def launch(
 
     Shows live progress. The report is in the experiment's folder.
 
-    Exit code: 0 MATCH, or no claim to judge; 3 MISMATCH; 4 INCONCLUSIVE; 5 INVALID; --exit-zero and
-    --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2 for bad input,
-    130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
+    Exit code: 0 MATCH or PASS, or no claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID;
+    --exit-zero and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2
+    for bad input, 130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
 
     Examples:
         abrun launch quickstart

@@ -15,6 +15,7 @@ from abrun.cli.arguments import (
     MAX_SEEDS,
     Aliases,
     AllowInconclusive,
+    Alpha,
     Baseline,
     Claims,
     Exclude,
@@ -22,13 +23,15 @@ from abrun.cli.arguments import (
     Interim,
     Json,
     NoStepOne,
+    OptionalSources,
     Overrides,
     Pattern,
     Reference,
+    ReferenceArm,
     ReportFolder,
+    Require,
     RunsDir,
     Seeds,
-    Sources,
     StepColumn,
     ToWandb,
     Unpaired,
@@ -38,9 +41,11 @@ from abrun.cli.arguments import (
     option_text,
     parse_claims,
     parse_interim,
+    parse_require,
     resolve_recipe_file,
     typed_command,
 )
+from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet, refuse_fleet_options
 from abrun.errors import ComparisonError, RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -53,12 +58,12 @@ if TYPE_CHECKING:
 @app.command()
 @survive_output_errors
 def compare(
-    sources: Sources,
+    sources: OptionalSources = None,
     claim: Claims = None,
+    alpha: Alpha = None,
+    require: Require = None,
     reference: Reference = None,
-    arm: Annotated[
-        str | None, typer.Option(help="With --reference: the arm to compare; required if there are several.")
-    ] = None,
+    arm: ReferenceArm = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
     group: Group = None,
@@ -70,6 +75,9 @@ def compare(
     unpaired: Unpaired = False,
     interim: Interim = None,
     no_step_one: NoStepOne = False,
+    fleet: FleetFolder = None,
+    before: Before = None,
+    rerun: Rerun = None,
     output: ReportFolder = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
@@ -80,25 +88,39 @@ def compare(
 
     The runs are an experiment's, or logged by any framework.
 
-    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH, or no claim to judge; 3
-    MISMATCH; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input.
+    Prints the verdict; writes nothing without --output. Exit code: 0 MATCH or PASS, or no
+    claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input. PASS and FAIL are the
+    verdicts if every claim is one-sided (not_worse, better, a limit).
+
+    --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
+    Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked
+    or red before.
 
     Examples:
         abrun compare quickstart
         abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02' --output report
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare nightly --reference reference.json --json
+        abrun compare --fleet branch --reference references --before nightly-report --output report
     """
     from abrun.report.comparing import compare_sources
 
-    if wandb and output is None:
-        raise RecipeError(Code.UPLOAD_NEEDS_FILE())
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
     interim_counts = () if interim is None else parse_interim(interim)
+    reading = replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts)
+    if fleet is not None:
+        options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
+        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
+        judge_fleet(options, reading, refused, allow_open=allow_inconclusive, as_json=as_json)
+    refuse_fleet_options(sources, {"--before": before, "--rerun": rerun})
+    if wandb and output is None:
+        raise RecipeError(Code.UPLOAD_NEEDS_FILE())
     comparison = compare_sources(
-        sources,
-        replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts),
+        sources or [],
+        reading,
         claims=parse_claims(claim),
+        alpha=alpha,
+        require=parse_require(require),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,
@@ -110,7 +132,7 @@ def compare(
     else:
         console().print(comparison.summary())
     if wandb:
-        _upload(comparison, sources, runs_dir)
+        _upload(comparison, sources or [], runs_dir)
     is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 

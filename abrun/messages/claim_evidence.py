@@ -128,6 +128,9 @@ MESSAGES: dict[Code, Message] = {
     "pass",
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
+    Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",
+    Code.DIRECTION_UNKNOWN: "{metric}: {kind}: whether higher is better is unknown; add ', higher is better' "
+    "or ', lower is better' to --claim, or higher_is_better to the recipe's claim",
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
     "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "
     "change late, so compare the raw values",

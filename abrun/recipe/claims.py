@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE, default_transform
+from abrun.metric_names import (
+    FINAL_WEIGHTS,
+    MEMORY_PEAK,
+    STEP_ONE,
+    Better,
+    better_direction,
+    default_transform,
+)
 from abrun.reasons import Code
 from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import shortened, suggest_name, validated
@@ -20,33 +27,62 @@ DEFAULT_WINDOW = "last 20%"
 WINDOW_PATTERN = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN_PATTERN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO_PATTERN = r"\d+(\.\d+)?x"
+LEVEL_PATTERN = r"level (?P<level>-?\d+(\.\d+)?)"
+BOUND_PATTERN = r"((?P<word>within|not_worse|better) +|(?P<level>level +)?(?P<sign>[<>]) *)?(?P<number>.*)"
+DIRECTIONS = {", higher is better": True, ", lower is better": False}
+# Claims on the difference of the arms: equivalence, non-inferiority, superiority by at least the margin
+DifferenceKind = Literal["within", "not_worse", "better"]
+ClaimKind = Literal["within", "not_worse", "better", "limit", "exact"]
+ClaimField = Literal["margin", "not_worse", "better", "below", "above", "exact"]
+CLAIM_NAMES: dict[DifferenceKind, str] = {
+    "within": "an equivalence",
+    "not_worse": "a non-inferiority",
+    "better": "a superiority",
+}
 Spending = Literal["equal", "rising"]  # how alpha is spent over interim analyses
 Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
 
 
 class Claim(Section):
-    """Claim on `metric` over `window`: arms agree within `margin`, keep a limit, or are bit-identical.
+    """Claim on `metric` over `window`; it has one of margin, not_worse, better, below, above and exact.
 
-    `margin` is absolute, in units of the transformed metric, or `"1.5 sigma"` (standard deviations of the
+    `margin` (also written `within`), `not_worse` and `better` are about the difference of the arms. Their
+    number is absolute, in units of the transformed metric, or `"1.5 sigma"` (standard deviations of the
     baseline or reference over seeds), `"5%"` of the baseline's level in the window, or `"5% of climb"` (its
-    improvement up to the window's end). A match requires that the baseline improved by more than the margin,
-    unless `climbs` is false. `sigma` and `correlation` (of paired arms) are assumptions for the power
-    analysis.
+    improvement up to the window's end). `below` and `above` limit the level of the treatment alone, or with
+    an `x` its ratio to the baseline. A match, and a pass of `not_worse`, require that the baseline improved
+    by more than the margin, unless `climbs` is false. `sigma`, `correlation` (of paired arms) and
+    `improvement` are assumptions for the power analysis.
     """
 
     # A recorded metric, `memory` (peak; limit only) or `final_weights` (exact or below)
     metric: str
     window: str = DEFAULT_WINDOW
-    margin: float | str | None = None
+    margin: float | str | None = None  # equivalence: the arms differ by less than this, in either direction
+    not_worse: float | str | None = None  # non-inferiority: the treatment is worse by less than this
+    better: float | str | None = None  # superiority: the treatment is better by more than this; 0: at all
+    higher_is_better: bool | None = None  # None: from the metric's name
     # Upper limit on the treatment's mean; `0.6x`: on treatment / baseline (`log_excess`: of their excesses
-    # over 1)
+    # over 1); `level -0.5` for a negative level
     below: float | str | None = None
-    above: float | str | None = None  # lower limit; a claim has one of margin, below, above, exact
+    above: float | str | None = None  # lower limit
     exact: bool = False  # pairs are bit-identical at every step of the window
     transform: Literal["identity", "log", "log_excess"] | None = None  # None: chosen by the metric's name
-    climbs: bool = True  # False: a match does not require the metric to improve
+    climbs: bool = True  # False: the metric is not required to improve
     sigma: Positive | None = None
     correlation: Annotated[float, Field(gt=-1, lt=1)] = 0.0
+    improvement: Positive | None = None  # true improvement, for `better`; None: twice its margin
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_within(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "within" not in raw:
+            return raw
+        if raw.get("margin") is not None:
+            raise FieldError("got within and margin, which are the same; drop one of the two")
+        return {
+            ("margin" if key == "within" else key): value for key, value in raw.items() if key != "margin"
+        }
 
     @field_validator("window")
     @classmethod
@@ -57,17 +93,20 @@ class Claim(Section):
             raise FieldError(f"got {window!r}, which ends before it starts; write the smaller step first")
         return window
 
-    @field_validator("margin", mode="before")
+    @field_validator("margin", "not_worse", "better", mode="before")
     @classmethod
-    def _check_margin(cls, margin: Any) -> Any:
+    def _check_margin(cls, margin: Any, info: ValidationInfo) -> Any:
         if margin is None:
             return None
         match = re.fullmatch(MARGIN_PATTERN, margin) if isinstance(margin, str) else None
         number: Any = float(match["number"]) if match else margin
-        if type(number) not in (int, float) or not 0 < number < math.inf:
+        is_number = type(number) in (int, float) and 0 <= number < math.inf
+        if is_number and number == 0 and info.field_name == "not_worse":
+            raise FieldError("got 0, which only a better treatment keeps; use better: 0")
+        if not is_number or (number == 0 and info.field_name != "better"):
             raise FieldError(
                 f"got {shortened(margin)}; allowed: a number above 0, '1.5 sigma', '5%', '5% of climb' (for "
-                "--claim also '<1.2', '>0.65', '<0.6x', 'exact')"
+                "--claim also 'not_worse 0.02', 'better 0.02', '<1.2', '>0.65', '<0.6x', 'exact')"
             )
         if match and "%" in (match["unit"] or "") and number >= 100:
             raise FieldError(f"got {shortened(margin)}; allowed: less than 100%")
@@ -75,36 +114,81 @@ class Claim(Section):
 
     @field_validator("below", "above", mode="before")
     @classmethod
-    def _check_limit(cls, limit: Any) -> Any:
+    def _check_limit(cls, limit: Any, info: ValidationInfo) -> Any:
+        """Accept a limit on a level or a ratio; a negative number would also read as a difference."""
         is_ratio = isinstance(limit, str) and re.fullmatch(RATIO_PATTERN, limit)
-        number: Any = float(limit[:-1]) if is_ratio else limit
+        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
+        number: Any = float(limit[:-1]) if is_ratio else float(level["level"]) if level else limit
         is_number = type(number) in (int, float) and abs(number) <= sys.float_info.max
         if limit is not None and (not is_number or (is_ratio and number <= 0)):
             raise FieldError(
                 f"got {shortened(limit)}; allowed: a number, or a ratio to the baseline such as '0.6x'"
             )
+        if is_number and number < 0 and not level:
+            size, sign = f"{-number:g}", "<" if info.field_name == "below" else ">"
+            raise FieldError(
+                f"got {limit:g}, a level or a difference?; for the treatment's own level write "
+                f"'level {limit:g}' (--claim 'level {sign} {limit:g}'), for its difference to the baseline "
+                f"not_worse: {size} or better: {size} (--claim 'not_worse {size}' or 'better {size}')"
+            )
         return limit
 
     @model_validator(mode="after")
     def _check_single_claim(self) -> Self:
-        claim_kinds = [name for name in ("margin", "below", "above") if getattr(self, name) is not None]
-        claim_kinds += ["exact"] * self.exact
-        if len(claim_kinds) != 1:
+        fields = self._declared_fields()
+        if len(fields) != 1:
             raise FieldError(
-                f"got {' and '.join(claim_kinds) or 'no claim'} for {shortened(self.metric)}; allowed: one "
-                "of margin, below, above and exact"
+                f"got {' and '.join(fields) or 'no claim'} for {shortened(self.metric)}; allowed: one "
+                "of margin, not_worse, better, below, above and exact"
             )
         if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
             raise FieldError(
-                f"got {claim_kinds[0]}: {getattr(self, claim_kinds[0])} for {FINAL_WEIGHTS}; "
+                f"got {fields[0]}: {getattr(self, fields[0])} for {FINAL_WEIGHTS}; "
                 "allowed: exact: true, or below: a distance above 0, in units of how far the baseline "
                 "moved, such as 0.05"
             )
-        if self.metric == MEMORY_PEAK and claim_kinds[0] not in ("below", "above"):
-            raise FieldError(
-                f"got {claim_kinds[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'"
-            )
+        if self.metric == MEMORY_PEAK and fields[0] not in ("below", "above"):
+            raise FieldError(f"got {fields[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
+        if self.improvement is not None and self.better is None:
+            raise FieldError("got improvement without better; drop it")
         return self
+
+    def _declared_fields(self) -> list[ClaimField]:
+        fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "exact")
+        return [
+            field for field in fields if getattr(self, field) is not (False if field == "exact" else None)
+        ]
+
+    @property
+    def kind(self) -> ClaimKind:
+        """Return what is claimed: a difference (three kinds), a limit, or bit-identical arms."""
+        kinds: dict[ClaimField, ClaimKind] = {
+            "margin": "within",
+            "not_worse": "not_worse",
+            "better": "better",
+            "below": "limit",
+            "above": "limit",
+            "exact": "exact",
+        }
+        return kinds[self._declared_fields()[0]]
+
+    @property
+    def difference_kind(self) -> DifferenceKind | None:
+        """Return the kind of a claim on the difference of the arms; None for a limit or an exact claim."""
+        kind = self.kind
+        return None if kind in ("limit", "exact") else kind
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Return whether a pass does not say that the arms agree."""
+        return is_one_sided(self.kind, self.metric)
+
+    @property
+    def better_direction(self) -> Better | None:
+        """Return which direction is an improvement, as declared or by the metric's name; None if unknown."""
+        if self.higher_is_better is not None:
+            return "higher" if self.higher_is_better else "lower"
+        return better_direction(self.metric)
 
     @property
     def limit(self) -> tuple[float, bool] | None:
@@ -112,12 +196,17 @@ class Claim(Section):
         limit = self.below if self.below is not None else self.above
         if limit is None:
             return None
-        return (float(limit[:-1]), True) if isinstance(limit, str) else (float(limit), False)
+        if isinstance(limit, str) and limit.endswith("x"):
+            return float(limit[:-1]), True
+        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
+        return float(level["level"] if level else limit), False
 
     @property
     def bound(self) -> str:
         """Return a description of the margin or limit for error messages."""
-        return "an equivalence margin" if self.margin is not None else f"a limit, {describe_claim(self)}"
+        if self.difference_kind is None:
+            return f"a limit, {describe_claim(self)}"
+        return f"{CLAIM_NAMES[self.difference_kind]} margin"
 
     @property
     def is_limit_on_excess(self) -> bool:
@@ -126,22 +215,44 @@ class Claim(Section):
         return is_ratio and (self.transform or default_transform(self.metric)) == "log_excess"
 
     @property
-    def margin_in(self) -> tuple[float, Unit]:
-        """Return the margin's number and unit; a percentage as a fraction."""
-        assert self.margin is not None
-        match = re.fullmatch(MARGIN_PATTERN, self.margin) if isinstance(self.margin, str) else None
+    def declared_margin_in(self) -> tuple[float, Unit]:
+        """Return the number and unit of the margin, of whichever kind; a percentage as a fraction."""
+        declared_margin = self.declared_margin
+        assert declared_margin is not None
+        match = re.fullmatch(MARGIN_PATTERN, declared_margin) if isinstance(declared_margin, str) else None
         if match is None:
-            return float(self.margin), ""
+            return float(declared_margin), ""
         number = float(match["number"])
         if match["unit"] == " sigma":
             return number, "sigma"
         return number / 100, "climb" if "climb" in match["unit"] else "level"
 
     @property
+    def margin_in(self) -> tuple[float, Unit]:
+        """Return the margin as it is tested: on a logarithmic scale, a share of the level is a log ratio."""
+        number, unit = self.declared_margin_in
+        if unit != "level" or (self.transform or default_transform(self.metric)) == "identity":
+            return number, unit
+        is_increase = (self.kind == "not_worse") == (self.better_direction == "lower")
+        return (math.log1p(number) if is_increase or self.kind == "within" else -math.log1p(-number)), ""
+
+    @property
     def sigma_margin(self) -> float | None:
         """Return the margin in standard deviations over seeds; None if it has another unit."""
-        number, unit = self.margin_in if self.margin is not None else (None, "")
+        number, unit = self.margin_in if self.difference_kind is not None else (None, "")
         return number if unit == "sigma" else None
+
+    @property
+    def declared_margin(self) -> float | str | None:
+        """Return the margin of a claim on the difference as it is declared; None for any other claim."""
+        margins = (self.margin, self.not_worse, self.better)
+        return next((margin for margin in margins if margin is not None), None)
+
+    def with_margin(self, margin: float) -> "Claim":
+        """Return the claim with an absolute margin of the same kind."""
+        kind = self.difference_kind
+        assert kind is not None
+        return self.model_copy(update={"margin" if kind == "within" else kind: margin})
 
 
 class Guards(Section):
@@ -176,6 +287,10 @@ class Compare(Section):
     paired: bool = True  # False: runs are independent whatever their seeds (Welch's test)
     # Numbers of pairs at which a verdict may be given, the last being all pairs
     interim: list[Count] = Field(default=[])
+    # One-sided level of each test: the chance to pass arms at their margin, or to fail arms that keep it
+    alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
+    # all: every claim must hold, each tested at alpha; any: one suffices, with Holm's correction
+    require: Literal["all", "any"] = "all"
     # equal: the same alpha for each interim analysis; rising: in proportion to its pairs
     alpha_spending: Spending = "equal"
     # File of abrun reference save; path relative to the working directory or the recipe's folder
@@ -199,6 +314,17 @@ class Compare(Section):
                     "metric, such as {train/gen_kl_error: 0.05}"
                 )
         return tolerance
+
+    @field_validator("claims")
+    @classmethod
+    def _check_directions(cls, claims: list[Claim]) -> list[Claim]:
+        for claim in claims:
+            if claim.difference_kind in ("not_worse", "better") and claim.better_direction is None:
+                raise FieldError(
+                    f"got {claim.kind} for {shortened(claim.metric)}, but whether higher is better is "
+                    "unknown; add higher_is_better: true or false"
+                )
+        return claims
 
     @field_validator("interim")
     @classmethod
@@ -239,47 +365,87 @@ class Controls(Section):
         return ulp_arms | {fault.arm: fault for fault in self.faults}
 
 
+def is_one_sided(kind: ClaimKind, metric: str) -> bool:
+    """Return whether a claim is a limit, non-inferiority or superiority; a limited distance is none."""
+    return kind not in ("within", "exact") and metric != FINAL_WEIGHTS
+
+
 def _is_distance(limit: float | str | None) -> bool:
     return limit is not None and not isinstance(limit, str) and limit > 0
 
 
 def describe_claim(claim: Claim) -> str:
-    """Return the claim without metric and window: `±0.02`, `below 0.6x the baseline`, `exact`."""
-    if claim.margin is not None:
-        return f"±{claim.margin}" if isinstance(claim.margin, str) else f"±{claim.margin:g}"
+    """Return the claim without metric and window: `±0.02`, `at most 0.02 lower`, `level below 1.2`."""
+    if kind := claim.difference_kind:
+        margin = claim.declared_margin
+        number = margin if isinstance(margin, str) else f"{margin:g}"
+        return describe_margin(kind, f"±{number}", claim.better_direction)
     if claim.limit is None:
         return "exact"
     number, is_ratio = claim.limit
     side = "below" if claim.below is not None else "above"
-    text = f"{side} {number:g}{'x the baseline' if is_ratio else ''}"
+    level = "" if is_ratio or claim.metric == FINAL_WEIGHTS else "level "
+    text = f"{level}{side} {number:g}{'x the baseline' if is_ratio else ''}"
     return f"{text}'s excess over 1" if claim.is_limit_on_excess else text
+
+
+def describe_margin(kind: DifferenceKind, margin: str, better: Better | None) -> str:
+    """Return a margin `±0.02` as it is claimed: itself, `at most 0.02 lower`, `more than 0.02 higher`.
+
+    `better` is the direction of an improvement, which a one-sided claim knows once it is tested.
+    """
+    if kind == "within":
+        return margin
+    size = margin.removeprefix("±")
+    if kind == "not_worse":
+        return f"at most {size} {'worse' if better is None else 'lower' if better == 'higher' else 'higher'}"
+    amount = "" if re.match(r"0(\.0*)?($| )", size) else f"more than {size} "
+    return f"{amount}{better or 'better'}"
 
 
 def parse_claim(text: str) -> Claim:
     """Parse METRIC:WINDOW:MARGIN from the command line; the metric's name may contain colons.
 
-    MARGIN may also be `<1.2` (below), `>0.65` (above), `<0.6x` (ratio to the baseline) or `exact`. Raises
-    RecipeError.
+    MARGIN is the margin of an equivalence (`0.02`, `within 0.02`), `not_worse 0.02`, `better 0.02`, `<1.2`
+    (level below; `level <-1.2` if negative), `>0.65` (above), `<0.6x` (ratio to the baseline) or `exact`. It
+    may end with `, higher is better` or `, lower is better`. Raises RecipeError.
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
-    if not (metric and margin):
+    if not (metric and margin.strip()):
         raise RecipeError(Code.SETTING_REFUSED(field="--claim", got=shortened(text)))
     if window[:1] in ("<", ">"):
         raise RecipeError(Code.CLAIM_LIMIT_SYNTAX(got=shortened(text)))
+    values: dict[str, Any] = {"metric": metric, "window": window}
+    margin = margin.strip()
+    for suffix, higher_is_better in DIRECTIONS.items():
+        if margin.endswith(suffix):
+            margin, values["higher_is_better"] = margin.removesuffix(suffix).strip(), higher_is_better
     if margin == "exact":
-        return validated(Claim, {"metric": metric, "window": window, "exact": True}, "--claim")
-    field = {"<": "below", ">": "above"}.get(margin[0], "margin")
-    text = margin if field == "margin" else margin[1:].strip()
+        return validated(Claim, {**values, "exact": True}, "--claim")
+    match = re.fullmatch(BOUND_PATTERN, margin)
+    assert match is not None  # every word of it is optional
+    field = {None: "margin", "within": "margin", "<": "below", ">": "above"}
+    word = match["word"] or match["sign"]
+    number = _parse_number(match["number"], is_level=bool(match["level"]))
+    return validated(Claim, {**values, field.get(word, word): number}, "--claim")
+
+
+def _parse_number(text: str, *, is_level: bool) -> float | str:
     try:
-        number: float | str = float(text)
+        number = float(text)
     except ValueError:
-        number = text
-    return validated(Claim, {"metric": metric, "window": window, field: number}, "--claim")
+        return text
+    return f"level {number:f}".rstrip("0").rstrip(".") if is_level and number < 0 else number
 
 
 def claim_option(claim: Claim) -> str:
     """Return the claim as text for `parse_claim`, without transform, climbs, sigma and correlation."""
-    bound: object = claim.margin
+    bound: object = "exact"
     if claim.limit is not None:
-        bound = f"<{claim.below}" if claim.below is not None else f">{claim.above}"
-    return f"{claim.metric}:{claim.window}:{'exact' if claim.exact else bound}"
+        sign, limit = ("<", claim.below) if claim.below is not None else (">", claim.above)
+        level = re.fullmatch(LEVEL_PATTERN, str(limit))
+        bound = f"level {sign}{level['level']}" if level else f"{sign}{limit}"
+    elif kind := claim.difference_kind:
+        bound = f"{'' if kind == 'within' else f'{kind} '}{claim.declared_margin}"
+    suffix = next((text for text, is_it in DIRECTIONS.items() if is_it == claim.higher_is_better), "")
+    return f"{claim.metric}:{claim.window}:{bound}{suffix}"

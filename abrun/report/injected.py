@@ -50,6 +50,7 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
+        ("PASS", "would have passed"),
         ("INCONCLUSIVE", "left open"),
         ("INVALID", "not judged"),
     ):

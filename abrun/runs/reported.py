@@ -16,7 +16,7 @@ from abrun.runs.schemas import ExitCode
 class _StoredVerdict:
     """The fields of verdict.json that are the same in every schema version."""
 
-    verdict: Literal["MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"]
+    verdict: Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
     exit_code: ExitCode
 
 
@@ -24,7 +24,7 @@ class _StoredVerdict:
 class ReportedVerdict:
     """The verdict of a report, its exit code, and when it was written (seconds since 1970)."""
 
-    verdict: str  # MATCH, MISMATCH, INCONCLUSIVE, INVALID, or DESCRIPTION if there is no claim
+    verdict: str  # of verdict.json, or DESCRIPTION if there is no claim
     exit_code: int
     written_s: float
 

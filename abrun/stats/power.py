@@ -11,7 +11,7 @@ from scipy import special
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
 
 MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
-_NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
+NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
@@ -120,7 +120,7 @@ def simulate_tost_decisions(
     of different `stream` are independent.
     """
     rng = np.random.default_rng([0, stream])
-    draws = difference + sd_difference * rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
+    draws = difference + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
     matches, mismatches = [], []
     for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
         mean = np.abs(draws[:, :count].mean(axis=1))

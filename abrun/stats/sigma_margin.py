@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from abrun.stats.equivalence import (
@@ -27,6 +27,7 @@ from abrun.stats.power import MAX_PAIRS, Decisions, find_min_pairs
 
 _NUM_EXPERIMENTS = 8192  # simulated; the error of a power is below 0.005
 _MIN_P = 1e-12
+_MAX_SIGMAS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,58 @@ def _test_sigma_margin(
         p_beyond=p_beyond,
         certified_sigmas=certified_sigmas,
         equivalent=p_equivalence < alpha,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmaImprovementResult:
+    """Result of testing whether the mean improvement is above k sigma of the baseline; k may be negative."""
+
+    sigma: float
+    p_above: float  # small if the improvement is above k sigma
+    p_below: float
+    bound: float  # largest k that would have passed; -inf if none would
+
+
+def sigma_improvement_test(
+    baseline: ArrayLike,
+    treatment: ArrayLike,
+    sigmas: float,
+    alpha: float = ALPHA,
+    resolution: float = 0.0,
+    *,
+    sign: int,
+    paired: bool = True,
+) -> SigmaImprovementResult:
+    """Test whether sign * (treatment - baseline) is above k sigma in the mean, by the lower MOVER bound.
+
+    See `abrun.stats.one_sided.improvement_test` for the other arguments.
+    """
+    baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
+    mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
+    sigma, num_seeds, improvement = mean_and_sd(baseline_values)[1], len(baseline_values), sign * mean
+
+    def is_above(value: float, share: float, level: float) -> bool:
+        """Return if the lower 1 - level bound of value - share * sigma is above 0."""
+        if share >= 0:
+            excess = _min_excess(sigma, error, num_seeds, share, level, dof, tails=1)
+            return value > share * sigma + excess
+        return -value < _max_mean_difference(sigma, error, num_seeds, -share, level, dof)
+
+    low, high = -1.0, 1.0
+    while not is_above(improvement, low, alpha) and low > -_MAX_SIGMAS:
+        low *= 2
+    while is_above(improvement, high, alpha) and high < _MAX_SIGMAS:
+        low, high = high, 2 * high
+    is_known = is_above(improvement, low, alpha)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_above(improvement, middle, alpha) else (low, middle)
+    return SigmaImprovementResult(
+        sigma=sigma,
+        p_above=_p_value(lambda level: is_above(improvement, sigmas, level)),
+        p_below=_p_value(lambda level: is_above(-improvement, -sigmas, level)),
+        bound=low if is_known else -math.inf,
     )
 
 
@@ -148,9 +201,7 @@ def simulate_sigma_decisions(
     `difference` is in the baseline's sigmas.
     """
     rng = np.random.default_rng([0, stream])
-    baseline = rng.standard_normal((_NUM_EXPERIMENTS, counts[-1]))
-    independent = math.sqrt(1 - model.correlation**2) * rng.standard_normal(baseline.shape)
-    differences = model.sd_factor * (model.sd_ratio * (model.correlation * baseline + independent) - baseline)
+    baseline, differences = _draw_pairs(rng, counts[-1], model)
     differences += difference
     matches, mismatches = [], []
     for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
@@ -161,6 +212,48 @@ def simulate_sigma_decisions(
         is_beyond = mean > sigmas * sigma + _min_excess(sigma, error, count, sigmas, beyond_alpha)
         mismatches.append(is_beyond & (count >= MIN_FOR_MISMATCH))
     return Decisions(np.array(matches), np.array(mismatches))
+
+
+def simulate_sigma_improvements(
+    sigmas: float,
+    counts: Sequence[int],
+    model: VarianceModel,
+    levels: Sequence[float],
+    broken_levels: Sequence[float],
+    *,
+    improvement: float,
+    stream: int = 0,
+) -> Decisions:
+    """Return what `sigma_improvement_test` decides at each of `counts` pairs, in the baseline's sigmas."""
+    rng = np.random.default_rng([0, stream])
+    baseline, differences = _draw_pairs(rng, counts[-1], model)
+    passes, failures = [], []
+    for count, alpha, broken_alpha in zip(counts, levels, broken_levels, strict=True):
+        mean = improvement + differences[:, :count].mean(axis=1)
+        error = differences[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+        sigma, size = baseline[:, :count].std(axis=1, ddof=1), abs(sigmas)
+        sign = 1 if sigmas >= 0 else -1
+
+        def beyond(value, level, sigma=sigma, error=error, count=count, size=size):
+            return value > size * sigma + _min_excess(sigma, error, count, size, level, tails=1)
+
+        def within(value, level, sigma=sigma, error=error, count=count, size=size):
+            return value < _max_mean_difference(sigma, error, count, size, level)
+
+        passed, failed = (beyond, within) if sign > 0 else (within, beyond)
+        passes.append(passed(sign * mean, alpha))
+        failures.append(failed(sign * mean, broken_alpha) & (count >= MIN_FOR_MISMATCH))
+    return Decisions(np.array(passes), np.array(failures))
+
+
+def _draw_pairs(
+    rng: np.random.Generator, num_pairs: int, model: VarianceModel
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the baseline's values and the paired differences [E, P], both with mean 0."""
+    baseline = rng.standard_normal((_NUM_EXPERIMENTS, num_pairs))
+    independent = math.sqrt(1 - model.correlation**2) * rng.standard_normal(baseline.shape)
+    treatment = model.sd_ratio * (model.correlation * baseline + independent)
+    return baseline, model.sd_factor * (treatment - baseline)
 
 
 def sigma_pairs_needed(
@@ -184,13 +277,13 @@ def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: flo
     return sigmas * sigma - np.hypot(quantile * error, sigmas * sigma * sigma_shortfall)
 
 
-def _min_excess(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None):
+def _min_excess(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None, tails: int = 2):
     """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0, for numbers
-    or arrays; both tails count.
+    or arrays; both tails count. With one tail, the same for a mean difference of known sign.
     """
     sigma_dof = num_seeds - 1
     sigma_excess = math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, 1 - alpha))) - 1
-    quantile = float(special.stdtrit(sigma_dof if dof is None else dof, 1 - alpha / 2))
+    quantile = float(special.stdtrit(sigma_dof if dof is None else dof, 1 - alpha / tails))
     return np.hypot(quantile * error, sigmas * sigma * sigma_excess)
 
 

@@ -1,4 +1,4 @@
-"""Equivalence tests of each declared claim over the pairs (docs/explanation/verdict.md, "Claims")."""
+"""Tests of each declared claim on a difference over the pairs (docs/explanation/verdict.md, "Claims")."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,7 @@ from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tos
 from abrun.stats.series import Array, Steps, clip_to_shared_steps, window_bounds
 from abrun.stats.sigma_margin import VarianceModel, sigma_pairs_needed, sigma_power, sigma_test
 from abrun.verdict.margins import Margin, measure_yardstick
+from abrun.verdict.one_sided import add_one_sided_statistics
 from abrun.verdict.results import (
     ONE_TEST,
     ClaimEstimate,
@@ -69,11 +70,12 @@ def judge_equivalence(
     *,
     may_repeat: bool = False,
 ) -> ClaimResult:
-    """Test one claim over the pairs whose runs both finished with finite values, before `apply_holm`.
+    """Test a claim on the difference over the pairs whose runs both finished with finite values, before
+    `apply_holm`: equivalence, non-inferiority or superiority.
 
-    Equivalence is an intersection-union test: every claim at full alpha, without correction. It needs every
-    pair (for independent arms every run), and runs that could have shown a difference. Raises ComparisonError
-    for an empty window.
+    All claims together are an intersection-union test: every claim at full alpha, without correction. A claim
+    needs every pair (for independent arms every run), and runs that could have shown a difference. Raises
+    ComparisonError for an empty window.
     """
     metric, finished = claim.metric, sides.finished
     transform = claim.transform or default_transform(metric)
@@ -93,13 +95,16 @@ def judge_equivalence(
         num_steps=len(steps),
         transform=transform,
         reduction=default_reduction(metric),
-        test=_test_method(margin, paired=sides.paired),
+        test=_test_method(claim, margin, paired=sides.paired),
         margin=margin.number if margin.unit == "" else None,
         margin_unit=margin.unit,
         margin_number=margin.number,
         margin_text=margin.text,
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
+        kind=claim.kind,
+        better=claim.better_direction,
+        improvement=claim.improvement,
     ).over(usable)
     problem = check_signal(finished, metric, may_repeat=may_repeat) or repeated_run
     result = ClaimResult(arm=arm, claim=terms, problem=problem)
@@ -127,7 +132,11 @@ def _find_usable_runs(values: Array) -> list[bool]:
     return [bool(len(curve) and np.isfinite(curve).all()) for curve in values]
 
 
-def _test_method(margin: Margin, *, paired: bool) -> TestMethod:
+def _test_method(claim: Claim, margin: Margin, *, paired: bool) -> TestMethod:
+    if claim.is_one_sided and margin.unit == "sigma":
+        return "sigma bound" if paired else "Welch sigma bound"
+    if claim.is_one_sided:
+        return "paired t-test" if paired else "Welch t-test"
     if margin.unit == "sigma":
         return "sigma test" if paired else "Welch sigma test"
     return "paired TOST" if paired else "Welch TOST"
@@ -160,7 +169,11 @@ def _test_claim(
     absolute_margin = result.claim.margin
     if not is_testable or absolute_margin is None:
         return result
-    problem = result.problem or check_learning(baselines, claim, last_step, absolute_margin)
+    # Runs that cannot show a loss pass non-inferiority; nothing but an improvement shows superiority.
+    is_superiority = claim.kind == "better"
+    problem = result.problem
+    if not (is_superiority or problem):
+        problem = check_learning(baselines, claim, last_step, absolute_margin)
     result = replace(result, problem=problem)
     resolution_decides = estimate.certified_bound != 0 and _is_shown_and_is_beyond(
         without_resolution
@@ -169,15 +182,11 @@ def _test_claim(
         *result.warnings,
         *_margin_warnings(result, baselines, claim),
         *([Code.WIDE_STEPS()] if resolution_decides else []),
-        *curve_warnings(
-            sides,
-            claim.metric,
-            result.claim.transform,
-            bounds,
-            absolute_margin,
-            holds=result.result == "equivalent" and not problem,
-        ),
     ]
+    if sides.axis == "steps":
+        holds = result.result in ("equivalent", "holds") and not problem
+        transform = result.claim.transform
+        warnings += curve_warnings(sides, claim.metric, transform, bounds, absolute_margin, holds=holds)
     return replace(result, warnings=tuple(warnings))
 
 
@@ -194,6 +203,8 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
     """Yield warnings on a claim's margin and its baseline."""
     terms, estimate = result.claim, result.estimate
     assert terms.steps is not None and terms.margin is not None and estimate.standard_error is not None
+    if terms.kind == "better":
+        return
     num_dead_seeds = count_dead_seeds(baselines, claim, terms.steps[1], terms.margin)
     if num_dead_seeds and not result.problem:
         yield Code.SEEDS_NOT_CLIMBED(num=num_dead_seeds, of=len(baselines))
@@ -237,17 +248,19 @@ def add_statistics(
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
-    # For a margin in sigmas, only the results that do not depend on the margin are used.
-    number = 1.0 if in_sigmas else terms.margin_number
+    # Of other claims than an equivalence by a number or share, only results without the margin are used.
+    number = 1.0 if in_sigmas or terms.kind != "within" else terms.margin_number
     test = equivalence_test(
         baseline, treatment, number, terms.alpha, yardstick, resolution, paired=terms.paired
     )
     estimate = _summarize_test(test, baseline, treatment, paired=terms.paired)
-    margin = number if yardstick is None else number * float(yardstick.mean())
+    margin = terms.margin_number * (1.0 if yardstick is None else float(yardstick.mean()))
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
     skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
     result = replace(result, estimate=estimate, warnings=(skew,) if skew else ())
+    if terms.kind != "within":
+        return add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution)
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
     margins = None if yardstick is None else number * yardstick
@@ -321,7 +334,7 @@ def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
     """Return if this claim alone is shown, and if a difference beyond its margin is."""
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
-    return result.result == "equivalent", beyond
+    return result.result in ("equivalent", "holds"), beyond
 
 
 def _standard_errors_at_margin(
@@ -404,11 +417,31 @@ def apply_holm(results: Sequence[ClaimResult]) -> list[ClaimResult]:
     corrected_results = []
     for result, estimate in zip(results, estimates, strict=True):
         if estimate.p_difference is not None:
-            bound = _joint_bound(estimate, result.claim.alpha / len(p_differences))
-            estimate = replace(estimate, p_difference_holm=next(p_differences_holm), certified_jointly=bound)
+            estimate = replace(estimate, p_difference_holm=next(p_differences_holm))
+            if result.claim.kind == "within":
+                bound = _joint_bound(estimate, result.claim.alpha / len(p_differences))
+                estimate = replace(estimate, certified_jointly=bound)
         if estimate.p_beyond is not None:
             estimate = replace(estimate, p_beyond_holm=next(p_beyond_holm))
         corrected_results.append(_apply_mismatch(replace(result, estimate=estimate)))
+    return corrected_results
+
+
+def apply_holm_to_passes(results: Sequence[ClaimResult]) -> list[ClaimResult]:
+    """Return one treatment's results if one claim that holds suffices: Holm's correction over the claims.
+
+    Without it, the chance that some claim at its margin holds would grow with their number (Holm 1979).
+    """
+    p_values = [result.estimate.p_equivalence for result in results]
+    corrected = iter(holm([p_value for p_value in p_values if p_value is not None]))
+    corrected_results = []
+    for result, p_value in zip(results, p_values, strict=True):
+        if p_value is not None:
+            p_holm = next(corrected)
+            result = replace(result, estimate=replace(result.estimate, p_equivalence_holm=p_holm))
+            if result.result in ("equivalent", "holds") and not p_holm < result.claim.alpha:
+                result = replace(result, result="undecided")
+        corrected_results.append(result)
     return corrected_results
 
 

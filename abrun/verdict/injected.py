@@ -11,7 +11,7 @@ from abrun.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
 from abrun.recorded.experiment import Pair, RecordedExperiment
-from abrun.verdict.decide import ArmVerdict, Verdict, judge
+from abrun.verdict.decide import FAILING, ArmVerdict, Verdict, judge
 from abrun.verdict.results import ClaimResult
 
 Evidence = Literal["step one", "guard", "claim", "nothing"]
@@ -110,7 +110,7 @@ def _find_evidence(
     judged: ArmVerdict, experiment: RecordedExperiment
 ) -> tuple[Evidence, str | None, int | None, Reason | None]:
     """Return the earliest evidence of a mismatch (step one, then guards, then claims) with its figures."""
-    if judged.verdict != "MISMATCH":
+    if judged.verdict not in FAILING:
         return "nothing", None, None, _claim_figures(judged.claims[0]) if judged.claims else None
     differing = [evidence for evidence in judged.step_one if evidence.result == "fail"]
     if differing:

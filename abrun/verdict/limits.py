@@ -75,6 +75,8 @@ def judge_limit(
         margin_text=describe_claim(claim),
         alpha=rates.alpha,
         alpha_difference=rates.alpha_difference,
+        kind=claim.kind,
+        better=claim.better_direction,
     ).over(finished)
     problem = _find_problem(claim, sides)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):

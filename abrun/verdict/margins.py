@@ -8,7 +8,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.messages.numbers import margin_of_reference_text, margin_text
 from abrun.reasons import Code
-from abrun.recipe.claims import Claim, Compare, Unit
+from abrun.recipe.claims import Claim, Compare, Unit, describe_margin
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, window_bounds
@@ -32,8 +32,12 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
     reference does not know its sigma.
     """
     number, unit = claim.margin_in
+
+    def describe(text: str) -> str:
+        return describe_margin(claim.difference_kind or "within", text, claim.better_direction)
+
     if unit != "sigma" or reference is None:
-        return Margin(number=number, unit=unit, text=margin_text(number, unit))
+        return Margin(number=number, unit=unit, text=describe(margin_text(*claim.declared_margin_in)))
     if not any(
         (frozen_claim.metric, frozen_claim.window, frozen_claim.transform)
         == (claim.metric, claim.window, claim.transform)
@@ -42,7 +46,7 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
         raise ComparisonError(
             Code.SIGMA_UNKNOWN(
                 metric=claim.metric,
-                margin=claim.margin,
+                margin=claim.declared_margin,
                 window=claim.window,
                 reference=reference.name,
                 known=[
@@ -53,7 +57,9 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
         )
     runs = [run for run in reference.runs if not run.name.rerun]
     margin = number * _sigma_lower_bound(claim, runs, {"reference": reference.name})
-    return Margin(number=margin, unit="", text=margin_of_reference_text(margin, number, reference.name))
+    return Margin(
+        number=margin, unit="", text=describe(margin_of_reference_text(margin, number, reference.name))
+    )
 
 
 def freeze_claims(experiment: RecordedExperiment, arm: str) -> Compare:
@@ -66,10 +72,10 @@ def freeze_claims(experiment: RecordedExperiment, arm: str) -> Compare:
     runs = list(experiment.arm(arm).values())
     frozen = []
     for claim in experiment.compare.claims:
-        number, unit = claim.margin_in if claim.margin is not None else (0.0, "")
+        number, unit = claim.margin_in if claim.difference_kind is not None else (0.0, "")
         if unit == "sigma":
             margin = number * _sigma_lower_bound(claim, runs, {"arm": arm, "experiment": experiment.name})
-            claim = claim.model_copy(update={"margin": float(f"{margin:.3g}")})
+            claim = claim.with_margin(float(f"{margin:.3g}"))
         frozen.append(claim)
     return experiment.compare.model_copy(update={"claims": frozen})
 
@@ -79,7 +85,7 @@ def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, 
     values = summarize_window(runs, claim)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.margin, whose=source))
+        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.declared_margin, whose=source))
     return sigma_lower_bound(sigma, len(values))
 
 

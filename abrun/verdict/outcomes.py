@@ -6,6 +6,7 @@ from typing import Any
 from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
+from abrun.verdict.one_sided import assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
@@ -25,11 +26,40 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
     if terms.test in ("limit", "ratio limit"):
         return _limit_reason(result, sample, detected, arms)
-    if estimate.mean_difference is None or estimate.interval is None or terms.steps is None:
+    if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
             return Code.CLAIM_TOO_FEW_RUNS(metric=terms.metric)
         return Code.CLAIM_TOO_FEW_PAIRS(metric=terms.metric, pairs=terms.num_pairs)
+    if terms.kind != "within":
+        return _one_sided_reason(result, sample, detected, arms)
     return _equivalence_reason(result, sample, detected, arms)
+
+
+def _one_sided_reason(
+    result: ClaimResult, sample: dict[str, Any], detected: dict[str, Any] | None, arms: dict[str, str]
+) -> Reason:
+    terms, estimate = result.claim, result.estimate
+    values = {
+        "metric": terms.metric,
+        "kind": terms.kind,
+        "margin": terms.margin_text,
+        "better": terms.better,
+        "transform": terms.transform,
+        "over": sample,
+        "alpha": terms.alpha,
+        "difference": estimate.mean_difference,
+        "interval": estimate.interval,
+        "detected": detected,
+        "warnings": result.warnings,
+        **arms,
+    }
+    if result.result == "holds":
+        return Code.CLAIM_PASSES(**values)
+    if result.result == "different":
+        return Code.CLAIM_FAILS(**values, p_beyond=estimate.p_beyond_holm)
+    sign = -1 if terms.better == "lower" else 1
+    improvement = assumed_improvement(terms, terms.margin or 0.0, sign * (estimate.mean_difference or 0.0))
+    return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=improvement)
 
 
 def _equivalence_reason(
@@ -80,6 +110,8 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
         "welch": not terms.paired and terms.test not in ("limit", "exact"),
         "steps": terms.steps,
         "window": terms.window,
+        "axis": terms.axis,
+        "unit": terms.unit,
         "recipe": has_recipe,
     }
 

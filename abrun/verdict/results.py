@@ -3,23 +3,30 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from abrun.metric_names import Transform
+from abrun.logs.log import Axis
+from abrun.metric_names import Better, Transform
 from abrun.reasons import Reason
-from abrun.recipe.claims import Unit
+from abrun.recipe.claims import ClaimKind, Unit
 from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
+SampleUnit = Literal["seed", "prompt"]  # what a pair shares
 WindowReduction = Literal["mean", "median", "maximum", "minimum"]
 TestMethod = Literal[
     "paired TOST",
     "sigma test",
     "Welch TOST",
     "Welch sigma test",
+    "paired t-test",
+    "Welch t-test",
+    "sigma bound",
+    "Welch sigma bound",
     "limit",
     "ratio limit",
     "exact",
 ]
+SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}
 ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
@@ -33,11 +40,19 @@ class DetectedDifference:
     # Pairs that differ in this direction; unpaired: treated runs beyond the baseline's mean.
     num_agreeing: int
     num_compared: int  # number of pairs, or of treated runs
+    num_opposing: int = 0  # of them, those that differ in the other direction
     paired: bool
+    unit: SampleUnit = "seed"
 
 
 def detect(
-    baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
+    baseline: Array,
+    treatment: Array,
+    difference: float,
+    interval: tuple[float, float],
+    *,
+    paired: bool,
+    unit: SampleUnit = "seed",
 ) -> DetectedDifference | None:
     """Return the difference if its confidence interval excludes zero, else None."""
     if not (interval[0] > 0 or interval[1] < 0):
@@ -50,7 +65,9 @@ def detect(
         interval=interval,
         num_agreeing=int((sign * differences > 0).sum()),
         num_compared=len(treatment),
+        num_opposing=int((sign * differences < 0).sum()),
         paired=paired,
+        unit=unit,
     )
 
 
@@ -86,6 +103,11 @@ class ClaimTerms:
     num_pairs: int = 0
     seeds: tuple[int, ...] = ()  # seeds of the pairs
     num_runs: tuple[int, int] | None = None  # runs of each arm; None if paired
+    axis: Axis = "steps"  # final or prompts: the runs have scores, no curves
+    unit: SampleUnit = "seed"  # prompt: one run of each arm, whose prompts are the pairs
+    kind: ClaimKind = "within"
+    better: Better | None = None  # direction of an improvement; None: neither, or unknown
+    improvement: float | None = None  # true improvement assumed for the power of `better`
 
     @property
     def paired(self) -> bool:
@@ -116,7 +138,8 @@ class ClaimEstimate:
     freedom: float | None = None  # degrees of freedom of the difference's t distribution
     ci90: tuple[float, float] | None = None
     interval: tuple[float, float] | None = None  # level 1 - 2 alpha, compared with the margin
-    certified_bound: float | None = None  # the smallest absolute margin that would have passed
+    # The smallest absolute margin that would have passed; `better`: the largest, negative if none would.
+    certified_bound: float | None = None
     certified_number: float | None = None  # the same in `margin_unit`
     certified_jointly: float | None = None  # absolute bound that holds jointly with all other claims'
     detected: DetectedDifference | None = None  # None if the interval includes zero
@@ -126,11 +149,12 @@ class ClaimEstimate:
     detail: Reason | None = None  # exact claims: the first difference
     # The baseline's mean climb up to the window's end; None without a direction.
     climb: float | None = None
-    p_equivalence: float | None = None
+    p_equivalence: float | None = None  # of the claim, whatever its kind
+    p_equivalence_holm: float | None = None  # if one of several claims suffices (compare.require: any)
     p_tost: float | None = None
     p_difference: float | None = None  # two-sided test of no difference
     p_difference_holm: float | None = None
-    p_beyond: float | None = None  # minimum-effect test of a difference beyond the margin
+    p_beyond: float | None = None  # minimum-effect test beyond the margin; that a one-sided claim is broken
     p_beyond_holm: float | None = None
     pair_correlation: float | None = None
 
@@ -157,3 +181,12 @@ class ClaimResult:
     problem: Reason | None = None  # reason why these runs cannot show equivalence
     warnings: tuple[Reason, ...] = ()
     result: ClaimOutcome = "not tested"
+
+    def over_scores(self, axis: Axis, unit: SampleUnit) -> "ClaimResult":
+        """Return the result of a claim on scores: they have no window of steps."""
+        if axis == "steps":
+            return self
+        seeds = self.claim.seeds if unit == "seed" else ()
+        terms = replace(self.claim, window=SCORES[axis], steps=None, axis=axis, unit=unit, seeds=seeds)
+        detected = self.estimate.detected and replace(self.estimate.detected, unit=unit)
+        return replace(self, claim=terms, estimate=replace(self.estimate, detected=detected))

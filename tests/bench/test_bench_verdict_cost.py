@@ -71,6 +71,7 @@ def bench(work: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     bench_verdict_cost.main()
 
 
+@pytest.mark.slow
 def test_an_experiment_launched_both_ways_has_one_verdict_and_equal_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_launch_that_the_limit_stops_goes_on_with_the_same_command(
     assert "| 4 of 4 |" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_launch_that_fails_ends_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match=r"before: abrun launch ended with exit code 1:\n"):
         bench(tmp_path, monkeypatch, "--set", "trainer.parameters.script=/missing.py")

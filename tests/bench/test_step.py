@@ -77,6 +77,7 @@ def test_a_supervised_step_on_a_gpu_has_the_micro_batch_that_auto_decides(
     assert bench_step.decide_auto(fixed) == (fixed, "") and len(recipes) == 2
 
 
+@pytest.mark.slow
 def test_a_supervised_step_has_all_its_tokens_and_parts(tmp_path: Path) -> None:
     row = bench("sft", tmp_path).of_abrun("all on")
     assert row["tokens"] == row["through"] == SEQUENCES * bench_step.SHAPES["cpu"].length

@@ -152,7 +152,13 @@ def test_a_run_that_does_not_finish_takes_its_host_with_it(launch: Launch, polic
     assert sampled(engine, policy) == expected(policy) and engine._own is None
 
 
-@pytest.mark.parametrize("when", ["before", "idle", "sync", "generate", "sleep"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "generate",
+        *(pytest.param(when, marks=pytest.mark.slow) for when in ("before", "idle", "sync", "sleep")),
+    ],
+)
 def test_a_host_that_is_killed_is_replaced_by_an_engine_of_the_run(
     when: str, launch: Launch, policy: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

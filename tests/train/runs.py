@@ -18,11 +18,14 @@ import torch.distributed as dist
 import yaml
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from abrun.experiment.plan import ExperimentPlan
+from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.metric_names import find_metric
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.merging import merge
 from abrun.recipe.reading import nested
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.experiment import run_dir
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -115,6 +118,21 @@ def train(directory: Path, config: OwnRunConfig, *, initial_weights: Path | None
         return train_here(run)
     run_to_end(run, ranks=config.cluster.ranks)
     return metrics_by_step(run)
+
+
+def train_plan(plan: ExperimentPlan, runs_dir: Path) -> None:
+    """Train the warm starts and runs of a plan here, each in a process group of its own."""
+    for key, config in plan.warm_starts.items():
+        with single_rank():
+            train(warm_start_dir(runs_dir / plan.recipe.name, key), config)
+    for planned in plan.runs:
+        assert isinstance(planned.config, OwnRunConfig)
+        experiment_dir = runs_dir / plan.recipe.name
+        warm_start = warm_start_dir(experiment_dir, planned.warm_start) if planned.warm_start else None
+        directory = run_dir(experiment_dir, planned.name)
+        write_run_record(directory, plan.recipe.name, planned.name, planned.config, warm_start)
+        with single_rank():
+            train_here(directory)
 
 
 def metrics_by_step(directory: Path) -> Rows:

@@ -25,7 +25,7 @@ from abrun.runs.rollouts import RecordedStep, read_step
 from abrun.train.foreign_rollouts import find_foreign_rollouts
 from abrun.train.recordings import RecordedRollouts
 from tests.bench.launches import clockless_rows
-from tests.launch.fakes import run_to_end
+from tests.train.runs import train_plan
 
 RECIPE = """
 name: pair
@@ -140,7 +140,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("recorded")
     recipe = folder / "pair.yaml"
     recipe.write_text(RECIPE)
-    assert abrun.launch(recipe, runs_dir=folder).exit_code == 0
+    train_plan(make_plan(load_recipe(recipe)), folder)
     config = load_recipe(recipe).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
     return Recorded(recipe, folder / "pair", load_text(config.model, weights=None))
@@ -152,7 +152,7 @@ def test_both_arms_train_on_a_dump_as_on_the_recording(
 ) -> None:
     source = recorded.dump(write, tmp_path / "dump")
     rollout = f"rollout={{engine: recorded, from: {source}, max_new_tokens: 6}}"
-    assert run_to_end(make_plan(load_recipe(recorded.recipe, [rollout])), tmp_path).exit_code == 0
+    train_plan(make_plan(load_recipe(recorded.recipe, [rollout])), tmp_path)
     native = clockless_rows(recorded.experiment / "baseline" / "seed-0")
     baseline, treatment = (
         clockless_rows(tmp_path / "pair" / arm / "seed-0") for arm in ("baseline", "treatment")
@@ -167,7 +167,7 @@ def test_without_the_samplers_logprobs_only_the_metrics_against_it_are_missing(
 ) -> None:
     source = recorded.dump(dump_verl, tmp_path / "dump")
     rollout = f"rollout={{engine: recorded, from: {source}, max_new_tokens: 6}}"
-    assert run_to_end(make_plan(load_recipe(recorded.recipe, [rollout])), tmp_path).exit_code == 0
+    train_plan(make_plan(load_recipe(recorded.recipe, [rollout])), tmp_path)
     native, baseline, treatment = (
         clockless_rows(experiment / arm / "seed-0")
         for experiment, arm in (

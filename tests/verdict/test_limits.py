@@ -35,14 +35,14 @@ def first_reason(comparison):
 @pytest.mark.parametrize(
     ("claim", "verdict", "result", "code"),
     [
-        ({"metric": REWARD, "above": 0.5}, "MATCH", "holds", Code.LIMIT_HOLDS),
-        ({"metric": REWARD, "below": 0.5}, "MISMATCH", "different", Code.LIMIT_BROKEN),
-        ({"metric": MEMORY, "below": "0.6x"}, "MATCH", "holds", Code.LIMIT_HOLDS),
-        ({"metric": MEMORY, "below": "0.5x"}, "MISMATCH", "different", Code.LIMIT_BROKEN),
-        ({"metric": STEP_TIME, "below": "1.02x"}, "MATCH", "holds", Code.LIMIT_HOLDS),
+        ({"metric": REWARD, "above": 0.5}, "PASS", "holds", Code.LIMIT_HOLDS),
+        ({"metric": REWARD, "below": 0.5}, "FAIL", "different", Code.LIMIT_BROKEN),
+        ({"metric": MEMORY, "below": "0.6x"}, "PASS", "holds", Code.LIMIT_HOLDS),
+        ({"metric": MEMORY, "below": "0.5x"}, "FAIL", "different", Code.LIMIT_BROKEN),
+        ({"metric": STEP_TIME, "below": "1.02x"}, "PASS", "holds", Code.LIMIT_HOLDS),
         (
             {"metric": "memory/logprobs/peak_allocated_bytes", "below": 2.1 * 2**30},
-            "MATCH",
+            "PASS",
             "holds",
             Code.LIMIT_HOLDS,
         ),
@@ -79,7 +79,7 @@ def test_no_time_of_runs_that_shared_gpus_is_judged(simulated, judged, claim, sn
     comparison = judged(directory, claims=[Claim.model_validate(claim)])
     expected = "holds" if claim["metric"] == MEMORY else "not tested"
     assert verdict_of(comparison)[1] == expected
-    assert comparison.verdict == ("MATCH" if expected == "holds" else "INCONCLUSIVE")
+    assert comparison.verdict == ("PASS" if expected == "holds" else "INCONCLUSIVE")
     quantities = {saving.quantity for saving in comparison.content.savings}
     assert "step time" not in quantities and "peak memory" in quantities
     assert Code.GPUS_SHARED(runs_per_gpu=4) in comparison.content.notes
@@ -249,7 +249,7 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
         found.estimate.limited == pytest.approx(np.median(treatment, axis=1).mean())
         and found.claim.test == "limit"
     )
-    assert describe_claim(Claim(metric=ERROR, below=1.003)) == "below 1.003"
+    assert describe_claim(Claim(metric=ERROR, below=1.003)) == "level below 1.003"
     assert describe_claim(Claim(metric=MEMORY, below="0.6x")) == "below 0.6x the baseline"
     low = treatment.copy()
     low[2, 4] = 0.99

@@ -24,7 +24,7 @@ from abrun.regular_files import is_file
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.files import read_as, write_json
 from abrun.runs.layout import RunName
-from abrun.verdict.decide import ArmVerdict, judge
+from abrun.verdict.decide import FAILING, PASSING, ArmVerdict, judge
 
 FILE = "bisect.json"
 AGAIN = "good-again"  # arm name of the good candidate's reruns
@@ -166,7 +166,11 @@ class Bisection:
 
     def _judge_at_analyses(self, arm: str, launch: Launch) -> CandidateTest:
         """Judge a candidate at each interim analysis, until one decides."""
-        answers: dict[str, Answer] = {"MATCH": "good", "MISMATCH": "bad", "INVALID": "skipped"}
+        answers: dict[str, Answer] = {
+            **dict.fromkeys(PASSING, "good"),
+            **dict.fromkeys(FAILING, "bad"),
+            "INVALID": "skipped",
+        }
         answer, reason = "undecided", ""
         for num_pairs in self.design.counts:
             problem = self._ensure_runs(arm, num_pairs, launch)

@@ -33,7 +33,7 @@ from abrun.redaction import shortened
 from abrun.stats.equivalence import ALPHA, t_interval, welch_interval
 from abrun.stats.sequential import interim_levels
 from abrun.stats.series import window_bounds
-from abrun.verdict.decide import ArmVerdict, judge
+from abrun.verdict.decide import PASSING, ArmVerdict, judge
 from abrun.verdict.machines import MACHINE_KEYS
 from abrun.verdict.margins import summarize_window
 from abrun.verdict.results import ClaimResult
@@ -75,13 +75,15 @@ def new_ledger(
     Raises ComparisonError for a budget that is not a positive number or does not select one claim.
     """
     metric, _, number = budget.rpartition("=")
-    fitting = [claim for claim in claims.claims if claim.margin is not None and metric in ("", claim.metric)]
+    fitting = [
+        claim for claim in claims.claims if claim.difference_kind is not None and metric in ("", claim.metric)
+    ]
     try:
         amount = float(number)
     except ValueError:
         amount = float("nan")
     if not 0 < amount < float("inf") or len(fitting) != 1:
-        metrics = [claim.metric for claim in claims.claims if claim.margin is not None]
+        metrics = [claim.metric for claim in claims.claims if claim.difference_kind is not None]
         raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
     (claim,) = fitting
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
@@ -238,7 +240,7 @@ def _ledger_and_arm(
 
 def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) -> ClaimResult:
     """Return the result of the ledger's claim. Raises ComparisonError if the experiment did not match."""
-    if judged.verdict != "MATCH":
+    if judged.verdict not in PASSING:
         raise ComparisonError(
             Code.LEDGER_TAKES_MATCHES(
                 experiment=experiment.name,
@@ -255,7 +257,7 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) 
             ledger.steps,
         )
         is_tested = result.estimate.mean_difference is not None
-        if is_ledger_claim and is_tested and claim.test in ("paired TOST", "sigma test"):
+        if is_ledger_claim and is_tested and claim.paired and claim.kind not in ("limit", "exact"):
             return result
     claims = [result.claim for result in judged.claims]
     claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)

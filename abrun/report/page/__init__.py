@@ -71,10 +71,22 @@ def render_page(experiment: RecordedExperiment, content: VerdictFile, context: C
     )
 
 
+def render_static_page(title: str, body: str) -> str:
+    """Return an HTML page without scripts in the style of the reports; `body` is HTML."""
+    style = _minify("page.css")
+    policy = f"default-src 'none'; style-src {_policy_hashes([style])}; base-uri 'none'; form-action 'none'"
+    return Template(_read_file("static.html")).substitute(
+        policy=html.escape(policy, quote=False),
+        title=html.escape(_replace_surrogates(title)),
+        style=style,
+        body=_replace_surrogates(body),
+    )
+
+
 def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: Context | None) -> list[str]:
     """Return a block with the verdict, and one per metric, which the page parses when it draws the chart."""
     claims = content.claims
-    recorded = dict.fromkeys(experiment.metrics())
+    recorded = dict.fromkeys(experiment.metrics() if experiment.axis == "steps" else ())
     claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)

@@ -211,7 +211,7 @@ function sensitivitySection() {
       { class: "intro" },
       "Faults injected into the baseline, each judged like a treatment: " +
         (found.num_judged
-          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault with the verdict MATCH would have passed; with INCONCLUSIVE it was left open.`
+          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault with the verdict MATCH or PASS would have passed; with INCONCLUSIVE it was left open.`
           : "none could be judged."),
     ),
     table(

@@ -102,7 +102,7 @@ function runsSection() {
 const GUIDE = [
   [
     "Verdict",
-    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit is shown to be broken. INCONCLUSIVE: neither equivalence nor a difference beyond the margin is shown. INVALID: the runs cannot be compared fairly. DESCRIPTION: no claim was declared.",
+    "MATCH: step one, all guards and all claims pass. MISMATCH: step one or a guard fails, a difference is shown to exceed its margin, or a limit is shown to be broken. PASS and FAIL: the same if every claim is one-sided (not worse, better, a limit). INCONCLUSIVE: neither that all claims hold nor that one is broken is shown. INVALID: the runs cannot be compared fairly. DESCRIPTION: no claim was declared.",
   ],
   [
     "Claim",

@@ -3,8 +3,10 @@
 
 const VERDICTS = {
   MATCH: ["\u2713", "Every claim and every guard passes."],
+  PASS: ["\u2713", "Every claim and every guard passes; the claims are one-sided."],
   MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
-  INCONCLUSIVE: ["?", "Neither equivalence nor a difference is shown."],
+  FAIL: ["\u2715", "A one-sided claim, step one or a guard fails."],
+  INCONCLUSIVE: ["?", "Neither that the claims hold nor that one is broken is shown."],
   INVALID: ["!", "These runs cannot be compared fairly."],
   DESCRIPTION: ["\u2261", "No claim was declared: descriptive statistics, no test."],
 };
@@ -16,10 +18,15 @@ const isDescription = verdictName === "DESCRIPTION";
 
 function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
-  const skippedStepOne = content.verdict === "MATCH" && !(content.step_one || []).length;
+  const skippedStepOne = ["MATCH", "PASS"].includes(content.verdict) && !(content.step_one || []).length;
   const described = isDescription ? content.descriptions : [];
+  const alone = (content.seed_noise || []).length > 0;
   const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
-  const meaning = oneRunPerArm
+  const meaning = alone
+    ? "One arm alone: its spread from run to run, no test."
+    : isDescription && (content.new_runs || []).length
+    ? "One run beside the spread of several: no verdict on the arms."
+    : oneRunPerArm
     ? "One run per arm: descriptive statistics, no test."
     : `${outcome}${skippedStepOne ? " Step one was not checked." : ""}`;
   const [firstReason, ...otherReasons] = content.reasons || [];
@@ -55,8 +62,10 @@ const seedsAgreeing = (detected) =>
   `${detected.direction} in ${detected.num_agreeing} of ${detected.num_compared} ${detected.paired ? "seeds" : "runs"}`;
 
 function describedFinding() {
+  if ((content.new_runs || []).length) return null;
   const [row] = content.descriptions;
-  if (!row || !row.detected) return null;
+  // A ratio that holds at every step comes first, as a reason
+  if (!row || !row.detected || content.descriptions.some((one) => one.ratio_at_each_step)) return null;
   return [
     el("b", {}, `${row.metric} is ${number(Math.abs(row.difference), 3)} ${row.detected.direction} in ${row.arm}`),
     `: ${number(row.treatment)} against ${number(row.baseline)} in ${baselineName()}; ${seedsAgreeing(row.detected)}.`,
@@ -68,7 +77,8 @@ function finding() {
   const deciding = { MATCH: "equivalent", MISMATCH: "different", INCONCLUSIVE: "undecided" }[content.verdict];
   const claims = (content.claims || []).filter((claim) => claim.result === deciding);
   const [claim] = claims;
-  if (!claim || typeof claim.mean_difference !== "number" || typeof claim.limited === "number") return null;
+  if (!claim || (claim.kind ?? "within") !== "within") return null; // a one-sided claim has its reason as the finding
+  if (typeof claim.mean_difference !== "number" || typeof claim.limited === "number") return null;
   if (claim.margin === null || claim.treatment_mean == null || claim.baseline_mean == null) return null;
   if (content.verdict === "MATCH" && claims.length > 1)
     return [el("b", {}, `All ${content.claims.length} claims hold`), `: the arms agree within every margin.`];
@@ -144,8 +154,11 @@ function facts() {
   const planned = Math.max(...armSections.map((arm) => arm.num_planned_pairs));
   const hasAnalyses = armSections.some((arm) => (arm.interim_analyses || []).length);
   const pairs = hasAnalyses ? `compared, of ${planned} planned` : `of ${planned} finished`;
+  const noise = content.seed_noise || [];
   const list = [
-    content.paired === false
+    noise.length
+      ? ["runs of the arm", String(Object.keys(noise[0].levels).length)]
+      : content.paired === false
       ? ["unpaired runs", bothSizes(armSections[0].num_runs)]
       : ["pairs", armSections.length ? `${content.num_pairs} ${pairs}` : String(content.num_pairs)],
   ];

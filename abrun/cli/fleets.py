@@ -1,0 +1,93 @@
+"""Options of `abrun compare --fleet`. Slow imports happen inside the functions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from abrun.cli.app import console, print_json
+from abrun.cli.arguments import typed_command
+from abrun.errors import RecipeError
+from abrun.reasons import Code
+
+if TYPE_CHECKING:
+    from abrun.recorded.sources import ReadingOptions
+
+_REFUSED_READING = ("--baseline", "--interim", "--versions-differ")
+FleetFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Judge many recipes side by side: a folder with a subfolder of runs for each recipe, and "
+        "NAME.json, its reference, next to it (or in --reference FOLDER).",
+    ),
+]
+Before = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="With --fleet: --output folder of an earlier fleet, such as the main branch's; what was red "
+        "there is `red before`.",
+    ),
+]
+Rerun = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="With --fleet: second runs of some recipes, in subfolders of the same names; what is gone there "
+        "has `flaked`.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetArguments:
+    """Options of a fleet, as typed."""
+
+    folder: Path
+    references: Path | None
+    earlier: Path | None
+    rerun: Path | None
+    arm: str | None
+    output: Path | None
+    step_one: bool
+
+
+def refuse_fleet_options(sources: Sequence[str] | None, options: Mapping[str, Path | None]) -> None:
+    """Raise RecipeError for an option that requires --fleet, or if there is nothing to compare."""
+    for option, value in options.items():
+        if value is not None:
+            raise RecipeError(Code.FLEET_OPTION_NEEDED(option=option))
+    if not sources:
+        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
+
+
+def judge_fleet(
+    arguments: FleetArguments,
+    reading: "ReadingOptions",
+    refused: Mapping[str, Any],  # values of options that do not apply to fleets
+    *,
+    allow_open: bool,  # exit with 0 if a recipe is open, and nothing worse
+    as_json: bool,
+) -> NoReturn:
+    """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
+    from abrun.diagnose.fleet.classify import EXIT_CODES
+    from abrun.diagnose.fleet.command import compare_fleet
+    from abrun.diagnose.fleet.recipes import FleetOptions
+    from abrun.diagnose.fleet.report import render_terminal
+
+    given = reading.given_options
+    refused = {**refused, **{option: given.get(option) for option in _REFUSED_READING}}
+    for option, value in refused.items():
+        if value:
+            raise RecipeError(Code.FLEET_OPTION_REFUSED(option=option))
+    options = FleetOptions(reading=reading, command=typed_command(), **asdict(arguments))
+    comparison = compare_fleet(options)
+    if as_json:
+        print_json(comparison.content)
+    else:
+        console().print(render_terminal(comparison.fleet, comparison.page and str(comparison.page)))
+    code = comparison.fleet.exit_code
+    raise typer.Exit(0 if allow_open and code == EXIT_CODES["open"] else code)

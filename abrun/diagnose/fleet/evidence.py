@@ -1,0 +1,209 @@
+"""Evidence on one recipe of a fleet: verdict and p-values of its runs against its reference."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from abrun.diagnose.fleet.recipes import FleetOptions, FleetRecipe
+from abrun.diagnose.ledger.drift import is_over_budget
+from abrun.errors import AbrunError, ComparisonError
+from abrun.reasons import Code, Reason
+from abrun.recorded.experiment import RecordedExperiment, Reference, Sides
+from abrun.recorded.reference import REFERENCE_ARM, load_reference, make_regression_experiment
+from abrun.recorded.sources import read_sources
+from abrun.report.comparing import Comparison, compare, with_options
+from abrun.report.write import PAGE
+from abrun.runs.experiment import is_experiment
+from abrun.runs.layout import REPORT, RunName
+from abrun.runs.rundir import RunDir
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.verdict.decide import PASSING, Verdict
+from abrun.verdict.guards import check_guards, pair_with_all_baselines
+from abrun.verdict.limits import judge_limit
+from abrun.verdict.results import ClaimResult
+
+# The page draws its own charts; drawing pictures would take ten times as long as all the rest.
+_FORMATS = ("json", "html", "markdown")
+_ACCIDENTS = ("finished", "finite")  # guards that a single run can break
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Verdict on runs of one recipe, with the evidence for a decision over all recipes."""
+
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+    # Smallest level at which the tests of claims and guards give MISMATCH; None: nothing was tested
+    p_value: float | None
+    breaks_exact_rule: bool  # step one or an exact claim, which no noise breaks
+    num_runs: int
+    failed_seeds: tuple[int, ...]  # seeds whose run failed or became NaN alone
+    reference_problem: Reason | None  # why the reference itself is red
+    report: Path | None  # the page of its report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeEvidence:
+    """Judgements of one recipe, or the reason why there is none."""
+
+    name: str
+    problem: Reason | None = None
+    reference_sha256: str | None = None
+    judgement: Judgement | None = None
+    rerun: Judgement | None = None  # of the runs in which reruns replace the runs of their seeds
+    rerun_problem: Reason | None = None
+    num_rerun: int = 0
+    retried: tuple[Reason, ...] = ()  # failed attempts of runs that finished later
+
+
+def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidence:
+    """Read and judge one recipe, and write its report if the options name a folder.
+
+    A recipe that cannot be read or judged has a problem instead of a judgement.
+    """
+    if recipe.problem or recipe.reference is None:
+        return RecipeEvidence(name=recipe.name, problem=recipe.problem)
+    try:
+        sha256 = hashlib.sha256(recipe.reference.read_bytes()).hexdigest()
+        reference = load_reference(recipe.reference)
+        experiment = _open_runs(recipe.folder, reference, options)
+        evidence = RecipeEvidence(name=recipe.name, reference_sha256=sha256)
+        evidence = replace(evidence, retried=tuple(_failed_attempts(experiment)))
+        judgement = _judge(experiment, reference, options, Path(recipe.name))
+    except (AbrunError, OSError) as error:
+        return RecipeEvidence(name=recipe.name, problem=_reason_of(error))
+    evidence = replace(evidence, judgement=judgement)
+    rerun_folder = options.rerun / recipe.name if options.rerun else None
+    if rerun_folder is None or judgement.verdict in PASSING or not rerun_folder.is_dir():
+        return evidence
+    try:
+        rerun = _open_runs(rerun_folder, reference, options)
+        merged, num_rerun = _replace_runs(experiment, rerun)
+        second = _judge(merged, reference, options, Path(recipe.name) / "rerun")
+    except (AbrunError, OSError) as error:
+        return replace(evidence, rerun_problem=_reason_of(error))
+    return replace(evidence, rerun=second, num_rerun=num_rerun)
+
+
+def _reason_of(error: AbrunError | OSError) -> Reason:
+    if isinstance(error, AbrunError):
+        return error.reason
+    return Code.FOREIGN_TEXT(text=f"{error.filename}: {error.strerror or error}")
+
+
+def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> RecordedExperiment:
+    """Return the runs in a folder as the treatment of the reference."""
+    contents = read_sources([str(folder)], options.reading)
+    experiment = contents.experiment(allows_one_arm=True, may_unpair=True)
+    if options.arm is None and len(experiment.arms) > 1:
+        raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
+    arm = options.arm or experiment.baseline
+    experiment = make_regression_experiment(experiment, reference, arm)
+    return with_options(experiment, step_one=options.step_one, unpaired=options.reading.unpaired)
+
+
+def _replace_runs(first: RecordedExperiment, rerun: RecordedExperiment) -> tuple[RecordedExperiment, int]:
+    """Return the experiment with the rerun's runs in place of those of their seeds, and their number."""
+    arm = first.treatments[0]
+    runs = {
+        RunName(arm=arm, seed=run.name.seed): run
+        for run in rerun.runs.values()
+        if run.name.arm != REFERENCE_ARM
+    }
+    renamed = {name: replace(run, name=name, identity=None) for name, run in runs.items()}
+    return replace(first, runs={**first.runs, **renamed}), len(renamed)
+
+
+def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
+    """Yield the failed attempts of runs of abrun's that finished in a later one."""
+    directory = experiment.directory
+    if directory is None or not is_experiment(directory):
+        return
+    for run in experiment.runs.values():
+        if run.finished and run.name.arm != REFERENCE_ARM:
+            for attempt in RunDir(Path(run.place)).attempts():
+                if attempt.status == "failed":
+                    message = attempt.message or f"exit code {attempt.exit_code}"
+                    yield Code.FLEET_ATTEMPT_FAILED(run=str(run), attempt=attempt.number, message=message)
+
+
+def _judge(
+    experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path
+) -> Judgement:
+    folder = options.output / place / REPORT if options.output else None
+    comparison = compare(
+        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=options.command
+    )
+    report = place / REPORT / PAGE if folder else None
+    return _summarize(experiment, reference, comparison, report)
+
+
+def _summarize(
+    experiment: RecordedExperiment, reference: Reference, comparison: Comparison, report: Path | None
+) -> Judgement:
+    content = comparison.content
+    (section,) = content.arms.values()
+    is_tested = content.verdict != "INVALID"
+    failed_seeds = tuple(_failed_seeds(experiment, content.claims))
+    failures = [guard for guard in content.guards if guard.guard in _ACCIDENTS and guard.result == "fail"]
+    reasons = list(section.reasons)
+    if failed_seeds and failures and not is_tested:  # runs that all failed early also lack steps to compare
+        reasons.insert(0, Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason))
+    return Judgement(
+        verdict=content.verdict,
+        reasons=tuple(reasons),
+        p_value=min(_p_values(comparison, experiment.compare.alpha), default=None) if is_tested else None,
+        breaks_exact_rule=any(step.result == "fail" for step in content.step_one)
+        or any(claim.claim.test == "exact" and claim.result == "different" for claim in content.claims),
+        num_runs=len(experiment.sides(comparison.arms[0].arm).treatments),
+        failed_seeds=failed_seeds,
+        reference_problem=_find_reference_problem(experiment, reference, comparison),
+        report=report,
+    )
+
+
+def _p_values(comparison: Comparison, alpha: float) -> Iterator[float]:
+    """Yield the level at which each test alone would give MISMATCH, by its share of that level."""
+    for result in comparison.content.claims:
+        p_value, terms = result.estimate.p_beyond_holm, result.claim
+        num_runs = terms.num_pairs if terms.num_runs is None else min(terms.num_runs)
+        if p_value is not None and num_runs >= MIN_FOR_MISMATCH:
+            yield min(1.0, p_value * alpha / terms.alpha_difference)
+    for guard in comparison.content.guards:
+        p_value, level = guard.reason.values.get("p"), guard.reason.values.get("level")
+        if p_value is not None and level:
+            yield min(1.0, p_value * alpha / level)
+
+
+def _failed_seeds(experiment: RecordedExperiment, claims: list[ClaimResult]) -> Iterator[int]:
+    """Yield the seeds whose run alone breaks a guard on failures or NaN."""
+    (arm,) = experiment.treatments
+    sides = experiment.sides(arm)
+    windows = [(result.claim.metric, result.claim.steps) for result in claims if result.claim.steps]
+    for pair in experiment.pairs(arm) if sides.paired else pair_with_all_baselines(sides):
+        single = Sides(baselines=(pair.baseline,), treatments=(pair.treatment,), paired=sides.paired)
+        guards = check_guards(arm, [pair], single, experiment.compare.guards, (), windows)
+        if any(guard.guard in _ACCIDENTS and guard.result == "fail" for guard in guards):
+            yield pair.seed
+
+
+def _find_reference_problem(
+    experiment: RecordedExperiment, reference: Reference, comparison: Comparison
+) -> Reason | None:
+    """Return why the reference is red by the rules that its recipe is held to; None if it is not."""
+    if is_over_budget(reference):
+        return Code.FLEET_DRIFT_USED_UP()
+    for guard in comparison.content.guards:
+        if guard.result == "baseline too":
+            return guard.reason
+    baselines = experiment.sides(comparison.arms[0].arm).baselines
+    sides = Sides(baselines=baselines, treatments=baselines, paired=True)
+    for claim, result in zip(experiment.compare.claims, comparison.content.claims, strict=True):
+        if result.claim.test == "limit" and result.result == "different":
+            grid = experiment.metric_steps(claim.metric)
+            itself = judge_limit(REFERENCE_ARM, sides, claim, grid)
+            p_value = itself.estimate.p_beyond
+            if p_value is not None and p_value < ALPHA:
+                return Code.FLEET_REFERENCE_BREAKS_LIMIT(metric=claim.metric, limit=result.claim.margin_text)
+    return None

@@ -1,0 +1,58 @@
+"""Sentences of fleets: many recipes judged side by side."""
+
+from abrun.messages.message import Message
+from abrun.reasons import Code
+
+
+def _summary(num_recipes, regressed, not_judged, undecided, flaked, red_before, green, names) -> str:
+    """The fleet in one sentence: how many recipes regressed here, and where all others stand."""
+    head = "no recipe regressed here"
+    if regressed:
+        head = f"{regressed} of {num_recipes} recipes regressed here"
+    others = [
+        f"{red_before} {'was' if red_before == 1 else 'were'} red before" * bool(red_before),
+        f"{flaked} flaked" * bool(flaked),
+        f"{undecided} {'is' if undecided == 1 else 'are'} open" * bool(undecided),
+        f"{not_judged} could not be judged" * bool(not_judged),
+        f"{green} {'is' if green == 1 else 'are'} green",
+    ]
+    text = f"{head}; {', '.join(filter(None, others))}"
+    return f"{text}. Look at {', '.join(names)}" if names else text
+
+
+MESSAGES: dict[Code, Message] = {
+    Code.FLEET_SUMMARY: _summary,
+    Code.FLEET_FOLDER_MISSING: "{option}: got {folder}, {problem}; give a folder with a subfolder for each "
+    "recipe",
+    Code.FLEET_EMPTY: "--fleet: {folder} has no recipe; give a folder with a subfolder of runs "
+    "for each recipe",
+    Code.FLEET_NOT_JUDGED: "--fleet: none of the {num:count recipe} in {folder} can be judged; the first is "
+    "{recipe}: {problem}",
+    Code.FLEET_WITHOUT_REFERENCE: "{recipe} has no reference; make one: abrun reference save RUNS "
+    "-o {reference}",
+    Code.FLEET_TWO_REFERENCES: "{recipe} has two references, {first} and {second}; remove one",
+    Code.FLEET_WITHOUT_RUNS: "{recipe} has a reference but no runs in {folder}; run it, or remove "
+    "its reference",
+    Code.FLEET_OPTION_REFUSED: "--fleet: got {option} as well; drop it",
+    Code.FLEET_OPTION_NEEDED: "{option} requires --fleet; add it, or drop {option}",
+    Code.FLEET_NEEDS_SOURCE: "compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER",
+    Code.FLEET_OUTPUT_HOLDS_RUNS: "--output: {folder} holds the runs of the fleet; choose another folder",
+    Code.FLEET_FILE_REFUSED: "--before: {path}: {problem}; give the --output folder of an earlier abrun "
+    "compare --fleet",
+    Code.FLEET_ATTEMPT_FAILED: "attempt {attempt} of {run} failed: {message}",
+    Code.FLEET_DRIFT_USED_UP: "the accepted changes in its ledger have drifted beyond the budget",
+    Code.FLEET_REFERENCE_BREAKS_LIMIT: "its own runs break the limit {limit} on {metric}",
+    Code.FLEET_REFERENCE_RED: "the reference itself is red: {problem}; make a new reference",
+    Code.FLEET_GONE_ON_RETRY: "{attempt}{num_more:if , and {num_more} more|}; every run finished in a later "
+    "attempt and matches",
+    Code.FLEET_GONE_ON_RERUN: "gone on the rerun, which matches ({num_runs:count run}). At first: {cause}",
+    Code.FLEET_REPAIRED: "red in the earlier fleet, and matches now: {cause}",
+    Code.FLEET_RED_EARLIER: "red in the earlier fleet as well: {cause}",
+    Code.FLEET_RED_ON_RERUN: "red again on the rerun of {num_runs:count run}: {cause}",
+    Code.FLEET_RERUN_OPEN: "{cause}. The rerun decides nothing: {rerun}; add seeds",
+    Code.FLEET_RERUN_UNREADABLE: "{cause}. The rerun cannot be judged: {problem}",
+    Code.FLEET_FEW_FAILED: "{num_runs:count run}, of which seed {seeds:list} failed{is_rerun:if , some of "
+    "them again on the rerun}, as accidents in this fleet could: {cause}; rerun {seeds:plural that seed}",
+    Code.FLEET_MAY_BE_CHANCE: "red by itself, but chance among so many recipes could explain it (false "
+    "discovery rate {rate:.2g}): {cause}; rerun it with more seeds",
+}

@@ -1,0 +1,153 @@
+"""One-sided tests of the treatment's improvement over the baseline: non-inferiority and superiority.
+
+Non-inferiority is shown if the lower 1 - alpha bound of the improvement is above minus the margin,
+superiority by at least the margin if it is above the margin (CONSORT extension for non-inferiority: Piaggio
+et al. 2012, doi:10.1001/jama.2012.87802; Wellek, Testing Statistical Hypotheses of Equivalence and
+Noninferiority, 2010). The bound is Student's t of the paired differences, or Welch's: one half of the
+interval of the two one-sided tests (Schuirmann 1987). Margins in sigmas are in `abrun.stats.sigma_margin`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, check_samples, estimate_difference, p_above
+from abrun.stats.power import MAX_PAIRS, NUM_EXPERIMENTS, Decisions, find_min_pairs
+
+_NUM_BISECTIONS = 60
+_MAX_SHARE = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneSidedResult:
+    """Result of testing whether the mean improvement is above a threshold."""
+
+    p_above: float  # small if the improvement is above the threshold
+    p_below: float  # small if it is below
+    bound: float  # largest threshold that would have passed, in the threshold's unit; -inf if none would
+
+
+def improvement_test(
+    baseline: ArrayLike,  # [M] one summary per run
+    treatment: ArrayLike,  # [N] if paired, the same seeds in the same order
+    threshold: float,
+    alpha: float = ALPHA,
+    yardstick: ArrayLike | None = None,  # [M] for the baseline's runs
+    resolution: float = 0.0,
+    *,
+    sign: int,
+    paired: bool = True,
+) -> OneSidedResult:
+    """Test whether mean(sign * (treatment - baseline)) is above threshold, or threshold * mean(yardstick).
+
+    `sign` is 1 if higher is better, else -1. A negative threshold is the margin of a non-inferiority. With a
+    yardstick, improvement minus threshold is tested run by run, so that the estimated margin is accounted
+    for (Sasabuchi 1988). `resolution` is that of `equivalence_test`. Raises ValueError for fewer than two
+    pairs or runs, and for non-finite values.
+    """
+    baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
+    unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
+
+    def excess(share: float) -> tuple[float, float, float]:
+        """Return the mean improvement minus `share` yardsticks, its standard error and degrees of freedom."""
+        samples = sign * baseline_values + share * unit, sign * treatment_values
+        return estimate_difference(*samples, resolution, paired=paired)
+
+    mean, error, dof = excess(threshold)
+    if yardstick is None:
+        improvement, improvement_error, improvement_dof = excess(0.0)
+        bound = improvement - float(special.stdtrit(improvement_dof, 1 - alpha)) * improvement_error
+    else:
+        bound = _find_largest_share(lambda share: p_above(*excess(share)) < alpha)
+    return OneSidedResult(p_above=p_above(mean, error, dof), p_below=p_above(-mean, error, dof), bound=bound)
+
+
+def _find_largest_share(passes: Callable[[float], bool]) -> float:
+    """Return the largest share of the yardstick that passes, by bisection; -inf if none does."""
+    low, high = -1.0, 1.0
+    while not passes(low):
+        low *= 2
+        if low < -_MAX_SHARE:
+            return -math.inf
+    while passes(high):
+        low, high = high, 2 * high
+        if high > _MAX_SHARE:
+            return math.inf
+    for _ in range(_NUM_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
+
+
+def planned_excess(kind: str, margin: float, improvement: float | None) -> float:
+    """Return by how much the improvement that is planned for exceeds the threshold of a one-sided claim.
+
+    Non-inferiority (`not_worse`) is planned for equal arms, superiority (`better`) for the declared
+    improvement, or twice its margin.
+    """
+    if kind == "not_worse":
+        return margin
+    return (2 * margin if improvement is None else improvement) - margin
+
+
+def one_sided_power(excess: float, standard_error: float, dof: float, alpha: float = ALPHA) -> float:
+    """Return P(the test passes) if the true improvement exceeds the threshold by `excess`.
+
+    Exact for normal differences: the t statistic is noncentral (Owen 1965); approximate for Welch.
+    """
+    if standard_error == 0:
+        return float(excess > 0)
+    critical = float(special.stdtrit(dof, 1 - alpha))
+    noncentrality = min(excess / standard_error, 1e3)  # scipy loses digits beyond; the power is 1 long before
+    power = 1 - float(special.nctdtr(dof, noncentrality, critical))
+    return float(np.clip(power if math.isfinite(power) else noncentrality > critical, 0.0, 1.0))
+
+
+def one_sided_pairs_needed(
+    excess: float,
+    sd_difference: float,
+    target: float = 0.8,
+    alpha: float = ALPHA,
+    max_pairs: int = MAX_PAIRS,
+    dof_per_pair: float = 1.0,
+) -> int | None:
+    """Return the smallest number of pairs, or of runs of each arm, with power `target`.
+
+    Returns None above `max_pairs`, and if the true improvement does not exceed the threshold.
+    """
+    if excess <= 0:
+        return None
+    return find_min_pairs(
+        lambda pairs: one_sided_power(
+            excess, sd_difference / math.sqrt(pairs), dof_per_pair * (pairs - 1), alpha
+        ),
+        target,
+        max_pairs,
+    )
+
+
+def simulate_one_sided_decisions(
+    excess: float,
+    sd_difference: float,
+    counts: Sequence[int],
+    levels: Sequence[float],
+    broken_levels: Sequence[float],
+    *,
+    stream: int = 0,
+) -> Decisions:
+    """Return what the paired test decides at each of `counts` pairs if the improvement exceeds the threshold
+    by `excess`; see `abrun.stats.power.simulate_tost_decisions`.
+    """
+    rng = np.random.default_rng([0, stream])
+    draws = excess + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
+    passes, failures = [], []
+    for count, alpha, broken_alpha in zip(counts, levels, broken_levels, strict=True):
+        mean, error = draws[:, :count].mean(axis=1), draws[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+        passes.append(mean > float(special.stdtrit(count - 1, 1 - alpha)) * error)
+        is_broken = -mean > float(special.stdtrit(count - 1, 1 - broken_alpha)) * error
+        failures.append(is_broken & (count >= MIN_FOR_MISMATCH))
+    return Decisions(np.array(passes), np.array(failures))

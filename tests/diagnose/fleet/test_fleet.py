@@ -1,0 +1,142 @@
+"""A fleet of recipes with a known truth: what regressed here, what was red before, and what only flaked."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.diagnose.fleet.simulate import write_fleet, write_reference, write_runs
+
+DROP = -0.3
+SHIFTS = {
+    "calm-1": (0.0, 0.0),
+    "calm-2": (0.0, 0.0),
+    "drops": (0.0, DROP),
+    "dropped-before": (DROP, DROP),
+    "mended": (DROP, 0.0),
+    "drops-once": (0.0, DROP),
+    "nan": (0.0, 0.0),
+    "nan-once": (0.0, 0.0),
+    "nan-in-one-seed": (0.0, 0.0),
+}
+NAN = {"nan": (0, 1, 2, 3), "nan-once": (2,), "nan-in-one-seed": (1,)}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("fleet")
+    write_fleet(root, SHIFTS, NAN)
+    write_runs(root / "rerun/drops-once", 1000)
+    write_runs(root / "rerun/nan-once", 1001, seeds=[2])
+    return root
+
+
+def statuses(content: dict) -> dict[str, str]:
+    return {row["name"]: row["status"] for row in content["recipes"]}
+
+
+def test_what_regressed_here_is_told_from_what_was_red_before_and_what_flaked(fleet, abrun):
+    options = ("--reference", fleet / "references")
+    code, _, errors = abrun("compare", "--fleet", fleet / "main", *options, "-o", fleet / "main-report")
+    assert (code, errors) == (3, "")
+    options += ("--before", fleet / "main-report", "--rerun", fleet / "rerun", "-o", fleet / "report")
+    code, text, errors = abrun("compare", "--fleet", fleet / "branch", *options)
+    assert (code, errors) == (3, "")
+    assert "2 of 9 recipes regressed here; 1 was red before, 2 flaked, 1 is open, 3 are green. " in text
+    content = json.loads((fleet / "report/fleet.json").read_text())
+    assert statuses(content) == {
+        "drops": "regressed here",
+        "nan": "regressed here",
+        "nan-in-one-seed": "open",
+        "drops-once": "flaked",
+        "nan-once": "flaked",
+        "dropped-before": "red before",
+        "calm-1": "green",
+        "calm-2": "green",
+        "mended": "green",
+    }
+    assert content["num_tested"] == 7 and content["counts"]["flaked"] == 2
+    page = (fleet / "report/fleet.html").read_text()
+    for row in content["recipes"]:
+        assert (fleet / "report" / row["report"]).is_file() and f'href="{row["report"]}"' in page
+
+
+def test_a_recipe_that_cannot_be_judged_is_a_row(fleet, abrun, tmp_path):
+    """No reference, two references, a torn one, another version's, no runs, and runs without numbers."""
+    folder = tmp_path / "fleet"
+    shutil.copytree(fleet / "branch/calm-1", folder / "calm")
+    shutil.copy(fleet / "references/calm-1.json", folder / "calm.json")
+    text = (folder / "calm.json").read_text()
+    for name in ("without", "two", "torn", "newer"):
+        shutil.copytree(folder / "calm", folder / name)
+    (folder / "two.json").write_text(text)
+    (folder / "two/reference.json").write_text(text)
+    (folder / "torn.json").write_text(text[: len(text) // 2])
+    (folder / "newer.json").write_text(json.dumps({**json.loads(text), "schema_version": 99}))
+    (folder / "not-run.json").write_text(text)
+    (folder / "empty").mkdir()
+    (folder / "empty.json").write_text(text)
+    (folder / "other.json").write_text("[1, 2]")
+    code, output, errors = abrun("compare", "--fleet", folder, "--json")
+    content = json.loads(output)
+    assert (code, errors) == (5, "")
+    assert statuses(content) == {"calm": "green"} | dict.fromkeys(
+        ("empty", "newer", "not-run", "torn", "two", "without"), "not judged"
+    )
+    for row in content["recipes"]:
+        assert row["reason"].isprintable() and len(row["reason"]) < 400, row
+    shutil.rmtree(folder / "calm")
+    (folder / "calm.json").unlink()
+    code, output, errors = abrun("compare", "--fleet", folder)
+    assert (code, output) == (2, "") and errors.count("\n") == 1 and "6 recipes" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--fleet", "missing"],
+        ["--fleet", "empty"],
+        ["--fleet", "file"],
+        ["--fleet", "fleet", "--reference", "missing"],
+        ["--fleet", "fleet", "--rerun", "missing"],
+        ["--fleet", "fleet", "--before", "empty"],
+        ["--fleet", "fleet", "--before", "file"],
+        ["--fleet", "fleet", "--output", "fleet"],
+        ["--fleet", "fleet", "runs"],
+        ["--fleet", "fleet", "--claim", "train/reward:last 20%:0.1"],
+        ["--fleet", "fleet", "--interim", "3,5"],
+        ["--fleet", "fleet", "--wandb"],
+        ["runs", "--before", "empty"],
+        ["runs", "--rerun", "empty"],
+        [],
+    ],
+)
+def test_bad_input_is_one_line(arguments, abrun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "fleet/recipe"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "file").write_text("{}")
+    code, output, errors = abrun("compare", *arguments)
+    assert (code, output) == (2, "") and errors.count("\n") == 1 and errors.startswith("abrun: "), errors
+
+
+def test_an_earlier_fleet_against_another_reference_excuses_nothing(fleet, abrun, tmp_path):
+    names = ("dropped-before", "calm-1")
+    for name in names:
+        shutil.copytree(fleet / "main" / name, tmp_path / "main" / name)
+        shutil.copytree(fleet / "branch" / name, tmp_path / "branch" / name)
+        write_reference(tmp_path / "references" / f"{name}.json", 2000, tmp_path / "old" / name)
+    options = ("--reference", fleet / "references", "-o", tmp_path / "report")
+    abrun("compare", "--fleet", tmp_path / "main", *options)
+    options = ("--reference", tmp_path / "references", "--before", tmp_path / "report")
+    code, output, _ = abrun("compare", "--fleet", tmp_path / "branch", *options, "--json")
+    assert (code, statuses(json.loads(output))["dropped-before"]) == (3, "regressed here")
+
+
+def test_a_report_inside_the_fleet_is_no_recipe(fleet, abrun, tmp_path):
+    shutil.copytree(fleet / "branch/calm-1", tmp_path / "calm")
+    shutil.copy(fleet / "references/calm-1.json", tmp_path / "calm.json")
+    for _ in range(2):
+        code, output, _ = abrun("compare", "--fleet", tmp_path, "-o", tmp_path / "report", "--json")
+        assert (code, statuses(json.loads(output))) == (0, {"calm": "green"})
