@@ -105,16 +105,15 @@ def test_equal_scores_of_two_seeds_are_no_copy_and_equal_tables_are(tmp_path: Pa
     rows = [("a", 0, 0.5), ("a", 1, 0.5), ("a", 2, 0.54), ("b", 0, 0.52), ("b", 1, 0.5), ("b", 2, 0.5)]
     comparison = compare(write(tmp_path / "few.csv", "arm,seed,acc", rows), claims=[claim("acc", 0.3)])
     assert comparison.verdict == "MATCH"
-    rows = [
+    copied: list[tuple[object, ...]] = [
         (arm, seed, *(0.1 * k + 0.01 * (seed % 2) for k in range(5))) for arm in "ab" for seed in range(3)
     ]
-    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", rows)
+    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", copied)
     (result,) = compare(table, claims=[claim("v", 0.3)]).content.claims
     assert result.problem is not None and result.problem.code == Code.ARMS_IDENTICAL
-    rows[-1] = (*rows[-1][:2], 0.3, *rows[-1][3:])
-    (result,) = compare(
-        write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", rows), claims=[claim("v", 0.3)]
-    ).content.claims
+    copied[-1] = (*copied[-1][:2], 0.3, *copied[-1][3:])
+    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", copied)
+    (result,) = compare(table, claims=[claim("v", 0.3)]).content.claims
     assert result.problem is not None and result.problem.code == Code.ONE_RUN_AS_TWO_SEEDS
 
 
