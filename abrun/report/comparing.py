@@ -34,6 +34,8 @@ from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, VERDICT
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
+from abrun.verdict.new_run import has_single_run
+from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, tested_arms
 
 if TYPE_CHECKING:
@@ -108,7 +110,9 @@ def compare_contents(
     ComparisonError for runs that cannot be read, or a folder that must stay as it is.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
+    experiment = contents.experiment(
+        allows_one_arm=reference is not None, may_be_one_arm=reference is None, may_unpair=claims is None
+    )
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
     if reference is not None or (experiment.reference and not experiment.treatments):
@@ -120,6 +124,8 @@ def compare_contents(
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
+    if experiment.compare.paired and not (experiment.has_recipe or experiment.regression):
+        experiment = _unpair_single_run(experiment)
     level = {key: value for key, value in (("alpha", alpha), ("require", require)) if value is not None}
     unpaired = reading.unpaired
     experiment = with_options(experiment, claims, step_one=step_one, unpaired=unpaired, level=level)
@@ -129,6 +135,14 @@ def compare_contents(
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
     return compare(experiment, declared=declared, output=output, formats=formats, command=command)
+
+
+def _unpair_single_run(experiment: RecordedExperiment) -> RecordedExperiment:
+    """Return the experiment unpaired if one arm has a single run: one pair shows no spread, all runs do."""
+    is_alone = len(experiment.treatments) == 1 and has_single_run(experiment, experiment.treatments[0])
+    if not is_alone or experiment.compare.interim:
+        return experiment
+    return replace(experiment, compare=experiment.compare.model_copy(update={"paired": False}))
 
 
 def _make_command(
@@ -193,14 +207,13 @@ def compare(
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
-    if not experiment.treatments:
-        raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
-    arms = judge(experiment, experiment.compare.claims)
-    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
+    arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
+    one_arm = None if arms else describe_one_arm(experiment)
+    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
     earlier = find_earlier_claim_tests(
         {experiment.directory or Path(), *([output.parent] if output is not None else [])}
     )
-    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier)
+    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
     readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)

@@ -1,7 +1,7 @@
 """Verdict of each treatment from its evidence, with the reasons for it (docs/explanation/verdict.md)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
@@ -30,6 +30,7 @@ from abrun.verdict.guards import (
 )
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.margins import resolve_margin
+from abrun.verdict.new_run import NewRun, measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.step_one import StepOne, check_step_one
@@ -92,6 +93,9 @@ class ArmVerdict(ArmSection):
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
+    new_runs: list[NewRun] = field(
+        default_factory=list
+    )  # empty unless one arm has a single run, and the other several
 
 
 def judge(
@@ -145,7 +149,8 @@ def judge(
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_results = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, claims, arm_results, analysis)
+                arm_verdict = judge_arm(experiment, arm, claims, arm_results, analysis)
+                judged[arm] = _add_new_runs(experiment, claims, arm_verdict)
                 analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
     if not experiment.compare.interim:
         return list(judged.values())
@@ -270,6 +275,16 @@ def _add_description_reasons(
     if described and verdict == "INCONCLUSIVE":
         reasons = [*description_reasons(described, experiment.baseline), *reasons]
     return verdict, list(reasons)
+
+
+def _add_new_runs(experiment: RecordedExperiment, claims: Sequence[Claim], judged: ArmVerdict) -> ArmVerdict:
+    """Add the place of a single run among several, which says more than the difference from their mean."""
+    new_runs = measure_new_run(experiment, judged.arm, claims)
+    if not new_runs or judged.verdict == "INVALID":
+        return replace(judged, new_runs=new_runs)
+    replaced = (Code.DESCRIBED, Code.OTHER_METRICS, Code.ONE_RUN_EACH)
+    reasons = [reason for reason in judged.reasons if reason.code not in replaced]
+    return replace(judged, new_runs=new_runs, reasons=[*new_run_reasons(new_runs), *reasons])
 
 
 def decide_verdict(

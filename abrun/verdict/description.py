@@ -97,8 +97,8 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     if min(sides.sizes) == 0 or (has_tests and (claims or launched)):
         return []
     windows = {claim.metric: claim.window for claim in claims}
-    unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
-    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], _default_window(sides))
+    unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], default_window(sides))
     declared = experiment if claims or launched else None
     described = (
         _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
@@ -115,10 +115,10 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0:
         return None
-    for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
+    for metric in rank_metrics(sides)[:MAX_OTHER_METRICS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
-        description = _describe_metric(arm, sides, metric, _default_window(sides), experiment)
+        description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
         if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
         claim = build_claim(description)
@@ -138,7 +138,7 @@ def build_claim(description: Description) -> Claim:
     )
 
 
-def _default_window(sides: Sides) -> str:
+def default_window(sides: Sides) -> str:
     return DEFAULT_WINDOW if sides.axis == "steps" else "all"
 
 
@@ -162,7 +162,7 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
     )
 
 
-def _rank_metrics(sides: Sides) -> list[str]:
+def rank_metrics(sides: Sides) -> list[str]:
     """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
@@ -206,7 +206,7 @@ def _describe_metric(
     one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
     varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    step = find_resolution(sides.runs, _untransformed_claim(metric), varying)
+    step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
         equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
         if min(sides.sizes) > 1
@@ -306,7 +306,7 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     ]
 
 
-def _untransformed_claim(metric: str) -> Claim:
+def untransformed_claim(metric: str) -> Claim:
     """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
     # Not validated: a log may have a metric `memory`, which a declared claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
@@ -314,7 +314,7 @@ def _untransformed_claim(metric: str) -> Claim:
 
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
     """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
-    climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
+    climb = float(np.mean(measure_climbs(sides.baselines, untransformed_claim(metric), last_step)))
     if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
         return _round_margin(SHARE_OF_CLIMB, "climb", climb)
     if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:
