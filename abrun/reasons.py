@@ -46,7 +46,7 @@ class Code(StrEnum):
 
     # Verdicts
     NO_CLAIM, NOTHING_CLAIMED, OF_ARM, MORE_FAULTS, GUARD_FAILS = auto(), auto(), auto(), auto(), auto()
-    GUARD_OPEN, ONE_RUN_EACH, POST_HOC = auto(), auto(), auto()
+    GUARD_OPEN, ONE_RUN_EACH, POST_HOC, PROMPTS_AS_UNITS = auto(), auto(), auto(), auto()
 
     # Validity: problems that rule out a verdict
     NO_SHARED_SEED, UNPAIRED_SEEDS, BASELINE_FAILED, RERUN_FAILED = auto(), auto(), auto(), auto()
@@ -61,6 +61,7 @@ class Code(StrEnum):
     FIRST_STEP_OTHER_REFERENCE, FIRST_STEP_OTHER_VERSIONS, FIRST_STEP_COUNTED_ANEW = auto(), auto(), auto()
     FIRST_STEP_NOT_SHARED, FIRST_STEPS_DIFFER, FIRST_STEP_LATE = auto(), auto(), auto()
     FIRST_STEP_NOT_FINITE, FIRST_STEP_NOT_RECORDED, PROMPTS_NOT_KNOWN = auto(), auto(), auto()
+    FIRST_STEP_OF_SCORES = auto()
     STEP_ONE_DIFFERS, STEP_ONE_OPEN = auto(), auto()
 
     # Guards
@@ -85,7 +86,7 @@ class Code(StrEnum):
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN = auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -93,11 +94,23 @@ class Code(StrEnum):
     ULP_RUN_NOT_FINISHED, NO_RERUNS, LEARNING_NOT_RECORDED, RARE_FAILURES = auto(), auto(), auto(), auto()
     NO_MARGIN, LEARNING_NOT_CHECKED, NO_FAULT_INJECTED, METRICS_WITHOUT_CLAIM = auto(), auto(), auto(), auto()
     OTHER_CONDITIONS, EXCLUDED, SEEDS_LEFT_OUT, START_LEFT_OUT = auto(), auto(), auto(), auto()
+    PROMPTS_NOT_SHARED, OTHER_SCORES = auto(), auto()
     COUNTER_RESTARTED, FOUND_BY_STEP_ONE, FOUND_BY_GUARD, LIMITED_METRIC = auto(), auto(), auto(), auto()
     MOVED_METRIC, FAULT_MISSED, FINAL_WEIGHTS_NOT_RECORDED = auto(), auto(), auto()
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
     TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
+
+    # Seed noise: one arm alone, and one run beside several
+    SEED_NOISE, NORMAL_GAP, PAIRS_SHOW, LEVEL_ALONE, TWO_GROUPS = auto(), auto(), auto(), auto(), auto()
+    NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
+    RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
+    LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
+    NO_STEP_IN_COMMON = auto()
+
+    # MLPerf's reference check
+    RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
+    RCP_WITHOUT_SPREAD, RCP_OTHER_NUM_RUNS = auto(), auto()
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
@@ -120,6 +133,7 @@ class Code(StrEnum):
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
     REPEAT_IN_FLOAT32, TRAIN_FOR_INTERIM, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
     TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
+    TRAIN_MORE_OF_ARM, TRAIN_MORE_OF_NEW, COMPARE_CHANGE = auto(), auto(), auto()
     CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
     NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
     CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
@@ -185,14 +199,15 @@ class Code(StrEnum):
     CLAIM_TWICE, CLAIM_ON_TEXT, CLAIM_NOT_RECORDED, OPTION_FOR_EXPERIMENT = auto(), auto(), auto(), auto()
     ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, INTERIM_REFUSED = auto(), auto(), auto(), auto()
     INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE = auto(), auto(), auto()
-    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS, ONE_ARM = auto(), auto(), auto()
+    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS = auto(), auto()
     REPORT_IS_LINK, NO_FIGURES, FORMATS_WITHOUT_FOLDER = auto(), auto(), auto()
     REPORT_OF_DECLARED, REPORT_OF_OTHER = auto(), auto()
     ARM_NOT_NAMED, ARM_WITHOUT_REFERENCE, MORE_THAN_SEEDS_DIFFERS = auto(), auto(), auto()
-    SOURCE_OF_ONE_ARM, ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto(), auto()
+    ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto()
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()
+    AXES_MIXED = auto()
     REFERENCE_NEEDS_ARM, REFERENCE_NEEDS_SEEDS, REFERENCE_NEEDS_WHOLE_RUNS = auto(), auto(), auto()
     REFERENCE_NOT_WRITTEN, OUTPUT_NOT_A_REFERENCE, OUTPUT_HAS_LEDGER = auto(), auto(), auto()
     NO_REFERENCE_FILE, EXPERIMENT_AS_REFERENCE, OTHER_REFERENCE_VERSION = auto(), auto(), auto()

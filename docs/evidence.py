@@ -13,9 +13,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from PIL import Image
 
 from abrun.errors import AbrunError, ComparisonError
+from abrun.present.figures import COLORS, figure_style, save_figure
 from abrun.present.markdown import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
 from abrun.recipe.reading import dotted
@@ -41,7 +43,9 @@ ROUNDING = 1e-6  # mean distance caused by float32 rounding of values near 1
 FAR = 2.0  # in sd over seeds; different seeds are 1.1 to 1.4 sd apart (more with fewer seeds)
 # In a recipe's comment: what others claimed of one arm or of all, and the verdict that would agree.
 CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
-COLUMNS = ("experiment", "claim", "difference [90 % interval]", "certified bound", "verdict")
+COLUMNS = ("experiment", "claim", "claimed elsewhere", "difference [90 % interval]", "verdict")
+FIGURE = "images/evidence"
+WIDTH_INCHES, REACH = 7.4, 2.2  # REACH: of the figure, in margins
 Record = Mapping[str, Any]
 
 
@@ -123,7 +127,7 @@ def page(root: Path) -> str:
     """Return the whole text of docs/evidence.md: its introduction as it is, and the results."""
     introduction = (root / PAGE).read_text().partition(BEGIN)[0]
     rows: list[list[str]] = []
-    notes: list[str] = []
+    sections: list[str] = []
     missing: list[str] = []
     for recipe in recipes_of(root):
         folder = root / FOLDER / recipe.stem
@@ -132,9 +136,53 @@ def page(root: Path) -> str:
             continue
         record, content = read_json(folder / RECORD), _verdict(folder / VERDICT)
         rows += _rows(recipe, content)
-        notes.append(f"- `{recipe.stem}`: {' '.join(_notes(recipe, folder, record, content))}\n")
-    not_run = f"Not run yet: {', '.join(missing)}.\n\n" if missing else ""
-    return f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}\n{not_run}{''.join(notes)}"
+        sections.append(f"### {recipe.stem}\n\n{_section(recipe, folder, record, content)}")
+    not_run = f"Not run yet: {', '.join(missing)}.\n" if missing else ""
+    picture = f"![The interval of each claim against its margin]({FIGURE}.png)\n" if sections else ""
+    parts = [f"{introduction}{BEGIN}\n{_table(COLUMNS, rows)}", picture, not_run, *sections]
+    return "\n".join(part for part in parts if part)
+
+
+def judged_claims(root: Path) -> Iterator[tuple[str, ClaimResult]]:
+    """Yield all claims of experiments that have run, with the experiment, and its arm if it has several."""
+    for recipe in recipes_of(root):
+        if (root / FOLDER / recipe.stem / RECORD).is_file():
+            content = _verdict(root / FOLDER / recipe.stem / VERDICT)
+            for claim in content.claims:
+                arm = f", {claim.arm}" if len(content.arms) > 1 else ""
+                yield f"{recipe.stem.removeprefix('smollm2-')}{arm}", claim
+
+
+def draw_claims(claims: Sequence[tuple[str, ClaimResult]]) -> Figure:
+    """Draw the interval of each claim in units of its margin; of a ratio, in units of its limit."""
+    figure = Figure(figsize=(WIDTH_INCHES, 0.8 + 0.3 * len(claims)), layout="constrained")
+    ax = figure.subplots()
+    ax.axvspan(-1, 1, color="#dafbe1", linewidth=0)
+    ax.axvline(0, color="black", linewidth=0.8)
+    names = []
+    for row, (name, claim) in enumerate(claims):
+        ends = _in_margins(claim)
+        color = COLORS[1] if claim.result == "different" else COLORS[0]
+        if ends is not None:
+            ax.plot(ends, [row, row], color=color, linewidth=2, marker="|", markersize=9)
+            ax.plot([sum(ends) / 2], [row], "D", color=color, markersize=4)
+        ax.annotate(claim.result, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+        names.append(f"{name}: {claim.claim.metric.removeprefix('train/')}")
+    ax.set_yticks(range(len(claims)), names, fontsize=8)
+    ax.set_ylim(len(claims) - 0.5, -0.5)
+    ax.set_xlim(-REACH, REACH)
+    ax.set_xlabel("90 % interval in units of the margin, or of a ratio's limit")
+    ax.grid(axis="y", visible=False)
+    return figure
+
+
+def _in_margins(claim: ClaimResult) -> tuple[float, float] | None:
+    """Return the claim's interval in units of its margin, a ratio's in units of its limit."""
+    estimate, terms = claim.estimate, claim.claim
+    is_limit = estimate.limited is not None
+    interval = estimate.limited_interval if is_limit else estimate.interval
+    unit = terms.margin_number if is_limit else terms.margin
+    return (interval[0] / unit, interval[1] / unit) if interval and unit else None
 
 
 def _rows(recipe: Path, content: VerdictFile) -> Iterator[list[str]]:
@@ -143,50 +191,75 @@ def _rows(recipe: Path, content: VerdictFile) -> Iterator[list[str]]:
     for arm in content.arms:
         claims = [claim for claim in content.claims if claim.arm == arm]
         verdict = prefix[arm] + _against(recipe, arm, content.arms[arm].verdict)
-        cells = [_claim_cells(claim) for claim in claims] or [["", "", ""]]
-        for number, row in enumerate(cells):
-            yield [f"`{recipe.stem}`", *row, escape_markdown(verdict)] if not number else ["", *row, ""]
+        theirs = next((text for named, text, _ in claimed(recipe) if named in (None, arm)), "")
+        cells = [_claim_cells(claim) for claim in claims] or [["", ""]]
+        for number, (claim, difference) in enumerate(cells):
+            first = not number
+            yield [
+                f"[`{recipe.stem}`](#{recipe.stem})" if first else "",
+                claim,
+                theirs if first else "",
+                difference,
+                escape_markdown(verdict) if first else "",
+            ]
 
 
 def _claim_cells(claim: ClaimResult) -> list[str]:
-    metric, _, _, difference, margin, bound, _ = claim_cells(claim)
-    return [escape_markdown(text) for text in (f"{metric} {margin}", difference, bound)]
+    metric, _, _, difference, margin, _, _ = claim_cells(claim)
+    return [escape_markdown(text) for text in (f"{metric} {margin}", difference)]
 
 
-def _notes(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> Iterator[str]:
-    """Yield what was claimed elsewhere, controls, hardware, open questions and files of an experiment."""
+def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
+    """Return an experiment's claim, answer and certainty; then its figure, controls, cost and files."""
     statement = re.split(r"(?<=[.?]) ", paragraphs(recipe)[0].removeprefix("Claim: "))[0]
-    yield statement[0].upper() + statement[1:]
-    for arm, text, _ in claimed(recipe):
-        yield f"Claimed elsewhere{f' of {arm}' if arm else ''}: {text}."
+    prefix = _arm_prefixes(content)
+    answers = "; ".join(
+        prefix[arm] + _against(recipe, arm, content.arms[arm].verdict) for arm in content.arms
+    )
+    sure = "; ".join(f"{prefix[claim.arm]}{_certainty(claim)}" for claim in content.claims) or "no claim"
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
-    yield f"Injected: {'; '.join(f'`{row[0]}`, {row[2]} ({row[3]})' for row in rows) or 'nothing'}."
-    facts = (f"{len(record['seeds'])} seeds", record["spent"], record["hardware"], record["ran"])
-    yield f"{escape_markdown(', '.join(facts))}."
-    questions = list(_open_questions(content))
-    if questions:
-        yield f"Open: {'; '.join(questions)}."
+    injected = "; ".join(f"`{row[0]}`, {row[2]} ({row[3]})" for row in rows) or "nothing"
+    questions = "; ".join(_open_questions(content))
+    open_text = f"Open: {questions}. " if questions else ""
+    facts = (record["spent"], record["hardware"], record["ran"])
+    images = [path.name for path in sorted(folder.glob("*.png"))]
+    files = [name for name in (VERDICT, REFERENCE, *images[1:]) if (folder / name).is_file()]
+    lines = [
+        f"- Claim: {statement[0].upper()}{statement[1:]}",
+        escape_markdown(f"- Answer: {answers}."),
+        escape_markdown(f"- How sure (95 %, {len(record['seeds'])} seeds): {sure}."),
+        "",
+        *[f"![Curves of both arms](evidence/{recipe.stem}/{name})" for name in images[:1]],
+        "",
+        f"`{record['command']}`: {escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
+        f"{', '.join(f'[{file}](evidence/{recipe.stem}/{file})' for file in files)}.",
+    ]
     if record["no_reference"] is not None:
-        yield escape_markdown(f"No reference: {record['no_reference']}.")
-    files = [VERDICT, REFERENCE, *sorted(path.name for path in folder.glob("*.png"))]
-    links = (f"[{file}](evidence/{recipe.stem}/{file})" for file in files if (folder / file).is_file())
-    yield f"{', '.join(links)}."
+        lines += ["", escape_markdown(f"No reference: {record['no_reference']}.")]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _certainty(claim: ClaimResult) -> str:
+    """Return what is certain of a claim, and how many pairs would decide it if it is open."""
+    _, _, _, difference, margin, bound, _ = claim_cells(claim)
+    metric, needed = claim.claim.metric, claim.power.pairs_needed
+    if claim.result == "equivalent":
+        return f"{metric} differs by less than {bound} (margin {margin})"
+    if claim.result == "undecided" and needed is not None:
+        return f"{metric} is open; {needed} pairs decide it with 80 % power, if the arms are equal"
+    return f"{metric} {margin}: {difference}"
 
 
 def _open_questions(content: VerdictFile) -> Iterator[str]:
     """Yield what the verdict leaves open, as clauses."""
     prefix, claims = _arm_prefixes(content), content.claims
-    undecided = [claim for claim in claims if claim.result == "undecided"]
-    needed = [claim.power.pairs_needed for claim in undecided if claim.power.pairs_needed is not None]
-    if needed and len(needed) == len(undecided):
-        yield f"{max(needed)} pairs decide it with 80 % power, if equal"
     for claim in claims:
         if claim.warnings:
             yield f"skewed differences of {prefix[claim.arm]}`{claim.claim.metric}`"
     untested = [check for check in content.step_one if check.result in ("not tested", "open")]
     if untested:
         yield f"step one of {', '.join(f'{prefix[check.arm]}`{check.metric}`' for check in untested)}"
-    distant = [f"{prefix[row.arm]}`{row.metric}`" for row in content.divergence if _is_distant(row, claims)]
+    distant = {f"`{row.metric}`": None for row in content.divergence if _is_distant(row, claims)}
     if distant:
         yield f"far apart without a claim: {', '.join(distant)}"
 
@@ -236,6 +309,10 @@ def main(arguments: Sequence[str]) -> int:
             except AbrunError as error:
                 problems.append(str(error))
     write_file(ROOT / PAGE, page(ROOT).encode(), mode=PUBLIC)
+    claims = list(judged_claims(ROOT))
+    if claims:
+        with figure_style():
+            save_figure(draw_claims(claims), ROOT / "docs" / FIGURE, ("png",))
     print("\n".join(problems), end="\n" * bool(problems), file=sys.stderr)
     return 2 if problems else 0
 

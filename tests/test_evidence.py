@@ -82,12 +82,16 @@ def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType
     run(site, comment, controls=FAULTS, shift={LATE: -0.2})
     page = page_of(generator, site)
     assert page.startswith("# Evidence\n\n## Results\n\n| experiment | claim |") and "old" not in page
-    row = r"\| `demo` \| train/reward ±0\.02 \| \S+ \[\S+ \S+\] \| 0\.\d+ \| MATCH, as claimed \|"
+    difference = r"\S+ \[\S+ \S+\]"
+    row = (
+        rf"\| \[`demo`\]\(#demo\) \| train/reward ±0\.02 \| identical \| {difference} \| MATCH, as claimed \|"
+    )
     assert re.search(f"^{row}$", page, re.M)
     for part in (
-        "- `demo`: Alike. Claimed elsewhere: identical.",
+        "### demo\n\n- Claim: Alike.\n- Answer: MATCH, as claimed.\n",
+        "- How sure (95 %, 5 seeds): train/reward differs by less than ",
         "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
-        "5 seeds, 0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
+        "0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
         "2001-09-09 01:46 to 01:48 UTC.",
         "[verdict.json](evidence/demo/verdict.json), [reference.json](evidence/demo/reference.json)",
     ):
@@ -150,4 +154,4 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
         assert generator.main([str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and message in lines[0]
-    assert "\n- `other`: " in (site / "docs/evidence.md").read_text()  # it was judged
+    assert "\n### other\n" in (site / "docs/evidence.md").read_text()  # it was judged

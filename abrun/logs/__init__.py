@@ -1,4 +1,4 @@
-"""Readers for the logs of any framework: TensorBoard, wandb, CSV, JSON lines, Parquet.
+"""Readers for the logs of any framework: TensorBoard, wandb, CSV, JSON lines, Parquet, MLPerf.
 
 A source is a file, a folder that may hold many runs, or a project on a wandb server. Each run becomes a
 `Log`. The module `naming` finds its arm and seed, and `aliases` maps its metric names to abrun's.
@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.exports import merge_parts, read_csv, read_json
+from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_read_errors
+from abrun.logs.mlperf import is_mlperf_log, read_mlperf_log
 from abrun.logs.naming import SUFFIXES, strip_suffix
-from abrun.logs.starts import START_FOLDER, merge_continued_starts
+from abrun.logs.run_parts import merge_run_parts
 from abrun.logs.stored import is_run_dir, read_run_dir
-from abrun.logs.tables import read_parquet, read_trainer_state
+from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, list_event_files, read_event_files, start_key
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.regular_files import exists, is_directory, is_file, open_regular
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
-FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")
+FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet", "mlperf")
 PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
 TABLE_FORMATS = ("csv", "jsonl", "parquet", "json")
 # Tables that no reader supports; an error names them if a source has no other runs.
@@ -36,7 +37,9 @@ FOREIGN_FILE = re.compile(
 )
 TRAINER_STATE = "trainer_state.json"
 # Order of preference among formats with equally many runs. The last two are fallbacks.
-FORMATS_BY_PREFERENCE = ("abrun", "tensorboard", "wandb", "jsonl", "csv", "parquet", "trainer_state", "json")
+FORMATS_BY_PREFERENCE = (
+    *("abrun", "tensorboard", "wandb", "mlperf", "jsonl", "csv", "parquet", "trainer_state", "json"),
+)
 FALLBACK_FORMATS = ("trainer_state", "json")
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 CHECKPOINT = r"checkpoint-(\d+)"
@@ -45,16 +48,7 @@ DUMP_FILE = re.compile(
     r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
 )
 DUMP_FOLDERS = {"completions", "rollouts", "rollout_data", "streams", "generations"}
-PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
 WANDB_PROJECT = r"[^/:]+/[^/]+(/[^/]+)?"
-SPLIT_NAMES = {
-    "train",
-    "validation",
-    "valid",
-    "val",
-    "eval",
-    "test",
-}  # splits of one run, each with its own log
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
 START_TIME = re.compile(r"run-(\d{8}_\d{6})-")
 RUN_ID = re.compile(r"run-(.+)\.wandb")
@@ -73,7 +67,7 @@ class RunFiles:
 def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
     """Return every run of a source, sorted by name.
 
-    A source is `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, or
+    A source is `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, `mlperf:PATH`, or
     `wandb:ENTITY/PROJECT[/RUN]` on a server. `group` selects one wandb group. Raises StoreError if nothing
     can be read.
     """
@@ -86,7 +80,7 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
         logs = read_project(rest, group, step_column)
     else:
         runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
-        logs = _merge_run_parts(_merge_hparams_runs(runs))
+        logs = merge_run_parts(_merge_hparams_runs(runs))
         logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
     if group is not None:
         logs = _select_group(logs, group, source)
@@ -110,7 +104,7 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     if not exists(path) or not files:
         problem = "holds nothing of that format yet" if exists(path) else "does not exist yet"
         return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {problem}",))
-    if format in ("csv", "jsonl", "parquet") and len(files) > 1:
+    if format in ("csv", "jsonl", "parquet", "mlperf") and len(files) > 1:
         raise StoreError(
             f"{printable(str(path))}: got {len(files)} {format} files; one run is one file: name it"
         )
@@ -166,8 +160,8 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
-    kind = _file_format(path)
-    if (kind is None and format in ("csv", "jsonl", "parquet", "wandb")) or (kind, format) == (
+    kind = _file_format(path) or ("mlperf" if is_mlperf_log(path) else None)
+    if (kind is None and format in ("csv", "jsonl", "parquet", "mlperf", "wandb")) or (kind, format) == (
         "json",
         "jsonl",
     ):
@@ -232,6 +226,9 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
             and (kind != "json" or _is_json_list(file))
         ):
             yield RunFiles(format=kind, name=_relative_name(file, top), path=file, files=(file,))
+        elif kind is None and is_mlperf_log(file):
+            run_name = _relative_name(file.with_suffix(""), top)
+            yield RunFiles(format="mlperf", name=run_name, path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield RunFiles(format="foreign", name=_relative_name(file, top), path=file, files=())
     yield from _merge_resumed_runs(
@@ -283,6 +280,7 @@ def _read_fullest_format(
     """Return the runs of the first format that holds any number, and notes on the ignored formats."""
     first_error: StoreError | None = None
     runs_without_metrics: list[tuple[RunFiles, Log]] = []
+    score_tables: list[tuple[RunFiles, Log]] = []  # used if no format has runs with steps
     for format, runs in by_format.items():
         try:
             logs, ignored_tables = _read_runs(runs, step_column)
@@ -291,6 +289,12 @@ def _read_fullest_format(
                 raise
             first_error = first_error or error
             continue
+        if any(log.axis != "steps" for _, log in logs):
+            has_steps = any(log.metrics and log.axis == "steps" for _, log in logs)
+            scored = [(run, log) for run, log in logs if log.axis != "steps"]
+            score_tables = score_tables or scored
+            logs = [(run, log) for run, log in logs if log.axis == "steps"] if has_steps else []
+            ignored = [*ignored, *(f"{len(scored)} runs' final scores, not read" for _ in scored[:has_steps])]
         if any(log.metrics for _, log in logs):
             other_formats = [
                 other_format
@@ -300,6 +304,8 @@ def _read_fullest_format(
             note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
+    if score_tables:
+        return score_tables, ignored
     if first_error:
         raise first_error
     return runs_without_metrics, ignored
@@ -358,75 +364,6 @@ def _name_without_digits(run: RunFiles) -> str:
     return re.sub(r"\d+", "0", strip_suffix(run.path.name.replace("\\", "/")).rpartition("/")[2])
 
 
-def _merge_run_parts(logs: Sequence[Log]) -> list[Log]:
-    """Merge runs that were logged in several files, by several processes, or over several starts."""
-    split_names = {log.name: log.name.rpartition("/") for log in logs}
-    part_names = {
-        name
-        for name, (experiment, _, component) in split_names.items()
-        if experiment and component in PIPELINERL_PARTS
-    }
-    complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
-    logs = merge_parts(
-        [
-            replace(log, name=split_names[log.name][0], is_part=True, run_id=None)
-            if log.name in part_names and split_names[log.name][0] in complete_runs
-            else log
-            for log in logs
-        ]
-    )
-    logs = _merge_splits(logs)
-    starts: dict[str, list[Log]] = {}
-    for log in logs:
-        folder, _, leaf = log.name.rpartition("/")
-        key = folder if folder and log.run_id is None and START_FOLDER.fullmatch(leaf) else f"/{len(starts)}"
-        starts.setdefault(key, []).append(log)
-    merged_runs: list[Log] = []
-    for folder, run_starts in starts.items():
-        run = (
-            merge_continued_starts(run_starts, str(Path(run_starts[0].place).parent))
-            if len(run_starts) > 1
-            else None
-        )
-        merged_runs += [replace(run, name=folder)] if run else run_starts
-    return merged_runs
-
-
-def _merge_splits(logs: Sequence[Log]) -> list[Log]:
-    """Merge the `train` and `validation` logs of a run that lie side by side.
-
-    If both have a metric, the training's keeps its name, and the other's is prefixed with its split.
-    """
-    run_and_split = {
-        log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
-    }
-    training = {
-        run_and_split[log.name][0]: log
-        for log in logs
-        if run_and_split[log.name][0] and run_and_split[log.name][1] == "train"
-    }
-    num_splits = Counter(
-        run for run, split_name in run_and_split.values() if run in training and split_name in SPLIT_NAMES
-    )
-    merged_logs: list[Log] = []
-    for log in sorted(logs, key=lambda log: run_and_split[log.name][1] != "train"):
-        run, split_name = run_and_split[log.name]
-        if split_name not in SPLIT_NAMES or num_splits[run] < 2 or log.run_id is not None:
-            merged_logs.append(log)
-            continue
-        train_metrics = training[run].metrics if split_name != "train" else {}
-        new_names = {
-            name: f"{split_name}/{name}" if name in train_metrics else name
-            for name in (*log.metrics, *log.dropped)
-        }
-        metrics = {new_names[name]: series for name, series in log.metrics.items()}
-        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
-        guess = "train and other logs that lie side by side were merged into one run"
-        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, guess))
-        merged_logs.append(replace(log, name=run, is_part=True))
-    return merge_parts(merged_logs)
-
-
 def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
     """Read the runs at a location; `one_run`: treat a table as one run, whatever its columns name."""
     match run.format:
@@ -436,10 +373,12 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
             log = read_event_files(run.files, run.name, run.path)
         case "wandb":
             log = read_wandb_files(run.files, run.name, step_column)
+        case "mlperf":
+            log = read_mlperf_log(run.path, run.name)
         case "csv":
             return read_csv(run.path, run.name, step_column, one_run=one_run)
         case "parquet":
-            log = replace(read_parquet(run.path, step_column), name=run.name)
+            return read_parquet(run.path, run.name, step_column, one_run=one_run)
         case "trainer_state":
             log = replace(read_trainer_state(run.path, step_column), name=run.name)
         case _:

@@ -11,27 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from abrun.logs.key_columns import find_key_columns, key_text, name_log
 from abrun.logs.log import NOTHING_RECORDED, Log, printable
-from abrun.logs.naming import SEED_LIMIT
 from abrun.logs.rows import Cells
+from abrun.logs.scores import read_scores
 from abrun.logs.tables import (
     TORN_NOTE,
     CsvLine,
-    find_long_columns,
     log_from_csv_lines,
+    log_from_parquet_rows,
     log_from_rows,
     parse_csv_lines,
     read_csv_lines,
     read_json_rows,
+    read_parquet_rows,
     widen_rows,
 )
-from abrun.runs.layout import RunName
 
-ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
-RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
-SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
-SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 MAX_RUNS = 1000
+UNENDED_NOTE = "its last line has no line end; it was read as a whole row"
 BOUNDS = ("__MIN", "__MAX")
 CHART = re.compile(r"(?P<run>.+?) - (?P<metric>[^ ].*)"), re.compile(r"(?P<run>.+) - (?P<metric>[^ ].*)")
 TENSORBOARD = ("Wall time", "Step", "Value")
@@ -40,7 +38,7 @@ DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
 
 def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
     """Return the runs of a CSV file. Most files hold one, named `name`; with `one_run` all do."""
-    lines, torn = read_csv_lines(path)
+    lines, unended, torn = read_csv_lines(path)
     if not lines:
         return [
             Log(
@@ -59,10 +57,30 @@ def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -
         logs = _read_chart(path, header, lines, chart_columns)
     else:
         columns, rows = parse_csv_lines(path, lines)
-        logs = _read_long_table(path, name, rows, columns, step_column, min_runs=1) or [
-            replace(log_from_rows(path, rows, step_column, columns), name=name)
-        ]
+        logs = _read_csv_scores(path, name, lines, unended) if step_column is None else []
+        torn = torn and not logs
+        logs = logs or _read_long_table(path, name, rows, columns, step_column, min_runs=1)
+        logs = logs or [replace(log_from_rows(path, rows, step_column, columns), name=name)]
     return [replace(log, notes=(*log.notes, TORN_NOTE)) if torn else log for log in logs]
+
+
+def _read_csv_scores(path: Path, name: str, lines: list[CsvLine], unended: list[CsvLine]) -> list[Log]:
+    """Return the runs of a CSV file if it is a table of scores; nobody is still writing its last line."""
+    is_whole = bool(unended) and len(unended[0][1]) == len(lines[0][1])
+    columns, rows = parse_csv_lines(path, [*lines, *unended] if is_whole else lines)
+    logs = read_scores(path, name, rows, columns)
+    notes = [UNENDED_NOTE if is_whole else TORN_NOTE] * bool(unended)
+    return [replace(log, notes=(*log.notes, *notes)) for log in logs]
+
+
+def read_parquet(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
+    """Return the runs of a Parquet file; several if its rows name different arms, runs or seeds."""
+    rows, columns, notes = read_parquet_rows(path)
+    numbered = list(enumerate(rows, 1))
+    logs = [] if one_run or step_column is not None else read_scores(path, name, numbered, columns)
+    if not logs and not one_run:
+        logs = _read_long_table(path, name, numbered, columns, step_column, min_runs=2)
+    return logs or [replace(log_from_parquet_rows(path, rows, columns, notes, step_column), name=name)]
 
 
 def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
@@ -71,7 +89,9 @@ def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) 
     A file holds several if its rows name different arms, runs or seeds, unless `one_run` is set.
     """
     rows, notes = read_json_rows(path)
-    logs = [] if one_run else _read_long_table(path, name, rows, (), step_column, min_runs=2)
+    logs = [] if one_run or step_column is not None else read_scores(path, name, rows)
+    if not logs and not one_run:
+        logs = _read_long_table(path, name, rows, (), step_column, min_runs=2)
     if not logs:
         logs = [replace(log_from_rows(path, widen_rows(rows, step_column), step_column), name=name)]
     return [replace(log, notes=(*log.notes, *notes)) for log in logs]
@@ -145,29 +165,6 @@ def merge_parts(logs: Sequence[Log]) -> list[Log]:
 # --- long tables ---
 
 
-def _find_key_columns(header: Sequence[str], rows: Sequence[tuple[int, Cells]]) -> dict[str, str]:
-    """Return the columns that identify a row's run or metric, by kind: `arm`, `run`, `seed`, `metric`.
-
-    A `name` column next to `value` names metrics, unless all its values name seeds.
-    """
-    columns = {name.strip().lower(): name for name in reversed(header)}
-    kinds = {"arm": ARM_COLUMNS, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
-    key_columns = {
-        kind: next(columns[name] for name in names if name in columns)
-        for kind, names in kinds.items()
-        if any(name in columns for name in names)
-    }
-    metric, _ = find_long_columns([(0, dict.fromkeys(header, ""))])
-    names = {str(row.get(metric, "")).strip() for _, row in rows}
-    if metric and not (
-        key_columns.get("run") == metric and all(re.fullmatch(SEED_NAME, name) for name in names)
-    ):
-        key_columns = {kind: column for kind, column in key_columns.items() if column != metric} | {
-            "metric": metric
-        }
-    return key_columns
-
-
 def _read_long_table(
     path: Path,
     name: str,
@@ -181,12 +178,12 @@ def _read_long_table(
 
     `columns`: all column names of the file, if it has a header.
     """
-    keys = _find_key_columns(columns or [*rows[0][1]], rows) if rows else {}
+    keys = find_key_columns(columns or [*rows[0][1]], rows) if rows else {}
     identity_columns = {kind: column for kind, column in keys.items() if kind != "metric"}
     runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
     for number, row in rows if keys else ():
         cells = (row.get(column, "") for column in identity_columns.values())
-        values = tuple(cell.strip() if isinstance(cell, str) else f"{cell:.15g}" for cell in cells)
+        values = tuple(map(key_text, cells))
         other_cells = {
             column: cell for column, cell in row.items() if column not in identity_columns.values()
         }
@@ -206,16 +203,5 @@ def _read_long_table(
     for values, run_rows in runs.items():
         log = log_from_rows(path, widen_rows(run_rows, step_column), step_column, metric_columns)
         guess = guess_text if len(runs) > 1 or "metric" in keys else ""
-        logs.append(_name_run(log, name, dict(zip(identity_columns, values, strict=True)), guess))
+        logs.append(name_log(log, name, dict(zip(identity_columns, values, strict=True)), guess))
     return logs
-
-
-def _name_run(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
-    seed = values.get("seed", "")
-    number = int(seed) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < SEED_LIMIT else None
-    arm = values.get("arm")
-    arm_and_run = [text for kind, text in values.items() if kind != "seed"]
-    identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None
-    run_name = "/".join([*(arm_and_run or [name]), *([f"seed-{number}"] if number is not None else [])])
-    guesses = (guess,) if guess else ()
-    return replace(log, name=run_name, job_type=arm, identity=identity, guesses=guesses)

@@ -13,6 +13,8 @@ from abrun.runs.access import unreadable_error
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 
+# What the positions of a run's series are. A table of final scores has one value per metric, at step 0.
+Axis = Literal["steps", "final", "prompts"]
 LogStatus = Literal["finished", "failed", "running", "unreadable", "unknown"]
 NOTHING_RECORDED = "nothing is recorded in it yet"
 
@@ -23,6 +25,7 @@ class RunRecording:
 
     place: str  # the location it was read from, for messages
     metrics: Mapping[str, Series]
+    axis: Axis = "steps"
     failure: str = ""  # how a failed run ended, or why it cannot be read
     config: Mapping[str, Any] | None = None  # resolved, dotted keys; None: unknown
     environment: Mapping[str, Any] | None = None  # versions, devices, prompts, hosts, as far as known

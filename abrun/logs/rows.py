@@ -1,5 +1,6 @@
 """Conversion of table rows to series: choice of the step column and parsing of numbers."""
 
+import hashlib
 import json
 import math
 import re
@@ -111,9 +112,16 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
             elif isinstance(value, int | float):
                 yield prefix + key, _to_float(value)
             elif isinstance(value, str):
-                yield prefix + key, float(value) if value in WORDS else value[:MAX_TEXT_CHARS]
+                yield prefix + key, float(value) if value in WORDS else shorten_cell(value)
         else:
             levels.pop()
+
+
+def shorten_cell(text: str) -> str:
+    """Return at most MAX_TEXT_CHARS characters; a longer text ends in its hash, as prompts begin alike."""
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    return text[: MAX_TEXT_CHARS - 16] + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable, wrap_read_errors
 from abrun.logs.rows import (
-    MAX_TEXT_CHARS,
     STEP_COLUMNS,
     UNNAMED,
     Cells,
@@ -21,6 +20,7 @@ from abrun.logs.rows import (
     build_series,
     flat_cells,
     parse_json,
+    shorten_cell,
 )
 from abrun.regular_files import open_regular, read_regular
 from abrun.runs.lines import LineParser, damaged_line_error
@@ -77,8 +77,11 @@ def log_from_rows(
     return _make_log(path, build_series(cells, _path_text(path), step_column, columns, lines))
 
 
-def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
-    """Return the complete lines with their line numbers, and True if a torn last line was left out."""
+def read_csv_lines(path: Path) -> tuple[list[CsvLine], list[CsvLine], bool]:
+    """Return the complete lines with their line numbers, a last line without a line end, and True if torn.
+
+    The last line may still be being written, so it is kept apart.
+    """
     content, torn = _read_content(path)
     csv.field_size_limit(MAX_CELL_CHARS)
     text, num_skipped, delimiter = _skip_comments(_decode(path, content))
@@ -93,13 +96,14 @@ def read_csv_lines(path: Path) -> tuple[list[CsvLine], bool]:
     except csv.Error as error:
         # An open quote at the end of the file is a torn line, or starts far above and swallowed the rest.
         if "unexpected end of data" in str(error) and reader.line_num == last_line + 1:
-            return lines, True
+            return lines, [], True
         raise StoreError(
             f"{_path_text(path)}, line {num_skipped + last_line + 1}: not valid CSV: {_error_text(error)}"
         ) from None
+    unended: list[CsvLine] = []
     if lines and not content.endswith((b"\n", b"\r")):
-        lines, torn = lines[:-1], True
-    return _merge_headers(path, lines), torn
+        lines, unended, torn = lines[:-1], lines[-1:], True
+    return _merge_headers(path, lines), unended, torn
 
 
 def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
@@ -305,17 +309,20 @@ def _rename_as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
 # --- Parquet ---
 
 
-def read_parquet(path: Path, step_column: str | None = None) -> Log:
-    """Read a Parquet file with one column per metric. A null is not recorded (pandas writes NaN as null)."""
+def read_parquet_rows(path: Path) -> tuple[list[dict[str, float | str]], list[str], list[str]]:
+    """Return the rows and columns of a Parquet file, and notes on a torn or empty one.
+
+    A null is not recorded (pandas writes NaN as null).
+    """
     with wrap_read_errors(path), open_regular(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
         file.seek(max(0, size - len(PARQUET_MAGIC)))
         end = file.read()
     if not size:
-        return _make_log(path, TableMetrics(), [NOTHING_RECORDED])
+        return [], [], [NOTHING_RECORDED]
     if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
-        return _make_log(path, TableMetrics(), [NO_FOOTER_NOTE])
+        return [], [], [NO_FOOTER_NOTE]
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -330,6 +337,7 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
                 if pa.types.is_integer(column.type)
                 or pa.types.is_floating(column.type)
                 or pa.types.is_decimal(column.type)
+                or pa.types.is_boolean(column.type)
             ]
             text_types = (pa.string(), pa.large_string())
             texts = [column.name for column in schema if column.type in text_types]
@@ -341,7 +349,7 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
                 )
             table = file.read(columns=numeric + texts).combine_chunks()
             columns = [
-                [text and text[:MAX_TEXT_CHARS] for text in column.to_pylist()]
+                [text and shorten_cell(text) for text in column.to_pylist()]
                 if column.type in text_types
                 else column.cast(pa.float64(), safe=False).to_pylist()
                 for column in table.columns
@@ -355,7 +363,15 @@ def read_parquet(path: Path, step_column: str | None = None) -> Log:
         for row, value in zip(rows, values, strict=True):
             if value is not None:
                 row[name] = value
-    return _make_log(path, build_series(rows, _path_text(path), step_column, schema.names))
+    return rows, schema.names, []
+
+
+def log_from_parquet_rows(
+    path: Path, rows: Sequence[Cells], columns: Sequence[str], notes: Sequence[str], step_column: str | None
+) -> Log:
+    """Return the run in the rows of a Parquet file with one column per metric."""
+    metrics = TableMetrics() if notes else build_series(rows, _path_text(path), step_column, columns)
+    return _make_log(path, metrics, notes)
 
 
 # --- files ---

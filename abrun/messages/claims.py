@@ -12,6 +12,7 @@ from typing import Any
 from abrun.messages.message import Message
 from abrun.messages.numbers import (
     AT_OBSERVED,
+    SCORES_TEXT,
     agreeing_seeds_text,
     arm_texts,
     bound_text,
@@ -231,10 +232,12 @@ def _limit_undecided(
     """It is not shown whether the limit holds; `interval` is None for one pair."""
     head = f"{metric}: {margin}: undecided over {_setting(over)}"
     if interval is None:
-        needed = "two pairs are needed" if over["runs"] is None else "two runs of each arm are needed"
+        needed = (
+            f"two {_pair(over)}s are needed" if over["runs"] is None else "two runs of each arm are needed"
+        )
         return f"{head}: {_quantity(measure, limit, limited, arm, baseline_arm)}; {needed}"
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
-    return f"{head}: {value}; more seeds narrow the interval{_clauses(warnings)}"
+    return f"{head}: {value}; more {over.get('unit', 'seed')}s narrow the interval{_clauses(warnings)}"
 
 
 def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
@@ -320,7 +323,7 @@ def _open(
     value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
     truth = "the arms are truly equal" if kind == "not_worse" else f"the true gain is {improvement:.3g}"
     power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
-    needed = "no number" if power["pairs_needed"] is None else pairs_or_more_text(power["pairs_needed"])
+    needed = pairs_or_more_text(power["pairs_needed"])
     return (
         f"{metric}: undecided whether {_change(arm, baseline_arm, margin)}, over {_setting(over)}: {value}; "
         f"power now {power_now} if {truth}, {sample_unit(paired=over['runs'] is None)} needed for 80 %: "
@@ -353,14 +356,21 @@ def _signed_difference(
 def _setting(over: Mapping[str, Any]) -> str:
     """Return the sample and the steps of an outcome: `5 pairs of this recipe, steps 33-40`."""
     steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
-    return f"{_sample(over)}{' of this recipe' * over['recipe']}, steps {steps}"
+    window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
+    sample = f"{_sample(over)}{' of this recipe' * over['recipe']}"
+    return sample if _pair(over) == "prompt" else f"{sample}, {window}"
 
 
 def _sample(over: Mapping[str, Any]) -> str:
     """Return the runs that a claim was tested on: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
     if over["runs"] is None:
-        return f"{over['pairs']} pair{'s' * (over['pairs'] != 1)}"
+        return f"{over['pairs']} {_pair(over)}{'s' * (over['pairs'] != 1)}"
     return f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
+
+
+def _pair(over: Mapping[str, Any]) -> str:
+    """Return what a claim was tested on: pairs of runs, or the prompts of two runs."""
+    return "prompt" if over.get("unit") == "prompt" else "pair"
 
 
 def _with_unit(margin: str, margin_unit: str, transform: str) -> str:
@@ -405,7 +415,7 @@ def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
         point = pairs_or_more_text(power["pairs_needed"])
         needed = f"{point} {AT_OBSERVED} ({low} to {high} over its 90 % CI), if the arms are truly equal"
     if over["runs"] is None:
-        return f"pairs needed for 80 % power: {needed}"
+        return f"{_pair(over)}s needed for 80 % power: {needed}"
     paired = (
         f"pairing by seed would need about {pairs_or_more_text(power['pairs_if_shared'])} at a correlation "
         f"of {power['shared_correlation']}"
@@ -419,7 +429,7 @@ def _needed_for_the_observed(
     """Return how many pairs would decide if the true difference is the observed one."""
     if margin_unit == "sigma":
         return _needed(over, power)
-    pairs = sample_unit(paired=over["runs"] is None)
+    pairs = f"{_pair(over)}s" if over["runs"] is None else sample_unit(paired=False)
     if exceeds_margin:
         return f"no number of {pairs} shows equivalence if the true difference is the observed one"
     needed = pairs_or_more_text(power["pairs_needed_observed"])

@@ -78,10 +78,13 @@ NOT_TESTED: dict[Code, Message] = {
     Code.METRICS_WITHOUT_CLAIM: "{num_metrics:count other metric}: recorded, but without a claim",
     Code.OTHER_CONDITIONS: "anything but {has_recipe:if this recipe, these seeds|these configurations, "
     "seeds} and steps {first}-{last}",
+    Code.OTHER_SCORES: "anything but these runs and benchmarks: only their scores are recorded",
 }
 LEFT_OUT: dict[Code, Message] = {
     Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and the other arm's {partners:list}}",
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
+    Code.PROMPTS_NOT_SHARED: "{metric}: {shared} of {total} prompts are in every run; the others are "
+    "left out, which favours an arm that failed on hard prompts",
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), repeated "
     "by {repeated_by}",
     Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first} ({num_repeated} of {num_steps} steps "
@@ -110,7 +113,9 @@ SHORT_NAMES: dict[Code, str] = {
     Code.METRICS_WITHOUT_CLAIM: "metrics without a claim",
     Code.START_LEFT_OUT: "an interrupted start",
     Code.COUNTER_RESTARTED: "steps logged twice",
+    Code.PROMPTS_NOT_SHARED: "prompts that some run lacks",
     Code.OTHER_CONDITIONS: "other recipes, seeds and steps",
+    Code.OTHER_SCORES: "other recipes, seeds and benchmarks",
 }
 _MAX_NAMED = 2
 

@@ -59,6 +59,9 @@ def certified_text(certified_bound: float | None, certified_number: float | None
     return f"{bound_text(number)}{' sigma' * (margin_unit == 'sigma')}"
 
 
+SCORES_TEXT = {"final": "final scores", "prompts": "all prompts"}  # instead of the steps of a window
+
+
 def arm_texts(arm: str, baseline_arm: str) -> tuple[str, str]:
     """Return the names of treatment and baseline as nouns; arms named after their roles get an article."""
     names = ((arm, "treatment"), (baseline_arm, "baseline"))
@@ -70,6 +73,9 @@ def agreeing_seeds_text(detected: Mapping[str, Any], arm: str, baseline_arm: str
     """Return how many seeds (unpaired: treated runs) agree with a difference's sign: `in 4 of 4 seeds`."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
+    if detected.get("unit") == "prompt":  # most prompts may be alike
+        opposite = "lower" if detected["direction"] == "higher" else "higher"
+        return f"{agreeing} prompts ({opposite} in {detected['num_opposing']})"
     if detected["paired"]:
         return f"{agreeing} seeds"
     return f"{agreeing} runs of {treatment}, against the mean of {baseline}"

@@ -195,6 +195,7 @@ VALIDITY: dict[Code, Message] = {
 }
 FIRST_STEP: dict[Code, Message] = {
     Code.FIRST_STEP_MISSING: _first_step_missing,
+    Code.FIRST_STEP_OF_SCORES: "the sources hold scores, without training steps",
     Code.FIRST_STEP_NOT_PAIRED: "unpaired runs have no common first step",
     Code.FIRST_STEP_OFF: "switched off ({option})",
     Code.FIRST_STEP_OTHER_REFERENCE: "the reference was made with other package versions or devices",

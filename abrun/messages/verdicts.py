@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import arm_texts, deviation_text, direction_text, interval_text
+from abrun.messages.numbers import SCORES_TEXT, arm_texts, deviation_text, direction_text, interval_text
 from abrun.reasons import Code
 
 _OPEN_GUARDS = {
@@ -65,10 +65,14 @@ def _guard_open(guard: str, reason: str, result: str) -> str:
     return f"guard {guard}: {reason}; {_OPEN_GUARDS[result]}"
 
 
-def _described(arm, baseline, metric, levels, steps, runs, paired, difference, interval, detected) -> str:
+def _described(
+    arm, baseline, metric, levels, steps, axis, unit, runs, paired, difference, interval, detected
+) -> str:
     """Observed difference of the arms; `levels` and `runs` have the baseline's value first."""
-    window = f"steps {steps[0]}-{steps[1]}"
-    sample = f"{runs[0]} pairs" if paired else f"{runs[0]} and {runs[1]} runs"
+    window = SCORES_TEXT.get(axis) or f"steps {steps[0]}-{steps[1]}"
+    sample = (
+        f"{runs[0]} {'pair' if unit == 'seed' else 'prompt'}s" if paired else f"{runs[0]} and {runs[1]} runs"
+    )
     sample = "one run of each arm" if max(runs) == 1 else sample
     direction = "lower" if difference < 0 else "higher"
     change = (
@@ -85,6 +89,20 @@ def _described(arm, baseline, metric, levels, steps, runs, paired, difference, i
             f"{window}, {sample} (difference {difference:+.3g}, 90 % CI {interval_text(interval)})"
         )
     return f"{change}; {direction_text(detected, arm, baseline)} (90 % CI {interval_text(interval)})"
+
+
+def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) -> str:
+    """One arm is above the other at every step; `ratio`: mean, minimum, maximum of treatment / baseline."""
+    mean, low, high = ratio
+    larger, smaller = arm, baseline
+    if mean < 1:
+        mean, low, high, larger, smaller = 1 / mean, 1 / high, 1 / low, baseline, arm
+    sample = f"at each of {steps} steps" + f" in each of {pairs} pairs" * (pairs > 1)
+    factor = ", a nearly constant factor, as from another scale or normalisation" * constant
+    return (
+        f"{metric} is {mean:.3g}x as high in {larger} as in {smaller} {sample} ({low:.3g}x to {high:.3g}x"
+        f"{factor})"
+    )
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
@@ -131,7 +149,10 @@ MESSAGES: dict[Code, Message] = {
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",
     Code.POST_HOC: "post hoc: {why}",
+    Code.PROMPTS_AS_UNITS: "one run of each arm, paired by prompt: this holds for these two checkpoints on "
+    "prompts like these; runs of other seeds may differ",
     Code.DESCRIBED: _described,
+    Code.RATIO_AT_EACH_STEP: _ratio_at_each_step,
     Code.OTHER_METRICS: _other_metrics,
     Code.NO_SHARED_METRIC: _no_shared_metric,
     Code.MARGIN_OFFERED: _margin_offered,

@@ -10,7 +10,7 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import RunRecording, list_names
+from abrun.logs.log import Axis, RunRecording, list_names
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
@@ -110,6 +110,10 @@ class Pair:
     moved: tuple[RecordedRun, ...] = ()  # baselines with initial weights perturbed by one ULP
 
     @property
+    def runs(self) -> tuple[RecordedRun, RecordedRun]:
+        return self.baseline, self.treatment
+
+    @property
     def finished(self) -> bool:
         return self.baseline.finished and self.treatment.finished
 
@@ -129,6 +133,11 @@ class Sides:
     @property
     def runs(self) -> tuple[RecordedRun, ...]:
         return *self.baselines, *self.treatments
+
+    @property
+    def axis(self) -> Axis:
+        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        return self.runs[0].axis if self.runs else "steps"
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -208,6 +217,13 @@ class RecordedExperiment:
     @property
     def treatments(self) -> tuple[str, ...]:
         return self.arms[1:]
+
+    @property
+    def axis(self) -> Axis:
+        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        for run in self.runs.values():
+            return run.axis
+        return "steps"
 
     def arm(self, arm: str) -> dict[int, RecordedRun]:
         """Return the runs of an arm by seed, without A/A reruns."""
@@ -357,6 +373,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         if metric not in recorded_metrics and len(matching_metrics) == 1:
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
+        if experiment.axis != "steps":  # neither windows nor learning
+            resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
         if resolved_claim.difference_kind in ("not_worse", "better") and not resolved_claim.better_direction:

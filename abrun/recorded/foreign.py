@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from abrun.errors import ComparisonError
-from abrun.logs import Log, read_logs
+from abrun.logs import PREFIXES, Log, read_logs
 from abrun.logs.aliases import Aliases, RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.guessing import Guess, differ_only_by_numbers, guess_baseline, guess_runs
 from abrun.logs.log import list_names, printable
@@ -18,6 +18,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.recorded.prompts import share_prompts
 from abrun.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.regular_files import exists, is_directory
 from abrun.runs.layout import RunName
@@ -71,7 +72,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run
     names contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
     "baseline", else that of the first source. Anything else is guessed and listed in `guessed`. Runs outside
-    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed.
+    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed;
+    with `may_be_one_arm`, runs whose names differ only by a seed are one arm.
     Raises ComparisonError if arms or seeds cannot be determined.
     """
     selection, paired, allows_one_arm = reading.selection, not reading.unpaired, reading.allows_one_arm
@@ -89,6 +91,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)
     renamed = rename_all([log.metrics for log in selected.values()], sources.aliases)
     by_name = _rename_logs(selected, renamed)
+    _refuse_mixed_axes(by_name)
+    by_name, prompts_left_out = share_prompts(by_name)
     arms, baseline_guesses = _order_arms(by_name, reading, has_several_sources=len(sources.named_sources) > 1)
     _refuse_without_numbers(by_name, arms)
     _refuse_other_reruns(by_name, arms[0])
@@ -107,7 +111,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         seeds_known=guess.seeds_known,
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
-        left_out=(*left_out, *restarted_counter_reasons(by_name)),
+        left_out=(*left_out, *prompts_left_out, *restarted_counter_reasons(by_name)),
         versions_differ=reading.versions_differ,
     )
 
@@ -158,9 +162,10 @@ def _identify_runs(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     try:
         names = _name_all_runs(sources, unpaired=not paired, may_guess=may_guess)
     except ComparisonError:
-        guess = _guess_names(sources) if may_guess else None
+        guess = _name_one_arm(sources) if sources.reading.may_be_one_arm else None
+        guess = guess or (_guess_names(sources) if may_guess else None)
         if guess is None:
-            _refuse_one_arm(sources)
+            _refuse_mixed_names(sources)
             raise
         return guess
     seeds_known = paired or names == _names_or_none(_name_all_runs, sources, unpaired=False)
@@ -202,16 +207,56 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     return [(_arm_from_source(folder), source) for _, source in named_sources]
 
 
-def _refuse_one_arm(sources: Sources) -> None:
-    """Raise ComparisonError if the runs of the only source have seeds in their names but no arms."""
+def _name_one_arm(sources: Sources) -> Guess | None:
+    """Return the runs of one arm if that is what the sources hold; None if they may hold several.
+
+    One arm is a single run, runs of one given arm, or runs of one folder whose names differ only by a number
+    that is a seed. Runs of a given arm without seeds are numbered.
+    """
+    logs, named_sources = sources.logs, sources.named_sources
+    arms = {arm for arm, _ in named_sources}
+    if sources.pattern is not None or not logs or len(arms) > 1:
+        return None
+    (given_arm,) = arms
+    if given_arm is None and (1 < len(named_sources) < len(logs) or len(named_sources) == 2):
+        return None
+    arm = given_arm or _shared_arm(named_sources)
+    if arm is None:
+        return None
+    seeds_known = True
+    names = _names_or_none(name_seeds, logs, arm, run_filter=sources.run_filter)
+    if names is None and given_arm is not None:
+        seeds_known = False
+        names = _names_or_none(name_seeds, logs, arm, unpaired=True, run_filter=sources.run_filter)
+    is_one_arm = given_arm is not None or len(logs) == 1 or differ_only_by_numbers(logs)
+    if names is None or not is_one_arm:
+        return None
+    return Guess(names=names, paired=seeds_known, seeds_known=seeds_known, guessed=[])
+
+
+def _shared_arm(named_sources: Sequence[tuple[str | None, str]]) -> str | None:
+    """Return the name of the only source, or of the folder that holds all of them; None if there is none."""
+    if len(named_sources) == 1:
+        return _arm_from_source(named_sources[0][1])
+    folders = {Path(source).resolve().parent for _, source in named_sources}
+    return _arm_from_source(str(folders.pop())) if len(folders) == 1 else None
+
+
+def _refuse_mixed_names(sources: Sources) -> None:
+    """Raise ComparisonError if the runs of the only source have seeds in their names but no arms.
+
+    Their names differ by more than the seed: they could be one arm or several.
+    """
     if len(sources.named_sources) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
     names = _names_or_none(name_seeds, sources.logs, "any", run_filter=sources.run_filter)
     if names is None:
         return
-    runs = {run for run in names if sources.run_filter(run) and not run.rerun}
     source = printable(sources.named_sources[0][1])
-    raise ComparisonError(Code.SOURCE_OF_ONE_ARM(source=source, num_seeds=len(runs)))
+    listed = list_names([log.name for log in sources.logs])
+    raise ComparisonError(
+        Code.MORE_THAN_SEEDS_DIFFERS(folder=source, num_runs=len(sources.logs), names=listed)
+    )
 
 
 def _guess_names(sources: Sources) -> Guess | None:
@@ -318,9 +363,8 @@ def _source_arms(sources: Sources) -> list[str]:
 
 def _arm_from_source(source: str) -> str:
     """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
-    path = (
-        source.split(":", 1)[1] if re.match(r"(tb|tensorboard|wandb|csv|jsonl|parquet):", source) else source
-    )
+    prefix, _, rest = source.partition(":")
+    path = rest if prefix in PREFIXES else source
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(strip_suffix(name.rpartition("\\")[2]))
 
@@ -331,7 +375,7 @@ def _order_arms(
     """Return the arms, baseline first, and the guesses made about them."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
-    if len(arms) < 2 and not reading.allows_one_arm:
+    if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
         raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=list_names(arms), num_runs=len(runs)))
     guessed = []
     if baseline is not None:
@@ -440,6 +484,15 @@ def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) ->
         note = first_log.notes[0] if first_log.notes else Code.NOTHING_NUMERIC()
         reason = next(iter(first_log.unread.values()), Code.NO_NUMBERS(place=first_log.place, note=note))
         raise ComparisonError(Code.ARM_WITHOUT_NUMBERS(arm=arm, num_runs=len(logs), why=reason))
+
+
+def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
+    """Raise ComparisonError if some runs have curves and others only scores."""
+    places: dict[str, str] = {}
+    for log in runs.values():
+        places.setdefault(log.axis, log.place)
+    if len(places) > 1:
+        raise ComparisonError(Code.AXES_MIXED(places=places))
 
 
 def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:

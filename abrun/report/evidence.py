@@ -38,17 +38,18 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         yield from ((f"{label_prefix}levels", level.text) for level in claim_levels(arm_content)[:MAX_LEVELS])
         if section.treatment_diff:
             yield f"{label_prefix}treatment", _treatment_text(section.treatment_diff)
-        shared_steps = _shared_steps_text(content, section.coverage)
+        shared_steps = f"; {_shared_steps_text(content, section.coverage)}" * (content.axis == "steps")
         if section.num_runs:
             run_counts = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
-            yield f"{label_prefix}runs", f"{run_counts}, unpaired; {shared_steps}"
+            yield f"{label_prefix}runs", f"{run_counts}, unpaired{shared_steps}"
         else:
-            yield f"{label_prefix}pairs", f"{_pairs_text(section)}; {shared_steps}"
-            yield f"{label_prefix}step one", _step_one_text(arm_content.step_one)
+            yield f"{label_prefix}pairs", f"{_pairs_text(section)}{shared_steps}"
+            if content.axis == "steps":
+                yield f"{label_prefix}step one", _step_one_text(arm_content.step_one)
         if section.num_metrics and content.post_hoc:
             yield f"{label_prefix}metrics", _metrics_text(arm_content.descriptions, section.num_metrics)
         yield f"{label_prefix}guards", _guards_text(arm_content.guards)
-        if not section.num_runs:
+        if not section.num_runs and content.axis == "steps":
             yield f"{label_prefix}divergence", _divergence_text(arm_content.divergence)
         if content.trace and content.trace.arm == arm:
             yield f"{label_prefix}trace", sentence(content.trace.reason)
@@ -344,7 +345,8 @@ def _spread_text(claim: ClaimResult) -> str | None:
         if rounding < paired_sd < unpaired_sd
         else ""
     )
-    return f"sd over seeds {baseline_sd:.3g}, sd of the paired differences {paired_sd:.3g}{gain_text}"
+    sds = f"sd over {claim.claim.unit}s {baseline_sd:.3g}, sd of the paired differences {paired_sd:.3g}"
+    return f"{sds}{gain_text}"
 
 
 # --- device time ---

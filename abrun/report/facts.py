@@ -44,6 +44,11 @@ class NextStepFacts:
         return self.content.paired
 
     @property
+    def has_prompts_as_units(self) -> bool:
+        """True if the runs, one of each arm, were compared prompt by prompt."""
+        return any(claim.claim.unit == "prompt" for claim in self.content.claims)
+
+    @property
     def regression(self) -> bool:
         return self.experiment.regression
 

@@ -13,6 +13,7 @@ from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
 from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
+    SCORES_TEXT,
     bound_text,
     certified_text,
     confidence_text,
@@ -32,6 +33,7 @@ from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context, verdict_title
 from abrun.report.evidence import evidence_lines, spent_table
 from abrun.report.next_step import NextStep
+from abrun.report.noise import ALONE_NOTE, new_run_tables, noise_tables
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
 from abrun.runs.layout import VERDICT
@@ -114,13 +116,23 @@ def write_report(
 def _draw_claims(
     experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    if not content.claims:
+    described = [*content.new_runs, *content.seed_noise]
+    if not (content.claims or described):
         return
     # Importing matplotlib takes half a second.
     from abrun.report import plots
 
+    main = next((record for record in described if record.steps), None)
+    if main and main.steps and not content.claims:
+        (stem,) = unique_slugs([main.metric])
+        with figure_style():
+            figure = plots.draw_band(experiment, main.metric, main.steps)
+            yield from _save_figure(figure, output / stem, images)
+        return
     with figure_style():
         yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+    if experiment.axis != "steps":  # scores have no curves
+        return
     for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
         metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
         with figure_style():
@@ -197,9 +209,11 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    if content.descriptions:
+    if content.new_runs:
+        tables += new_run_tables(content.new_runs[:MAX_DESCRIBED])
+    elif content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
-    return tables
+    return [*tables, *noise_tables(content.seed_noise)]
 
 
 def _description_columns(content: VerdictFile) -> list[str]:
@@ -212,6 +226,8 @@ def _description_columns(content: VerdictFile) -> list[str]:
 
 def _comparison_note(content: VerdictFile) -> str:
     """Return a sentence on which arm is subtracted from which, and on the confidence level."""
+    if not content.arms:
+        return ALONE_NOTE
     roles = [
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
@@ -254,7 +270,8 @@ def _description_rows(content: VerdictFile) -> list[list[str]]:
 
 
 def _description_cells(description: Description) -> list[str]:
-    cells = [description.metric, f"{description.steps[0]}-{description.steps[1]}"]
+    steps = SCORES_TEXT.get(description.axis) or f"{description.steps[0]}-{description.steps[1]}"
+    cells = [description.metric, steps]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
         maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
@@ -265,7 +282,8 @@ def _description_cells(description: Description) -> list[str]:
     margin_text = "-"
     if description.margin is not None:
         count = description.runs_needed or "more than 1000"
-        margin_text = f"±{description.margin:.3g}: {count} {sample_unit(paired=description.paired)}"
+        unit = "prompts" if description.unit == "prompt" else sample_unit(paired=description.paired)
+        margin_text = f"±{description.margin:.3g}: {count} {unit}"
         if description.detected:
             margin_text += f", but a difference was detected: {description.detected.direction}"
         if min(abs(end) for end in description.interval) > description.margin and description.detected:
@@ -287,6 +305,7 @@ def _headline(content: VerdictFile) -> str:
 def claim_columns(content: VerdictFile) -> list[str]:
     interval_level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
     unit = "pairs" if content.paired else "runs"
+    unit = "prompts" if any(claim.claim.unit == "prompt" for claim in content.claims) else unit
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
@@ -294,7 +313,8 @@ def claim_columns(content: VerdictFile) -> list[str]:
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
-    return ["metric", "steps", unit, heading, "margin", "certified bound", "result"]
+    window = "steps" if content.axis == "steps" else "window"
+    return ["metric", window, unit, heading, "margin", "certified bound", "result"]
 
 
 def claim_cells(claim: ClaimResult) -> list[str]:

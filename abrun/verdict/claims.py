@@ -182,15 +182,11 @@ def _test_claim(
         *result.warnings,
         *_margin_warnings(result, baselines, claim),
         *([Code.WIDE_STEPS()] if resolution_decides else []),
-        *curve_warnings(
-            sides,
-            claim.metric,
-            result.claim.transform,
-            bounds,
-            absolute_margin,
-            holds=result.result in ("equivalent", "holds") and not problem,
-        ),
     ]
+    if sides.axis == "steps":
+        holds = result.result in ("equivalent", "holds") and not problem
+        transform = result.claim.transform
+        warnings += curve_warnings(sides, claim.metric, transform, bounds, absolute_margin, holds=holds)
     return replace(result, warnings=tuple(warnings))
 
 

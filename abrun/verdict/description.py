@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from abrun.errors import ComparisonError
+from abrun.logs.log import Axis
 from abrun.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -25,12 +26,13 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
+from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import DetectedDifference, detect
+from abrun.verdict.results import DetectedDifference, SampleUnit, detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -46,6 +48,9 @@ COUNTERS = (
     r"|episodes_total|n_updates)"
 )
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
+MIN_STEPS_OF_RATIO = 10  # with fewer, one arm is above the other at every step by chance
+MAX_RATIOS = 3  # reasons about ratios
+CONSTANT_RATIO = 1.5  # largest over smallest ratio of a nearly constant factor
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
@@ -56,8 +61,10 @@ class Description:
     arm: str
     metric: str
     window: str
+    axis: Axis = "steps"
+    unit: SampleUnit = "seed"  # what a pair shares
     steps: tuple[int, int]  # first and last step of the window
-    num_runs: tuple[int, int]  # baseline, treatment
+    num_runs: tuple[int, int]  # baseline, treatment; prompts of one run each if they are the unit
     paired: bool  # by seed
     baseline: float  # mean over runs of the window's mean (median for spiky metrics)
     treatment: float
@@ -73,6 +80,10 @@ class Description:
     margin: float | None  # suggested from the baseline alone; None if the baseline is 0
     margin_is: Reason  # how the margin was derived
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
+    # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
+    # ratios are on one side of 1; None otherwise
+    ratio_at_each_step: tuple[float, float, float] | None = None
+    num_steps: int = 0  # steps that all runs share
 
 
 def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
@@ -82,11 +93,12 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     """
     sides = experiment.sides(arm).finished
     launched = experiment.launched_compare_sha256 is not None
-    if min(sides.sizes) == 0 or (max(sides.sizes) > 1 and (claims or launched)):
+    has_tests = max(sides.sizes) > 1 or has_prompts_as_units(sides)
+    if min(sides.sizes) == 0 or (has_tests and (claims or launched)):
         return []
     windows = {claim.metric: claim.window for claim in claims}
-    unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
-    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], DEFAULT_WINDOW)
+    unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], default_window(sides))
     declared = experiment if claims or launched else None
     described = (
         _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
@@ -103,22 +115,31 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0:
         return None
-    for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
+    for metric in rank_metrics(sides)[:MAX_OTHER_METRICS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
-        description = _describe_metric(arm, sides, metric, DEFAULT_WINDOW, experiment)
+        description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
         if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
         claim = build_claim(description)
         margin = resolve_margin(claim, None)
-        grid = experiment.metric_steps(metric)
-        if judge_equivalence(arm, sides, claim, margin, grid, may_repeat=True).problem is None:
+        units, grid = select_units(sides, metric), experiment.metric_steps(metric)
+        if judge_equivalence(arm, units, claim, margin, grid, may_repeat=True).problem is None:
             return description
     return None
 
 
 def build_claim(description: Description) -> Claim:
-    return Claim(metric=description.metric, window=description.window, margin=description.margin)
+    return Claim(
+        metric=description.metric,
+        window=description.window,
+        margin=description.margin,
+        climbs=description.axis == "steps",
+    )
+
+
+def default_window(sides: Sides) -> str:
+    return DEFAULT_WINDOW if sides.axis == "steps" else "all"
 
 
 def count_metrics(sides: Sides) -> tuple[int, int]:
@@ -141,7 +162,7 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
     )
 
 
-def _rank_metrics(sides: Sides) -> list[str]:
+def rank_metrics(sides: Sides) -> list[str]:
     """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
@@ -167,6 +188,8 @@ def _describe_metric(
 
     If nothing was declared, the window is taken over the steps at which every run recorded the metric.
     """
+    axis, unit = sides.axis, "prompt" if has_prompts_as_units(sides) else "seed"
+    sides = select_units(sides, metric)
     steps, values = stack_runs(sides.runs, metric)
     grid = declared.metric_steps(metric) if declared else steps
     is_finite = np.isfinite(values).all(axis=0)
@@ -183,7 +206,7 @@ def _describe_metric(
     one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
     varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    step = find_resolution(sides.runs, _untransformed_claim(metric), varying)
+    step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
         equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
         if min(sides.sizes) > 1
@@ -194,6 +217,8 @@ def _describe_metric(
         arm=arm,
         metric=metric,
         window=window,
+        axis=axis,
+        unit=unit,
         steps=(first_step, last_step),
         num_runs=sides.sizes,
         paired=sides.paired,
@@ -203,7 +228,9 @@ def _describe_metric(
         mean_distance=float(distance.mean()) if one_run_per_arm else None,
         largest_distance=float(distance.max()) if one_run_per_arm else None,
         largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
-        detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=sides.paired)
+        detected=detect(
+            baseline, treatment, test.mean_difference, test.interval, paired=sides.paired, unit=unit
+        )
         if test
         else None,
         interval=test.interval if test else None,
@@ -213,11 +240,47 @@ def _describe_metric(
         runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
+        ratio_at_each_step=_ratio_at_each_step(*np.split(values, [sides.sizes[0]])),
+        num_steps=len(steps),
     )
 
 
+def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float, float] | None:
+    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S]; None if the arms
+    cross, have unlike numbers of runs, values of both signs, or too few steps.
+    """
+    if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
+        return None
+    if not ((baseline > 0).all() and (treatment > 0).all()):
+        return None
+    log_ratios = np.log(treatment) - np.log(baseline)
+    if not ((log_ratios > 0).all() or (log_ratios < 0).all()):
+        return None
+    mean, low, high = np.exp([log_ratios.mean(), log_ratios.min(), log_ratios.max()]).tolist()
+    return mean, low, high
+
+
+def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
+    """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
+    ratios = {row.metric: row.ratio_at_each_step for row in described if row.ratio_at_each_step is not None}
+    rows = {row.metric: row for row in described}
+    ranked = sorted(ratios, key=lambda metric: -abs(math.log(ratios[metric][0])))
+    return [
+        Code.RATIO_AT_EACH_STEP(
+            metric=metric,
+            arm=rows[metric].arm,
+            baseline=baseline,
+            ratio=ratios[metric],
+            steps=rows[metric].num_steps,
+            pairs=rows[metric].num_runs[0],
+            constant=ratios[metric][2] <= CONSTANT_RATIO * ratios[metric][1],
+        )
+        for metric in ranked[:MAX_RATIOS]
+    ]
+
+
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """Return a reason with the difference of the first metric, and one that lists other differing metrics."""
+    """Return reasons: ratios that hold at every step, the first metric's difference, and the others'."""
     main, *further = described
     finding = Code.DESCRIBED(
         arm=main.arm,
@@ -225,6 +288,8 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
         metric=main.metric,
         levels=[main.baseline, main.treatment],
         steps=main.steps,
+        axis=main.axis,
+        unit=main.unit,
         runs=main.num_runs,
         paired=main.paired,
         difference=main.difference,
@@ -235,12 +300,13 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     differing = {description.metric: description.difference for description in tested if description.detected}
     agreeing = [description.metric for description in tested if not description.detected]
     return [
+        *_ratio_reasons(described, baseline),
         finding,
         *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
     ]
 
 
-def _untransformed_claim(metric: str) -> Claim:
+def untransformed_claim(metric: str) -> Claim:
     """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
     # Not validated: a log may have a metric `memory`, which a declared claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
@@ -248,7 +314,7 @@ def _untransformed_claim(metric: str) -> Claim:
 
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
     """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
-    climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
+    climb = float(np.mean(measure_climbs(sides.baselines, untransformed_claim(metric), last_step)))
     if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
         return _round_margin(SHARE_OF_CLIMB, "climb", climb)
     if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:

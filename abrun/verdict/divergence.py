@@ -46,7 +46,7 @@ class Divergence:
 
 def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
     """Return the divergence of the claimed metrics and the step-one metrics, as far as they are recorded."""
-    finished = [pair for pair in pairs if pair.finished]
+    finished = [pair for pair in pairs if pair.finished and pair.baseline.axis == "steps"]
     metrics = dict.fromkeys([*(claim.metric for claim in claims), *STEP_ONE])
     measured = (_measure_metric(arm, finished, metric) for metric in metrics) if finished else ()
     return [metric_divergence for metric_divergence in measured if metric_divergence]

@@ -6,6 +6,7 @@ from typing import Any
 from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
+from abrun.verdict.one_sided import assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
@@ -25,7 +26,7 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
     if terms.test in ("limit", "ratio limit"):
         return _limit_reason(result, sample, detected, arms)
-    if estimate.mean_difference is None or estimate.interval is None or terms.steps is None:
+    if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
             return Code.CLAIM_TOO_FEW_RUNS(metric=terms.metric)
         return Code.CLAIM_TOO_FEW_PAIRS(metric=terms.metric, pairs=terms.num_pairs)
@@ -56,9 +57,8 @@ def _one_sided_reason(
         return Code.CLAIM_PASSES(**values)
     if result.result == "different":
         return Code.CLAIM_FAILS(**values, p_beyond=estimate.p_beyond_holm)
-    improvement = terms.improvement
-    if terms.kind == "better" and improvement is None:
-        improvement = 2 * (terms.margin or 0.0)
+    sign = -1 if terms.better == "lower" else 1
+    improvement = assumed_improvement(terms, terms.margin or 0.0, sign * (estimate.mean_difference or 0.0))
     return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=improvement)
 
 
@@ -110,6 +110,8 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
         "welch": not terms.paired and terms.test not in ("limit", "exact"),
         "steps": terms.steps,
         "window": terms.window,
+        "axis": terms.axis,
+        "unit": terms.unit,
         "recipe": has_recipe,
     }
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from abrun.logs.log import Axis
 from abrun.metric_names import Better, Transform
 from abrun.reasons import Reason
 from abrun.recipe.claims import ClaimKind, Unit
@@ -10,6 +11,7 @@ from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
+SampleUnit = Literal["seed", "prompt"]  # what a pair shares
 WindowReduction = Literal["mean", "median", "maximum", "minimum"]
 TestMethod = Literal[
     "paired TOST",
@@ -24,6 +26,7 @@ TestMethod = Literal[
     "ratio limit",
     "exact",
 ]
+SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}
 ClaimOutcome = Literal["equivalent", "holds", "different", "undecided", "not tested"]
 
 
@@ -37,11 +40,19 @@ class DetectedDifference:
     # Pairs that differ in this direction; unpaired: treated runs beyond the baseline's mean.
     num_agreeing: int
     num_compared: int  # number of pairs, or of treated runs
+    num_opposing: int = 0  # of them, those that differ in the other direction
     paired: bool
+    unit: SampleUnit = "seed"
 
 
 def detect(
-    baseline: Array, treatment: Array, difference: float, interval: tuple[float, float], *, paired: bool
+    baseline: Array,
+    treatment: Array,
+    difference: float,
+    interval: tuple[float, float],
+    *,
+    paired: bool,
+    unit: SampleUnit = "seed",
 ) -> DetectedDifference | None:
     """Return the difference if its confidence interval excludes zero, else None."""
     if not (interval[0] > 0 or interval[1] < 0):
@@ -54,7 +65,9 @@ def detect(
         interval=interval,
         num_agreeing=int((sign * differences > 0).sum()),
         num_compared=len(treatment),
+        num_opposing=int((sign * differences < 0).sum()),
         paired=paired,
+        unit=unit,
     )
 
 
@@ -90,6 +103,8 @@ class ClaimTerms:
     num_pairs: int = 0
     seeds: tuple[int, ...] = ()  # seeds of the pairs
     num_runs: tuple[int, int] | None = None  # runs of each arm; None if paired
+    axis: Axis = "steps"  # final or prompts: the runs have scores, no curves
+    unit: SampleUnit = "seed"  # prompt: one run of each arm, whose prompts are the pairs
     kind: ClaimKind = "within"
     better: Better | None = None  # direction of an improvement; None: neither, or unknown
     improvement: float | None = None  # true improvement assumed for the power of `better`
@@ -166,3 +181,12 @@ class ClaimResult:
     problem: Reason | None = None  # reason why these runs cannot show equivalence
     warnings: tuple[Reason, ...] = ()
     result: ClaimOutcome = "not tested"
+
+    def over_scores(self, axis: Axis, unit: SampleUnit) -> "ClaimResult":
+        """Return the result of a claim on scores: they have no window of steps."""
+        if axis == "steps":
+            return self
+        seeds = self.claim.seeds if unit == "seed" else ()
+        terms = replace(self.claim, window=SCORES[axis], steps=None, axis=axis, unit=unit, seeds=seeds)
+        detected = self.estimate.detected and replace(self.estimate.detected, unit=unit)
+        return replace(self, claim=terms, estimate=replace(self.estimate, detected=detected))

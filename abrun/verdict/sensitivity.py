@@ -32,6 +32,8 @@ from abrun.verdict.summaries import last_decimal_unit, learning_direction, measu
 from abrun.verdict.whole_curve import COPY_CORRELATION, find_copies, has_detail
 
 # Metrics that are 0 at every step if nothing can be learned.
+MAX_SCORED_RUNS = 100  # more are the prompts of two runs
+MIN_REPEATED_SCORES = 4  # equal scores that two seeds do not share by chance
 LEARNING_SIGNALS = (GRAD_NORM, LEARNING_RATE, SIGNAL_SHARE)
 
 
@@ -180,6 +182,8 @@ def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | No
     that share the claimed metric's curve, whatever else was logged. Noise or rounding does not make a copy a
     second run: see `find_copies`.
     """
+    if sides.axis != "steps":
+        return _find_repeated_scores(sides)
     precision = cache(_measure_precision)  # computed once per curve, not per pair
     for run, other_run in _independent_runs(sides):
         if _has_same_numbers(run, other_run):
@@ -187,6 +191,15 @@ def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | No
         if metric and _has_same_curve(run.series(metric), other_run.series(metric), precision):
             return _repeated_run_reason(other_run, run, [metric])
     return _find_noisy_copy(sides, metric) if metric else None
+
+
+def _find_repeated_scores(sides: Sides) -> Reason | None:
+    """Return two seeds with the same scores. A few of them may be equal by chance, as two prompts' may be."""
+    for run, other_run in _independent_runs(sides) if len(sides.runs) <= MAX_SCORED_RUNS else ():
+        num_scores = sum(len(series) for series in run.metrics.values())
+        if num_scores >= MIN_REPEATED_SCORES and _has_same_numbers(run, other_run):
+            return _repeated_run_reason(other_run, run)
+    return None
 
 
 def _repeated_run_reason(

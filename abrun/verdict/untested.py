@@ -21,6 +21,8 @@ def step_one_unread_reason(
     experiment: RecordedExperiment, arm: str, first_steps: Sequence[StepOne]
 ) -> Reason | None:
     """Return why step one says nothing about the treatment; None if it does."""
+    if experiment.axis != "steps":
+        return Code.FIRST_STEP_OF_SCORES()
     if not experiment.compare.paired:
         return Code.FIRST_STEP_NOT_PAIRED()
     if not experiment.compare.step_one:
@@ -98,26 +100,28 @@ def list_not_tested(
     if num_clean and num_clean == len(sides.treatments):
         rate = 1 - ALPHA ** (1 / num_clean)
         reasons.append(Code.RARE_FAILURES(num_runs=num_clean, paired=sides.paired, rate=rate))
-    reasons += _note_unclaimed(claims)
+    reasons += _note_unclaimed(claims, has_steps=experiment.axis == "steps")
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if claims and launched and all(injected.name == ONE_ULP for injected in experiment.injected.values()):
         faults = experiment.describe_arm_faults()
         reasons.append(Code.NO_FAULT_INJECTED(faults=faults, can_inject=experiment.can_inject))
     if claims and num_unclaimed > 0:
         reasons.append(Code.METRICS_WITHOUT_CLAIM(num_metrics=num_unclaimed))
-    if len(steps):
+    if experiment.axis != "steps":
+        reasons.append(Code.OTHER_SCORES())
+    elif len(steps):
         reasons.append(
             Code.OTHER_CONDITIONS(first=steps[0], last=steps[-1], has_recipe=experiment.has_recipe)
         )
     return reasons
 
 
-def _note_unclaimed(claims: Sequence[Claim]) -> Iterator[Reason]:
+def _note_unclaimed(claims: Sequence[Claim], *, has_steps: bool) -> Iterator[Reason]:
     """Yield what the declared claims leave out."""
     if claims and all(claim.margin is None for claim in claims):
         yield Code.NO_MARGIN()
     unlearned = [claim.metric for claim in claims if not claim.climbs]
-    if unlearned:
+    if unlearned and has_steps:
         yield Code.LEARNING_NOT_CHECKED(metrics=unlearned)
 
 

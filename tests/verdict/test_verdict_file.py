@@ -109,3 +109,9 @@ def test_reasons_are_read_from_the_codes_beside_their_sentences():
     for noted in (Noted(nested, [nested], 3), Noted(None, [], 0)):
         content = json.loads(json.dumps(records.as_json([noted])))
         assert Noted(**records.restore_reasons(content)[0]) == noted
+
+
+def test_a_claim_of_a_file_from_before_one_sided_claims_has_its_kind() -> None:
+    root = Path(__file__).parents[2]
+    content = read_verdict_file(root / "docs/evidence/smollm2-fp32-head/verdict.json")
+    assert [claim.claim.kind for claim in content.claims] == ["limit", "within", "limit", "within"]

@@ -86,7 +86,7 @@ def render_static_page(title: str, body: str) -> str:
 def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: Context | None) -> list[str]:
     """Return a block with the verdict, and one per metric, which the page parses when it draws the chart."""
     claims = content.claims
-    recorded = dict.fromkeys(experiment.metrics())
+    recorded = dict.fromkeys(experiment.metrics() if experiment.axis == "steps" else ())
     claimed = {claim.claim.metric: None for claim in claims if claim.claim.metric in recorded}
     metrics = [*(claimed | recorded)]
     blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)

@@ -1,0 +1,1 @@
+"""MLPerf's check of a submission against reference convergence points."""

@@ -1,0 +1,58 @@
+"""Columns of a table that name the arm, the run, the seed or the metric of a row."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from abrun.logs.log import Log
+from abrun.logs.naming import SEED_LIMIT
+from abrun.logs.rows import Cells
+from abrun.logs.tables import find_long_columns
+from abrun.runs.layout import RunName
+
+ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
+RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
+SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
+SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
+
+
+def find_key_columns(
+    header: Sequence[str], rows: Sequence[tuple[int, Cells]], arm_columns: Sequence[str] = ARM_COLUMNS
+) -> dict[str, str]:
+    """Return the columns that identify a row's run or metric, by kind: `arm`, `run`, `seed`, `metric`.
+
+    A `name` column next to `value` names metrics, unless all its values name seeds.
+    """
+    columns = {name.strip().lower(): name for name in reversed(header)}
+    kinds = {"arm": arm_columns, "run": RUN_COLUMNS, "seed": SEED_COLUMNS}
+    key_columns = {
+        kind: next(columns[name] for name in names if name in columns)
+        for kind, names in kinds.items()
+        if any(name in columns for name in names)
+    }
+    metric, _ = find_long_columns([(0, dict.fromkeys(header, ""))])
+    names = {str(row.get(metric, "")).strip() for _, row in rows}
+    if metric and not (
+        key_columns.get("run") == metric and all(re.fullmatch(SEED_NAME, name) for name in names)
+    ):
+        key_columns = {kind: column for kind, column in key_columns.items() if column != metric} | {
+            "metric": metric
+        }
+    return key_columns
+
+
+def key_text(cell: float | str) -> str:
+    """Return the text of a cell that names an arm, a run, a seed or a prompt."""
+    return cell.strip() if isinstance(cell, str) else f"{cell:.15g}"
+
+
+def name_log(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
+    """Return the log of a run under the name that its key columns give; `name`: that of its file."""
+    seed = values.get("seed", "")
+    number = int(seed) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < SEED_LIMIT else None
+    arm = values.get("arm")
+    arm_and_run = [text for kind, text in values.items() if kind != "seed"]
+    identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None
+    run_name = "/".join([*(arm_and_run or [name]), *([f"seed-{number}"] if number is not None else [])])
+    guesses = (guess,) if guess else ()
+    return replace(log, name=run_name, job_type=arm, identity=identity, guesses=guesses)

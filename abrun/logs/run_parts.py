@@ -1,0 +1,90 @@
+"""Merging of the logs of one run that lie in several files, from processes, starts or data splits."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from abrun.logs.exports import merge_parts
+from abrun.logs.log import Log
+from abrun.logs.naming import strip_suffix
+from abrun.logs.starts import START_FOLDER, merge_continued_starts
+
+PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
+SPLIT_NAMES = {
+    "train",
+    "validation",
+    "valid",
+    "val",
+    "eval",
+    "test",
+}  # splits of one run, each with its own log
+
+
+def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
+    """Merge runs that were logged in several files, by several processes, or over several starts."""
+    split_names = {log.name: log.name.rpartition("/") for log in logs}
+    part_names = {
+        name
+        for name, (experiment, _, component) in split_names.items()
+        if experiment and component in PIPELINERL_PARTS
+    }
+    complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
+    logs = merge_parts(
+        [
+            replace(log, name=split_names[log.name][0], is_part=True, run_id=None)
+            if log.name in part_names and split_names[log.name][0] in complete_runs
+            else log
+            for log in logs
+        ]
+    )
+    logs = _merge_splits(logs)
+    starts: dict[str, list[Log]] = {}
+    for log in logs:
+        folder, _, leaf = log.name.rpartition("/")
+        key = folder if folder and log.run_id is None and START_FOLDER.fullmatch(leaf) else f"/{len(starts)}"
+        starts.setdefault(key, []).append(log)
+    merged_runs: list[Log] = []
+    for folder, run_starts in starts.items():
+        run = (
+            merge_continued_starts(run_starts, str(Path(run_starts[0].place).parent))
+            if len(run_starts) > 1
+            else None
+        )
+        merged_runs += [replace(run, name=folder)] if run else run_starts
+    return merged_runs
+
+
+def _merge_splits(logs: Sequence[Log]) -> list[Log]:
+    """Merge the `train` and `validation` logs of a run that lie side by side.
+
+    If both have a metric, the training's keeps its name, and the other's is prefixed with its split.
+    """
+    run_and_split = {
+        log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
+    }
+    training = {
+        run_and_split[log.name][0]: log
+        for log in logs
+        if run_and_split[log.name][0] and run_and_split[log.name][1] == "train"
+    }
+    num_splits = Counter(
+        run for run, split_name in run_and_split.values() if run in training and split_name in SPLIT_NAMES
+    )
+    merged_logs: list[Log] = []
+    for log in sorted(logs, key=lambda log: run_and_split[log.name][1] != "train"):
+        run, split_name = run_and_split[log.name]
+        if split_name not in SPLIT_NAMES or num_splits[run] < 2 or log.run_id is not None:
+            merged_logs.append(log)
+            continue
+        train_metrics = training[run].metrics if split_name != "train" else {}
+        new_names = {
+            name: f"{split_name}/{name}" if name in train_metrics else name
+            for name in (*log.metrics, *log.dropped)
+        }
+        metrics = {new_names[name]: series for name, series in log.metrics.items()}
+        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
+        guess = "train and other logs that lie side by side were merged into one run"
+        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, guess))
+        merged_logs.append(replace(log, name=run, is_part=True))
+    return merge_parts(merged_logs)
