@@ -1,6 +1,6 @@
 """`fleet.json`: the result of a fleet, for programs and for the next fleet to compare with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,15 @@ def read_earlier(path: Path) -> dict[str, EarlierRow]:
         if version != _SCHEMA_VERSION or "recipes" not in content:
             problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}"
             raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem))
-        return {str(row["name"]): _parse_row(row) for row in content["recipes"]}
+        return parse_rows(content["recipes"])
     except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = str(error) if isinstance(error, StoreError) else "a row is damaged"
         raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem)) from None
+
+
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, EarlierRow]:
+    """Return the rows of `fleet.json` by recipe. Raises an error for a damaged row."""
+    return {str(row["name"]): _parse_row(row) for row in rows}
 
 
 def _parse_row(row: Mapping[str, Any]) -> EarlierRow:
