@@ -18,7 +18,7 @@ Status = Literal["regressed here", "not judged", "open", "flaked", "red before",
 STATUSES: tuple[Status, ...] = ("regressed here", "not judged", "open", "flaked", "red before", "green")
 EXIT_CODES: dict[Status, int] = {"regressed here": 3, "not judged": 5, "open": 4}  # 0 for the others
 # Shares of a recipe's level: tests of its claims and guards, and the number of its failed runs
-_TESTS_SHARE, _FAILURES_SHARE = 0.9, 0.1
+_TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class EarlierRow:
     """A recipe's row of an earlier fleet."""
 
     status: Status
-    is_red: bool  # shown to be red, or below the level of a test of this recipe alone
+    is_red: bool  # by itself, whatever the false discovery rate of that fleet allowed
     reference_sha256: str | None
 
 
@@ -38,6 +38,7 @@ class FleetRow:
     status: Status
     reason: Reason
     verdict: str | None  # of the recipe alone; None: not judged
+    is_red: bool  # by itself, and not gone on a rerun
     p_value: float | None  # of the recipe alone; None: nothing was tested
     adjusted_p: float | None  # smallest false discovery rate at which it is red; None: not in the family
     num_runs: int
@@ -202,6 +203,7 @@ def _make_row(
         status=status,
         reason=reason,
         verdict=judgement and judgement.verdict,
+        is_red=judgement is not None and status != "flaked" and chance.is_red(judgement),
         p_value=chance.p_of(recipe),
         adjusted_p=adjusted_p,
         num_runs=judgement.num_runs if judgement else 0,

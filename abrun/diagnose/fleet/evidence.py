@@ -154,9 +154,9 @@ def _summarize(
     is_tested = content.verdict != "INVALID"
     failed_seeds = tuple(_failed_seeds(experiment, content.claims))
     failures = [guard for guard in content.guards if guard.guard in _ACCIDENTS and guard.result == "fail"]
-    reasons = list(section.reasons)
-    if failed_seeds and failures and not is_tested:  # runs that all failed early also lack steps to compare
-        reasons.insert(0, Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason))
+    # The failure comes first: runs that failed early also lack steps to compare.
+    causes = [Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason)] if failures else []
+    reasons = dict.fromkeys([*causes, *section.reasons])
     return Judgement(
         verdict=content.verdict,
         reasons=tuple(reasons),

@@ -15,7 +15,6 @@ from abrun.runs.files import read_json
 from abrun.stats.equivalence import ALPHA
 
 _SCHEMA_VERSION = 1
-_RED = ("regressed here", "red before")
 
 
 def fleet_json(fleet: Fleet, summary: str, command: str) -> dict[str, Any]:
@@ -64,8 +63,7 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, EarlierRow]:
 
 
 def _parse_row(row: Mapping[str, Any]) -> EarlierRow:
-    status, p_value, sha256 = row["status"], row["p_value"], row["reference_sha256"]
-    if status not in STATUSES:
+    status, is_red, sha256 = row["status"], row["is_red"], row["reference_sha256"]
+    if status not in STATUSES or type(is_red) is not bool:
         raise ValueError(status)
-    is_significant = p_value is not None and float(p_value) <= ALPHA and status != "flaked"
-    return EarlierRow(status=status, is_red=status in _RED or is_significant, reference_sha256=sha256)
+    return EarlierRow(status=status, is_red=is_red or status == "red before", reference_sha256=sha256)

@@ -13,6 +13,7 @@ from abrun.diagnose.fleet.noise import ClaimEvidence
 from abrun.diagnose.fleet.results_file import fleet_json, parse_rows
 from abrun.reasons import Code
 from abrun.stats.shared_variance import fit_prior
+from abrun.verdict.decide import Verdict
 
 MARGIN = 3.0  # of the usual sd of a pair
 SHIFT = 3 * MARGIN
@@ -43,10 +44,10 @@ def judge(differences: np.ndarray, failed: Sequence[int] = ()) -> Judgement:
     """Return a judgement of one claim, as the verdict decides it: TOST, and the test beyond the margin."""
     kept = np.delete(differences, list(failed))
     claims: tuple[ClaimEvidence, ...] = ()
-    verdict = "INVALID"
+    verdict: Verdict = "INVALID"
     if len(kept) >= 3:
-        mean, error, dof = kept.mean(), kept.std(ddof=1) / np.sqrt(len(kept)), len(kept) - 1
-        p_beyond = sum(stats.t.sf((abs(mean) - end) / error, dof) for end in (MARGIN, -MARGIN))
+        mean, error, dof = float(kept.mean()), float(kept.std(ddof=1) / np.sqrt(len(kept))), len(kept) - 1
+        p_beyond = sum(float(stats.t.sf((abs(mean) - end) / error, dof)) for end in (MARGIN, -MARGIN))
         is_equivalent = stats.t.sf((MARGIN - abs(mean)) / error, dof) < 0.05
         verdict = "MATCH" if is_equivalent else "MISMATCH" if p_beyond < 0.04 else "INCONCLUSIVE"
         claims = (
@@ -59,7 +60,7 @@ def judge(differences: np.ndarray, failed: Sequence[int] = ()) -> Judgement:
                 design="paired",
                 difference=mean / MARGIN,
                 margin=MARGIN,
-                variance=kept.var(ddof=1) / MARGIN**2,
+                variance=float(kept.var(ddof=1)) / MARGIN**2,
                 variance_factor=1 / len(kept),
                 dof=dof,
             ),
@@ -150,8 +151,7 @@ def test_the_prior_of_the_variances_is_found() -> None:
     rng = np.random.default_rng(0)
     variances = 2.0 * 3.0 / rng.chisquare(3, 4000) * rng.chisquare(2, 4000) / 2
     prior = fit_prior(variances.tolist(), [2.0] * 4000)
-    assert (
-        prior and prior.variance == pytest.approx(2.0, rel=0.1) and prior.dof == pytest.approx(3.0, rel=0.1)
-    )
+    assert prior is not None
+    assert (prior.variance, prior.dof) == pytest.approx((2.0, 3.0), rel=0.1)
     assert prior.moderate(8.0, 2.0)[0] == pytest.approx((3 * 2 + 2 * 8) / 5, rel=0.1)
     assert fit_prior([1.0] * 9 + [0.0] * 9, [2.0] * 18) is None
