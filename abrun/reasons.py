@@ -106,7 +106,7 @@ class Code(StrEnum):
     NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
     RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
     LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
-    NO_STEP_IN_COMMON = auto()
+    NO_STEP_IN_COMMON, NEW_RUN_RANGE = auto(), auto()
 
     # MLPerf's reference check
     RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
@@ -207,7 +207,7 @@ class Code(StrEnum):
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()
-    AXES_MIXED = auto()
+    AXES_MIXED, NO_SHARED_PROMPT = auto(), auto()
     REFERENCE_NEEDS_ARM, REFERENCE_NEEDS_SEEDS, REFERENCE_NEEDS_WHOLE_RUNS = auto(), auto(), auto()
     REFERENCE_NOT_WRITTEN, OUTPUT_NOT_A_REFERENCE, OUTPUT_HAS_LEDGER = auto(), auto(), auto()
     NO_REFERENCE_FILE, EXPERIMENT_AS_REFERENCE, OTHER_REFERENCE_VERSION = auto(), auto(), auto()
@@ -216,6 +216,20 @@ class Code(StrEnum):
     LEDGER_OF_OTHER_CLAIM, BASELINE_WITHOUT_CONFIG, BASELINE_NOT_THE_LINK = auto(), auto(), auto()
     LEDGER_NOT_READ, LEDGER_LINK_EDITED, LEDGER_ENTRY_EDITED, EMPTY_WINDOW = auto(), auto(), auto(), auto()
     METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN, NO_SPREAD = auto(), auto(), auto()
+
+    # Gate: answers about a candidate, their caveats, and refusals
+    GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN, GATE_SEEDS_SPENT = auto(), auto(), auto(), auto(), auto()
+    GATE_INCUMBENT, GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto(), auto()
+    GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
+    GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
+    GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()
+    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT, GATE_RUN_NOT_FINITE = (
+        auto(),
+        auto(),
+        auto(),
+        auto(),
+    )
+    GATE_LINE_LOST, OPTION_NEEDS_START, START_NEEDS = auto(), auto(), auto()
 
     OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()

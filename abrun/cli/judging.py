@@ -92,6 +92,9 @@ def compare(
     claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input. PASS and FAIL are the
     verdicts if every claim is one-sided (not_worse, better, a limit).
 
+    One arm alone: its level, its spread over seeds, and the differences that 3 to 10 pairs would show;
+    exit code 0, with --claim 4. One run of an arm and several of the other: how unusual that run is.
+
     --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
     Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked
     or red before.

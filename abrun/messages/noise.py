@@ -3,25 +3,29 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import difference_unit, interval_text
+from abrun.messages.numbers import count_text, difference_unit, interval_text
 from abrun.reasons import Code
 
 
 def _seed_noise(metric, transform, level, num_runs, steps, sd, interval) -> str:
     """Level of one arm and its spread over seeds."""
+    value = f"{level:.4g}{difference_unit(transform)}"
     return (
-        f"{metric} is {level:.4g}{difference_unit(transform)} over {num_runs} runs (steps "
-        f"{steps[0]}-{steps[1]}); from run to run it varies by {sd:.3g} (sd; 90 % CI "
-        f"{interval_text(interval)})"
+        f"{metric} is {value} over {num_runs} runs ({_window(steps)}); from run to run it varies by "
+        f"{sd:.3g} (sd; 90 % CI {interval_text(interval)})"
     )
 
 
-def _normal_gap(metric, transform, gap, level) -> str:
+def _window(steps: Sequence[int] | None) -> str:
+    return f"steps {steps[0]}-{steps[1]}" if steps else "final scores"
+
+
+def _normal_gap(metric, transform, arm, gap, level) -> str:
     """Gap between two runs that seed noise explains."""
     share = f" ({_percent(gap / abs(level))} of the level)" if transform == "identity" and level else ""
     return (
-        f"a gap of up to {gap:.3g}{share} between two runs can be seed noise alone; 95 of 100 gaps stay "
-        "within it"
+        f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by "
+        "their seeds alone; only a larger gap is unusual (95 %)"
     )
 
 
@@ -41,10 +45,10 @@ def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
 
 def _level_alone(arm, metric, level, steps, num_runs) -> str:
     """Level of one arm without a spread."""
-    if level is None or steps is None:
+    if level is None:
         return f"{metric}: {arm} has no level"
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    return f"{metric} is {level:.4g} in {runs} of {arm} (steps {steps[0]}-{steps[1]})"
+    return f"{metric} is {level:.4g} in {runs} of {arm} ({_window(steps)})"
 
 
 def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
@@ -59,46 +63,34 @@ def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
     )
 
 
-def _new_run(
-    run,
-    several,
-    metric,
-    transform,
-    steps,
-    num_runs,
-    mean,
-    sd,
-    level,
-    num_sds,
-    interval,
-    p,
-    num_metrics,
-    is_outside,
-) -> str:
+def _new_run(run, several, metric, transform, difference, num_sds, p, is_outside) -> str:
     """A single run beside the spread of several."""
-    difference, unit = abs(level - mean), difference_unit(transform)
-    window = f"steps {steps[0]}-{steps[1]}"
-    others = f"the mean of {num_runs} runs of {several}"
     if difference == 0:
-        return f"{metric} of {run} is {level:.4g}{unit}, exactly {others}, {window}"
-    place = f"{metric} of {run} is {difference:.3g}{unit} {'below' if level < mean else 'above'} {others}"
-    values = f"{level:.4g} against {mean:.4g}, {window}"
+        return f"{metric} of {run} is exactly the mean of {several}"
+    direction = "below" if difference < 0 else "above"
+    place = f"{metric} of {run} is {abs(difference):.3g}{difference_unit(transform)} {direction} {several}"
     if num_sds is None:
-        return f"{place} ({values}), and those do not vary at all, so there is no spread to compare it with"
+        return f"{place}, whose runs do not vary at all, so there is no spread to compare it with"
     finding = "seed noise does not explain it" if is_outside else "seed noise can explain it"
-    corrected = f", Holm over {num_metrics} metrics" if num_metrics > 1 else ""
+    return f"{place}, {num_sds:.2g} times the usual seed sd: {finding} (p = {p:.2g})"
+
+
+def _new_run_range(several, steps, num_runs, mean, sd, level, interval, num_metrics) -> str:
+    """The levels behind a single run's place, and the range of further runs."""
+    corrected = f"; p is Holm-corrected over {num_metrics} metrics" if num_metrics > 1 else ""
     return (
-        f"{place}, {num_sds:.2g} times their sd ({values}): {finding} (p = {p:.2g}{corrected}; 95 of 100 "
-        f"further runs of {several} would be in {interval_text(interval)})"
+        f"it is {level:.4g} ({_window(steps)}); the {num_runs} runs of {several} have the mean {mean:.4g} "
+        f"and the sd {sd:.3g}, so 95 of 100 further ones would be in {interval_text(interval)}{corrected}"
     )
 
 
 def _new_run_elsewhere(apart: Mapping[str, float], num_metrics: int) -> str:
     """Other metrics of a single run that seed noise does not explain."""
+    others = count_text(num_metrics, "other metric")
     if not apart:
-        return f"the {num_metrics} other metrics agree with seed noise"
+        return f"seed noise can explain the place in {others}, too"
     differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
-    return f"nor does it explain {len(apart)} of {num_metrics} other metrics: {differences}"
+    return f"of {others}, seed noise does not explain {differences}"
 
 
 MESSAGES: dict[Code, Message] = {
@@ -108,6 +100,7 @@ MESSAGES: dict[Code, Message] = {
     Code.LEVEL_ALONE: _level_alone,
     Code.TWO_GROUPS: _two_groups,
     Code.NEW_RUN: _new_run,
+    Code.NEW_RUN_RANGE: _new_run_range,
     Code.NEW_RUN_ELSEWHERE: _new_run_elsewhere,
     Code.NOTHING_TO_COMPARE: "one arm alone: this measures its seed noise and tests nothing{claims:if , so "
     "its claims stay open}; give a second arm, or --reference FILE, for a verdict",

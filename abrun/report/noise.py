@@ -9,9 +9,9 @@ from abrun.verdict.seed_noise import PAIR_COUNTS, SeedNoise
 
 MAX_METRICS = 6  # without a claim; verdict.json has all
 ALONE_NOTE = (
-    "Gap: the largest between two runs that seed noise alone explains (95 %). Shown by N pairs: the smallest "
-    "difference that N runs of each of two arms detect with 80 % power (planned with the upper 80 % bound of "
-    "the sd)."
+    "Gap: the largest between two runs that seed noise alone explains (95 %; 90 % if the levels are skewed). "
+    "Shown by N pairs: the smallest difference that N runs of each of two arms detect with 80 % power "
+    "(planned with the upper 80 % bound of the sd)."
 )
 
 
@@ -37,7 +37,6 @@ def noise_tables(seed_noise: Sequence[SeedNoise]) -> list[Table]:
 
 
 def _noise_cells(noise: SeedNoise) -> list[str]:
-    steps = f"{noise.steps[0]}-{noise.steps[1]}" if noise.steps else "-"
     scale = "" if noise.transform == "identity" else f" ({noise.transform.replace('_', ' ')})"
     level = "-" if noise.mean is None else f"{noise.mean:.4g}"
     spread = "-" if noise.sd is None else f"{noise.sd:.3g}"
@@ -45,7 +44,19 @@ def _noise_cells(noise: SeedNoise) -> list[str]:
         spread += f" {interval_text(noise.sd_interval)}"
     gap = "-" if noise.gap is None else f"{noise.gap:.3g}"
     shows = [f"{prospect.difference:.3g}" for prospect in noise.prospects] or ["-"] * len(PAIR_COUNTS)
-    return [f"{noise.metric}{scale}", steps, str(len(noise.levels)), level, spread, gap, *shows]
+    return [
+        f"{noise.metric}{scale}",
+        _steps_text(noise.steps),
+        str(len(noise.levels)),
+        level,
+        spread,
+        gap,
+        *shows,
+    ]
+
+
+def _steps_text(steps: tuple[int, int] | None) -> str:
+    return f"{steps[0]}-{steps[1]}" if steps else "-"
 
 
 def _power_cells(noise: SeedNoise) -> list[str]:
@@ -66,7 +77,7 @@ def new_run_tables(new_runs: Sequence[NewRun]) -> list[Table]:
     rows = [
         [
             record.metric,
-            f"{record.steps[0]}-{record.steps[1]}",
+            _steps_text(record.steps),
             f"{record.mean:.4g} ({record.num_runs})",
             f"{record.level:.4g}",
             f"{record.difference:+.3g}",

@@ -1,6 +1,9 @@
 """Seed noise of one arm: the gap between two runs, the place of a new run, and what pairs of runs show.
 
-All formulas are for normal levels, one per run.
+All formulas are for normal levels, one per run. With 3, 5 and 8 skewed levels (exponential, as of accuracies
+near 1), a gap and a prediction of 95 % hold in 90 to 93 %, and the chi-square interval of the sd of 90 % in
+80, 74 and 69 %. Bonett's interval (2006) holds in 94, 91 and 83 %, but in 98 and 97 % of 3 and 5 normal
+levels, which makes it too wide to be of use.
 """
 
 import math

@@ -282,7 +282,7 @@ def _add_new_runs(experiment: RecordedExperiment, claims: Sequence[Claim], judge
     new_runs = measure_new_run(experiment, judged.arm, claims)
     if not new_runs or judged.verdict == "INVALID":
         return replace(judged, new_runs=new_runs)
-    replaced = (Code.DESCRIBED, Code.OTHER_METRICS)
+    replaced = (Code.DESCRIBED, Code.OTHER_METRICS, Code.ONE_RUN_EACH)
     reasons = [reason for reason in judged.reasons if reason.code not in replaced]
     return replace(judged, new_runs=new_runs, reasons=[*new_run_reasons(new_runs), *reasons])
 

@@ -32,7 +32,7 @@ class NewRun:
     metric: str
     window: str
     transform: Transform
-    steps: tuple[int, int]
+    steps: tuple[int, int] | None  # None: final scores, which have no steps
     num_runs: int  # of the arm with several runs
     mean: float
     sd: float
@@ -96,7 +96,7 @@ def _measure_metric(
     if find_outside_domain(selected.values, transform):
         return None
     level, *others = summarize_runs(selected.values, claim).tolist()
-    step = find_resolution(selected.runs, claim, selected.values)
+    step = find_resolution(selected.runs[1:], claim, selected.values[1:])
     levels = np.array(others)
     mean, sd = mean_and_sd(levels)[0], sd_with_resolution(levels, step)
     half_width = prediction_half_width(sd, len(levels), PREDICTION_CONFIDENCE)
@@ -108,7 +108,7 @@ def _measure_metric(
         metric=metric,
         window=window,
         transform=transform,
-        steps=selected.bounds,
+        steps=selected.bounds if run.axis == "steps" else None,
         num_runs=len(levels),
         mean=mean,
         sd=sd,
@@ -132,16 +132,20 @@ def new_run_reasons(new_runs: Sequence[NewRun]) -> list[Reason]:
         several=main.several,
         metric=main.metric,
         transform=main.transform,
+        difference=main.difference,
+        num_sds=main.num_sds,
+        p=main.p_holm,
+        is_outside=main.p_holm < ALPHA,
+    )
+    spread = Code.NEW_RUN_RANGE(
+        several=main.several,
         steps=main.steps,
         num_runs=main.num_runs,
         mean=main.mean,
         sd=main.sd,
         level=main.level,
-        num_sds=main.num_sds,
         interval=main.interval,
-        p=main.p_holm,
         num_metrics=main.num_metrics,
-        is_outside=main.p_holm < ALPHA,
     )
     further = [Code.NEW_RUN_ELSEWHERE(apart=outside, num_metrics=len(others))] if others else []
-    return [finding, *further, *main.left_out]
+    return [finding, spread, *further, *main.left_out]

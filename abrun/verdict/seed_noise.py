@@ -11,7 +11,7 @@ from abrun.metric_names import Transform, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
-from abrun.stats.equivalence import ALPHA, sd_with_resolution, t_interval
+from abrun.stats.equivalence import sd_with_resolution, t_interval
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array
@@ -49,7 +49,7 @@ class SeedNoise:
     window: str
     transform: Transform
     claim: str | None  # the claim's text; None: the metric is not claimed
-    steps: tuple[int, int] | None  # first and last step of the window
+    steps: tuple[int, int] | None  # first and last step of the window; None: final scores
     levels: dict[str, float]  # run -> its level in the window
     mean: float | None
     mean_interval: tuple[float, float] | None  # 90 % confidence interval
@@ -119,7 +119,7 @@ def _measure_metric(
         window=window,
         transform=transform,
         claim=describe_claim(claim) if is_claimed else None,
-        steps=selected.bounds,
+        steps=selected.bounds if sides.axis == "steps" else None,
         levels={},
         mean=None,
         mean_interval=None,
@@ -164,7 +164,7 @@ def _add_spread(
     """
     sd, num_runs = sd_with_resolution(levels, step), len(levels)
     climb = float("nan")
-    if claim is not None and noise.steps:
+    if claim is not None and noise.steps:  # scores do not climb
         climb = float(np.mean(measure_climbs(runs, claim, noise.steps[1])))
     spread = Spread(
         sigma=sd,
@@ -175,12 +175,13 @@ def _add_spread(
         level=float(levels.mean()),
         climb=climb if np.isfinite(climb) else None,
     )
-    power = plan_claim_power(claim, experiment.compare, spread) if claim else None
+    alpha = experiment.compare.alpha
+    power = plan_claim_power(claim, experiment.compare, spread, alpha) if claim else None
     prospects = [
         Prospect(
             num_pairs=count,
-            difference=detectable_difference(spread.planned_sd, count, ALPHA),
-            margin=passing_margin(spread.planned_sd, count, ALPHA),
+            difference=detectable_difference(spread.planned_sd, count, alpha),
+            margin=passing_margin(spread.planned_sd, count, alpha),
             match_power=power.power(count) if power else None,
         )
         for count in PAIR_COUNTS
@@ -234,6 +235,7 @@ def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
         ]
     shared = {"metric": main.metric, "transform": main.transform}
     return [
+        Code.NORMAL_GAP(**shared, arm=main.arm, gap=main.gap, level=main.mean),
         Code.SEED_NOISE(
             **shared,
             level=main.mean,
@@ -242,7 +244,6 @@ def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
             sd=main.sd,
             interval=main.sd_interval,
         ),
-        Code.NORMAL_GAP(**shared, gap=main.gap, level=main.mean),
         Code.PAIRS_SHOW(
             counts=[prospect.num_pairs for prospect in main.prospects],
             differences=[prospect.difference for prospect in main.prospects],

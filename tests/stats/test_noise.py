@@ -40,6 +40,21 @@ def test_intervals_and_gaps_hold_as_often_as_they_say(size: int) -> None:
     assert further_run_p(distances[0], 0.0, size) == 0
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_gaps_of_skewed_and_bounded_levels_hold_nine_times_of_ten(size: int) -> None:
+    rng, shape = np.random.default_rng(size), (NUM, size + 2)
+    laws = {"skewed": -rng.exponential(1, shape), "bounded": rng.beta(8, 2, shape), "flat": rng.random(shape)}
+    gap, reach = gap_of_two_runs(1.0, size, 0.95), prediction_half_width(1.0, size, 0.95)
+    for law, levels in laws.items():
+        runs, one, two = levels[:, :size], levels[:, size], levels[:, size + 1]
+        sds = runs.std(axis=1, ddof=1)
+        held = (
+            (np.abs(one - two) <= gap * sds).mean(),
+            (np.abs(one - runs.mean(axis=1)) <= reach * sds).mean(),
+        )
+        assert min(held) > (0.89 if law == "skewed" else 0.93), (law, held)
+
+
 @pytest.mark.parametrize("num_pairs", [3, 5, 8, 10])
 def test_pairs_detect_the_detectable_difference_four_times_of_five(num_pairs: int) -> None:
     rng, sd = np.random.default_rng(num_pairs), 0.04

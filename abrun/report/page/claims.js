@@ -121,7 +121,7 @@ function newRunsSection() {
       ],
       list.map((row) => [
         named(row.metric, "b"),
-        `${row.steps[0]}\u2013${row.steps[1]}`,
+        row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
         [number(row.mean, 4), muted(`${row.num_runs} runs, sd ${number(row.sd, 3)}`)],
         number(row.level, 4),
         signed(row.difference, 3),
