@@ -88,7 +88,7 @@ class Code(StrEnum):
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN = auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -102,6 +102,13 @@ class Code(StrEnum):
     NO_SKETCHES_IN_COMMON, WEIGHTS_DID_NOT_MOVE, DESCRIBED, OTHER_METRICS = auto(), auto(), auto(), auto()
     NO_SHARED_METRIC, MARGIN_OFFERED = auto(), auto()
     TRACE_AGREES, TRACE_DIFFERS, TRACE_OF_OTHER_VALUES, TRACE_UNREADABLE = auto(), auto(), auto(), auto()
+
+    # Seed noise: one arm alone, and one run beside several
+    SEED_NOISE, NORMAL_GAP, PAIRS_SHOW, LEVEL_ALONE, TWO_GROUPS = auto(), auto(), auto(), auto(), auto()
+    NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
+    RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
+    LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
+    NO_STEP_IN_COMMON, NEW_RUN_RANGE = auto(), auto()
 
     # MLPerf's reference check
     RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
@@ -128,6 +135,7 @@ class Code(StrEnum):
     TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
     REPEAT_IN_FLOAT32, TRAIN_FOR_INTERIM, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
     TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
+    TRAIN_MORE_OF_ARM, TRAIN_MORE_OF_NEW, COMPARE_CHANGE = auto(), auto(), auto()
     CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
     NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
     CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
@@ -193,15 +201,15 @@ class Code(StrEnum):
     CLAIM_TWICE, CLAIM_ON_TEXT, CLAIM_NOT_RECORDED, OPTION_FOR_EXPERIMENT = auto(), auto(), auto(), auto()
     ALL_EXCLUDED, EXCLUDES_NOTHING, SEEDS_NOT_RECORDED, INTERIM_REFUSED = auto(), auto(), auto(), auto()
     INTERIM_WITH_REFERENCE, INTERIM_UNPAIRED, INTERIM_TOO_LATE = auto(), auto(), auto()
-    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS, ONE_ARM = auto(), auto(), auto()
+    INTERIM_TOO_EARLY, ONLY_INJECTED_FAULTS = auto(), auto()
     REPORT_IS_LINK, NO_FIGURES, FORMATS_WITHOUT_FOLDER = auto(), auto(), auto()
     REPORT_OF_DECLARED, REPORT_OF_OTHER = auto(), auto()
     ARM_NOT_NAMED, ARM_WITHOUT_REFERENCE, MORE_THAN_SEEDS_DIFFERS = auto(), auto(), auto()
-    SOURCE_OF_ONE_ARM, ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto(), auto()
+    ARM_NAMED_TWICE, SOURCES_OF_ONE_NAME, ONE_ARM_OF_RUNS = auto(), auto(), auto()
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()
-    AXES_MIXED = auto()
+    AXES_MIXED, NO_SHARED_PROMPT = auto(), auto()
     REFERENCE_NEEDS_ARM, REFERENCE_NEEDS_SEEDS, REFERENCE_NEEDS_WHOLE_RUNS = auto(), auto(), auto()
     REFERENCE_NOT_WRITTEN, OUTPUT_NOT_A_REFERENCE, OUTPUT_HAS_LEDGER = auto(), auto(), auto()
     NO_REFERENCE_FILE, EXPERIMENT_AS_REFERENCE, OTHER_REFERENCE_VERSION = auto(), auto(), auto()
@@ -210,6 +218,20 @@ class Code(StrEnum):
     LEDGER_OF_OTHER_CLAIM, BASELINE_WITHOUT_CONFIG, BASELINE_NOT_THE_LINK = auto(), auto(), auto()
     LEDGER_NOT_READ, LEDGER_LINK_EDITED, LEDGER_ENTRY_EDITED, EMPTY_WINDOW = auto(), auto(), auto(), auto()
     METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN, NO_SPREAD = auto(), auto(), auto()
+
+    # Gate: answers about a candidate, their caveats, and refusals
+    GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN, GATE_SEEDS_SPENT = auto(), auto(), auto(), auto(), auto()
+    GATE_INCUMBENT, GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto(), auto()
+    GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
+    GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
+    GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()
+    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT, GATE_RUN_NOT_FINITE = (
+        auto(),
+        auto(),
+        auto(),
+        auto(),
+    )
+    GATE_LINE_LOST, OPTION_NEEDS_START, START_NEEDS = auto(), auto(), auto()
 
     OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.extras import missing_package
@@ -259,6 +259,8 @@ def compare(
     reference: str | Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
+    alpha: float | None = None,
+    require: Literal["all", "any"] | None = None,
     output: str | Path | None = None,
     formats: Sequence[str] | None = None,
     runs_dir: str | Path = "runs",
@@ -293,6 +295,8 @@ def compare(
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
+        alpha=alpha,
+        require=require,
         output=Path(output) if output else None,
         formats=formats,
     )

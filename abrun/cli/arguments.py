@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -85,7 +85,7 @@ _SOURCES = typer.Argument(
     metavar="SOURCE",
     help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
     "(NAME=PATH names the arm); or wandb:ENTITY/PROJECT. tb:PATH, wandb:PATH, csv:PATH, jsonl:PATH, "
-    "parquet:PATH and mlperf:PATH select a format.",
+    "parquet:PATH, mlperf:PATH, mlflow:PATH, trackio:PATH, swanlab:PATH and lm-eval:PATH select a format.",
 )
 Sources = Annotated[list[str], _SOURCES]
 OptionalSources = Annotated[list[str] | None, _SOURCES]
@@ -94,7 +94,24 @@ Claims = Annotated[
     typer.Option(
         "--claim",
         metavar="METRIC:WINDOW:MARGIN",
-        help="Claim to use instead of the declared ones, such as 'train/reward:last 20%:0.05'; repeatable.",
+        help="Claim to use instead of the declared ones, such as 'train/reward:last 20%:0.05' (the arms "
+        "differ by less than this); repeatable. Instead of 0.05 also 'not_worse 0.05', 'better 0.05', "
+        "'>0.65' (level), '<0.6x' (ratio) or exact; ', lower is better' or ', higher is better' may follow.",
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        help="Level of each one-sided test, such as 0.01; default: the declared one, or 0.05. If every claim "
+        "must hold, none is corrected for their number (intersection-union test).",
+    ),
+]
+Require = Annotated[
+    str | None,
+    typer.Option(
+        metavar="all|any",
+        help="all: every claim must hold; any: one suffices, with Holm's correction. Default: the declared "
+        "value, or all.",
     ),
 ]
 Baseline = Annotated[str | None, typer.Option(help="Name of the baseline arm.")]
@@ -292,6 +309,12 @@ def parse_claims(claim: list[str] | None) -> "list[Claim] | None":
     from abrun.recipe.claims import parse_claim
 
     return [parse_claim(text) for text in claim] if claim else None
+
+
+def parse_require(require: str | None) -> Literal["all", "any"] | None:
+    if require in (None, "all", "any"):
+        return require
+    raise RecipeError(Code.NOT_ALLOWED(field="--require", got=repr(require), allowed="all, any"))
 
 
 def option_text(values_by_option: Mapping[str, Sequence[str | None]]) -> str:

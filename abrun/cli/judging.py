@@ -15,6 +15,7 @@ from abrun.cli.arguments import (
     MAX_SEEDS,
     Aliases,
     AllowInconclusive,
+    Alpha,
     Baseline,
     Claims,
     Exclude,
@@ -28,6 +29,7 @@ from abrun.cli.arguments import (
     Reference,
     ReferenceArm,
     ReportFolder,
+    Require,
     RunsDir,
     Seeds,
     StepColumn,
@@ -39,6 +41,7 @@ from abrun.cli.arguments import (
     option_text,
     parse_claims,
     parse_interim,
+    parse_require,
     resolve_recipe_file,
     typed_command,
 )
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
 def compare(
     sources: OptionalSources = None,
     claim: Claims = None,
+    alpha: Alpha = None,
+    require: Require = None,
     reference: Reference = None,
     arm: ReferenceArm = None,
     baseline: Baseline = None,
@@ -87,6 +92,9 @@ def compare(
     claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID; 2 for bad input. PASS and FAIL are the
     verdicts if every claim is one-sided (not_worse, better, a limit).
 
+    One arm alone: its level, its spread over seeds, and the differences that 3 to 10 pairs would show;
+    exit code 0, with --claim 4. One run of an arm and several of the other: how unusual that run is.
+
     --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
     Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked
     or red before.
@@ -114,6 +122,8 @@ def compare(
         sources or [],
         reading,
         claims=parse_claims(claim),
+        alpha=alpha,
+        require=parse_require(require),
         reference=reference,
         arm=arm,
         step_one=not no_step_one,

@@ -1,5 +1,6 @@
 """The command `abrun trace`. Slow imports happen inside it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from abrun.cli.app import app, console, print_json, survive_output_errors
 from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, resolve_recipe_file
 from abrun.regular_files import is_directory
 
-DIFFERS = 3  # exit code, as of MISMATCH
+DIFFERS, UNDECIDED = 3, 4  # exit codes, as of MISMATCH and INCONCLUSIVE
 
 
 @app.command()
@@ -18,11 +19,18 @@ def trace(
     recipe: Annotated[
         Path,
         typer.Argument(
-            help="Recipe: a YAML file, a built-in recipe, or an experiment.",
+            help="Recipe: a YAML file, a built-in recipe, or an experiment; or the baseline's dump.",
             callback=resolve_recipe_file,
             autocompletion=complete_recipe,
         ),
     ],
+    dumps: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="The other arm's dump, then repeats of the baseline's, which give the tolerance.",
+            metavar="[DUMP]...",
+        ),
+    ] = None,
     overrides: Overrides = None,
     step: Annotated[int, typer.Option(min=1, help="Step to run; the baseline trains up to it.")] = 1,
     arm: Annotated[
@@ -41,35 +49,52 @@ def trace(
     """Find the first tensor in which one step of two arms differs.
 
     Both run the step from the same state on the same rollouts. Tolerances come from repeats of the baseline's
-    step that are perturbed by one ULP.
+    step that are perturbed by one ULP. Dumps of SGLang's dumper and of msprobe are compared as they are.
 
-    Exit code: 0 if the arms agree up to rounding, 3 if they differ.
+    Exit code: 0 if the arms agree up to rounding, 3 if they differ, 4 if dumps differ and there is no repeat.
 
     Examples:
         abrun trace quickstart
         abrun trace recipe.yaml --step 2 --arm treatment
+        abrun trace dumps/base dumps/changed dumps/base-again
     """
-    from abrun.diagnose.trace.command import trace_recipe
+    from abrun.diagnose.trace.command import trace_dumps, trace_recipe
     from abrun.diagnose.trace.report import summary
     from abrun.recipe.experiment import load_recipe
     from abrun.runs.experiment import is_experiment
     from abrun.runs.traces import FOLDER
 
-    screen, loaded = console(), load_recipe(recipe, overrides or ())
-    result, folder = trace_recipe(
-        loaded,
-        recipe if is_directory(recipe) else runs_dir / loaded.name,
-        step=step,
-        arm=arm,
-        num_replicas=replicas,
-        output=output,
-        say=(lambda line: None) if as_json else screen.say,
-    )
+    screen = console()
+    if dumps:
+        _refuse_options({"--set": overrides, "--arm": arm, "--step": step != 1, "--replicas": replicas != 19})
+        result, folder = trace_dumps(recipe, dumps[0], dumps[1:], output), output
+    else:
+        loaded = load_recipe(recipe, overrides or ())
+        result, folder = trace_recipe(
+            loaded,
+            recipe if is_directory(recipe) else runs_dir / loaded.name,
+            step=step,
+            arm=arm,
+            num_replicas=replicas,
+            output=output,
+            say=(lambda line: None) if as_json else screen.say,
+        )
     if as_json:
         print_json(result.as_json())
     else:
         screen.print(summary(result))
-        screen.say(f"Captures and trace.json are in {folder}")
-        if is_experiment(folder.parent) and folder.name == FOLDER:
+        if folder:
+            screen.say(f"trace.json is in {folder}")
+        if folder and is_experiment(folder.parent) and folder.name == FOLDER:
             screen.say(f"abrun compare {folder.parent} shows this in its report")
-    raise typer.Exit(DIFFERS if result.first else 0)
+    is_open = result.limit is None and any(tensor.ulps for tensor in result.tensors)
+    raise typer.Exit(DIFFERS if result.first else UNDECIDED if is_open else 0)
+
+
+def _refuse_options(options: Mapping[str, object]) -> None:
+    """Raise RecipeError for an option that dumps have no use for."""
+    from abrun.errors import RecipeError
+
+    for name, value in options.items():
+        if value:
+            raise RecipeError(f"{name}: given with dumps, which are compared as they are; drop it")

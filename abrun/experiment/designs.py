@@ -72,9 +72,9 @@ def compare_designs(
     if len(interim) < 2:
         return None
     claims = [power for power in powers if power is not None]
-    guard_alpha = compare.guards.alpha
-    levels = interim_levels(interim, ALPHA, compare.alpha_spending)
-    beyond_alpha = (ALPHA - guard_alpha) / (len(claims) * num_treatments)
+    guard_alpha = compare.guards.alpha * compare.alpha / ALPHA
+    levels = interim_levels(interim, compare.alpha, compare.alpha_spending)
+    beyond_alpha = (compare.alpha - guard_alpha) / (len(claims) * num_treatments)
     beyond_levels = interim_levels(interim, beyond_alpha, compare.alpha_spending)
 
     def simulate(share: float) -> tuple[float, float]:

@@ -9,11 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from abrun.recipe.claims import Claim, Compare
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
-from abrun.stats.equivalence import ALPHA
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
+from abrun.stats.one_sided import (
+    one_sided_pairs_needed,
+    one_sided_power,
+    planned_excess,
+    simulate_one_sided_decisions,
+)
 from abrun.stats.power import (
     Decisions,
+    find_min_pairs,
     pairs_needed,
     pairs_needed_range,
     power_at,
@@ -29,8 +38,10 @@ from abrun.stats.sigma_margin import (
     sigma_pairs_needed,
     sigma_power,
     simulate_sigma_decisions,
+    simulate_sigma_improvements,
 )
 
+TARGET_POWER = 0.8
 ASSURANCE = 0.8  # probability of reaching the planned power if a pilot measured the sd
 
 
@@ -96,10 +107,13 @@ def plan_claim_power(
 ) -> ClaimPower | None:
     """Return the power of the test that the verdict will use (see abrun.verdict.claims).
 
-    None if sigma is unknown or the claim is not an equivalence.
+    Non-inferiority is planned for equal arms, superiority for the claim's `improvement`. None if sigma is
+    unknown or the claim is not about a difference.
     """
-    if claim.margin is None:
+    if claim.difference_kind is None:
         return None
+    if claim.is_one_sided:
+        return _plan_one_sided_power(claim, compare, spread, alpha)
     if claim.sigma_margin is not None and not compare.reference:
         correlation = claim.correlation if compare.paired else 0.0
         sigmas, law = claim.sigma_margin, spread.law if spread else VarianceModel(correlation=correlation)
@@ -130,6 +144,64 @@ def plan_claim_power(
             margin, sd, counts, levels, beyond_levels, difference=share * margin, stream=stream
         ),
     )
+
+
+def _plan_one_sided_power(
+    claim: Claim, compare: Compare, spread: Spread | None, alpha: float
+) -> ClaimPower | None:
+    """Return the power of a one-sided claim; with a margin in sigmas, everything is in sigmas."""
+    in_sigmas = claim.sigma_margin is not None and not compare.reference
+    if in_sigmas:
+        correlation = claim.correlation if compare.paired else 0.0
+        law = spread.law if spread else VarianceModel(correlation=correlation)
+        margin, sd = claim.margin_in[0], law.sd_difference
+        improvement = claim.improvement and claim.improvement / ((spread and spread.sigma) or 1.0)
+    else:
+        law, margin, improvement = None, _absolute_margin(claim, compare, spread), claim.improvement
+        if spread is None or margin is None:
+            return None
+        sd = spread.planned_sd
+    excess = planned_excess(claim.kind, margin, improvement)
+    if excess <= 0:  # `better: 0` without an improvement to plan for
+        return None
+    freedom = 1.0 if compare.paired else welch_dof_per_run((1.0, 1.0))
+
+    min_pairs = 2 if claim.kind == "not_worse" else MIN_FOR_MISMATCH
+
+    def decide(
+        counts: Sequence[int],
+        levels: Sequence[float],
+        broken_levels: Sequence[float],
+        share: float,
+        stream: int,
+    ) -> Decisions:
+        gained = (1 - share) * excess
+        if law is None:
+            decided = simulate_one_sided_decisions(gained, sd, counts, levels, broken_levels, stream=stream)
+        else:
+            threshold = -margin if claim.kind == "not_worse" else margin
+            decided = simulate_sigma_improvements(
+                threshold, counts, law, levels, broken_levels, improvement=threshold + gained, stream=stream
+            )
+        return replace(decided, matches=decided.matches & (np.array(counts) >= min_pairs)[:, None])
+
+    def power(pairs: int) -> float:
+        if pairs < min_pairs:
+            return 0.0
+        if law is not None:
+            return float(decide([pairs], [alpha], [alpha], 0.0, 0).matches.mean())
+        return one_sided_power(excess, sd / math.sqrt(pairs), freedom * (pairs - 1), alpha)
+
+    def needed(scale: float) -> int | None:
+        if law is not None:
+            return find_min_pairs(power, TARGET_POWER) if scale == 1.0 and excess > 0 else None
+        return one_sided_pairs_needed(excess, scale * sd, alpha=alpha, dof_per_pair=freedom)
+
+    ends = None
+    if spread and spread.num_pairs and law is None:
+        low, high = sd_interval(spread.sd_difference / sd if sd else 1.0, spread.num_pairs)
+        ends = needed(low), needed(high)
+    return ClaimPower(power=power, pairs_needed=needed(1.0), pairs_needed_range=ends, decisions=decide)
 
 
 def _absolute_margin(claim: Claim, compare: Compare, spread: Spread | None) -> float | None:

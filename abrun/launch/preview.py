@@ -251,14 +251,14 @@ def precision_differences(plan: ExperimentPlan) -> list[Reason]:
 
 
 def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
-    """Return P(MATCH) of each claim if the arms are truly equal. The verdict needs all of them."""
+    """Return the power of each claim (see abrun.experiment.power). The verdict needs all of them."""
     if not compare.claims:
         return Text("No claim declared (compare.claims): only step one and the guards can be judged.")
     from abrun.experiment.power import assumed_spread, plan_claim_power
-    from abrun.stats.equivalence import ALPHA
     from abrun.stats.sequential import interim_levels  # scipy: half a second
 
-    level = (interim_levels(compare.interim, spending=compare.alpha_spending) or [ALPHA])[-1]
+    levels = interim_levels(compare.interim, compare.alpha, compare.alpha_spending)
+    level = (levels or [compare.alpha])[-1]
     counted = sample_unit(paired=compare.paired)
     headings = [
         "metric",
@@ -273,21 +273,21 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
         chances = plan_claim_power(claim, compare, spread, level)
-        if claim.margin is None:
-            rows.append(
-                (claim.metric, claim.window, describe_claim(claim), "", "", "no equivalence: no power", "")
-            )
+        if claim.difference_kind is None:
+            power = "a limit: no power" if claim.limit else "exact: no power"
+            rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, ""))
             continue
         if chances is None:
             advice = f", or set compare.claims.{index}.sigma" if spread is None else ""
+            if claim.better == 0 and claim.improvement is None:
+                advice = f", and set compare.claims.{index}.improvement, the true gain to plan for"
             expected, needed = f"unknown: see abrun power --from EXPERIMENT{advice}", ""
         else:
             expected, pairs = percent_text(chances.power(num_pairs)), chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
-        margin = claim.margin if isinstance(claim.margin, str) else f"{claim.margin:g}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
         correlation = f"{spread.correlation:g}" if spread else ""
-        rows.append((claim.metric, claim.window, f"±{margin}", sigma, correlation, expected, needed))
+        rows.append((claim.metric, claim.window, describe_claim(claim), sigma, correlation, expected, needed))
     return Group(*_render_table(headings, rows, len(rows)))
 
 

@@ -134,7 +134,7 @@ def _arm_groups(logs: Sequence[Log]) -> list[str]:
     names = _names_without_numbers(logs)
     if len(set(names)) > 1 and all(names):
         return names
-    return _shortened_names(logs) if len(logs) == 2 else names
+    return _shortened_names(logs) if len(logs) == 2 else [name or "run" for name in names]
 
 
 def _differing_settings(logs: Sequence[Log], seed_keys: set[str]) -> list[str]:

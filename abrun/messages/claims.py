@@ -324,7 +324,7 @@ def _open(
     value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
     truth = "the arms are truly equal" if kind == "not_worse" else f"the true gain is {improvement:.3g}"
     power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
-    needed = "no number" if power["pairs_needed"] is None else pairs_or_more_text(power["pairs_needed"])
+    needed = pairs_or_more_text(power["pairs_needed"])
     return (
         f"{metric}: undecided whether {_change(arm, baseline_arm, margin)}, over {_setting(over)}: {value}; "
         f"power now {power_now} if {truth}, {sample_unit(paired=over['runs'] is None)} needed for 80 %: "

@@ -53,8 +53,6 @@ EXPERIMENTS: dict[Code, Message] = {
     "analysis takes all; choose pairs with --seeds",
     Code.ONLY_INJECTED_FAULTS: "{experiment}: has injected faults but no treatment; its "
     "report/sensitivity.md says which were caught (abrun faults run --resume prints it)",
-    Code.ONE_ARM: "{experiment}: has only the arm {arm:repr}, so there is nothing to compare; give "
-    "--reference FILE (made by abrun reference save)",
     Code.REPORT_IS_LINK: "{folder}: is a symbolic link; remove it, or choose a folder with --output",
     Code.REPORT_OF_DECLARED: "--output: {folder} has the report of the comparison declared at launch, which "
     "this one would replace; choose another folder",
@@ -68,8 +66,6 @@ EXPERIMENTS: dict[Code, Message] = {
 SOURCES: dict[Code, Message] = {
     Code.MORE_THAN_SEEDS_DIFFERS: "arms: the names of the {num_runs} runs in {folder} give seeds but no "
     "arms, and other parts differ ({names}); if they are all one arm, name it: ARM={folder}",
-    Code.SOURCE_OF_ONE_ARM: "arms: {source} holds one arm of {num_seeds:count seed}; give the other arm's "
-    "folder (abrun compare {source} OTHER), or --reference FILE",
     Code.ARM_NAMED_TWICE: "--pattern: got {pattern:repr} with {{arm}}, but the sources name their arms; drop "
     "{{arm}} or the names",
     Code.SOURCES_OF_ONE_NAME: "sources: {sources} would all be named {arm:repr}; name the arms, such as "
@@ -77,6 +73,8 @@ SOURCES: dict[Code, Message] = {
     Code.ONE_ARM_OF_RUNS: "arms: found only {arms} in {num_runs:count run}, but a comparison needs two; add "
     "a source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
     Code.AXES_MIXED: _axes_mixed,
+    Code.NO_SHARED_PROMPT: "{metric}: no prompt is in every run ({places:join  and }); score all runs on the "
+    "same prompts",
     Code.RUN_IN_TWO_SOURCES: "sources: {sources} both hold {place}, and a run compared with itself always "
     "agrees; give each arm its own runs",
     Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; "

@@ -96,6 +96,9 @@ MESSAGES: dict[Code, Message] = {
     "train longer",
     Code.TRAIN_TWO_EACH: "Train at least two more runs of each arm{paired:if , with the same seeds in both}, "
     "then compare again",
+    Code.TRAIN_MORE_OF_ARM: "Train at least two more runs of this arm with other seeds, then measure again",
+    Code.TRAIN_MORE_OF_NEW: "For a verdict, train at least two more runs of the arm that has one",
+    Code.COMPARE_CHANGE: "Compare runs of a change with these",
     Code.NAME_METRICS: "Map metrics that mean the same",
     Code.FRESH_SEEDS_DECIDE: "Decide it with fresh seeds",
     Code.CONFIRM_DIFFERENCE: "{needed}; see whether fresh seeds show a mismatch",

@@ -115,6 +115,7 @@ POST_HOC: dict[Code, Message] = {
     "compare.interim",
     Code.CLAIMS_CHANGED: "the claims are not those declared at launch",
     Code.PAIRING_CHANGED: "the arms were compared unpaired, which was not declared at launch",
+    Code.LEVEL_CHANGED: "alpha, or how many claims must hold, is not what was declared at launch",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared at launch",
     Code.READ_SEVERAL_TIMES: _read_several_times,
     Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }these runs were compared {num_comparisons} times with "

@@ -91,6 +91,20 @@ def _described(
     return f"{change}; {direction_text(detected, arm, baseline)} (90 % CI {interval_text(interval)})"
 
 
+def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) -> str:
+    """One arm is above the other at every step; `ratio`: mean, minimum, maximum of treatment / baseline."""
+    mean, low, high = ratio
+    larger, smaller = arm, baseline
+    if mean < 1:
+        mean, low, high, larger, smaller = 1 / mean, 1 / high, 1 / low, baseline, arm
+    sample = f"at each of {steps} steps" + f" in each of {pairs} pairs" * (pairs > 1)
+    factor = ", a nearly constant factor, as from another scale or normalisation" * constant
+    return (
+        f"{metric} is {mean:.3g}x as high in {larger} as in {smaller} {sample} ({low:.3g}x to {high:.3g}x"
+        f"{factor})"
+    )
+
+
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
     """Other metrics in which the arms differ, and those in which they do not."""
     clauses = []
@@ -138,6 +152,7 @@ MESSAGES: dict[Code, Message] = {
     Code.PROMPTS_AS_UNITS: "one run of each arm, paired by prompt: this holds for these two checkpoints on "
     "prompts like these; runs of other seeds may differ",
     Code.DESCRIBED: _described,
+    Code.RATIO_AT_EACH_STEP: _ratio_at_each_step,
     Code.OTHER_METRICS: _other_metrics,
     Code.NO_SHARED_METRIC: _no_shared_metric,
     Code.MARGIN_OFFERED: _margin_offered,

@@ -227,7 +227,8 @@ class Claim(Section):
             return None
         if isinstance(limit, str) and limit.endswith("x"):
             return float(limit[:-1]), True
-        return float(limit.removeprefix("level ") if isinstance(limit, str) else limit), False
+        level = re.fullmatch(LEVEL_PATTERN, limit) if isinstance(limit, str) else None
+        return float(level["level"] if level else limit), False
 
     @property
     def bound(self) -> str:
@@ -483,8 +484,8 @@ def claim_option(claim: Claim) -> str:
     bound: object = "exact"
     if claim.limit is not None:
         sign, limit = ("<", claim.below) if claim.below is not None else (">", claim.above)
-        is_level = isinstance(limit, str) and limit.startswith("level ")
-        bound = f"level {sign}{str(limit).removeprefix('level ')}" if is_level else f"{sign}{limit}"
+        level = re.fullmatch(LEVEL_PATTERN, str(limit))
+        bound = f"level {sign}{level['level']}" if level else f"{sign}{limit}"
     elif kind := claim.difference_kind:
         bound = f"{'' if kind == 'within' else f'{kind} '}{claim.declared_margin}"
     suffix = next((text for text, is_it in DIRECTIONS.items() if is_it == claim.higher_is_better), "")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.regular_files import is_directory
 from abrun.runs.files import read_json
@@ -63,7 +64,7 @@ def read_claim_tests(folder: Path) -> Iterator[ClaimTest]:
 def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
     """Return the test of a treatment's claims on the experiment's current runs."""
     compare = experiment.compare
-    claims = sorted(repr(claim.model_dump(exclude={"climbs"})) for claim in compare.claims)
+    claims = sorted(repr(_hashed_values(claim)) for claim in compare.claims)
     sides = experiment.sides(arm).finished
     treated = [_hash_values(run) for run in sides.treatments]
     pairs = (
@@ -74,8 +75,17 @@ def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
         if compare.paired
         else treated
     )
-    question = _hash(*claims, str(compare.paired), str(compare.interim))
+    level = compare.model_dump(include={"alpha", "require"}, exclude_defaults=True)
+    design = [str(compare.paired), str(compare.interim), *([repr(level)] if level else [])]
+    question = _hash(*claims, *design)
     return ClaimTest(question=question, pairs=frozenset(pairs))
+
+
+def _hashed_values(claim: Claim) -> dict[str, Any]:
+    """Return the values of a claim that its question depends on; those of later versions only if given."""
+    values = claim.model_dump(exclude={"climbs", "improvement"})
+    added = ("not_worse", "better", "higher_is_better")
+    return {key: value for key, value in values.items() if key not in added or value is not None}
 
 
 def _hash_values(run: RecordedRun) -> str:

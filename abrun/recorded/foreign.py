@@ -72,7 +72,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run
     names contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
     "baseline", else that of the first source. Anything else is guessed and listed in `guessed`. Runs outside
-    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed.
+    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed;
+    with `may_be_one_arm`, runs whose names differ only by a seed are one arm.
     Raises ComparisonError if arms or seeds cannot be determined.
     """
     selection, paired, allows_one_arm = reading.selection, not reading.unpaired, reading.allows_one_arm
@@ -161,9 +162,10 @@ def _identify_runs(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     try:
         names = _name_all_runs(sources, unpaired=not paired, may_guess=may_guess)
     except ComparisonError:
-        guess = _guess_names(sources) if may_guess else None
+        guess = _name_one_arm(sources) if sources.reading.may_be_one_arm else None
+        guess = guess or (_guess_names(sources) if may_guess else None)
         if guess is None:
-            _refuse_one_arm(sources)
+            _refuse_mixed_names(sources)
             raise
         return guess
     seeds_known = paired or names == _names_or_none(_name_all_runs, sources, unpaired=False)
@@ -205,16 +207,56 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     return [(_arm_from_source(folder), source) for _, source in named_sources]
 
 
-def _refuse_one_arm(sources: Sources) -> None:
-    """Raise ComparisonError if the runs of the only source have seeds in their names but no arms."""
+def _name_one_arm(sources: Sources) -> Guess | None:
+    """Return the runs of one arm if that is what the sources hold; None if they may hold several.
+
+    One arm is a single run, runs of one given arm, or runs of one folder whose names differ only by a number
+    that is a seed. Runs of a given arm without seeds are numbered.
+    """
+    logs, named_sources = sources.logs, sources.named_sources
+    arms = {arm for arm, _ in named_sources}
+    if sources.pattern is not None or not logs or len(arms) > 1:
+        return None
+    (given_arm,) = arms
+    if given_arm is None and (1 < len(named_sources) < len(logs) or len(named_sources) == 2):
+        return None
+    arm = given_arm or _shared_arm(named_sources)
+    if arm is None:
+        return None
+    seeds_known = True
+    names = _names_or_none(name_seeds, logs, arm, run_filter=sources.run_filter)
+    if names is None and given_arm is not None:
+        seeds_known = False
+        names = _names_or_none(name_seeds, logs, arm, unpaired=True, run_filter=sources.run_filter)
+    is_one_arm = given_arm is not None or len(logs) == 1 or differ_only_by_numbers(logs)
+    if names is None or not is_one_arm:
+        return None
+    return Guess(names=names, paired=seeds_known, seeds_known=seeds_known, guessed=[])
+
+
+def _shared_arm(named_sources: Sequence[tuple[str | None, str]]) -> str | None:
+    """Return the name of the only source, or of the folder that holds all of them; None if there is none."""
+    if len(named_sources) == 1:
+        return _arm_from_source(named_sources[0][1])
+    folders = {Path(source).resolve().parent for _, source in named_sources}
+    return _arm_from_source(str(folders.pop())) if len(folders) == 1 else None
+
+
+def _refuse_mixed_names(sources: Sources) -> None:
+    """Raise ComparisonError if the runs of the only source have seeds in their names but no arms.
+
+    Their names differ by more than the seed: they could be one arm or several.
+    """
     if len(sources.named_sources) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
     names = _names_or_none(name_seeds, sources.logs, "any", run_filter=sources.run_filter)
     if names is None:
         return
-    runs = {run for run in names if sources.run_filter(run) and not run.rerun}
     source = printable(sources.named_sources[0][1])
-    raise ComparisonError(Code.SOURCE_OF_ONE_ARM(source=source, num_seeds=len(runs)))
+    listed = list_names([log.name for log in sources.logs])
+    raise ComparisonError(
+        Code.MORE_THAN_SEEDS_DIFFERS(folder=source, num_runs=len(sources.logs), names=listed)
+    )
 
 
 def _guess_names(sources: Sources) -> Guess | None:
@@ -333,7 +375,7 @@ def _order_arms(
     """Return the arms, baseline first, and the guesses made about them."""
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
-    if len(arms) < 2 and not reading.allows_one_arm:
+    if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
         raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=list_names(arms), num_runs=len(runs)))
     guessed = []
     if baseline is not None:

@@ -35,6 +35,7 @@ class ReadingOptions:
     may_unpair: bool = False  # treat runs as independent if seeds are unknown or not shared
     interim: tuple[int, ...] = ()  # numbers of pairs at the interim analyses
     allows_one_arm: bool = False  # one arm is enough, because it is compared with a reference
+    may_be_one_arm: bool = False  # a source whose runs differ only by seed is one arm, to be described
 
     @property
     def selection(self) -> "Selection":

@@ -31,7 +31,7 @@ from abrun.runs.layout import RunName
 from abrun.runs.metrics import StepTimes
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
-from abrun.runs.traces import StoredTrace, read_trace
+from abrun.runs.traces import FOLDER, StoredTrace, read_trace
 from abrun.runs.usage import Start, read_starts
 
 URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
@@ -82,7 +82,7 @@ def _read_trace(experiment_dir: Path, runs: Mapping[RunName, RecordedRun]) -> St
     A step is traced without compiling, which hides modules, whatever the recipe says.
     """
     try:
-        trace = read_trace(experiment_dir)
+        trace = read_trace(experiment_dir / FOLDER, StoredTrace)
     except StoreError as error:
         return Code.TRACE_UNREADABLE(problem=display_safe(str(error)))
     if trace is None:

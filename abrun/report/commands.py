@@ -179,6 +179,11 @@ def freeze_runs(facts: NextStepFacts) -> str:
     return f"abrun reference save {source}{claims} --output {file}"
 
 
+def compare_with_new_runs(facts: NextStepFacts) -> str:
+    directory = facts.experiment.directory
+    return f"abrun compare {shlex.quote(relative_folder(directory)) if directory else 'RUNS'} NEW"
+
+
 def show_status(facts: NextStepFacts) -> str:
     return f"abrun status {experiment_argument(facts.experiment)}"
 

@@ -7,10 +7,10 @@ loads numpy and scipy, so the command line imports it only to compare.
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from abrun.metric_names import default_transform
 from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare, claim_option
+from abrun.recipe.refusals import validated
 from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
 from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
@@ -33,6 +34,8 @@ from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, VERDICT
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
+from abrun.verdict.new_run import has_single_run
+from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, tested_arms
 
 if TYPE_CHECKING:
@@ -72,6 +75,8 @@ class CompareOptions(TypedDict, total=False):
     reference: Path | None
     arm: str | None
     step_one: bool
+    alpha: float | None
+    require: Literal["all", "any"] | None
     output: Path | None
     formats: Collection[str] | None
     command: str | None
@@ -91,6 +96,8 @@ def compare_contents(
     reference: Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
+    alpha: float | None = None,
+    require: Literal["all", "any"] | None = None,
     output: Path | None = None,
     formats: Collection[str] | None = None,
     command: str | None = None,
@@ -98,12 +105,14 @@ def compare_contents(
     """Judge runs that have been read, and write the report into the folder `output`, if given.
 
     With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
-    by the claims of the reference; an experiment with several arms requires `arm`. `claims` replace the
-    declared claims. The report names the `command` that made it. Raise StoreError or ComparisonError for
-    runs that cannot be read, or a folder that must stay as it is.
+    by the claims of the reference; an experiment with several arms requires `arm`. `claims`, `alpha` and
+    `require` replace what was declared. The report names the `command` that made it. Raise StoreError or
+    ComparisonError for runs that cannot be read, or a folder that must stay as it is.
     """
     directory, reading = contents.directory, contents.reading
-    experiment = contents.experiment(allows_one_arm=reference is not None, may_unpair=claims is None)
+    experiment = contents.experiment(
+        allows_one_arm=reference is not None, may_be_one_arm=reference is None, may_unpair=claims is None
+    )
     if reference is not None and reading.versions_differ:
         raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
     if reference is not None or (experiment.reference and not experiment.treatments):
@@ -115,13 +124,25 @@ def compare_contents(
     elif arm is not None:
         raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
     declared = experiment.compare
-    experiment = with_options(experiment, claims, step_one=step_one, unpaired=reading.unpaired)
+    if experiment.compare.paired and not (experiment.has_recipe or experiment.regression):
+        experiment = _unpair_single_run(experiment)
+    level = {key: value for key, value in (("alpha", alpha), ("require", require)) if value is not None}
+    unpaired = reading.unpaired
+    experiment = with_options(experiment, claims, step_one=step_one, unpaired=unpaired, level=level)
     if directory is None and command is None:
-        command = _make_command(contents, claims, reference, arm, step_one=step_one)
+        command = _make_command(contents, claims, reference, arm, step_one=step_one, level=level)
     if output is not None:
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
     return compare(experiment, declared=declared, output=output, formats=formats, command=command)
+
+
+def _unpair_single_run(experiment: RecordedExperiment) -> RecordedExperiment:
+    """Return the experiment unpaired if one arm has a single run: one pair shows no spread, all runs do."""
+    is_alone = len(experiment.treatments) == 1 and has_single_run(experiment, experiment.treatments[0])
+    if not is_alone or experiment.compare.interim:
+        return experiment
+    return replace(experiment, compare=experiment.compare.model_copy(update={"paired": False}))
 
 
 def _make_command(
@@ -131,6 +152,7 @@ def _make_command(
     arm: str | None,
     *,
     step_one: bool,
+    level: Mapping[str, Any],
 ) -> str:
     """Return the command line of a comparison that was made from Python."""
     words = ["abrun", "compare", *contents.sources, *contents.reading.to_words()]
@@ -138,6 +160,7 @@ def _make_command(
         words += ["--claim", claim_option(claim)]
     words += [] if reference is None else ["--reference", str(reference)]
     words += [] if arm is None else ["--arm", arm]
+    words += [word for key, value in level.items() for word in (f"--{key}", str(value))]
     return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
 
 
@@ -184,14 +207,13 @@ def compare(
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
-    if not experiment.treatments:
-        raise ComparisonError(Code.ONE_ARM(experiment=experiment.name, arm=experiment.baseline))
-    arms = judge(experiment, experiment.compare.claims)
-    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
+    arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
+    one_arm = None if arms else describe_one_arm(experiment)
+    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
     earlier = find_earlier_claim_tests(
         {experiment.directory or Path(), *([output.parent] if output is not None else [])}
     )
-    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier)
+    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
     readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
@@ -204,14 +226,17 @@ def with_options(
     *,
     step_one: bool = True,
     unpaired: bool = False,
+    level: Mapping[str, Any] | None = None,
 ) -> RecordedExperiment:
     """Return the experiment with the comparison that these options ask for.
 
-    `claims` replace the declared claims, which in another order are the same. Other claims than those
+    `claims` replace the declared claims, which in another order are the same; `level` has another `alpha` or
+    `require`. Other claims than those
     declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
     ComparisonError for a claim that cannot be read on these runs.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = dict(level or {})
+    validated(Compare, changes, "compare")  # raises RecipeError
     if claims is not None:
         claims = resolve_claims(experiment, claims)
         if _count_claims(claims) != _count_claims(experiment.compare.claims):
@@ -266,15 +291,21 @@ def _find_change(compare: Compare, declared: Compare) -> Reason | None:
         return Code.PAIRING_CHANGED()
     if compare.step_one != declared.step_one:
         return Code.STEP_ONE_DROPPED()
+    if (compare.alpha, compare.require) != (declared.alpha, declared.require):
+        return Code.LEVEL_CHANGED()
     return None
 
 
-_CLAIM_KEYS = {"metric", "window", "margin", "below", "above", "exact", "climbs"}
+_CLAIM_KEYS = {"metric", "window", "margin", "not_worse", "better", "below", "above", "exact", "climbs"}
 
 
 def _count_claims(claims: Sequence[Claim]) -> Counter[tuple[Any, ...]]:
     """Count equal claims, ignoring their order and planning assumptions."""
     return Counter(
-        (*claim.model_dump(include=_CLAIM_KEYS).values(), claim.transform or default_transform(claim.metric))
+        (
+            *claim.model_dump(include=_CLAIM_KEYS).values(),
+            claim.transform or default_transform(claim.metric),
+            claim.better_direction,
+        )
         for claim in claims
     )

@@ -78,6 +78,8 @@ def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
 
 def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
+    if facts.content.seed_noise:
+        return ONE_ARM
     if facts.has_prompts_as_units and facts.content.claims and facts.content.verdict != "INVALID":
         return (TRAIN_TWO_EACH,)
     match facts.content.verdict:
@@ -233,6 +235,7 @@ TRAIN_TWO_EACH = NextStepRule(lambda f: True, Code.TRAIN_TWO_EACH, COMPARE)
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
     INTERIM_TO_COME,
+    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
     NextStepRule(
         lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
     ),
@@ -265,6 +268,18 @@ OPEN_OF_OTHERS = (
     NextStepRule(
         lambda f: f.num_pairs_that_decide is not None, Code.TRAIN_MORE_PAIRS, commands.run_enough_fresh_seeds
     ),
+)
+
+# One arm alone has no verdict to act on.
+ONE_ARM = (
+    NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
+    NextStepRule(
+        lambda f: all(noise.gap is None for noise in f.content.seed_noise),
+        Code.TRAIN_MORE_OF_ARM,
+        COMPARE,
+        is_final=True,
+    ),
+    NextStepRule(lambda f: True, Code.COMPARE_CHANGE, commands.compare_with_new_runs),
 )
 
 INVALID = (

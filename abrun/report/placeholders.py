@@ -37,6 +37,8 @@ def fill_placeholders(command: str, experiment: RecordedExperiment, words: Seque
             [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
         )
         return shlex.join([*shlex.split(command), *_split_options(options, READING_OPTIONS)[0], *flags])
+    if command.startswith("abrun compare RUNS NEW"):  # the report of these runs stays where it is
+        return shlex.join(["abrun", "compare", *sources, "NEW", *_split_options(options, READING_OPTIONS)[0]])
     if UNPAIRED.strip() in options:
         command = command.replace(UNPAIRED, "")
     replaced_options = [

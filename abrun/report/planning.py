@@ -20,7 +20,6 @@ from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe_tree, shortened
-from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import judge_equivalence
@@ -108,17 +107,15 @@ def _plan_claims(
 ) -> Iterator[PlannedClaim]:
     alpha = _alpha_levels(compare)[-1]
     for claim in compare.claims:
-        spread = (
-            _claim_spread(claim, compare, earlier, sigma, correlation) if claim.margin is not None else None
-        )
+        spread = _claim_spread(claim, compare, earlier, sigma, correlation) if claim.difference_kind else None
         measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
         power = None if measured_nothing else plan_claim_power(claim, compare, spread, alpha)
         yield PlannedClaim(claim=claim, spread=spread, power=power)
 
 
 def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the test level at each interim analysis; without any, [ALPHA]."""
-    return interim_levels(compare.interim, ALPHA, compare.alpha_spending) or [ALPHA]
+    """Return the test level at each interim analysis; without any, that of the comparison."""
+    return interim_levels(compare.interim, compare.alpha, compare.alpha_spending) or [compare.alpha]
 
 
 def _level_text(compare: Compare) -> str:
@@ -130,7 +127,7 @@ def _level_text(compare: Compare) -> str:
 
 def _interim_line(compare: Compare) -> str:
     counts = ", ".join(map(str, compare.interim))
-    return f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {ALPHA:g}."
+    return f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {compare.alpha:g}."
 
 
 def _propose(
@@ -138,7 +135,7 @@ def _propose(
 ) -> Designs | None:
     """Return both designs, with the power of claims at alpha instead of at the level of an analysis."""
     powers = [
-        plan_claim_power(plan.claim, compare, plan.spread) if plan.power is not None else None
+        plan_claim_power(plan.claim, compare, plan.spread, compare.alpha) if plan.power is not None else None
         for plan in plans
     ]
     return propose_designs(compare, num_pairs, powers, num_treatments)
@@ -148,7 +145,7 @@ def _render_designs(
     compare: Compare, seeds: Sequence[int], designs: Designs, cost: PairCost | None
 ) -> list[RenderableType]:
     """Return the expected cost of both designs, and which one is cheaper."""
-    headings = ["design", "P(match)", "pairs if equal", "pairs at the margin"]
+    headings = ["design", f"P({_pass_word(compare)})", "pairs if equal", "pairs at the margin"]
     counts = ", ".join(map(str, designs.interim))
     rows = [
         [f"interim analyses at {counts} pairs", percent_text(designs.power)],
@@ -195,17 +192,21 @@ def render_plan(
     counts, rows = sorted({*COUNTS, num_pairs, *compare.interim}), []
     for plan in plans:
         claim, spread, power = plan.claim, plan.spread, plan.power
-        if claim.margin is None:
+        if claim.difference_kind is None:
             lines.append(Text(f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"))
             continue
         spread_text = _spread_text(spread, claim, compare, earlier, assuming)
         lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
+        if claim.better == 0 and claim.improvement is None:
+            lines.append(Text("  not planned: set the claim's improvement, the true gain to plan for"))
         if power:
             cells = (percent_text(power.power(count)) for count in counts)
-            margin = claim.margin if isinstance(claim.margin, str) else f"±{claim.margin:g}"
+            margin = str(claim.margin) if isinstance(claim.margin, str) else describe_claim(claim)
             rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, unit)))
     if powers:
-        by_number = f"\nP(match) if the arms are truly equal, by number of {unit}"
+        has_gain = any(plan.claim.kind == "better" and plan.power for plan in plans)
+        gain = ", or better by the claim's improvement (default: twice its margin)" * has_gain
+        by_number = f"\nP({_pass_word(compare)}) if the arms are truly equal{gain}, by number of {unit}"
         numbers = [*(f"n={count}" for count in counts), "80 % power at"]
         table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
         lines += [Text(by_number, style="bold"), table]
@@ -221,7 +222,7 @@ def render_plan(
         lines.append(Text(_interim_line(compare)))
     if designs := _propose(compare, num_pairs, plans, num_treatments):
         lines += _render_designs(compare, seeds or range(num_pairs), designs, cost)
-    if compare.paired and any(plan.claim.margin is not None and plan.power is None for plan in plans):
+    if compare.paired and any(plan.claim.kind == "within" and plan.power is None for plan in plans):
         lines += [Text(""), *_sigma_margins_table()]
     return Group(*lines)
 
@@ -314,6 +315,10 @@ def _spread_text(
         bound = f"its upper {percent_text(ASSURANCE)} bound, {spread.planned_sd:.3g}"
         planning_note = f"; planned with {bound}; {COMPARE_NOTE}"
     return f"{sigma}{pairing_text}, {difference} ({spread.source}{planning_note})"
+
+
+def _pass_word(compare: Compare) -> str:
+    return "pass" if all(claim.is_one_sided for claim in compare.claims) else "match"
 
 
 def _pairs_needed_text(power: ClaimPower, unit: str) -> str:

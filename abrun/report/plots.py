@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -43,6 +44,23 @@ def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[Cl
     axes[-1].set_xlabel("optimizer step")
     axes[-1].margins(x=0.02)
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    _add_legend(figure)
+    return figure
+
+
+def draw_band(experiment: RecordedExperiment, metric: str, window: tuple[int, int]) -> Figure | None:
+    """Draw one metric without a test: the band of each arm. Return None if no run recorded it."""
+    panel = replace(make_panel(experiment, metric, []), windows=(window,))
+    if not panel.curves:
+        return None
+    figure = Figure(figsize=(WIDTH_INCHES, 1.5 * PANEL_INCHES), layout="constrained")
+    ax = figure.subplots()
+    draw_bands(ax, panel)
+    add_direct_labels(ax, panel)
+    ax.set_title(_wrap_title(f"{metric}, {shorten(experiment.name, 60)}"))
+    ax.set_xlabel("optimizer step")
+    ax.margins(x=0.02)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     _add_legend(figure)
     return figure
 
@@ -129,7 +147,7 @@ def draw_bands(ax: Axes, panel: Panel) -> None:
     ax.set_ylabel(f"{_axis_name(panel.metric)}{f' [{panel.unit}]' if panel.unit else ''}")
     if panel.windows:
         place = "it" if len(panel.windows) == 1 else "the last"
-        label = f"grey: window of a claim; numbers: means in {place}"
+        label = f"grey: window of a claim or level; numbers: means in {place}"
         ax.fill_between([], [], [], color="black", alpha=0.05, linewidth=0, label=label)
     if is_bucketed:
         ax.plot([], [], alpha=0, label=f"many steps: means of {NUM_BUCKETS} buckets, no seeds")

@@ -33,6 +33,7 @@ from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context, verdict_title
 from abrun.report.evidence import evidence_lines, spent_table
 from abrun.report.next_step import NextStep
+from abrun.report.noise import ALONE_NOTE, new_run_tables, noise_tables
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
 from abrun.runs.layout import VERDICT
@@ -115,11 +116,19 @@ def write_report(
 def _draw_claims(
     experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    if not content.claims:
+    described = [*content.new_runs, *content.seed_noise]
+    if not (content.claims or described):
         return
     # Importing matplotlib takes half a second.
     from abrun.report import plots
 
+    main = next((record for record in described if record.steps), None)
+    if main and main.steps and not content.claims:
+        (stem,) = unique_slugs([main.metric])
+        with figure_style():
+            figure = plots.draw_band(experiment, main.metric, main.steps)
+            yield from _save_figure(figure, output / stem, images)
+        return
     with figure_style():
         yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
     if experiment.axis != "steps":  # scores have no curves
@@ -200,9 +209,11 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    if content.descriptions:
+    if content.new_runs:
+        tables += new_run_tables(content.new_runs[:MAX_DESCRIBED])
+    elif content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
-    return tables
+    return [*tables, *noise_tables(content.seed_noise)]
 
 
 def _description_columns(content: VerdictFile) -> list[str]:
@@ -215,6 +226,8 @@ def _description_columns(content: VerdictFile) -> list[str]:
 
 def _comparison_note(content: VerdictFile) -> str:
     """Return a sentence on which arm is subtracted from which, and on the confidence level."""
+    if not content.arms:
+        return ALONE_NOTE
     roles = [
         name if name == role else f"{name} ({role})"
         for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))

@@ -23,8 +23,9 @@ from abrun.runs.files import read_json, wrap_read_errors, wrap_write_errors, wri
 
 FORMAT = 1
 INDEX, VALUES = "capture.json", "values.safetensors"
-Kind = Literal["activation", "gradient", "update"]
-MANTISSA_BITS = {"float32": 23, "bfloat16": 7}
+Kind = Literal["activation", "gradient", "update", "parameter"]
+MANTISSA_BITS = {"float32": 23, "bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}
+MIN_EXPONENTS = {"float16": -14, "float8_e4m3fn": -6, "float8_e5m2": -14}  # of others -126
 EXACT = "exact"  # dtype of values that nothing rounds: token ids, masks
 
 
@@ -41,7 +42,7 @@ class CapturedTensor:
     kind: Kind
     module: str
     shape: tuple[int, ...]
-    dtype: str  # in which it was computed: float32, bfloat16 or EXACT
+    dtype: str  # in which it was computed: a key of MANTISSA_BITS, or EXACT
 
     @property
     def name(self) -> str:
@@ -53,7 +54,8 @@ class CapturedTensor:
         if self.dtype == EXACT:
             return np.zeros(values.shape)
         exponents = np.frexp(np.abs(values.astype(np.float64)))[1] - 1
-        return np.ldexp(1.0, np.maximum(exponents, -126) - MANTISSA_BITS[self.dtype])
+        smallest = MIN_EXPONENTS.get(self.dtype, -126)
+        return np.ldexp(1.0, np.maximum(exponents, smallest) - MANTISSA_BITS[self.dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

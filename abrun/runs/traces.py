@@ -1,9 +1,9 @@
-"""The result of `abrun trace` in an experiment's folder, trace/trace.json."""
+"""The result of `abrun trace`: errors of a step's tensors; an experiment has it in trace/trace.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -20,36 +20,83 @@ Size = Annotated[float, BeforeValidator(decode_non_finite), Field(strict=True, g
 class TracedTensor:
     """The error of one tensor of the traced step."""
 
-    name: str  # KIND:MODULE
+    name: str  # KIND:MODULE, see abrun.runs.captures
     relative_error: Size  # norm of the difference over the baseline's norm
     ulps: Size  # largest difference in ULPs of the baseline's value
-    ratio: Size  # error over the mean error of the baseline's perturbed repeats
+    # Error over the replicas' mean error; without replicas over one ULP. The larger of both measures
+    ratio: Size
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def module(self) -> str:
+        return self.name.partition(":")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTrace:
+class TraceResult:
     """The comparison of one step of two arms."""
+
+    step: Count
+    num_replicas: Count
+    limit: Size | None  # of the ratio; None without replicas, which judges nothing
+    tensors: Items[TracedTensor]  # in the order of execution
+    missing: Items[str]  # names of tensors that only one of the arms has
+
+    @property
+    def level(self) -> float:
+        """Return the probability with which clean arms differ in any tensor, at most."""
+        return 1 / (self.num_replicas + 1)
+
+    @property
+    def beyond(self) -> tuple[TracedTensor, ...]:
+        """Return the tensors that differ by more than rounding; none without a limit."""
+        limit = self.limit
+        return () if limit is None else tuple(tensor for tensor in self.tensors if tensor.ratio > limit)
+
+    @property
+    def first(self) -> TracedTensor | None:
+        return next(iter(self.beyond), None)
+
+    @property
+    def last_agreeing(self) -> TracedTensor | None:
+        """Return the tensor before the first difference, if there are both."""
+        if self.first is None:
+            return None
+        index = self.tensors.index(self.first)
+        return self.tensors[index - 1] if index else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "level": self.level,
+            "agrees": None if self.limit is None else self.first is None,
+            "first": self.first and self.first.name,
+            "last_agreeing": self.last_agreeing and self.last_agreeing.name,
+            "num_beyond": len(self.beyond),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrace(TraceResult):
+    """A trace of an experiment's arms."""
 
     arm: str
     seed: Count
-    step: Count
     configs: Mapping[str, Mapping[str, Any]]  # of both arms, as they were traced
-    level: Size  # the probability with which clean arms differ in any tensor, at most
-    limit: Size  # of the ratio
-    tensors: Items[TracedTensor]  # in the order of execution
-
-    @property
-    def beyond(self) -> list[TracedTensor]:
-        """Return the tensors that differ by more than rounding."""
-        return [tensor for tensor in self.tensors if tensor.ratio > self.limit]
 
 
-def write_trace(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the result of a trace, with the fields of StoredTrace at least."""
-    write_json(folder / RESULT, content, mode=PUBLIC_MODE)
+Stored = TypeVar("Stored", bound=TraceResult)
 
 
-def read_trace(experiment_dir: Path) -> StoredTrace | None:
-    """Return the result of an experiment's last trace, if any. Raises StoreError if it is damaged."""
-    path = experiment_dir / FOLDER / RESULT
-    return checked(StoredTrace, read_json(path), path) if exists(path) else None
+def write_trace(folder: Path, trace: TraceResult) -> None:
+    """Write the result of a trace into its folder."""
+    write_json(folder / RESULT, trace.as_json(), mode=PUBLIC_MODE)
+
+
+def read_trace(folder: Path, kind: type[Stored]) -> Stored | None:
+    """Return the result in the folder of a trace, if any. Raises StoreError if it is damaged."""
+    path = folder / RESULT
+    return checked(kind, read_json(path), path) if exists(path) else None

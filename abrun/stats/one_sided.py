@@ -83,6 +83,17 @@ def _find_largest_share(passes: Callable[[float], bool]) -> float:
     return low
 
 
+def planned_excess(kind: str, margin: float, improvement: float | None) -> float:
+    """Return by how much the improvement that is planned for exceeds the threshold of a one-sided claim.
+
+    Non-inferiority (`not_worse`) is planned for equal arms, superiority (`better`) for the declared
+    improvement, or twice its margin.
+    """
+    if kind == "not_worse":
+        return margin
+    return (2 * margin if improvement is None else improvement) - margin
+
+
 def one_sided_power(excess: float, standard_error: float, dof: float, alpha: float = ALPHA) -> float:
     """Return P(the test passes) if the true improvement exceeds the threshold by `excess`.
 

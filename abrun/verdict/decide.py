@@ -1,7 +1,7 @@
 """Verdict of each treatment from its evidence, with the reasons for it (docs/explanation/verdict.md)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from abrun.reasons import Code, Reason
@@ -30,6 +30,7 @@ from abrun.verdict.guards import (
 )
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.margins import resolve_margin
+from abrun.verdict.new_run import NewRun, measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.step_one import StepOne, check_step_one
@@ -93,6 +94,9 @@ class ArmVerdict(ArmSection):
     claims: list[ClaimResult]
     guards: list[Guard]
     savings: list[Saving]
+    new_runs: list[NewRun] = field(
+        default_factory=list
+    )  # empty unless one arm has a single run, and the other several
 
 
 def judge(
@@ -148,7 +152,8 @@ def judge(
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_results = [result for result in results if result.arm == arm]
-                judged[arm] = judge_arm(experiment, arm, claims, arm_results, analysis)
+                arm_verdict = judge_arm(experiment, arm, claims, arm_results, analysis)
+                judged[arm] = _add_new_runs(experiment, claims, arm_verdict)
                 analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
     if not experiment.compare.interim:
         return list(judged.values())
@@ -275,6 +280,16 @@ def _add_description_reasons(
     return verdict, list(reasons)
 
 
+def _add_new_runs(experiment: RecordedExperiment, claims: Sequence[Claim], judged: ArmVerdict) -> ArmVerdict:
+    """Add the place of a single run among several, which says more than the difference from their mean."""
+    new_runs = measure_new_run(experiment, judged.arm, claims)
+    if not new_runs or judged.verdict == "INVALID":
+        return replace(judged, new_runs=new_runs)
+    replaced = (Code.DESCRIBED, Code.OTHER_METRICS, Code.ONE_RUN_EACH)
+    reasons = [reason for reason in judged.reasons if reason.code not in replaced]
+    return replace(judged, new_runs=new_runs, reasons=[*new_run_reasons(new_runs), *reasons])
+
+
 def decide_verdict(
     invalid: Sequence[Reason],
     first_steps: Sequence[StepOne],
@@ -305,9 +320,7 @@ def decide_verdict(
     all_one_sided = bool(claims) and all(
         is_one_sided(result.claim.kind, result.claim.metric) for result in claims
     )
-    holding = [result for result in claims if result.result in ("equivalent", "holds")]
-    is_enough = bool(holding) if require == "any" else len(holding) == len(claims)
-    is_any_broken = require == "all" or all(result.result == "different" for result in claims)
+    holding, broken, still_open = _sort_outcomes(outcomes, require)
     mismatches = [
         *(
             Code.STEP_ONE_DIFFERS(**_deviation_values(step_one), baseline_arm=baseline_arm)
@@ -319,7 +332,7 @@ def decide_verdict(
             for guard in guards
             if guard.result == "fail"
         ),
-        *(reason for result, reason in outcomes if result.result == "different" and is_any_broken),
+        *broken,
     ]
     if mismatches:
         return ("FAIL" if all_one_sided else "MISMATCH"), mismatches
@@ -334,16 +347,32 @@ def decide_verdict(
             for guard in guards
             if guard.result in _UNDECIDED_GUARDS
         ),
-        *(reason for result, reason in outcomes if not (is_enough or result in holding)),
+        *still_open,
     ]
     if not claims:
         open_questions.append(Code.NOTHING_CLAIMED())
     if open_questions:
         return "INCONCLUSIVE", open_questions
-    # Those that hold first: with `require: any`, one suffices.
-    reasons = [reason for result, reason in outcomes if result in holding]
-    reasons += [reason for result, reason in outcomes if result not in holding]
-    return ("PASS" if all_one_sided else "MATCH"), reasons
+    return ("PASS" if all_one_sided else "MATCH"), holding
+
+
+def _sort_outcomes(
+    outcomes: Sequence[tuple[ClaimResult, Reason]], require: Literal["all", "any"]
+) -> tuple[list[Reason], list[Reason], list[Reason]]:
+    """Return the reasons of claims that hold, that are broken, and that are open, as far as they decide.
+
+    If one claim suffices, all must be broken for a mismatch, and none is open once one holds: all others then
+    follow those that hold.
+    """
+    holds = [result.result in ("equivalent", "holds") for result, _ in outcomes]
+    holding = [reason for (_, reason), held in zip(outcomes, holds, strict=True) if held]
+    remaining = [reason for (_, reason), held in zip(outcomes, holds, strict=True) if not held]
+    broken = [reason for result, reason in outcomes if result.result == "different"]
+    if require == "all":
+        return holding, broken, remaining
+    if holding:
+        return [*holding, *remaining], [], []
+    return [], broken if len(broken) == len(outcomes) else [], remaining
 
 
 def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:

@@ -48,6 +48,9 @@ COUNTERS = (
     r"|episodes_total|n_updates)"
 )
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
+MIN_STEPS_OF_RATIO = 10  # with fewer, one arm is above the other at every step by chance
+MAX_RATIOS = 3  # reasons about ratios
+CONSTANT_RATIO = 1.5  # largest over smallest ratio of a nearly constant factor
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
@@ -77,6 +80,10 @@ class Description:
     margin: float | None  # suggested from the baseline alone; None if the baseline is 0
     margin_is: Reason  # how the margin was derived
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
+    # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
+    # ratios are on one side of 1; None otherwise
+    ratio_at_each_step: tuple[float, float, float] | None = None
+    num_steps: int = 0  # steps that all runs share
 
 
 def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
@@ -90,8 +97,8 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     if min(sides.sizes) == 0 or (has_tests and (claims or launched)):
         return []
     windows = {claim.metric: claim.window for claim in claims}
-    unclaimed = [metric for metric in _rank_metrics(sides) if metric not in windows]
-    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], _default_window(sides))
+    unclaimed = [metric for metric in rank_metrics(sides) if metric not in windows]
+    metric_windows = windows | dict.fromkeys(unclaimed[:MAX_OTHER_METRICS], default_window(sides))
     declared = experiment if claims or launched else None
     described = (
         _describe_metric(arm, sides, metric, window, declared) for metric, window in metric_windows.items()
@@ -108,10 +115,10 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     sides = experiment.sides(arm).finished
     if min(sides.sizes) == 0:
         return None
-    for metric in _rank_metrics(sides)[:MAX_OTHER_METRICS]:
+    for metric in rank_metrics(sides)[:MAX_OTHER_METRICS]:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
-        description = _describe_metric(arm, sides, metric, _default_window(sides), experiment)
+        description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
         if description is None or description.margin is None or default_transform(metric) != "identity":
             continue
         claim = build_claim(description)
@@ -131,7 +138,7 @@ def build_claim(description: Description) -> Claim:
     )
 
 
-def _default_window(sides: Sides) -> str:
+def default_window(sides: Sides) -> str:
     return DEFAULT_WINDOW if sides.axis == "steps" else "all"
 
 
@@ -155,7 +162,7 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
     )
 
 
-def _rank_metrics(sides: Sides) -> list[str]:
+def rank_metrics(sides: Sides) -> list[str]:
     """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
     informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
@@ -199,7 +206,7 @@ def _describe_metric(
     one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
     varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
-    step = find_resolution(sides.runs, _untransformed_claim(metric), varying)
+    step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
         equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
         if min(sides.sizes) > 1
@@ -233,11 +240,47 @@ def _describe_metric(
         runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
+        ratio_at_each_step=_ratio_at_each_step(*np.split(values, [sides.sizes[0]])),
+        num_steps=len(steps),
     )
 
 
+def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float, float] | None:
+    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S]; None if the arms
+    cross, have unlike numbers of runs, values of both signs, or too few steps.
+    """
+    if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
+        return None
+    if not ((baseline > 0).all() and (treatment > 0).all()):
+        return None
+    log_ratios = np.log(treatment) - np.log(baseline)
+    if not ((log_ratios > 0).all() or (log_ratios < 0).all()):
+        return None
+    mean, low, high = np.exp([log_ratios.mean(), log_ratios.min(), log_ratios.max()]).tolist()
+    return mean, low, high
+
+
+def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
+    """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
+    ratios = {row.metric: row.ratio_at_each_step for row in described if row.ratio_at_each_step is not None}
+    rows = {row.metric: row for row in described}
+    ranked = sorted(ratios, key=lambda metric: -abs(math.log(ratios[metric][0])))
+    return [
+        Code.RATIO_AT_EACH_STEP(
+            metric=metric,
+            arm=rows[metric].arm,
+            baseline=baseline,
+            ratio=ratios[metric],
+            steps=rows[metric].num_steps,
+            pairs=rows[metric].num_runs[0],
+            constant=ratios[metric][2] <= CONSTANT_RATIO * ratios[metric][1],
+        )
+        for metric in ranked[:MAX_RATIOS]
+    ]
+
+
 def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """Return a reason with the difference of the first metric, and one that lists other differing metrics."""
+    """Return reasons: ratios that hold at every step, the first metric's difference, and the others'."""
     main, *further = described
     finding = Code.DESCRIBED(
         arm=main.arm,
@@ -257,12 +300,13 @@ def description_reasons(described: Sequence[Description], baseline: str) -> list
     differing = {description.metric: description.difference for description in tested if description.detected}
     agreeing = [description.metric for description in tested if not description.detected]
     return [
+        *_ratio_reasons(described, baseline),
         finding,
         *([Code.OTHER_METRICS(apart=differing, alike=agreeing)] if differing or agreeing else []),
     ]
 
 
-def _untransformed_claim(metric: str) -> Claim:
+def untransformed_claim(metric: str) -> Claim:
     """Return a claim on the metric as it is recorded: descriptions take no logarithm."""
     # Not validated: a log may have a metric `memory`, which a declared claim reads as the peak of all phases.
     return Claim.model_construct(metric=metric, margin=1.0, transform="identity")
@@ -270,7 +314,7 @@ def _untransformed_claim(metric: str) -> Claim:
 
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
     """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
-    climb = float(np.mean(measure_climbs(sides.baselines, _untransformed_claim(metric), last_step)))
+    climb = float(np.mean(measure_climbs(sides.baselines, untransformed_claim(metric), last_step)))
     if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
         return _round_margin(SHARE_OF_CLIMB, "climb", climb)
     if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:

@@ -6,7 +6,7 @@ from functools import partial
 
 from abrun.reasons import Code
 from abrun.stats.equivalence import MIN_FOR_MISMATCH, mean_and_sd
-from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power
+from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power, planned_excess
 from abrun.stats.power import sd_interval, welch_dof_per_run
 from abrun.stats.series import Array
 from abrun.stats.sigma_margin import sigma_improvement_test
@@ -60,14 +60,9 @@ def add_one_sided_statistics(
     )
 
 
-def planned_excess(terms_kind: str, margin: float, improvement: float | None) -> float:
-    """Return by how much the improvement that is planned for exceeds the threshold of a one-sided claim.
-
-    Non-inferiority is planned for equal arms, superiority for the declared improvement, or twice its margin.
-    """
-    if terms_kind == "not_worse":
-        return margin
-    return (2 * margin if improvement is None else improvement) - margin
+def assumed_improvement(terms: ClaimTerms, margin: float, observed: float) -> float:
+    """Return the true improvement for the power of superiority: declared, twice the margin, or observed."""
+    return terms.improvement or 2 * margin or max(observed, 0.0)
 
 
 def _estimate_power(
@@ -80,8 +75,8 @@ def _estimate_power(
         dof_per_pair = welch_dof_per_run([mean_and_sd(summaries)[1] for summaries in (baseline, treatment)])
         dof = dof_per_pair * (num_runs - 1)
     sd = standard_error * math.sqrt(num_runs)
-    excess = planned_excess(terms.kind, margin, terms.improvement)
     improvement = sign * (mean_and_sd(treatment)[0] - mean_and_sd(baseline)[0])
+    excess = planned_excess(terms.kind, margin, assumed_improvement(terms, margin, improvement))
     threshold = -margin if terms.kind == "not_worse" else margin
     needed = partial(one_sided_pairs_needed, alpha=terms.alpha, dof_per_pair=dof_per_pair)
     low, high = sd_interval(sd, dof + 1) if sd else (0.0, 0.0)

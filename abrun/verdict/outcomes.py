@@ -7,6 +7,7 @@ from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import window_target
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
+from abrun.verdict.one_sided import assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 
@@ -57,9 +58,8 @@ def _one_sided_reason(
         return Code.CLAIM_PASSES(**values)
     if result.result == "different":
         return Code.CLAIM_FAILS(**values, p_beyond=estimate.p_beyond_holm)
-    improvement = terms.improvement
-    if terms.kind == "better" and improvement is None:
-        improvement = 2 * (terms.margin or 0.0)
+    sign = -1 if terms.better == "lower" else 1
+    improvement = assumed_improvement(terms, terms.margin or 0.0, sign * (estimate.mean_difference or 0.0))
     return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=improvement)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
-from abrun.runs.traces import TracedTensor
+from abrun.runs.traces import StoredTrace, TracedTensor
 
 NEIGHBOURS = 3  # tensors kept before and after the first difference
 
@@ -30,7 +30,7 @@ class Trace:
 def describe_trace(experiment: RecordedExperiment) -> Trace | None:
     """Return the result of the experiment's last trace; None if there is none of these arms."""
     stored = experiment.trace
-    if stored is None or isinstance(stored, Reason) or stored.arm not in experiment.treatments:
+    if not isinstance(stored, StoredTrace) or stored.arm not in experiment.treatments or stored.limit is None:
         return None
     tensors = [_display_safe(tensor) for tensor in stored.tensors]
     beyond = [index for index, tensor in enumerate(tensors) if tensor.ratio > stored.limit]

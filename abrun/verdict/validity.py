@@ -68,7 +68,7 @@ def invalid_reasons(
         *(_check_seeds(experiment, arm) if sides.paired else ()),
         *_check_finished(baselines, treatments, paired=sides.paired),
         *_check_identities(runs),
-        *_check_copies(runs),
+        *check_copies(runs),
         *_check_rollouts(experiment, arm, sides),
         *_check_configs(experiment, arm, sides, [run for pair in pairs for run in pair.reruns]),
         *_check_environments(experiment, arm, sides),
@@ -178,7 +178,7 @@ def _check_rollouts(experiment: RecordedExperiment, arm: str, sides: Sides) -> I
             yield Code.ROLLOUTS_DIFFER(run=str(run), other=str(other), recorded=None not in hashes)
 
 
-def _check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
+def check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
     """Yield copied runs: runs may repeat each other's numbers, but not their times. (References are
     copies.)
     """
@@ -222,17 +222,7 @@ def _check_configs(
     If nothing was declared: keys that follow neither the arm nor the seed, and do not name the run.
     """
     if experiment.treatment_diff is None:
-        for key, (baseline, treatment) in _config_values(sides).items():
-            if _is_mixed(baseline, treatment, paired=sides.paired):
-                values = [
-                    (str(run), yaml_text(value))
-                    for run, value in zip(sides.runs, [*baseline, *treatment], strict=True)
-                ]
-                groups = [[value] for value in values]
-                if sides.paired:
-                    halves = values[: len(baseline)], values[len(baseline) :]
-                    groups = [[*pair_values] for pair_values in zip(*halves, strict=True)]
-                yield Code.CONFIG_MIXED(key=key, values=groups, paired=sides.paired)
+        yield from check_mixed_configs(sides)
         return
     baselines = [*sides.baselines, *reruns]
     reference = next((run for run in baselines if run.config), None)
@@ -245,6 +235,21 @@ def _check_configs(
         yield from _check_config(run, reference, {})
     for run in sides.treatments:
         yield from _check_config(run, reference, declared)
+
+
+def check_mixed_configs(sides: Sides) -> Iterator[Reason]:
+    """Yield the keys that follow neither the arm nor the seed, and do not name the run."""
+    for key, (baseline, treatment) in _config_values(sides).items():
+        if _is_mixed(baseline, treatment, paired=sides.paired):
+            values = [
+                (str(run), yaml_text(value))
+                for run, value in zip(sides.runs, [*baseline, *treatment], strict=True)
+            ]
+            groups = [[value] for value in values]
+            if sides.paired:
+                halves = values[: len(baseline)], values[len(baseline) :]
+                groups = [[*pair_values] for pair_values in zip(*halves, strict=True)]
+            yield Code.CONFIG_MIXED(key=key, values=groups, paired=sides.paired)
 
 
 def _declares_other_weights(declared: Iterable[str]) -> bool:

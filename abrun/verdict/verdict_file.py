@@ -1,7 +1,7 @@
 """Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from abrun.verdict.grids import grid_notes
 from abrun.verdict.guards import Guard, Saving
 from abrun.verdict.injected import Sensitivity, measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
+from abrun.verdict.new_run import NewRun
 from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
+from abrun.verdict.seed_noise import OneArm, SeedNoise
 from abrun.verdict.spent import Spent, measure_spent
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.trace import Trace, describe_trace
@@ -36,6 +38,7 @@ _EVIDENCE = (
     "divergence",
     "final_weights",
     "savings",
+    "new_runs",
 )
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
@@ -84,6 +87,8 @@ class VerdictFile:
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
     spent: Spent | None = None  # device time of runs that abrun launched
+    new_runs: list[NewRun] = field(default_factory=list)  # a single run beside several of the other arm
+    seed_noise: list[SeedNoise] = field(default_factory=list)  # of one arm alone
     trace: Trace | None = None  # result of `abrun trace`
 
     @property
@@ -97,27 +102,21 @@ def build_verdict_file(
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
     earlier: Collection[ClaimTest] = (),
+    one_arm: OneArm | None = None,
 ) -> VerdictFile:
     """Build the content of `verdict.json` from the arms' verdicts.
 
     `post_hoc` is the reason why the comparison was not declared before the runs, or None. `earlier` are the
-    comparisons of the reports in neighbouring folders.
+    comparisons of the reports in neighbouring folders. `one_arm`: without a treatment, the description of the
+    baseline.
     """
-    verdict = worst_verdict([arm.verdict for arm in arms])
-    shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
-    reasons = [
-        *(
-            Code.OF_ARM(arm=arm.arm, reason=reason)
-            for arm in arms
-            if arm.verdict == verdict
-            for reason in arm.reasons
-            if reason not in shared
-        ),
-        *shared,
-    ]
+    judged = [*arms, *([one_arm] if one_arm else [])]
+    verdict = worst_verdict([section.verdict for section in judged])
+    reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
     readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
+    has_no_claim |= one_arm is not None and not experiment.compare.claims
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
@@ -133,7 +132,7 @@ def build_verdict_file(
             *code_notes(experiment),
         ],
         post_hoc=post_hoc is not None,
-        num_pairs=min(arm.num_pairs for arm in arms),
+        num_pairs=min((arm.num_pairs for arm in arms), default=0),
         paired=experiment.compare.paired,
         axis=experiment.axis,
         **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
@@ -150,8 +149,22 @@ def build_verdict_file(
         sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
         spent=measure_spent(experiment),
+        seed_noise=one_arm.seed_noise if one_arm else [],
         trace=describe_trace(experiment),
     )
+
+
+def _merge_arm_reasons(arms: Sequence[ArmVerdict], verdict: Verdict) -> list[Reason]:
+    """Return the reasons of the arms with the overall verdict; those that all arms share come once, last."""
+    shared = [reason for reason in arms[0].reasons if all(reason in arm.reasons for arm in arms)]
+    own = (
+        Code.OF_ARM(arm=arm.arm, reason=reason)
+        for arm in arms
+        if arm.verdict == verdict
+        for reason in arm.reasons
+        if reason not in shared
+    )
+    return [*own, *shared]
 
 
 def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:

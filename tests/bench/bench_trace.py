@@ -3,26 +3,32 @@
 python -m tests.bench.bench_trace faults [--only NAMES]      # each fault against the same run without it
 python -m tests.bench.bench_trace clean [--seeds 4]          # each layout against one rank, by seed and dtype
 
-Both train a tiny Qwen2 on CPU cores, from a short supervised warm start, so that rewards differ. A fault is
-traced at step 1 and, if nothing differs there, at step 2. Faults of the rollout engine that change what is
-sampled cannot be seen on recorded rollouts.
+Both train a tiny Qwen2 on CPU cores, from a short supervised warm start, so that rewards differ; layouts of
+experts a tiny Qwen3-MoE. A fault is traced at step 1 and, if nothing differs there, at step 2. Faults of the
+rollout engine that change what is sampled cannot be seen on recorded rollouts. With --work FOLDER a stopped
+command goes on: rows that the folder has are not measured again.
 """
 
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from abrun.diagnose.trace.command import read_replicas
-from abrun.diagnose.trace.judge import NUM_REPLICAS, TraceResult, judge_trace
+from abrun.diagnose.trace.command import REPLICAS, read_replicas
+from abrun.diagnose.trace.judge import NUM_REPLICAS, judge_trace
 from abrun.recipe.faults import FAULTS, Fault, unmet_need
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.captures import read_capture
+from abrun.runs.captures import Capture, read_capture
+from abrun.runs.files import read_json, write_json
+from abrun.runs.traces import TraceResult
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.diagnose.trace.captured import capture, config
+from tests.diagnose.trace.test_layouts import EXPERT_LAYOUTS, EXPERTS
 
 GRPO: dict[str, Any] = {
     "algorithm": {
@@ -107,6 +113,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron tensor": (2, {"backend": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}}),
     "megatron context": (2, {"backend": {**MEGATRON, "context_parallel": 2}}),
 }
+TIMEOUT_S = 3600.0
+Row = tuple[bool, str]  # whether it counts, and its text
 
 
 class Bench:
@@ -124,16 +132,32 @@ class Bench:
             )
         (self.weights,) = (runs_dir / "warm-starts").glob("*/checkpoints/final")
 
+    def row(self, key: str, measure: Callable[[], Row]) -> Row:
+        """Return a row that the folder has, or measure it."""
+        path = self._work / "rows" / f"{key}.json"
+        if not path.exists():
+            counts, text = measure()
+            write_json(path, {"counts": counts, "text": text})
+        content = read_json(path)
+        return content["counts"], content["text"]
+
+    def _capture(
+        self, folder: Path, run: OwnRunConfig, arm: str, step: int, seed: int, **settings: Any
+    ) -> Capture:
+        weights = self.weights if run.model.preset == GRPO["model"]["preset"] else None
+        return capture(
+            folder, run, arm, step=step, seed=seed, weights=weights, timeout_s=TIMEOUT_S, **settings
+        )
+
     def baseline(self, run: OwnRunConfig, name: str, step: int, seed: int = 0) -> Path:
         """Capture a baseline and its replicas, once."""
         folder = self._work / f"{name}-{step}-{seed}"
-        if not folder.exists():
-            settings: Any = {"step": step, "seed": seed, "weights": self.weights}
-            capture(folder, run, "baseline", records=True, replicas=NUM_REPLICAS, **settings)
+        if not (folder / REPLICAS).exists():
+            self._capture(folder, run, "baseline", step, seed, records=True, replicas=NUM_REPLICAS)
         return folder
 
     def trace(self, folder: Path, run: OwnRunConfig, step: int, seed: int = 0) -> TraceResult:
-        treatment = capture(folder, run, "treatment", step=step, seed=seed, weights=self.weights)
+        treatment = self._capture(folder, run, "treatment", step, seed)
         result = judge_trace(read_capture(folder / "baseline"), treatment, read_replicas(folder))
         shutil.rmtree(folder / "treatment")
         return result
@@ -157,45 +181,49 @@ def trace_fault(bench: Bench, fault: Fault) -> tuple[str, int | None, TraceResul
 def is_right(fault: Fault, result: TraceResult) -> bool:
     if result.first is None:
         return False
-    found = result.first.tensor
+    found = result.first
     names = RIGHT.get(fault.name, ())
     module = found.module.partition("@")[0]  # of any optimizer step
     return found.kind in names or any(f"{name}.".startswith(f"{module}.") for name in names)
 
 
-def fault_rows(bench: Bench, only: list[str]) -> Iterator[tuple[bool, str]]:
+def fault_row(bench: Bench, fault: Fault) -> Row:
+    name = f"`{fault.name}`"
+    if fault.name not in RIGHT:
+        return False, markdown_row(name, fault.seam, "", "not on recorded rollouts", "", "no")
+    traced = trace_fault(bench, fault)
+    if traced is None:
+        return False, markdown_row(name, fault.seam, "", "no run can have it", "", "no")
+    base, step, result = traced
+    right = is_right(fault, result)
+    first = f"`{result.first.name}`" if result.first else "nothing"
+    ratio = f"{result.first.ratio:.3g} / {result.limit:.3g}" if result.first else ""
+    return right, markdown_row(name, base, step or "", first, ratio, "yes" if right else "no")
+
+
+def fault_rows(bench: Bench, only: list[str]) -> Iterator[Row]:
     for fault in FAULTS:
-        if only and fault.name not in only:
-            continue
-        if fault.name not in RIGHT:
-            yield False, markdown_row(f"`{fault.name}`", fault.seam, "", "not on recorded rollouts", "", "no")
-            continue
-        traced = trace_fault(bench, fault)
-        if traced is None:
-            yield False, markdown_row(f"`{fault.name}`", fault.seam, "", "no run can have it", "", "no")
-            continue
-        base, step, result = traced
-        right = is_right(fault, result)
-        name = f"`{result.first.tensor.name}`" if result.first else "nothing"
-        ratio = f"{result.first.ratio:.3g} / {result.limit:.3g}" if result.first else ""
-        yield right, markdown_row(f"`{fault.name}`", base, step or "", name, ratio, "yes" if right else "no")
+        if not only or fault.name in only:
+            yield bench.row(f"fault-{fault.name}", partial(fault_row, bench, fault))
 
 
-def clean_rows(bench: Bench, seeds: int, dtypes: list[str]) -> Iterator[tuple[bool, str]]:
-    for dtype in dtypes:
-        for seed in range(seeds):
-            one = config({"policy": {"dtype": dtype}}, base=GRPO)
-            for name, (ranks, policy) in LAYOUTS.items():
-                folder = bench.baseline(one, f"clean-{dtype}", 1, seed)
-                run = config({"policy": {"dtype": dtype}}, {"policy": policy}, base=GRPO, ranks=ranks)
-                result = bench.trace(folder, run, 1, seed)
-                worst = max(result.tensors, key=lambda judged: judged.ratio)
-                values = f"{worst.ratio:.3g} / {result.limit:.3g}"
-                found = f"`{result.first.tensor.name}`" if result.first else "agree"
-                yield (
-                    result.first is not None,
-                    markdown_row(name, dtype, seed, values, f"`{worst.tensor.name}`", found),
-                )
+def clean_row(bench: Bench, layout: str, dtype: str, seed: int) -> Row:
+    experts = EXPERTS if layout in EXPERT_LAYOUTS else {}
+    one = config({"policy": {"dtype": dtype}}, experts, base=GRPO)
+    ranks, policy = {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
+    folder = bench.baseline(one, f"clean-{'experts-' if experts else ''}{dtype}", 1, seed)
+    run = config({"policy": {"dtype": dtype}}, experts, {"policy": policy}, base=GRPO, ranks=ranks)
+    result = bench.trace(folder, run, 1, seed)
+    worst = max(result.tensors, key=lambda tensor: tensor.ratio)
+    values = f"{worst.ratio:.3g} / {result.limit:.3g}"
+    found = f"`{result.first.name}`" if result.first else "agree"
+    return result.first is not None, markdown_row(layout, dtype, seed, values, f"`{worst.name}`", found)
+
+
+def clean_rows(bench: Bench, seeds: int, dtypes: list[str]) -> Iterator[Row]:
+    for dtype, seed, layout in product(dtypes, range(seeds), (*LAYOUTS, *EXPERT_LAYOUTS)):
+        key = f"clean-{dtype}-{seed}-{layout.replace(' ', '-')}"
+        yield bench.row(key, partial(clean_row, bench, layout, dtype, seed))
 
 
 def main() -> None:

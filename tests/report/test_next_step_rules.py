@@ -17,7 +17,14 @@ RULES = {
     for name, rules in vars(next_step).items()
     if isinstance(rules, tuple) and isinstance(rules[0], NextStepRule)
 }
-CONTENT = {"post_hoc": False, "sensitivity": None, "claims": ["claim"], "descriptions": []}
+CONTENT = {
+    "post_hoc": False,
+    "sensitivity": None,
+    "claims": ["claim"],
+    "descriptions": [],
+    "new_runs": [],
+    "seed_noise": [],
+}
 OTHERS = {"launched": False}
 REFERENCE = {"regression": True}
 UNCLAIMED = {"content.claims": []}
@@ -130,6 +137,13 @@ CASES = {
     ),
     "INCONCLUSIVE, of others, nothing claimable": (OTHERS | UNCLAIMED | SEVERAL, "LOG_OR_TRAIN_LONGER"),
     "INCONCLUSIVE, of others, one run each and a look": (OTHERS | DESCRIBED | LOOK, "TRAIN_FOR_INTERIM"),
+    "INCONCLUSIVE, of others, one run beside several": (
+        OTHERS | UNCLAIMED | SEVERAL | {"content.new_runs": ["a run"]},
+        "TRAIN_MORE_OF_NEW",
+    ),
+    "INCONCLUSIVE, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1)]}, "COMPARE_CHANGE"),
+    "INCONCLUSIVE, one run": ({"content.seed_noise": [SimpleNamespace(gap=None)]}, "TRAIN_MORE_OF_ARM"),
+    "INVALID, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1)]}, "MEND_REASONS"),
     "INCONCLUSIVE, of others, no shared metric": (
         OTHERS | UNCLAIMED | OPEN_STEP,
         "REPEAT_IN_FLOAT32 NAME_METRICS",
@@ -207,7 +221,7 @@ def test_a_situation_gets_its_steps_in_this_order(case, functions) -> None:
 
 def test_every_rule_is_reached(functions) -> None:
     reached = {id(rule) for case in CASES for rule in suggested_in(case)}
-    assert len(RULES) == 11
+    assert len(RULES) == 12
     assert [
         f"{name}: {rule.text.name}" for name in RULES for rule in RULES[name] if id(rule) not in reached
     ] == []

@@ -26,7 +26,8 @@ def write_trace(experiment_dir: Path, ratios: tuple[float, ...], **changes: Any)
         for name, ratio in zip(NAMES, ratios, strict=True)
     ]
     content = {
-        **{"arm": "treatment", "seed": 0, "step": 1, "level": 0.05, "limit": 3.0, "tensors": tensors},
+        **{"arm": "treatment", "seed": 0, "step": 1, "num_replicas": 19, "limit": 3.0, "tensors": tensors},
+        "missing": [],
         "configs": {arm: recipe.run_config(arm).model_dump(mode="json") for arm in recipe.arms},
     }
     write_json(experiment_dir / "trace" / "trace.json", content | changes)

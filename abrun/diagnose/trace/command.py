@@ -8,15 +8,22 @@
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from abrun.diagnose.trace.judge import NUM_REPLICAS, TensorError, TraceResult, errors_from_json, judge_trace
-from abrun.errors import RecipeError, StoreError
+from abrun.diagnose.trace.judge import NUM_REPLICAS, TensorError, errors_from_json, judge_trace
+from abrun.errors import ComparisonError, LaunchError, RecipeError, StoreError
 from abrun.experiment.plan import make_draft
 from abrun.experiment.probe import run_probe
+from abrun.extras import missing_package
+from abrun.messages.records import printed_reason
+from abrun.processes import MODULE_OPTIONS
+from abrun.reasons import Code
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.regular_files import is_directory
@@ -27,9 +34,9 @@ from abrun.runs.files import encode_non_finite, read_json, wrap_write_errors, wr
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import RunDir
-from abrun.runs.traces import FOLDER, RESULT, write_trace
+from abrun.runs.traces import FOLDER, RESULT, StoredTrace, TraceResult, read_trace, write_trace
 
-MODULE = "abrun.diagnose.trace.measure"
+MODULE, DUMPS_MODULE = "abrun.diagnose.trace.measure", "abrun.diagnose.trace.dumps"
 SCRATCH, REPLICAS = ".scratch", "replicas.json"
 MAX_TOKENS = 2048  # of whole sequences, whose activations are kept
 
@@ -75,10 +82,39 @@ def trace_recipe(
             }
             run_probe(MODULE, output / "jobs" / name, config, job)
     baseline, treatment = (read_capture(output / name) for name in configs)
-    result = judge_trace(baseline, treatment, read_replicas(output))
+    judged = judge_trace(baseline, treatment, read_replicas(output))
     traced = {name: config.model_dump(mode="json") for name, config in configs.items()}
-    write_trace(output, {**result.as_json(), "arm": arm, "seed": seed, "configs": traced})
+    facts = {field.name: getattr(judged, field.name) for field in fields(judged)}
+    result = StoredTrace(**facts, arm=arm, seed=seed, configs=traced)
+    write_trace(output, result)
     return result, output
+
+
+def trace_dumps(
+    baseline: Path, treatment: Path, repeats: Sequence[Path] = (), output: Path | None = None
+) -> TraceResult:
+    """Compare two dumps of another framework; `repeats` are dumps of the baseline's step, run again.
+
+    Without repeats the result has no limit. Raises AbrunError for dumps that cannot be read or compared.
+    """
+    if missing := missing_package("train"):
+        raise LaunchError(Code.OF_SUBJECT(subject="trace", problem=missing))
+    paths = [baseline, treatment, *repeats]
+    for path in paths:
+        if not is_directory(path):
+            raise StoreError(f"{path}: no such folder; give the folder of a dump")
+    with contextlib.ExitStack() as stack:
+        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="abrun-trace-")))
+        command = [sys.executable, *MODULE_OPTIONS, DUMPS_MODULE, folder, *paths]
+        process = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace")
+        if reason := next(filter(None, map(printed_reason, process.stdout.splitlines())), None):
+            raise ComparisonError(reason)
+        if process.returncode:
+            last = process.stderr.strip().rpartition("\n")[2]
+            raise LaunchError(f"trace: reading the dumps failed: {last}")
+        result = read_trace(folder, TraceResult)
+    assert result is not None
+    return result
 
 
 def write_replicas(output: Path, errors: Sequence[Mapping[str, Any]]) -> None:

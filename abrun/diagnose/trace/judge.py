@@ -16,13 +16,15 @@ others and the arm with k, which makes the limit slightly larger.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.runs.captures import Capture, CapturedTensor
+from abrun.runs.captures import CapturedTensor
 from abrun.runs.files import decode_non_finite
+from abrun.runs.traces import TracedTensor, TraceResult
 
 NUM_REPLICAS = 19  # the fewest whose largest value is exceeded by one more with a probability of 5 %
 
@@ -39,71 +41,24 @@ class TensorError:
         return self.root_mean_square, self.largest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTensor:
-    """A tensor of both arms."""
-
-    tensor: CapturedTensor
-    relative: float  # norm of the difference over the baseline's norm
-    ulps: float  # largest difference in ULPs of the baseline's value
-    ratio: float  # error over the replicas' mean error: the larger of both measures
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.tensor.name,
-            "kind": self.tensor.kind,
-            "module": self.tensor.module,
-            "relative_error": self.relative,
-            "ulps": self.ulps,
-            "ratio": self.ratio,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceResult:
-    """The comparison of one step of two arms."""
-
-    step: int
-    num_replicas: int
-    limit: float  # of the ratio
-    tensors: tuple[JudgedTensor, ...]  # in the order of execution
-    missing: tuple[str, ...]  # names of tensors that only one of the arms has
+class Captured(Protocol):
+    """The tensors of one step: an abrun.runs.captures.Capture, or a dump of another framework."""
 
     @property
-    def level(self) -> float:
-        """Return the probability with which clean arms differ in any tensor, at most."""
-        return 1 / (self.num_replicas + 1)
+    def folder(self) -> Path: ...
 
     @property
-    def beyond(self) -> tuple[JudgedTensor, ...]:
-        """Return the tensors that differ by more than rounding."""
-        return tuple(judged for judged in self.tensors if judged.ratio > self.limit)
+    def step(self) -> int: ...
 
     @property
-    def first(self) -> JudgedTensor | None:
-        return next(iter(self.beyond), None)
+    def model(self) -> str: ...
 
     @property
-    def last_agreeing(self) -> JudgedTensor | None:
-        """Return the tensor before the first difference, if there are both."""
-        if self.first is None:
-            return None
-        index = self.tensors.index(self.first)
-        return self.tensors[index - 1] if index else None
+    def tensors(self) -> Sequence[CapturedTensor]: ...
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "num_replicas": self.num_replicas,
-            "level": self.level,
-            "limit": self.limit,
-            "agrees": self.first is None,
-            "first": self.first and self.first.as_json(),
-            "last_agreeing": self.last_agreeing and self.last_agreeing.as_json(),
-            "num_beyond": len(self.beyond),
-            "missing": list(self.missing),
-            "tensors": [judged.as_json() for judged in self.tensors],
-        }
+    def read(self, tensor: CapturedTensor) -> np.ndarray:
+        """Return a tensor's values as float32. Raises StoreError."""
+        ...
 
 
 def measure_error(baseline: np.ndarray, other: np.ndarray) -> TensorError:
@@ -122,8 +77,8 @@ def measure_error(baseline: np.ndarray, other: np.ndarray) -> TensorError:
     )
 
 
-def measure_errors(baseline: Capture, other: Capture) -> dict[str, TensorError]:
-    """Return the error of every tensor that both captures have, by name."""
+def measure_errors(baseline: Captured, other: Captured) -> dict[str, TensorError]:
+    """Return the error of every tensor that both have, by name."""
     others = {tensor.name: tensor for tensor in other.tensors}
     return {
         tensor.name: measure_error(baseline.read(tensor), other.read(others[tensor.name]))
@@ -144,51 +99,88 @@ def errors_from_json(content: Mapping[str, Any]) -> dict[str, TensorError]:
 
 
 def judge_trace(
-    baseline: Capture, treatment: Capture, replicas: Sequence[Mapping[str, TensorError]]
+    baseline: Captured, treatment: Captured, replicas: Sequence[Mapping[str, TensorError]]
 ) -> TraceResult:
     """Compare a captured step of two arms; `replicas` are errors of the baseline's replicas.
 
-    Raises ComparisonError if the captures are of different steps or models, or there are too few replicas.
+    Tensors that a replica lacks are not compared. Raises ComparisonError if the captures are of different
+    steps or models.
     """
-    _check_comparable(baseline, treatment, replicas)
-    errors = measure_errors(baseline, treatment)
-    shared = [tensor for tensor in baseline.tensors if tensor.name in errors]
-    values = {tensor.name: baseline.read(tensor) for tensor in shared}
-    floors = {
-        tensor.name: measure_error(np.zeros(tensor.shape), tensor.ulps(values[tensor.name])).measures
-        for tensor in shared
-    }
-
-    def total(of: Mapping[str, TensorError]) -> np.ndarray:  # [tensors, measures]
-        return np.array(
-            [np.add(of[tensor.name].measures, floors[tensor.name]) for tensor in shared], np.float64
+    _check_comparable(baseline, treatment)
+    others = {tensor.name: tensor for tensor in treatment.tensors}
+    of_replicas = [replica.keys() for replica in replicas]
+    shared = [
+        tensor
+        for tensor in baseline.tensors
+        if tensor.name in others and all(tensor.name in names for names in of_replicas)
+    ]
+    if not shared:
+        raise ComparisonError(
+            f"{treatment.folder}: no tensor of {baseline.folder}; compare arms of one model, dumped alike"
         )
-
-    ratios, limit = standardise(total(errors), np.stack([total(replica) for replica in replicas]))
-    other_tensors = {tensor.name for tensor in treatment.tensors}
+    differences = [
+        _Difference.measure(tensor, baseline.read(tensor), treatment.read(others[tensor.name]))
+        for tensor in shared
+    ]
+    floors = np.array([difference.ulp.measures for difference in differences])  # [tensors, measures]
+    errors = floors + np.array([difference.error.measures for difference in differences])
+    spread = np.array([[replica[tensor.name].measures for tensor in shared] for replica in replicas])
+    ratios, limit = standardise(errors, floors + spread) if replicas else (_largest(errors, floors), None)
+    names = {tensor.name for tensor in shared}
     return TraceResult(
         step=baseline.step,
         num_replicas=len(replicas),
         limit=limit,
         tensors=tuple(
-            _judged(tensor, values[tensor.name], treatment, errors[tensor.name], float(ratio))
-            for tensor, ratio in zip(shared, ratios, strict=True)
+            TracedTensor(
+                name=tensor.name,
+                relative_error=difference.relative,
+                ulps=difference.ulps,
+                ratio=math.inf if math.isinf(difference.ulps) else float(ratio),
+            )
+            for tensor, difference, ratio in zip(shared, differences, ratios, strict=True)
         ),
-        missing=tuple(sorted({tensor.name for tensor in baseline.tensors} ^ other_tensors)),
+        missing=tuple(sorted({tensor.name for tensor in baseline.tensors} ^ others.keys() - names)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Difference:
+    """A tensor's difference from the baseline's."""
+
+    error: TensorError
+    ulp: TensorError  # of one ULP in each value
+    relative: float
+    ulps: float
+
+    @classmethod
+    def measure(cls, tensor: CapturedTensor, values: np.ndarray, other: np.ndarray) -> "_Difference":
+        error, sizes = measure_error(values, other), tensor.ulps(values)
+        ulp = measure_error(np.zeros(values.shape), sizes)
+        if math.isinf(error.largest):
+            return cls(error=error, ulp=ulp, relative=math.inf, ulps=math.inf)
+        difference = np.where(values == other, 0.0, np.abs(other.astype(np.float64) - values))
+        norm = float(np.sqrt(np.mean(values.astype(np.float64) ** 2))) if values.size else 0.0
+        relative = 0.0 if error.root_mean_square == 0 else error.root_mean_square / norm if norm else math.inf
+        ulps = float(_ratios(np.nan_to_num(difference), sizes).max(initial=0.0))
+        return cls(error=error, ulp=ulp, relative=relative, ulps=ulps)
 
 
 def standardise(
     errors: np.ndarray,  # [tensors, measures] of the arm
     spread: np.ndarray,  # [replicas, tensors, measures]
 ) -> tuple[np.ndarray, float]:  # [tensors]
-    """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them."""
-    others = (spread.sum(axis=0) - spread) / (len(spread) - 1)
+    """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them.
+
+    A single replica is compared with the arm, as the arm is with it.
+    """
+    several = len(spread) > 1
+    others = (spread.sum(axis=0) - spread) / (len(spread) - 1) if several else errors
     limit = float(_ratios(spread, others).max(initial=0.0))
-    return _ratios(errors, spread.mean(axis=0)).max(axis=-1), limit
+    return _largest(errors, spread.mean(axis=0)), limit
 
 
-def _check_comparable(baseline: Capture, treatment: Capture, replicas: Sequence[Any]) -> None:
+def _check_comparable(baseline: Captured, treatment: Captured) -> None:
     for fact in ("step", "model"):
         first, second = getattr(baseline, fact), getattr(treatment, fact)
         if first != second:
@@ -196,32 +188,14 @@ def _check_comparable(baseline: Capture, treatment: Capture, replicas: Sequence[
                 f"{treatment.folder}: captured of {fact} {second}, but {baseline.folder} of {first}; capture "
                 "both arms again"
             )
-    if len(replicas) < 2:
-        raise ComparisonError(
-            f"{baseline.folder}: {len(replicas)} replicas, which have no spread; capture at least 2, or "
-            f"{NUM_REPLICAS} for a level of 5 %"
-        )
-    if not {tensor.name for tensor in baseline.tensors} & {tensor.name for tensor in treatment.tensors}:
-        raise ComparisonError(
-            f"{treatment.folder}: no tensor of {baseline.folder}; compare arms of one model"
-        )
+
+
+def _largest(errors: np.ndarray, scale: np.ndarray) -> np.ndarray:  # [tensors, measures] -> [tensors]
+    """Return the larger of both measures over their scale."""
+    return _ratios(errors, scale).max(axis=-1)
 
 
 def _ratios(errors: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return errors over their scale; 0 where both are 0, infinite where only the scale is."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(errors == 0, 0.0, errors / scale)
-
-
-def _judged(
-    tensor: CapturedTensor, values: np.ndarray, treatment: Capture, error: TensorError, ratio: float
-) -> JudgedTensor:
-    if math.isinf(error.largest):
-        return JudgedTensor(tensor=tensor, relative=math.inf, ulps=math.inf, ratio=math.inf)
-    other = next(of for of in treatment.tensors if of.name == tensor.name)
-    difference = np.abs(treatment.read(other).astype(np.float64) - values)
-    size = float(np.sqrt(np.mean(values.astype(np.float64) ** 2))) if values.size else 0.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ulps = np.where(difference == 0, 0.0, difference / tensor.ulps(values))
-    relative = 0.0 if error.root_mean_square == 0 else error.root_mean_square / size if size else math.inf
-    return JudgedTensor(tensor=tensor, relative=relative, ulps=float(ulps.max(initial=0.0)), ratio=ratio)

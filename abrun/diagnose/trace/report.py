@@ -5,47 +5,68 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.diagnose.trace.judge import JudgedTensor, TraceResult
 from abrun.present.tables import Table, columns
+from abrun.runs.traces import TracedTensor, TraceResult
 
-COLUMNS = ("tensor", "relative error", "ULPs", "times a replica's", "")
+COLUMNS = ("tensor", "relative error", "ULPs")
 NEIGHBOURS = 3  # rows shown before and after the first difference
+MAX_MISSING = 6  # names of tensors that one arm lacks
 
 
 def summary(result: TraceResult) -> RenderableType:
     """Return what the trace found, and the tensors around it: without a difference, the largest errors."""
-    rows = [_row(result, judged) for judged in _shown(result)]
-    table = Table(columns(*COLUMNS, numeric=COLUMNS[1:4]), rows)
+    rows = [_row(result, tensor) for tensor in _shown(result)]
+    titles = (*COLUMNS[:3], "times a replica's" if result.num_replicas else "times one ULP", "")
+    table = Table(columns(*titles, numeric=titles[1:4]), rows)
     return Group(Text("\n".join(_headlines(result))), table.to_rich(pad_edge=True))
 
 
 def _headlines(result: TraceResult) -> Iterator[str]:
     first, last = result.first, result.last_agreeing
     of = f"step {result.step}, {len(result.tensors)} tensors"
-    if first is None:
+    if result.limit is None:
+        yield from _unjudged(result, of)
+    elif first is None:
         yield f"{of}: the arms agree up to rounding"
     else:
-        yield f"{of}: the arms first differ in {first.tensor.name}"
-        before = "nothing before it is compared" if last is None else f"up to {last.tensor.name} they agree"
+        yield f"{of}: the arms first differ in {first.name}"
+        before = "nothing before it is compared" if last is None else f"up to {last.name} they agree"
         yield f"{before}; {len(result.beyond)} tensors differ"
-    yield (
-        f"limit: {result.limit:.3g} times the mean error of {result.num_replicas} replicas perturbed by one "
-        f"ULP; arms without a difference pass it with a probability of {result.level:.1%} at most"
-    )
+    if result.limit is not None:
+        plural = "s" * (result.num_replicas > 1)
+        yield (
+            f"limit: {result.limit:.3g} times the mean error of {result.num_replicas} repeat{plural} of the "
+            "baseline, perturbed by one ULP or run again; arms without a difference pass it with a "
+            f"probability of {result.level:.1%} at most"
+        )
     if result.missing:
-        yield f"not compared, because one arm lacks them: {', '.join(result.missing)}"
+        shown, omitted = result.missing[:MAX_MISSING], len(result.missing) - MAX_MISSING
+        more = f" and {omitted} more" if omitted > 0 else ""
+        yield f"not compared, because one arm lacks them: {', '.join(shown)}{more}"
 
 
-def _shown(result: TraceResult) -> list[JudgedTensor]:
+def _unjudged(result: TraceResult, of: str) -> Iterator[str]:
+    """Yield what can be said without a repeat of the baseline."""
+    changed = [tensor for tensor in result.tensors if tensor.ulps]
+    if not changed:
+        yield f"{of}: bit-identical"
+        return
+    yield f"{of}: {len(changed)} are not bit-identical, the first is {changed[0].name}"
+    yield "no verdict: without a repeat of the baseline nothing tells rounding from a difference"
+    yield "the largest relative errors, in the order of execution:"
+
+
+def _shown(result: TraceResult) -> list[TracedTensor]:
     tensors = list(result.tensors)
     if result.first is None:
-        largest = sorted(tensors, key=lambda judged: judged.ratio, reverse=True)[: 2 * NEIGHBOURS]
-        return [judged for judged in tensors if judged in largest]
+        size = "relative_error" if result.limit is None else "ratio"
+        largest = sorted(tensors, key=lambda tensor: getattr(tensor, size), reverse=True)[: 2 * NEIGHBOURS]
+        return [tensor for tensor in tensors if tensor in largest]
     index = tensors.index(result.first)
     return tensors[max(index - NEIGHBOURS, 0) : index + NEIGHBOURS + 1]
 
 
-def _row(result: TraceResult, judged: JudgedTensor) -> tuple[str, ...]:
-    values = (judged.relative, judged.ulps, judged.ratio)
-    mark = "<- first" if judged is result.first else "differs" if judged.ratio > result.limit else ""
-    return judged.tensor.name, *(f"{value:.2g}" for value in values), mark
+def _row(result: TraceResult, tensor: TracedTensor) -> tuple[str, ...]:
+    values = (tensor.relative_error, tensor.ulps, tensor.ratio)
+    mark = "<- first" if tensor is result.first else "differs" if tensor in result.beyond else ""
+    return tensor.name, *(f"{value:.2g}" for value in values), mark

@@ -56,6 +56,83 @@ function descriptionSection() {
   );
 }
 
+// One arm alone: the spread from run to run, and what pairs of runs would show.
+function noiseSection() {
+  const list = content.seed_noise || [];
+  if (!list.length) return null;
+  const counts = (list.find((row) => row.prospects.length) || { prospects: [] }).prospects.map((row) => row.num_pairs);
+  const range = (ends) => (ends ? outwardInterval(ends) : "\u2013");
+  const intro = "Level and standard deviation (sd) over runs, with 90 % confidence intervals. The gap is the largest between two runs that seed noise alone explains (95 %). The last columns are the smallest differences that so many pairs of runs detect with 80 % power, planned with the upper 80 % bound of the sd.";
+  return section(
+    "noise",
+    "Seed noise",
+    el("p", { class: "intro" }, intro),
+    table(
+      "Seed noise",
+      [
+        ["metric"],
+        ["steps", "nowrap"],
+        ["runs", "right"],
+        ["level", "right"],
+        ["sd over runs", "right"],
+        ["gap", "right"],
+        ...counts.map((count) => [`shown by ${count} pairs`, "right"]),
+      ],
+      list.map((row) => [
+        [named(row.metric, "b"), muted([row.claim, row.transform === "identity" ? "" : scaleText(row.transform), row.problem].filter(Boolean).join("; "))],
+        row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
+        String(Object.keys(row.levels).length),
+        [number(row.mean, 4), muted(range(row.mean_interval))],
+        [number(row.sd, 3), muted(range(row.sd_interval))],
+        number(row.gap, 3),
+        ...counts.map((_, at) => [
+          number(row.prospects[at]?.difference, 3),
+          typeof row.prospects[at]?.match_power === "number" ? muted(`P(match) ${percent(row.prospects[at].match_power)}`) : null,
+        ]),
+      ]),
+    ),
+  );
+}
+
+// A single run beside several runs of the other arm.
+function newRunsSection() {
+  const list = content.new_runs || [];
+  if (!list.length) return null;
+  const [first] = list;
+  return section(
+    "new-run",
+    "One run beside several",
+    el(
+      "p",
+      { class: "intro" },
+      `The level of ${first.run} beside those of ${first.several}. 95 of 100 further runs of ${first.several} would be in the interval (prediction interval of Student\u2019s t); p is corrected over the ${list.length} metrics (Holm).`,
+    ),
+    table(
+      "One run beside several",
+      [
+        ["metric"],
+        ["steps", "nowrap"],
+        [first.several, "right"],
+        [first.run, "right"],
+        ["difference", "right"],
+        ["in sds", "right"],
+        ["95 of 100 further runs", "right nowrap"],
+        ["p (Holm)", "right"],
+      ],
+      list.map((row) => [
+        named(row.metric, "b"),
+        row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
+        [number(row.mean, 4), muted(`${row.num_runs} runs, sd ${number(row.sd, 3)}`)],
+        number(row.level, 4),
+        signed(row.difference, 3),
+        number(row.num_sds, 2),
+        outwardInterval(row.interval),
+        number(row.p_holm, 2),
+      ]),
+    ),
+  );
+}
+
 function claimsSection() {
   const claims = content.claims || [];
   if (!claims.length) return null;
@@ -216,6 +293,6 @@ function dotPlot(claim) {
 function curvesSection() {
   const claimed = report.metrics.slice(0, report.num_claimed);
   if (claimed.length) return section("curves", "Curves of the claims", claimed.map((metric) => figureOf(metric)));
-  const described = (content.descriptions || []).map((row) => row.metric).find((metric) => report.metrics.includes(metric));
+  const described = [...(content.new_runs || []), ...(content.seed_noise || []), ...(content.descriptions || [])].map((row) => row.metric).find((metric) => report.metrics.includes(metric));
   return described ? section("curves", "Curve", figureOf(described)) : null;
 }

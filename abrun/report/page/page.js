@@ -83,7 +83,9 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 );
 
 const body = [
-  descriptionSection(),
+  noiseSection(),
+  newRunsSection(),
+  (content.new_runs || []).length ? null : descriptionSection(),
   claimsSection(),
   sensitivitySection(),
   curvesSection(),

@@ -20,8 +20,13 @@ function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
   const skippedStepOne = ["MATCH", "PASS"].includes(content.verdict) && !(content.step_one || []).length;
   const described = isDescription ? content.descriptions : [];
+  const alone = (content.seed_noise || []).length > 0;
   const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
-  const meaning = oneRunPerArm
+  const meaning = alone
+    ? "One arm alone: its spread from run to run, no test."
+    : isDescription && (content.new_runs || []).length
+    ? "One run beside the spread of several: no verdict on the arms."
+    : oneRunPerArm
     ? "One run per arm: descriptive statistics, no test."
     : `${outcome}${skippedStepOne ? " Step one was not checked." : ""}`;
   const [firstReason, ...otherReasons] = content.reasons || [];
@@ -57,8 +62,10 @@ const seedsAgreeing = (detected) =>
   `${detected.direction} in ${detected.num_agreeing} of ${detected.num_compared} ${detected.paired ? "seeds" : "runs"}`;
 
 function describedFinding() {
+  if ((content.new_runs || []).length) return null;
   const [row] = content.descriptions;
-  if (!row || !row.detected) return null;
+  // A ratio that holds at every step comes first, as a reason
+  if (!row || !row.detected || content.descriptions.some((one) => one.ratio_at_each_step)) return null;
   return [
     el("b", {}, `${row.metric} is ${number(Math.abs(row.difference), 3)} ${row.detected.direction} in ${row.arm}`),
     `: ${number(row.treatment)} against ${number(row.baseline)} in ${baselineName()}; ${seedsAgreeing(row.detected)}.`,
@@ -147,8 +154,11 @@ function facts() {
   const planned = Math.max(...armSections.map((arm) => arm.num_planned_pairs));
   const hasAnalyses = armSections.some((arm) => (arm.interim_analyses || []).length);
   const pairs = hasAnalyses ? `compared, of ${planned} planned` : `of ${planned} finished`;
+  const noise = content.seed_noise || [];
   const list = [
-    content.paired === false
+    noise.length
+      ? ["runs of the arm", String(Object.keys(noise[0].levels).length)]
+      : content.paired === false
       ? ["unpaired runs", bothSizes(armSections[0].num_runs)]
       : ["pairs", armSections.length ? `${content.num_pairs} ${pairs}` : String(content.num_pairs)],
   ];

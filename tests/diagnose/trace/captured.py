@@ -45,6 +45,7 @@ def capture(
     max_tokens: int = MAX_TOKENS,
     seed: int = 0,
     weights: Path | None = None,
+    timeout_s: float = 120,
 ) -> Capture:
     """Capture a step of an arm; without `records` on what an arm before has recorded in the folder."""
     job = {
@@ -59,7 +60,7 @@ def capture(
         "replicas": replicas,
         "max_tokens": max_tokens,
     }
-    run_ranks(run_as_rank, run.cluster.ranks, job)
+    run_ranks(run_as_rank, run.cluster.ranks, job, timeout_s=timeout_s)
     return read_capture(folder / arm)
 
 

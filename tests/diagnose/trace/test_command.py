@@ -40,7 +40,7 @@ def test_a_faulty_arm_is_found(tmp_path: Path) -> None:
     assert done.exit_code == 3, done.output
     assert "the arms first differ in activation:batch.loss_weights" in done.output
     stored = json.loads((tmp_path / "small" / "trace" / "trace.json").read_text())
-    assert stored["step"] == 2 and stored["first"]["module"] == "batch.loss_weights"
+    assert stored["step"] == 2 and stored["first"] == "activation:batch.loss_weights"
     assert not [*(tmp_path / "small" / "trace").glob(".scratch*")]
 
 

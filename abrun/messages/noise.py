@@ -1,0 +1,120 @@
+"""Sentences on seed noise: one arm alone, and one run beside several."""
+
+from collections.abc import Mapping, Sequence
+
+from abrun.messages.message import Message
+from abrun.messages.numbers import count_text, difference_unit, interval_text
+from abrun.reasons import Code
+
+
+def _seed_noise(metric, transform, level, num_runs, steps, sd, interval) -> str:
+    """Level of one arm and its spread over seeds."""
+    value = f"{level:.4g}{difference_unit(transform)}"
+    return (
+        f"{metric} is {value} over {num_runs} runs ({_window(steps)}); from run to run it varies by "
+        f"{sd:.3g} (sd; 90 % CI {interval_text(interval)})"
+    )
+
+
+def _window(steps: Sequence[int] | None) -> str:
+    return f"steps {steps[0]}-{steps[1]}" if steps else "final scores"
+
+
+def _normal_gap(metric, transform, arm, gap, level) -> str:
+    """Gap between two runs that seed noise explains."""
+    share = f" ({_percent(gap / abs(level))} of the level)" if transform == "identity" and level else ""
+    return (
+        f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by their "
+        "seeds alone; only a larger gap is unusual (95 %)"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
+    """Differences that numbers of pairs would show."""
+    shown = ", ".join(f"{difference:.3g}" for difference in differences[:-1])
+    numbers = ", ".join(map(str, counts[:-1]))
+    return (
+        f"a change must make a difference of {shown} or {differences[-1]:.3g} for {numbers} or {counts[-1]} "
+        "pairs of runs to show it (80 % power, arms that do not correlate)"
+    )
+
+
+def _level_alone(arm, metric, level, steps, num_runs) -> str:
+    """Level of one arm without a spread."""
+    if level is None:
+        return f"{metric}: {arm} has no level"
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    return f"{metric} is {level:.4g} in {runs} of {arm} ({_window(steps)})"
+
+
+def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
+    """Levels that form two groups."""
+    groups = " and ".join(
+        f"{level:.3g} ({', '.join(names[:4])}{' ...' * (len(names) > 4)})"
+        for names, level in zip(runs, levels, strict=True)
+    )
+    return (
+        f"the runs form two groups, at {groups}: they may be two arms, or some seeds fail; the spread is not "
+        "that of one group, so compare the groups, such as A=FOLDER B=FOLDER"
+    )
+
+
+def _new_run(run, several, metric, transform, difference, num_sds, p, is_outside) -> str:
+    """A single run beside the spread of several."""
+    if difference == 0:
+        return f"{metric} of {run} is exactly the mean of {several}"
+    direction = "below" if difference < 0 else "above"
+    place = f"{metric} of {run} is {abs(difference):.3g}{difference_unit(transform)} {direction} {several}"
+    if num_sds is None:
+        return f"{place}, whose runs do not vary at all, so there is no spread to compare it with"
+    finding = "seed noise does not explain it" if is_outside else "seed noise can explain it"
+    return f"{place}, {num_sds:.2g} times the usual seed sd: {finding} (p = {p:.2g})"
+
+
+def _new_run_range(several, steps, num_runs, mean, sd, level, interval, num_metrics) -> str:
+    """The levels behind a single run's place, and the range of further runs."""
+    corrected = f"; p is Holm-corrected over {num_metrics} metrics" if num_metrics > 1 else ""
+    return (
+        f"it is {level:.4g} ({_window(steps)}); the {num_runs} runs of {several} have the mean {mean:.4g} "
+        f"and the sd {sd:.3g}, so 95 of 100 further ones would be in {interval_text(interval)}{corrected}"
+    )
+
+
+def _new_run_elsewhere(apart: Mapping[str, float], num_metrics: int) -> str:
+    """Other metrics of a single run that seed noise does not explain."""
+    others = count_text(num_metrics, "other metric")
+    if not apart:
+        return f"seed noise can explain the place in {others}, too"
+    differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
+    return f"of {others}, seed noise does not explain {differences}"
+
+
+MESSAGES: dict[Code, Message] = {
+    Code.SEED_NOISE: _seed_noise,
+    Code.NORMAL_GAP: _normal_gap,
+    Code.PAIRS_SHOW: _pairs_show,
+    Code.LEVEL_ALONE: _level_alone,
+    Code.TWO_GROUPS: _two_groups,
+    Code.NEW_RUN: _new_run,
+    Code.NEW_RUN_RANGE: _new_run_range,
+    Code.NEW_RUN_ELSEWHERE: _new_run_elsewhere,
+    Code.NOTHING_TO_COMPARE: "one arm alone: this measures its seed noise and tests nothing{claims:if , so "
+    "its claims stay open}; give a second arm, or --reference FILE, for a verdict",
+    Code.ONE_RUN_ALONE: "{run} is the only run, and one run does not show how far seeds are apart, so no gap "
+    "can be called normal; train at least two more seeds",
+    Code.RUNS_ALIKE: "all {num_runs} runs have the same level: they may share a seed, or the metric does not "
+    "depend on it, so any difference would count; check that the seed changes the run",
+    Code.NO_RUN_IN_WINDOW: "{metric}: no run has finite values at the same steps of the window {window:repr}",
+    Code.NO_METRIC_TO_DESCRIBE: "{arm}: no metric is recorded in every run, so there is no level to measure; "
+    "map names that mean the same, such as --alias train/reward=NAME",
+    Code.UNFINISHED_LEFT_OUT: "runs that did not finish do not count: {num}",
+    Code.LEFT_OUT_UNRECORDED: "{run} does not count: it did not record {metric}",
+    Code.LEFT_OUT_SHORT: "{run} does not count: it has {metric} at steps {covered[0]}-{covered[1]} of the "
+    "window {window[0]}-{window[1]}",
+    Code.LEFT_OUT_NOT_FINITE: "{run} does not count: {metric} is not finite at step {step}",
+    Code.NO_STEP_IN_COMMON: "{metric}: the runs share no step of the window; log it at the same steps",
+}

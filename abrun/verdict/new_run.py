@@ -1,0 +1,151 @@
+"""One run of an arm against the spread of several runs of the other: is its difference seed noise?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from abrun.metric_names import Transform, default_transform
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Claim
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
+from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
+from abrun.stats.noise import further_run_p, prediction_half_width
+from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
+from abrun.verdict.run_windows import majority_grid, select_window
+from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
+
+PREDICTION_CONFIDENCE = 1 - ALPHA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRun:
+    """One metric of a single run, beside that of several runs of another arm.
+
+    `interval` holds a further run of the other arm in 95 of 100 cases: mean ± t * sd * sqrt(1 + 1/n), with
+    n - 1 degrees of freedom. Levels are on the scale of the claim (for a ratio, its logarithm).
+    """
+
+    arm: str  # the treatment of this comparison
+    run: str
+    several: str  # the arm with several runs
+    metric: str
+    window: str
+    transform: Transform
+    steps: tuple[int, int] | None  # None: final scores, which have no steps
+    num_runs: int  # of the arm with several runs
+    mean: float
+    sd: float
+    level: float  # of the single run
+    difference: float  # level - mean
+    num_sds: float | None  # |difference| / sd; None if the runs do not vary
+    interval: tuple[float, float]
+    p: float  # two-sided, of a further run this far from the mean
+    p_holm: float  # corrected over `num_metrics`
+    num_metrics: int
+    left_out: list[Reason]  # runs of the other arm that do not have the window
+
+
+def has_single_run(experiment: RecordedExperiment, arm: str) -> bool:
+    """Return True if one of baseline and treatment has a single finished run, and the other several."""
+    smaller, larger = sorted(len(_finished_runs(experiment, name)) for name in (arm, experiment.baseline))
+    return smaller == 1 < larger
+
+
+def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[NewRun]:
+    """Return the place of a single run among several, first for claimed metrics; empty with other runs."""
+    if not has_single_run(experiment, arm):
+        return []
+    arms = sorted((experiment.baseline, arm), key=lambda name: len(_finished_runs(experiment, name)))
+    (run,), runs = (_finished_runs(experiment, name) for name in arms)
+    claimed = {claim.metric for claim in claims}
+    sides = Sides(baselines=tuple(runs), treatments=(run,), paired=False)
+    others = [metric for metric in rank_metrics(sides) if metric not in claimed][:MAX_OTHER_METRICS]
+    measured = [
+        *(_measure_metric(arm, run, runs, claim, claim.window) for claim in claims),
+        *(
+            _measure_metric(arm, run, runs, untransformed_claim(name), default_window(sides))
+            for name in others
+        ),
+    ]
+    new_runs = [record for record in measured if record]
+    adjusted = holm([record.p for record in new_runs]) if new_runs else []
+    return [
+        replace(record, p_holm=p_value, num_metrics=len(new_runs))
+        for record, p_value in zip(new_runs, adjusted, strict=True)
+    ]
+
+
+def _finished_runs(experiment: RecordedExperiment, arm: str) -> list[RecordedRun]:
+    return [run for run in experiment.arm(arm).values() if run.finished]
+
+
+def _measure_metric(
+    arm: str, run: RecordedRun, runs: Sequence[RecordedRun], claim: Claim, window: str
+) -> NewRun | None:
+    """Return the place of a run among others; None if fewer than two of them have its window."""
+    metric = claim.metric
+    grid = majority_grid(runs, metric)
+    own_steps = run.series(metric).steps
+    grid = grid[grid <= own_steps[-1]] if len(own_steps) else own_steps
+    selected = select_window([run, *runs], metric, window, grid)
+    transform = claim.transform or default_transform(metric)
+    has_run = bool(selected.runs) and selected.runs[0] is run
+    if not has_run or len(selected.runs) < 3 or not selected.values.size or not selected.bounds:
+        return None
+    if find_outside_domain(selected.values, transform):
+        return None
+    level, *others = summarize_runs(selected.values, claim).tolist()
+    step = find_resolution(selected.runs[1:], claim, selected.values[1:])
+    levels = np.array(others)
+    mean, sd = mean_and_sd(levels)[0], sd_with_resolution(levels, step)
+    half_width = prediction_half_width(sd, len(levels), PREDICTION_CONFIDENCE)
+    p_value = further_run_p(level - mean, sd, len(levels))
+    return NewRun(
+        arm=arm,
+        run=str(run),
+        several=runs[0].name.arm,
+        metric=metric,
+        window=window,
+        transform=transform,
+        steps=selected.bounds if run.axis == "steps" else None,
+        num_runs=len(levels),
+        mean=mean,
+        sd=sd,
+        level=level,
+        difference=level - mean,
+        num_sds=abs(level - mean) / sd if sd > 0 else None,
+        interval=(mean - half_width, mean + half_width),
+        p=p_value,
+        p_holm=p_value,
+        num_metrics=1,
+        left_out=selected.left_out,
+    )
+
+
+def new_run_reasons(new_runs: Sequence[NewRun]) -> list[Reason]:
+    """Return the sentence on the first metric, and one on the other metrics outside their range."""
+    main, *others = new_runs
+    outside = {record.metric: record.difference for record in others if record.p_holm < ALPHA}
+    finding = Code.NEW_RUN(
+        run=main.run,
+        several=main.several,
+        metric=main.metric,
+        transform=main.transform,
+        difference=main.difference,
+        num_sds=main.num_sds,
+        p=main.p_holm,
+        is_outside=main.p_holm < ALPHA,
+    )
+    spread = Code.NEW_RUN_RANGE(
+        several=main.several,
+        steps=main.steps,
+        num_runs=main.num_runs,
+        mean=main.mean,
+        sd=main.sd,
+        level=main.level,
+        interval=main.interval,
+        num_metrics=main.num_metrics,
+    )
+    further = [Code.NEW_RUN_ELSEWHERE(apart=outside, num_metrics=len(others))] if others else []
+    return [finding, spread, *further, *main.left_out]

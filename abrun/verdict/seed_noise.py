@@ -1,0 +1,252 @@
+"""Seed noise of one arm alone: level, spread over seeds, and the differences that pairs would show."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.experiment.power import Spread, plan_claim_power
+from abrun.metric_names import Transform, default_transform
+from abrun.reasons import Code, Reason
+from abrun.recipe.claims import Claim, describe_claim
+from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
+from abrun.stats.equivalence import sd_with_resolution, t_interval
+from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
+from abrun.stats.power import sd_interval, sd_of_difference
+from abrun.stats.series import Array
+from abrun.verdict.decide import Verdict
+from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
+from abrun.verdict.run_windows import majority_grid, select_window
+from abrun.verdict.sensitivity import check_distinct_seeds
+from abrun.verdict.skewness import VALUES, find_skew
+from abrun.verdict.summaries import find_outside_domain, find_resolution, measure_climbs, summarize_runs
+from abrun.verdict.validity import check_copies, check_mixed_configs
+
+PAIR_COUNTS = (3, 5, 8, 10)
+GAP_CONFIDENCE = 0.95
+INTERVAL_CONFIDENCE = 0.9  # of the level and of the sd, as in descriptions
+MIN_SD = 1e-12  # relative to the level; a smaller sd is rounding
+GROUPS_P = 0.01  # levels that split this clearly are two groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What a number of pairs would show, planned with the upper 80 % bound of the sd."""
+
+    num_pairs: int
+    difference: float  # smallest true difference that is detected with 80 % power
+    margin: float  # smallest margin within which equal arms match with 80 % power
+    match_power: float | None  # P(match) of the claim if the arms are equal; None without a margin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedNoise:
+    """One metric of one arm over its seeds, on the scale of its claim (for a ratio, its logarithm)."""
+
+    arm: str
+    metric: str
+    window: str
+    transform: Transform
+    claim: str | None  # the claim's text; None: the metric is not claimed
+    steps: tuple[int, int] | None  # first and last step of the window; None: final scores
+    levels: dict[str, float]  # run -> its level in the window
+    mean: float | None
+    mean_interval: tuple[float, float] | None  # 90 % confidence interval
+    sd: float | None  # over seeds; None with fewer than two runs
+    sd_interval: tuple[float, float] | None  # 90 %, for normal levels
+    gap: float | None  # two further runs are no further apart in 95 of 100 cases
+    prospects: list[Prospect]  # empty without a spread
+    pairs_needed: int | None  # for 80 % power of the claim; None: no claim, or more than 1000
+    warnings: list[Reason]  # runs left out, levels that are not normal
+    problem: Reason | None  # why there is no spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneArm:
+    """One arm without another to compare it with: its seed noise, and what makes it unfit to measure."""
+
+    verdict: Verdict
+    reasons: list[Reason]
+    seed_noise: list[SeedNoise]
+
+
+def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
+    """Measure the seed noise of the baseline, which is the only arm.
+
+    The verdict is INVALID for runs that are copies, or whose configurations differ in more than the seed.
+    Raises ComparisonError if no run has a metric.
+    """
+    runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
+    noise = list(measure_noise(experiment, runs))
+    if not noise:
+        raise ComparisonError(Code.NO_METRIC_TO_DESCRIBE(arm=experiment.baseline))
+    sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
+    invalid = [*check_copies(runs), *check_mixed_configs(sides)]
+    num_unfinished = len(experiment.arm(experiment.baseline)) - len(runs)
+    reasons = [
+        *dict.fromkeys(invalid),
+        *noise_reasons(noise),
+        *([Code.UNFINISHED_LEFT_OUT(num=num_unfinished)] if num_unfinished else []),
+        Code.NOTHING_TO_COMPARE(claims=len(experiment.compare.claims)),
+    ]
+    return OneArm(verdict="INVALID" if invalid else "INCONCLUSIVE", reasons=reasons, seed_noise=noise)
+
+
+def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:
+    """Yield the seed noise of each claim, then that of other metrics that describe the training."""
+    claims = [(claim, True) for claim in experiment.compare.claims]
+    claimed = {claim.metric for claim, _ in claims}
+    sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
+    others = [metric for metric in rank_metrics(sides) if metric not in claimed] if runs else []
+    claims += [(untransformed_claim(metric), False) for metric in others[:MAX_OTHER_METRICS]]
+    for claim, is_claimed in claims:
+        noise = _measure_metric(experiment, sides, claim, is_claimed=is_claimed)
+        if is_claimed or noise.levels:
+            yield noise
+
+
+def _measure_metric(
+    experiment: RecordedExperiment, sides: Sides, claim: Claim, *, is_claimed: bool
+) -> SeedNoise:
+    window = claim.window if is_claimed else default_window(sides)
+    grid = majority_grid(sides.runs, claim.metric)
+    selected = select_window(sides.runs, claim.metric, window, grid)
+    transform = claim.transform or default_transform(claim.metric)
+    noise = SeedNoise(
+        arm=experiment.baseline,
+        metric=claim.metric,
+        window=window,
+        transform=transform,
+        claim=describe_claim(claim) if is_claimed else None,
+        steps=selected.bounds if sides.axis == "steps" else None,
+        levels={},
+        mean=None,
+        mean_interval=None,
+        sd=None,
+        sd_interval=None,
+        gap=None,
+        prospects=[],
+        pairs_needed=None,
+        warnings=selected.left_out,
+        problem=None,
+    )
+    if not selected.values.size:
+        return replace(noise, problem=Code.NO_RUN_IN_WINDOW(metric=claim.metric, window=window))
+    if outside := find_outside_domain(selected.values, transform):
+        return replace(noise, problem=Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
+    levels = summarize_runs(selected.values, claim)
+    names = map(str, selected.runs)
+    noise = replace(noise, levels=dict(zip(names, levels.tolist(), strict=True)), mean=float(levels.mean()))
+    if len(levels) < 2:
+        return replace(noise, problem=Code.ONE_RUN_ALONE(run=str(selected.runs[0])))
+    step = find_resolution(selected.runs, claim, selected.values)
+    used = Sides(baselines=tuple(selected.runs), treatments=(), paired=False)
+    if sd_with_resolution(levels, step) <= MIN_SD * float(np.abs(levels).max()):
+        problem = check_distinct_seeds(used) or Code.RUNS_ALIKE(num_runs=len(levels))
+        return replace(noise, sd=0.0, problem=problem)
+    if repeated := check_distinct_seeds(used, claim.metric):
+        return replace(noise, problem=repeated)
+    return _add_spread(noise, experiment, selected.runs, levels, step, claim if is_claimed else None)
+
+
+def _add_spread(
+    noise: SeedNoise,
+    experiment: RecordedExperiment,
+    runs: Sequence[RecordedRun],
+    levels: Array,
+    step: float,
+    claim: Claim | None,
+) -> SeedNoise:
+    """Add the spread over at least two runs, and what pairs of runs would show.
+
+    Arms that share their seeds may vary together, and pairs then show more: their correlation counts as 0.
+    """
+    sd, num_runs = sd_with_resolution(levels, step), len(levels)
+    climb = float("nan")
+    if claim is not None and noise.steps:  # scores do not climb
+        climb = float(np.mean(measure_climbs(runs, claim, noise.steps[1])))
+    spread = Spread(
+        sigma=sd,
+        correlation=0.0,
+        sd_difference=sd_of_difference(sd, 0.0),
+        num_pairs=num_runs,
+        source=f"measured in {experiment.name} over {num_runs} runs",
+        level=float(levels.mean()),
+        climb=climb if np.isfinite(climb) else None,
+    )
+    alpha = experiment.compare.alpha
+    power = plan_claim_power(claim, experiment.compare, spread, alpha) if claim else None
+    prospects = [
+        Prospect(
+            num_pairs=count,
+            difference=detectable_difference(spread.planned_sd, count, alpha),
+            margin=passing_margin(spread.planned_sd, count, alpha),
+            match_power=power.power(count) if power else None,
+        )
+        for count in PAIR_COUNTS
+    ]
+    return replace(
+        noise,
+        mean_interval=_widened_interval(levels, sd),
+        sd=sd,
+        sd_interval=sd_interval(sd, num_runs, INTERVAL_CONFIDENCE),
+        gap=gap_of_two_runs(sd, num_runs, GAP_CONFIDENCE),
+        prospects=prospects,
+        pairs_needed=power.pairs_needed if power else None,
+        warnings=[*noise.warnings, *_shape_warnings(noise.levels, levels, step, sd)],
+    )
+
+
+def _widened_interval(levels: Array, sd: float) -> tuple[float, float]:
+    """Return the t-interval of the mean, with an sd that may count the steps of a discrete metric."""
+    low, high = t_interval(levels, INTERVAL_CONFIDENCE)
+    middle, own_sd = float(levels.mean()), float(levels.std(ddof=1))
+    factor = sd / own_sd if own_sd > 0 else 1.0
+    return middle - factor * (middle - low), middle + factor * (high - middle)
+
+
+def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: float) -> Iterator[Reason]:
+    """Yield a warning on levels that form two groups, or else on skewed ones: every interval is for normal
+    levels.
+    """
+    groups = two_groups(levels)
+    if groups is not None and groups[1] < GROUPS_P:
+        split = groups[0]
+        below = [run for run, level in by_run.items() if level < split]
+        above = [run for run, level in by_run.items() if level >= split]
+        yield Code.TWO_GROUPS(
+            runs=[below, above],
+            levels=[float(np.mean([by_run[run] for run in group])) for group in (below, above)],
+        )
+    elif skew := find_skew({VALUES: levels}, step=step, min_sd=1e-9 * sd):
+        yield skew
+
+
+def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
+    """Return the sentences on the first metric with a spread, or on why there is none."""
+    main = next((record for record in noise if record.gap is not None), noise[0])
+    if main.sd is None or main.gap is None or main.sd_interval is None:
+        values = {"arm": main.arm, "metric": main.metric, "level": main.mean, "steps": main.steps}
+        return [
+            Code.LEVEL_ALONE(**values, num_runs=len(main.levels)),
+            *([main.problem] if main.problem else []),
+            *main.warnings,
+        ]
+    shared = {"metric": main.metric, "transform": main.transform}
+    return [
+        Code.NORMAL_GAP(**shared, arm=main.arm, gap=main.gap, level=main.mean),
+        Code.SEED_NOISE(
+            **shared,
+            level=main.mean,
+            num_runs=len(main.levels),
+            steps=main.steps,
+            sd=main.sd,
+            interval=main.sd_interval,
+        ),
+        Code.PAIRS_SHOW(
+            counts=[prospect.num_pairs for prospect in main.prospects],
+            differences=[prospect.difference for prospect in main.prospects],
+        ),
+        *main.warnings,
+    ]
