@@ -85,6 +85,8 @@ class Code(StrEnum):
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
+    TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
+    TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
     DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 
@@ -207,7 +209,7 @@ class Code(StrEnum):
     RUN_IN_TWO_SOURCES, RUN_GIVEN_TWICE, SOURCE_OF_SEVERAL_ARMS = auto(), auto(), auto()
     SOURCE_OF_ARMS_AND_SEEDS, ARM_WITHOUT_NUMBERS, NO_NUMBERS = auto(), auto(), auto()
     NOTHING_NUMERIC, RERUN_OF_TREATMENT, VERSIONS_DIFFER_OF_REFERENCE = auto(), auto(), auto()
-    AXES_MIXED = auto()
+    AXES_MIXED, NO_SHARED_PROMPT = auto(), auto()
     REFERENCE_NEEDS_ARM, REFERENCE_NEEDS_SEEDS, REFERENCE_NEEDS_WHOLE_RUNS = auto(), auto(), auto()
     REFERENCE_NOT_WRITTEN, OUTPUT_NOT_A_REFERENCE, OUTPUT_HAS_LEDGER = auto(), auto(), auto()
     NO_REFERENCE_FILE, EXPERIMENT_AS_REFERENCE, OTHER_REFERENCE_VERSION = auto(), auto(), auto()
@@ -216,6 +218,20 @@ class Code(StrEnum):
     LEDGER_OF_OTHER_CLAIM, BASELINE_WITHOUT_CONFIG, BASELINE_NOT_THE_LINK = auto(), auto(), auto()
     LEDGER_NOT_READ, LEDGER_LINK_EDITED, LEDGER_ENTRY_EDITED, EMPTY_WINDOW = auto(), auto(), auto(), auto()
     METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN, NO_SPREAD = auto(), auto(), auto()
+
+    # Gate: answers about a candidate, their caveats, and refusals
+    GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN, GATE_SEEDS_SPENT = auto(), auto(), auto(), auto(), auto()
+    GATE_INCUMBENT, GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto(), auto()
+    GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
+    GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
+    GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()
+    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT, GATE_RUN_NOT_FINITE = (
+        auto(),
+        auto(),
+        auto(),
+        auto(),
+    )
+    GATE_LINE_LOST, OPTION_NEEDS_START, START_NEEDS = auto(), auto(), auto()
 
     OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()
@@ -288,6 +304,7 @@ class Code(StrEnum):
     FLEET_NEEDS_SOURCE, FLEET_OUTPUT_HOLDS_RUNS, FLEET_FILE_REFUSED = auto(), auto(), auto()
     FLEET_ATTEMPT_FAILED, FLEET_DRIFT_USED_UP, FLEET_REFERENCE_BREAKS_LIMIT = auto(), auto(), auto()
     FLEET_REFERENCE_RED, FLEET_GONE_ON_RETRY, FLEET_GONE_ON_RERUN = auto(), auto(), auto()
+    FLEET_DIFFERENCE, FLEET_IMPROVED, FLEET_ONE_RUN = auto(), auto(), auto()
     FLEET_REPAIRED, FLEET_RED_EARLIER, FLEET_RED_ON_RERUN = auto(), auto(), auto()
     FLEET_RERUN_OPEN, FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED = auto(), auto(), auto()
     FLEET_MAY_BE_CHANCE = auto()

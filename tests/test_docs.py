@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun import processes
-from abrun.cli import app
+from abrun.cli import app, gating
 from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
 from abrun.launch.export.manifest import RECIPE_VARIABLE
@@ -60,10 +60,10 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
     ]
     assert lacking == []
     codes = {int(code) for code in re.findall(r"^- (\d+): ", page("exit-codes.md"), re.M)}
-    assert codes == {0, 1, 2, *EXIT_CODES.values()}
+    assert codes == {0, 1, 2, *EXIT_CODES.values(), *gating.EXIT_CODES.values()}
 
 
-MAX_WORDS = {"README.md": 1200, "docs": 28_000, "docs/reference": 11_500}
+MAX_WORDS = {"README.md": 1200, "docs": 29_500, "docs/reference": 13_000}
 
 
 @pytest.mark.parametrize(("place", "most"), MAX_WORDS.items())

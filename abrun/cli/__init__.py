@@ -8,7 +8,18 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from abrun.cli import bisecting, demo, experiments, faults, judging, measuring, references, starting, tracing
+from abrun.cli import (
+    bisecting,
+    demo,
+    experiments,
+    faults,
+    gating,
+    judging,
+    measuring,
+    references,
+    starting,
+    tracing,
+)
 from abrun.cli.app import app, finish_help, print_error
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
@@ -19,6 +30,7 @@ __all__ = [
     "demo",
     "experiments",
     "faults",
+    "gating",
     "judging",
     "main",
     "measuring",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "Getting started": ("demo", "init", "recipes", "doctor"),
     "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),
-    "Verdicts": ("compare", "reference", "power", "faults"),
+    "Verdicts": ("compare", "gate", "reference", "power", "faults"),
     "Diagnostics": ("trace", "logprob-diff", "memory-profile", "bisect"),
 }
 

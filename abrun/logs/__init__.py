@@ -14,20 +14,28 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.exports import read_csv, read_json, read_parquet
+from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_read_errors
+from abrun.logs.mlflow_files import is_run_folder
 from abrun.logs.mlperf import is_mlperf_log, read_mlperf_log
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.run_parts import merge_run_parts
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, list_event_files, read_event_files, start_key
+from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.regular_files import exists, is_directory, is_file, open_regular
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
-FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet", "mlperf")
-PREFIXES = {"tb": "tensorboard", "tensorboard": "tensorboard", **{name: name for name in FORMATS[1:]}}
+FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet", "mlperf")  # of one run, which read_log follows
+STORES = (*TRACKERS, "lm-eval")  # of any number of runs, for comparisons only
+PREFIXES = {
+    "tb": "tensorboard",
+    "tensorboard": "tensorboard",
+    **{name: name for name in (*FORMATS[1:], *STORES)},
+}
 TABLE_FORMATS = ("csv", "jsonl", "parquet", "json")
 # Tables that no reader supports; an error names them if a source has no other runs.
 FOREIGN_FILE = re.compile(
@@ -36,11 +44,12 @@ FOREIGN_FILE = re.compile(
     re.IGNORECASE,
 )
 TRAINER_STATE = "trainer_state.json"
+FALLBACK_FORMATS = ("trainer_state", "json")
 # Order of preference among formats with equally many runs. The last two are fallbacks.
 FORMATS_BY_PREFERENCE = (
-    *("abrun", "tensorboard", "wandb", "mlperf", "jsonl", "csv", "parquet", "trainer_state", "json"),
+    *("abrun", "tensorboard", "wandb", *TRACKERS, "mlperf", "jsonl", "csv", "parquet", "lm-eval"),
+    *FALLBACK_FORMATS,
 )
-FALLBACK_FORMATS = ("trainer_state", "json")
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 CHECKPOINT = r"checkpoint-(\d+)"
 # Names of files with completions, prompts and evaluations, which trainers write next to their logs.
@@ -67,9 +76,8 @@ class RunFiles:
 def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
     """Return every run of a source, sorted by name.
 
-    A source is `PATH`, `tb:PATH`, `wandb:PATH`, `csv:PATH`, `jsonl:PATH`, `parquet:PATH`, `mlperf:PATH`, or
-    `wandb:ENTITY/PROJECT[/RUN]` on a server. `group` selects one wandb group. Raises StoreError if nothing
-    can be read.
+    A source is `PATH`, `FORMAT:PATH` with one of PREFIXES, or `wandb:ENTITY/PROJECT[/RUN]` on a server.
+    `group` selects one wandb group. Raises StoreError if nothing can be read.
     """
     prefix, colon, rest = source.partition(":")
     format = PREFIXES.get(prefix) if colon else None
@@ -80,7 +88,8 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
         logs = read_project(rest, group, step_column)
     else:
         runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
-        logs = merge_run_parts(_merge_hparams_runs(runs))
+        logs = complete_tracker_logs(_merge_hparams_runs(runs))
+        logs = merge_run_parts(logs)
         logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
     if group is not None:
         logs = _select_group(logs, group, source)
@@ -125,7 +134,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
     with wrap_read_errors(path):
         path_exists = exists(path)
     if not path_exists:
-        prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:]))
+        prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:], *STORES))
         raise StoreError(
             f"{printable(source)}: no such file or folder; allowed: a path, optionally with a prefix "
             f"({prefixes}), or wandb:ENTITY/PROJECT"
@@ -137,7 +146,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
     formats = {format, "json"} if format == "jsonl" else {format}
     runs = [run for run in runs if run.format != "foreign" and (format is None or run.format in formats)]
     if not runs:
-        expected = format or f"{', '.join(FORMATS)} or abrun's own"
+        expected = format or f"{', '.join((*FORMATS, *STORES))} or abrun's own"
         names = unsupported or sorted(
             _relative_name(file, path) for file in islice(path.rglob("*.*"), 100) if is_file(file)
         )
@@ -160,7 +169,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
-    kind = _file_format(path) or ("mlperf" if is_mlperf_log(path) else None)
+    kind = _file_format(path) or ("mlperf" if is_mlperf_log(path) else find_tracker(path))
     if (kind is None and format in ("csv", "jsonl", "parquet", "mlperf", "wandb")) or (kind, format) == (
         "json",
         "jsonl",
@@ -169,7 +178,8 @@ def _single_file(path: Path, format: str | None) -> RunFiles:
     if kind is None or (format is not None and kind != format):
         raise StoreError(
             f"{printable(str(path))}: not a {format or 'metrics'} file; allowed: *.csv, *.tsv, *.jsonl, "
-            f"*.ndjson (also as *.gz), *.json, *.parquet, *.wandb, {EVENT_FILE_PREFIX}*, {TRAINER_STATE}"
+            f"*.ndjson (also as *.gz), *.json, *.parquet, *.wandb, *.swanlab, {EVENT_FILE_PREFIX}*, "
+            f"{TRAINER_STATE}, a database of MLflow or trackio"
         )
     return RunFiles(format=kind, name=path.name, path=path, files=(path,))
 
@@ -179,6 +189,8 @@ def _file_format(path: Path) -> str | None:
         return "tensorboard"
     if path.name == TRAINER_STATE:
         return "trainer_state"
+    if is_samples_file(path):
+        return "lm-eval"
     name = path.name.lower()
     kind = SUFFIXES.get(Path(name.removesuffix(".gz")).suffix)
     return None if kind in ("parquet", "wandb") and name.endswith(".gz") else kind
@@ -200,8 +212,8 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
         return
     visited.add(folder.resolve())
     name = _relative_name(folder, top) if folder != top else folder.resolve().name
-    if is_run_dir(folder):
-        yield RunFiles(format="abrun", name=name, path=folder, files=())
+    if is_run_dir(folder) or is_run_folder(folder):
+        yield RunFiles(format="abrun" if is_run_dir(folder) else "mlflow", name=name, path=folder, files=())
         return
     with wrap_read_errors(folder):
         entries = sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name))
@@ -214,6 +226,8 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
         return  # subfolders hold copies of the run's files
     if any(kind == "tensorboard" for kind in kinds.values()):
         yield RunFiles(format="tensorboard", name=name, path=folder, files=tuple(list_event_files(folder)))
+    if samples := tuple(file for file in files if kinds[file] == "lm-eval"):
+        yield RunFiles(format="lm-eval", name=name, path=folder, files=samples)
     state = _find_trainer_state(folder, folders)
     if state is not None and (folder == top or not re.fullmatch(CHECKPOINT, folder.name)):
         yield RunFiles(format="trainer_state", name=name, path=state, files=(state,))
@@ -229,6 +243,8 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
         elif kind is None and is_mlperf_log(file):
             run_name = _relative_name(file.with_suffix(""), top)
             yield RunFiles(format="mlperf", name=run_name, path=file, files=(file,))
+        elif kind is None and (tracker := find_tracker(file)):
+            yield RunFiles(format=tracker, name=_relative_name(file, top), path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield RunFiles(format="foreign", name=_relative_name(file, top), path=file, files=())
     yield from _merge_resumed_runs(
@@ -375,6 +391,10 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
             log = read_wandb_files(run.files, run.name, step_column)
         case "mlperf":
             log = read_mlperf_log(run.path, run.name)
+        case "lm-eval":
+            log = read_samples(run.files, run.name)
+        case "mlflow" | "trackio" | "swanlab":
+            return read_tracker(run.format, run.path, run.name, step_column)
         case "csv":
             return read_csv(run.path, run.name, step_column, one_run=one_run)
         case "parquet":

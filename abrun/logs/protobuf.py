@@ -1,8 +1,9 @@
-"""Protobuf messages in TensorBoard's and wandb's files, restricted to the fields that abrun reads.
+"""Protobuf messages in files of TensorBoard, wandb and SwanLab, restricted to the fields that abrun reads.
 
 Messages are declared by field numbers, so that neither package has to be installed; undeclared fields are
 skipped. Numbers are from tensorboard 2.21 (event.proto, summary.proto, tensor.proto, plugin_data.proto of
-hparams) and wandb 0.31 (wandb_internal.proto; clients from 0.31 on may write a history value as a number).
+hparams), SwanLab 0.10 (record.proto, run.proto, data.proto) and wandb 0.31 (wandb_internal.proto; clients
+from 0.31 on may write a history value as a number).
 A field is `name: (number, type)`; `*type` is repeated, `name|oneof` belongs to a oneof, and a capitalised
 type is another message in this module.
 """
@@ -47,6 +48,22 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "HParams": {"session_start_info": (3, "SessionStart")},
     "SessionStart": {"hparams": (1, "*HParam")},
     "HParam": {"key": (1, "string"), "value": (2, STRUCT)},  # an entry of map<string, Value>
+    # SwanLab
+    "SwanLabRecord": {
+        "start|record_type": (10, "SwanLabStart"),
+        "finish|record_type": (11, "SwanLabFinish"),
+        "scalar|record_type": (13, "SwanLabScalar"),
+    },
+    "SwanLabStart": {
+        "project": (1, "string"),
+        "name": (4, "string"),
+        "group": (7, "string"),
+        "job_type": (8, "string"),
+        "id": (10, "string"),
+    },
+    "SwanLabFinish": {"state": (1, "int32"), "error": (2, "string")},
+    "SwanLabScalar": {"key": (1, "string"), "step": (2, "int64"), "value": (5, "SwanLabValue")},
+    "SwanLabValue": {"number": (1, "double")},
     # wandb
     "Record": {
         "history|record_type": (2, "History"),

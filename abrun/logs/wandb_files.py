@@ -145,7 +145,7 @@ def _read_file(contents: RunContents, path: Path) -> None:
     if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
         raise StoreError(f"{printable(str(path))}: not a wandb file; remove or rename it")
     end = FILE_HEADER
-    for body, record_end in _iterate_records(content):
+    for body, record_end in iterate_records(content):
         try:
             record = record_type.FromString(body)
         except DecodeError:
@@ -174,7 +174,7 @@ def _read_file(contents: RunContents, path: Path) -> None:
     contents.environment.update(parse_environment(_read_metadata(files), _read_requirements(files)))
 
 
-def _iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
+def iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
     """Yield the complete records of a log, up to the first damaged one, and the offset of each one's end."""
     position = FILE_HEADER
     chunks: list[bytes] = []  # chunks of the incomplete record

@@ -73,6 +73,8 @@ SOURCES: dict[Code, Message] = {
     Code.ONE_ARM_OF_RUNS: "arms: found only {arms} in {num_runs:count run}, but a comparison needs two; add "
     "a source, or name the arms, such as --pattern '{{arm}}-s{{seed}}'",
     Code.AXES_MIXED: _axes_mixed,
+    Code.NO_SHARED_PROMPT: "{metric}: no prompt is in every run ({places:join  and }); score all runs on the "
+    "same prompts",
     Code.RUN_IN_TWO_SOURCES: "sources: {sources} both hold {place}, and a run compared with itself always "
     "agrees; give each arm its own runs",
     Code.RUN_GIVEN_TWICE: "sources: {places} are one file, and a run compared with itself always agrees; "

@@ -12,6 +12,7 @@ from functools import reduce
 
 import numpy as np
 
+from abrun.errors import ComparisonError
 from abrun.logs.log import Log
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedRun, Sides
@@ -22,7 +23,7 @@ from abrun.stats.series import Series, Steps
 def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list[Reason]]:
     """Return the logs with only the prompts that all of them have, and the metrics that lost some.
 
-    A metric that some run lacks stays as it is.
+    A metric that some run lacks stays as it is. Raises ComparisonError for a metric without a shared prompt.
     """
     left_out: list[Reason] = []
     shared_logs = dict(logs)
@@ -36,6 +37,9 @@ def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list
         shared, all_prompts = reduce(np.intersect1d, grids), reduce(np.union1d, grids)
         if len(shared) == len(all_prompts):
             continue
+        if not len(shared):
+            places = [log.place for log in logs.values()][:2]
+            raise ComparisonError(Code.NO_SHARED_PROMPT(metric=metric, places=places))
         left_out.append(Code.PROMPTS_NOT_SHARED(metric=metric, shared=len(shared), total=len(all_prompts)))
         for name, log in shared_logs.items():
             prompts = log.metrics[metric]

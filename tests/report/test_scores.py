@@ -61,7 +61,7 @@ def test_five_megatron_runs_below_the_reference_in_one_command(tmp_path: Path, s
     assert (comparison.verdict, comparison.exit_code) == ("MISMATCH", 3)
     (result,) = comparison.content.claims
     baseline, treatment = (np.array(runs) for runs in scores.values())
-    oracle = stats.ttest_ind(treatment, baseline, equal_var=False)
+    oracle: Any = stats.ttest_ind(treatment, baseline, equal_var=False)
     assert result.estimate.mean_difference == pytest.approx(treatment.mean() - baseline.mean())
     assert result.estimate.p_difference == pytest.approx(oracle.pvalue, rel=0.6)  # fewer degrees of freedom
     assert (result.claim.axis, result.claim.steps, result.claim.num_runs) == ("final", None, (3, 5))
@@ -85,7 +85,8 @@ def test_final_scores_are_paired_by_seed_and_each_benchmark_is_a_metric(tmp_path
         by_run = {(row[0], row[1]): float(row[column]) for row in rows}
         differences = [by_run["fused", seed] - by_run["base", seed] for seed in range(6)]
         assert sorted(result.estimate.differences) == pytest.approx(sorted(differences))
-        assert result.estimate.p_difference == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+        oracle: Any = stats.ttest_1samp(differences, 0)
+        assert result.estimate.p_difference == pytest.approx(oracle.pvalue)
     assert Code.FIRST_STEP_OF_SCORES in {
         reason.code for r in comparison.content.not_tested for reason in r.walk()
     }
@@ -104,16 +105,15 @@ def test_equal_scores_of_two_seeds_are_no_copy_and_equal_tables_are(tmp_path: Pa
     rows = [("a", 0, 0.5), ("a", 1, 0.5), ("a", 2, 0.54), ("b", 0, 0.52), ("b", 1, 0.5), ("b", 2, 0.5)]
     comparison = compare(write(tmp_path / "few.csv", "arm,seed,acc", rows), claims=[claim("acc", 0.3)])
     assert comparison.verdict == "MATCH"
-    rows = [
+    copied: list[tuple[object, ...]] = [
         (arm, seed, *(0.1 * k + 0.01 * (seed % 2) for k in range(5))) for arm in "ab" for seed in range(3)
     ]
-    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", rows)
+    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", copied)
     (result,) = compare(table, claims=[claim("v", 0.3)]).content.claims
     assert result.problem is not None and result.problem.code == Code.ARMS_IDENTICAL
-    rows[-1] = (*rows[-1][:2], 0.3, *rows[-1][3:])
-    (result,) = compare(
-        write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", rows), claims=[claim("v", 0.3)]
-    ).content.claims
+    copied[-1] = (*copied[-1][:2], 0.3, *copied[-1][3:])
+    table = write(tmp_path / "copied.csv", "arm,seed,v,w,x,y,z", copied)
+    (result,) = compare(table, claims=[claim("v", 0.3)]).content.claims
     assert result.problem is not None and result.problem.code == Code.ONE_RUN_AS_TWO_SEEDS
 
 

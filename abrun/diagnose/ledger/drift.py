@@ -164,7 +164,7 @@ def next_entry(
         "arm": arm,
         "treatment": treatment,
         "commit": commits.get(arm),
-        "environment_sha256": _environment_sha256(list(treated.values())),
+        "environment_sha256": environment_sha256(list(treated.values())),
         "moved": _changes_besides_config(reference, ledger, experiment, commits.get(experiment.baseline)),
         "margin": result.claim.margin_text,
         "interim": list(experiment.compare.interim),
@@ -318,12 +318,12 @@ def _changes_besides_config(
     expected_sha256 = (
         last_entry.environment_sha256 if last_entry else _sha256(_machine(reference.environment))
     )
-    if _environment_sha256(baselines) != expected_sha256:
+    if environment_sha256(baselines) != expected_sha256:
         changes.append("package versions or devices")
     return ", ".join(changes) or None
 
 
-def _environment_sha256(runs: Sequence[RecordedRun]) -> str:
+def environment_sha256(runs: Sequence[RecordedRun]) -> str:
     hashes = {_sha256(_machine(run.environment or {})) for run in runs}
     return hashes.pop() if len(hashes) == 1 else _sha256({"several": sorted(hashes)})
 

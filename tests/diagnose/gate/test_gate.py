@@ -1,0 +1,275 @@
+"""`abrun gate`: answers and exit codes, state over calls, kills and two gates at once, refusals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from abrun import cli
+from abrun.diagnose.gate.command import ask_gate, caveats
+from abrun.diagnose.gate.ledger import Answer, State, read_state
+from abrun.errors import AbrunError
+from abrun.reasons import Code
+from abrun.recorded.selection import ReadingOptions
+from abrun.stats.online import lord_level
+from tests.reasons import refused
+from tests.verdict.simulate import write_experiment
+
+CLAIM = "train/reward:last 50%:better 0"
+READING = ReadingOptions(allows_one_arm=True)
+BASE = list(np.linspace(0.47, 0.53, 12))
+
+
+def write_runs(folder: Path, levels: Sequence[float], metric: str = "train/reward", end: int = 4) -> Path:
+    """Write one CSV file a seed, whose mean over the last half is the level."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for seed, level in enumerate(levels):
+        rows = [f"{step},{level if step > 2 else 0.1}" for step in range(1, end + 1)]
+        (folder / f"seed-{seed}.csv").write_text("\n".join([f"step,{metric}", *rows]) + "\n")
+    return folder
+
+
+class Typed(NamedTuple):
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def typed(*arguments: object) -> Typed:
+    """Run the command; an error that a user can fix is code 2 and its line, as in `cli.main`."""
+    result = CliRunner().invoke(cli.app, ["gate", *map(str, arguments)])
+    if isinstance(result.exception, AbrunError):
+        return Typed(2, result.stdout, f"abrun: {result.exception}")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Typed(result.exit_code, result.stdout, result.stderr)
+
+
+def start(tmp_path: Path, levels: Sequence[float] = BASE, claim: str = CLAIM, **options: str) -> Path:
+    base, ledger = write_runs(tmp_path / "base", levels), tmp_path / "gate.jsonl"
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert typed(base, "--against", ledger, "--start", "--claim", claim, *words).exit_code == 0
+    return ledger
+
+
+def ask(ledger: Path, source: Path) -> Answer:
+    return ask_gate(ledger, str(source), READING)[0]
+
+
+def ask_json(ledger: Path, source: Path) -> dict:
+    result = typed(source, "--against", ledger, "--json")
+    return {**json.loads(result.stdout), "exit_code": result.exit_code}
+
+
+def test_each_answer_has_its_exit_code_and_the_incumbent_changes_on_better(tmp_path):
+    ledger = start(tmp_path)
+    alike = ask_json(ledger, write_runs(tmp_path / "alike", [0.5, 0.49, 0.51]))
+    assert (alike["answer"], alike["exit_code"], alike["incumbent"]) == ("ALIKE", 6, "base")
+    open_answer = ask_json(ledger, write_runs(tmp_path / "idea", [0.55]))
+    assert (open_answer["answer"], open_answer["exit_code"]) == ("OPEN", 4)
+    assert 1 <= open_answer["seeds_to_add"] <= 7
+    better = ask_json(ledger, write_runs(tmp_path / "idea", [0.55, 0.57, 0.56, 0.58, 0.55]))
+    assert (better["answer"], better["exit_code"], better["num_discoveries"]) == ("BETTER", 0, 1)
+    assert better["improvement"] == pytest.approx(0.062) and better["p"] <= better["reading_level"]
+    assert better["level"] == open_answer["level"]  # of the candidate, not of the reading
+    worse = ask_json(ledger, write_runs(tmp_path / "worse", [0.5, 0.49, 0.51]))
+    assert (worse["answer"], worse["exit_code"], worse["incumbent"]) == ("WORSE", 3, "idea")
+    assert worse["num_incumbent_runs"] == 5
+
+
+def test_lower_is_better_is_known_from_the_metric_or_the_claim(tmp_path):
+    base = write_runs(tmp_path / "base", BASE, "validation/loss")
+    typed(base, "--against", tmp_path / "l", "--start", "--claim", "validation/loss:last 50%:better 0")
+    lower = write_runs(tmp_path / "lower", [0.41, 0.42, 0.4, 0.41], "validation/loss")
+    answer = ask(tmp_path / "l", lower)
+    assert answer.outcome == "BETTER" and answer.improvement > 0
+
+
+def test_asking_again_without_new_runs_repeats_the_answer_and_writes_nothing(tmp_path):
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.55, 0.53])
+    first = ask(ledger, idea)
+    content = ledger.read_bytes()
+    for name in ("x", "y"):  # the ledger's own state has moved on meanwhile
+        ask(ledger, write_runs(tmp_path / name, [0.5]))
+    moved = ledger.read_bytes()
+    assert ask(ledger, idea) == first and ledger.read_bytes() == moved != content
+
+
+def test_a_kept_candidate_is_answered_as_before_and_its_new_runs_join_the_baseline(tmp_path):
+    ledger = start(tmp_path)
+    levels = [0.65, 0.66, 0.64, 0.67]
+    idea = write_runs(tmp_path / "idea", levels)
+    assert ask(ledger, idea).outcome == "BETTER" == ask(ledger, idea).outcome
+    extended = ask(ledger, write_runs(idea, [*levels, 0.61, 0.62, 0.66]))
+    assert extended.outcome == "INCUMBENT" and len(read_state(ledger).incumbent.values) == 7
+    ask(ledger, write_runs(tmp_path / "next", [0.9, 0.91, 0.89, 0.9]))
+    assert read_state(ledger).incumbent.name == "next"
+    with refused(Code.GATE_SUPERSEDED, incumbent="next"):
+        ask(ledger, write_runs(idea, [*levels, 0.61, 0.62, 0.66, 0.7]))
+
+
+def test_runs_that_were_judged_cannot_be_taken_back(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.45, 0.56]))
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=2):
+        ask(ledger, write_runs(tmp_path / "idea", [0.58, 0.56, 0.59]))
+
+
+def test_the_answer_about_an_open_candidate_is_against_the_incumbent_of_the_day(tmp_path):
+    ledger = start(tmp_path)
+    slow = write_runs(tmp_path / "slow", [0.55])
+    assert ask(ledger, slow).incumbent == "base"
+    ask(ledger, write_runs(tmp_path / "fast", [0.7, 0.71, 0.69, 0.7]))
+    answer = ask(ledger, write_runs(slow, [0.55, 0.54, 0.56]))
+    assert (answer.incumbent, answer.outcome) == ("fast", "WORSE")
+
+
+def test_levels_are_spent_and_earned_as_the_procedure_says(tmp_path):
+    ledger = start(tmp_path)
+    for number in range(3):
+        answer = ask(ledger, write_runs(tmp_path / f"c{number}", [0.5 + number / 1000]))
+        assert answer.level == lord_level(number + 1, [])
+    ask(ledger, write_runs(tmp_path / "good", [0.7, 0.71, 0.69, 0.7]))
+    assert ask(ledger, write_runs(tmp_path / "c9", [0.5])).level == lord_level(5, [4])
+
+
+def test_the_ledger_is_shown_and_so_is_its_next_level(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.49, 0.51]))
+    result = typed("--against", ledger)
+    assert result.exit_code == 0 and re.search(r"idea +ALIKE +3 +base", result.stdout)
+    shown = json.loads(typed("--against", ledger, "--json").stdout)
+    assert (shown["num_candidates"], shown["incumbent"], shown["num_runs"]) == (1, "base", 12)
+
+
+def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
+    incumbent = write_experiment(tmp_path / "first")
+    ledger = tmp_path / "gate.jsonl"
+    words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
+    result = typed(incumbent, *words)
+    assert result.exit_code == 2 and "--arm" in result.stderr
+    assert typed(incumbent, "--arm", "baseline", *words).exit_code == 0
+    answer, _ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
+    assert answer.candidate.name == "first/treatment" and answer.incumbent == "first/baseline"
+
+
+def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
+    ledger = start(tmp_path)
+    answer, state = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
+    assert [reason.code for reason in caveats(answer, state, 0.0)] == []
+    old = replace(state.incumbent, oldest_s=1e9, environment_sha256="a")
+    moved = replace(answer, candidate=replace(answer.candidate, environment_sha256="b"))
+    aged = State(start=state.start, incumbent=old)
+    reasons = {reason.code: reason for reason in caveats(moved, aged, 1e9 + 30 * 86400)}
+    assert reasons.keys() == {Code.GATE_AGE, Code.GATE_ENVIRONMENT} and reasons[Code.GATE_AGE]["days"] == 30
+
+
+def test_two_gates_at_once_both_count(tmp_path):
+    ledger = start(tmp_path)
+    sources = [write_runs(tmp_path / f"c{number}", [0.5 + number / 1000]) for number in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda source: ask(ledger, source), sources))
+    assert len({answer.level for answer in answers}) == 12  # no level was given twice
+    assert len(read_state(ledger).candidates) == 12
+
+
+def test_a_torn_answer_of_a_killed_gate_is_dropped(tmp_path):
+    ledger, idea = start(tmp_path), write_runs(tmp_path / "idea", [0.5, 0.52])
+    ask(ledger, idea)
+    whole = ledger.read_bytes()
+    last_line = whole.splitlines(keepends=True)[-1]
+    for length in (1, len(last_line) // 2, len(last_line) - 1):
+        ledger.write_bytes(whole[: len(whole) - len(last_line) + length])
+        assert not read_state(ledger).candidates
+        assert ask(ledger, idea).outcome in ("ALIKE", "OPEN")
+        assert len(ledger.read_bytes().splitlines()) == 2
+
+
+def test_a_killed_gate_leaves_an_answer_or_none(tmp_path):
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.5, 0.52])
+    script = (
+        "import os, signal; from abrun.diagnose.gate import command; from abrun.runs import lines\n"
+        "write = lines.os.write\n"
+        "lines.os.write = lambda file, line: (write(file, line[:50]), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "from abrun.recorded.selection import ReadingOptions\n"
+        f"command.ask_gate(__import__('pathlib').Path({str(ledger)!r}), {str(idea)!r}, "
+        "ReadingOptions(allows_one_arm=True))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], env=os.environ, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL and len(ledger.read_bytes().splitlines()) == 2
+    assert ask(ledger, idea).level == pytest.approx(read_state(ledger).level("idea"))
+    assert len(read_state(ledger).candidates) == 1
+
+
+def test_an_edited_ledger_is_refused(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5]))
+    ledger.write_text(ledger.read_text().replace('"OPEN"', '"BETTER"').replace('"ALIKE"', '"BETTER"'))
+    result = typed(tmp_path / "idea", "--against", ledger)
+    assert result.exit_code == 2 and "line 2" in result.stderr
+
+
+def test_a_lost_line_is_noticed(tmp_path):
+    ledger = start(tmp_path)
+    for name in ("a", "b", "c"):
+        ask(ledger, write_runs(tmp_path / name, [0.5]))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    result = typed("--against", ledger)
+    assert result.exit_code == 2 and "line" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("claim", "words", "problem"),
+    [
+        ("train/reward:last 50%:0.02", (), "better NUMBER"),
+        ("train/reward:last 50%:better 1 sigma", (), "better NUMBER"),
+        ("train/rewards:last 50%:better 0", (), "did you mean"),
+        ("mystery:last 50%:better 0", (), "higher is better"),
+        (CLAIM, ("--worth", "much"), "--worth"),
+        (CLAIM, ("--worth", "0"), "--worth"),
+        ("train/reward:last 50%:better 0.1", ("--worth", "0.05"), "--worth"),
+    ],
+)
+def test_a_start_that_cannot_be_used_is_one_line(tmp_path, claim, words, problem):
+    base = write_runs(tmp_path / "base", BASE, "mystery" if claim.startswith("mystery") else "train/reward")
+    result = typed(base, "--against", tmp_path / "gate.jsonl", "--start", "--claim", claim, *words)
+    assert result.exit_code == 2 and problem in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "gate.jsonl").exists()
+
+
+def test_what_cannot_be_asked_is_one_line(tmp_path):
+    ledger, idea = start(tmp_path), write_runs(tmp_path / "idea", [0.5])
+    (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
+    cases = [
+        ((idea, "--against", tmp_path / "none"), "--start"),
+        ((idea, "--against", tmp_path / "other.jsonl"), "not a ledger"),
+        ((idea, "--against", ledger, "--worth", "1"), "--worth requires --start"),
+        ((idea, "--against", ledger, "--start"), "--claim"),
+        (("--against", ledger, "--start", "--claim", CLAIM), "CANDIDATE"),
+        ((idea, "--against", ledger, "--start", "--claim", CLAIM), "allowed: at least 3"),
+        ((tmp_path / "base", "--against", ledger, "--start", "--claim", CLAIM), "already exists"),
+        ((write_runs(tmp_path / "short", [0.5], end=3), "--against", ledger), "steps 3-4"),
+        ((write_runs(tmp_path / "nan", [float("nan")]), "--against", ledger), "NaN"),
+        ((write_runs(tmp_path / "many", [0.5] * 9), "--against", ledger), "at most 8"),
+        ((write_runs(tmp_path / "loss", [0.5], "train/loss"), "--against", ledger), "not recorded"),
+        ((tmp_path / "missing", "--against", ledger), "missing"),
+    ]
+    before = ledger.read_bytes()
+    for words, problem in cases:
+        result = typed(*words)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), (words, result.stderr)
+        assert problem in result.stderr, result.stderr
+    assert ledger.read_bytes() == before and (tmp_path / "other.jsonl").read_text() == '{"step": 1}\n'

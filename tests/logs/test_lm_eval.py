@@ -1,0 +1,112 @@
+"""Samples of lm-evaluation-harness, as `--log_samples` writes them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.logs import read_logs
+from abrun.recipe.claims import Claim
+from abrun.recorded.selection import ReadingOptions
+from abrun.report.comparing import compare_sources
+
+TIME = "2026-08-21T19-56-54.123456"
+
+
+def sample(doc_id: int, filter_name: str = "none", **metrics: Any) -> dict[str, Any]:
+    return {
+        "doc_id": doc_id,
+        "doc": {"question": f"What is {doc_id}?", "answer": "#### 1"},
+        "target": "1",
+        "arguments": {"gen_args_0": {"arg_0": "Q: ...", "arg_1": {"until": ["</s>"], "do_sample": False}}},
+        "resps": [["1"]],
+        "filtered_resps": ["1"],
+        "filter": filter_name,
+        "metrics": [*metrics],
+        "doc_hash": f"{doc_id:064x}",
+        "prompt_hash": "b" * 64,
+        "target_hash": "c" * 64,
+        **metrics,
+    }
+
+
+def write(folder: Path, task: str, samples: Sequence[dict[str, Any]], time: str = TIME) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"samples_{task}_{time}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in samples))
+    (folder / f"results_{time}.json").write_text('{"results": {}}')
+    return path
+
+
+def test_metrics_of_tasks_and_filters_over_documents(tmp_path: Path) -> None:
+    rows = [
+        sample(doc, name, exact_match=float(doc % 2))
+        for doc in (2, 0, 1)
+        for name in ("strict-match", "flex")
+    ]
+    write(tmp_path / "org__model", "gsm8k_cot", rows)
+    write(
+        tmp_path / "org__model",
+        "ifeval",
+        [sample(0, strict=True, parts=[True, False]), sample(1, strict=False)],
+    )
+    (log,) = read_logs(str(tmp_path))
+    assert (log.name, log.axis) == ("org__model", "prompts")
+    assert {name: series.values.sum() for name, series in log.metrics.items()} == {
+        "gsm8k_cot/exact_match,strict-match": 1.0,
+        "gsm8k_cot/exact_match,flex": 1.0,
+        "ifeval/strict": 1.0,
+    }
+    assert len(log.metrics["gsm8k_cot/exact_match,flex"]) == 3
+    assert log.notes == ("no single number per document, so left out: 'ifeval/parts'",)
+
+
+def test_the_last_evaluation_of_a_task_counts(tmp_path: Path) -> None:
+    write(tmp_path / "m", "rte", [sample(0, acc=1.0)], "2026-08-20T00-00-00.000000")
+    write(tmp_path / "m", "rte", [sample(0, acc=0.0)], "2026-08-21T00-00-00.000000")
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["rte/acc"].values.tolist() == [0.0]
+    assert log.notes == ("1 older evaluations of the same tasks were left out",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"question": "x"}\n',
+            "line 1: no 'doc_id' and 'metrics'; expected a sample of lm-evaluation-harness",
+        ),
+        ('{"doc_id": 0, "metrics": []}\nnonsense\n{}\n', "line 2: not a JSON object; remove the line"),
+    ],
+)
+def test_other_files_of_that_name_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "rte", [])
+    path.write_text(text)
+    with pytest.raises(StoreError) as error:
+        read_logs(str(tmp_path))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_checkpoints_are_paired_by_document(tmp_path: Path) -> None:
+    for arm, period in (("hf", 3), ("megatron", 2)):
+        rows = [sample(doc, acc=float(doc % period > 0)) for doc in range(300)]
+        write(tmp_path / arm / "org__model", "rte", rows)
+    sources = [str(tmp_path / arm) for arm in ("hf", "megatron")]
+    comparison = compare_sources(sources, ReadingOptions(), claims=[Claim(metric="rte/acc", margin=0.05)])
+    (result,) = comparison.content.claims
+    assert comparison.verdict == "MISMATCH"
+    assert (result.claim.unit, result.claim.num_pairs) == ("prompt", 300)
+    assert result.estimate.mean_difference == pytest.approx(1 / 2 - 2 / 3)
+
+
+def test_documents_that_differ_are_not_paired(tmp_path: Path) -> None:
+    for arm, offset in (("hf", 0), ("megatron", 1000)):
+        rows = [sample(doc, acc=float(doc % 3 > 0)) | {"doc_hash": f"{doc + offset:x}"} for doc in range(30)]
+        write(tmp_path / arm, "rte", rows)
+    sources = [str(tmp_path / arm) for arm in ("hf", "megatron")]
+    with pytest.raises(Exception, match="no prompt is in every run") as error:
+        compare_sources(sources, ReadingOptions(), claims=[Claim(metric="rte/acc", margin=0.05)])
+    assert "\n" not in str(error.value)
