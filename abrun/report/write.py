@@ -309,7 +309,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
-    levels = {"limit": level, "ratio limit": "ratio"}
+    levels = {"limit": level, "ratio limit": "ratio", "time to target": "ratio of times"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"

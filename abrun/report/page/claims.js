@@ -225,9 +225,10 @@ function measured(claims) {
   const limited = claims.filter((claim) => claim.test === "limit");
   const level = limited.every((claim) => claim.metric === "final_weights") ? "distance" : `level of ${treatmentName()}`;
   const kinds = [
-    [...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test)) ? "mean difference" : "",
+    [...tests].some((test) => !["limit", "ratio limit", "time to target", "exact"].includes(test)) ? "mean difference" : "",
     limited.length ? level : "",
     tests.has("ratio limit") ? "ratio" : "",
+    tests.has("time to target") ? "ratio of times" : "",
   ];
   return kinds.filter(Boolean).join(" or ") || "mean difference";
 }
@@ -235,7 +236,7 @@ function measured(claims) {
 const detailOfClaim = (claim) =>
   [scaleText(claim.transform), claim.reduction ? `window ${claim.reduction}` : "", claim.test || ""].filter(Boolean).join(", ");
 
-const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
+const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", "time to target": "limit broken", exact: "not exact" };
 const outcomeOf = (claim) => (claim.result === "different" && BROKEN[claim.test]) || claim.result;
 const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
 const marginText = (claim) =>
