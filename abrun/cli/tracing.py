@@ -28,7 +28,7 @@ def trace(
         list[Path] | None,
         typer.Argument(
             help="The other arm's dump, then repeats of the baseline's, which give the tolerance.",
-            metavar="[DUMP]...",
+            metavar="DUMP",
         ),
     ] = None,
     overrides: Overrides = None,
