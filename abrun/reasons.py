@@ -108,7 +108,7 @@ class Code(StrEnum):
     NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
     RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
     LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
-    NO_STEP_IN_COMMON, NEW_RUN_RANGE = auto(), auto()
+    FEW_STEPS_IN_COMMON, NEW_RUN_RANGE, METRICS_WITHOUT_LEVEL = auto(), auto(), auto()
 
     # MLPerf's reference check
     RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
