@@ -324,6 +324,8 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
     estimate = claim.estimate
     bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
+    if claim.claim.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
+        bound = "any" if claim.claim.kind == "not_worse" else "none"
     if claim.result == "not tested":
         bound = "-"  # what was not tested is not certified either
     if claim.estimate.limited is not None:
