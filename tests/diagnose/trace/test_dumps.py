@@ -107,9 +107,7 @@ def test_the_first_faulty_layer_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_without_a_repeat_nothing_is_judged(tmp_path: Path) -> None:
-    baseline, other = (
-        DUMPERS[kind](tmp_path / n, forward(noise=seed)) for n, seed in (("a", None), ("b", 1))
-    )
+    baseline, other = (dump_msprobe(tmp_path / n, forward(noise=seed)) for n, seed in (("a", None), ("b", 1)))
     words = ["trace", str(baseline), str(other)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 4, done.output
