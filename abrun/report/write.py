@@ -299,7 +299,7 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
+    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (bool(content.arms) and not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
     return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
