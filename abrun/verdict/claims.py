@@ -186,8 +186,9 @@ def _test_claim(
     ]
     if sides.axis == "steps":
         holds = result.result in ("equivalent", "holds") and not problem
-        transform = result.claim.transform
-        warnings += curve_warnings(sides, claim.metric, transform, bounds, absolute_margin, holds=holds)
+        terms, worse = result.claim, result.claim.worse if claim.is_one_sided else None
+        curve = sides, claim.metric, terms.transform, bounds, absolute_margin
+        warnings += curve_warnings(*curve, holds=holds, only=worse)
     return replace(result, warnings=tuple(warnings))
 
 
