@@ -19,6 +19,8 @@ STATUSES: tuple[Status, ...] = ("regressed here", "not judged", "open", "flaked"
 EXIT_CODES: dict[Status, int] = {"regressed here": 3, "not judged": 5, "open": 4}  # 0 for the others
 # Shares of a recipe's level: tests of its claims and guards, and the number of its failed runs
 _TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
+# Weight of the prior guess that runs rarely fail by accident: half an accident in as many runs
+_PRIOR_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ def classify(evidence: Sequence[RecipeEvidence], earlier: Mapping[str, EarlierRo
 
 
 def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
-    """Estimate the probability that a run fails by accident, from the fleet itself (Jeffreys' mean).
+    """Estimate the probability that a run fails by accident, mostly from the fleet itself.
 
     Accidents are failures that went away in another attempt or a rerun, and those of a single run among
     several of its recipe. Recipes with more failures say nothing about accidents and are left out.
@@ -176,7 +178,7 @@ def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
         if num_failed == 0 or is_gone or is_single:
             num_accidents += num_failed + len(recipe.retried)
             num_runs += recipe.judgement.num_runs + len(recipe.retried) + recipe.num_rerun
-    return (num_accidents + 0.5) / (num_runs + 1)
+    return (num_accidents + 0.5) / (num_runs + _PRIOR_RUNS)
 
 
 def _was_red(recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow]) -> bool:

@@ -1,6 +1,7 @@
 """Evidence on one recipe of a fleet: verdict and p-values of its runs against its reference."""
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +78,8 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
         experiment = _open_runs(recipe.folder, reference, options)
         evidence = RecipeEvidence(name=recipe.name, reference_sha256=sha256)
         evidence = replace(evidence, retried=tuple(_failed_attempts(experiment)))
-        judgement = _judge(experiment, reference, options, Path(recipe.name))
+        command = _comparison_command(recipe.folder, recipe.reference, options)
+        judgement = _judge(experiment, reference, options, Path(recipe.name), command)
     except (AbrunError, OSError) as error:
         return RecipeEvidence(name=recipe.name, problem=_reason_of(error))
     evidence = replace(evidence, judgement=judgement)
@@ -87,7 +89,8 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
     try:
         rerun = _open_runs(rerun_folder, reference, options)
         merged, num_rerun = _replace_runs(experiment, rerun)
-        second = _judge(merged, reference, options, Path(recipe.name) / "rerun")
+        command = _comparison_command(rerun_folder, recipe.reference, options)
+        second = _judge(merged, reference, options, Path(recipe.name) / "rerun", command)
     except (AbrunError, OSError) as error:
         return replace(evidence, rerun_problem=_reason_of(error))
     return replace(evidence, rerun=second, num_rerun=num_rerun)
@@ -108,6 +111,13 @@ def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> Rec
     arm = options.arm or experiment.baseline
     experiment = make_regression_experiment(experiment, reference, arm)
     return with_options(experiment, step_one=options.step_one, unpaired=options.reading.unpaired)
+
+
+def _comparison_command(folder: Path, reference: Path, options: FleetOptions) -> str:
+    """Return the command that compares this recipe alone."""
+    words = ["abrun", "compare", str(folder), "--reference", str(reference)]
+    words += [] if options.arm is None else ["--arm", options.arm]
+    return shlex.join([*words, *options.reading.to_words(), *([] if options.step_one else ["--no-step-one"])])
 
 
 def _replace_runs(first: RecordedExperiment, rerun: RecordedExperiment) -> tuple[RecordedExperiment, int]:
@@ -136,11 +146,11 @@ def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
 
 
 def _judge(
-    experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path
+    experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path, command: str
 ) -> Judgement:
     folder = options.output / place / REPORT if options.output else None
     comparison = compare(
-        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=options.command
+        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=command
     )
     report = place / REPORT / PAGE if folder else None
     return _summarize(experiment, reference, comparison, report)
