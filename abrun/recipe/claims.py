@@ -142,7 +142,7 @@ class Claim(Section):
             raise FieldError(
                 f"got {limit:g}, which may be a level or a difference; for the treatment's own level write "
                 f"'level {limit:g}' (--claim METRIC:WINDOW:'level {sign} {limit:g}'); for its difference "
-                f"from the baseline not_worse: {size} or better: {size} (--claim METRIC:WINDOW:'not_worse {size}')"
+                f"from the baseline not_worse: {size} or better: {size} (METRIC:WINDOW:'not_worse {size}')"
             )
         return limit
 

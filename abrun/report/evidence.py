@@ -309,7 +309,8 @@ def _margin_text(claim: ClaimResult) -> str | None:
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if not margin:  # unknown, or `better: 0`
         return None
-    margin_text = f"{'±' if claim.claim.kind == 'within' else ''}{margin:.3g}"
+    sign = "±" if claim.claim.kind == "within" else ""
+    margin_text = f"{sign}{margin:.3g}" if claim.claim.margin_unit else f"{sign}{claim.claim.margin_number:g}"
     if claim.claim.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])
