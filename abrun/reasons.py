@@ -87,6 +87,7 @@ class Code(StrEnum):
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
+    TARGET_GRIDS_DIFFER = auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
     DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 

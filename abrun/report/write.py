@@ -297,7 +297,7 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
+    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (bool(content.arms) and not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
     return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
@@ -319,6 +319,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 def claim_cells(claim: ClaimResult) -> list[str]:
     steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
+    steps = claim.claim.window if claim.claim.test == "time to target" else steps
     difference = "-"
     if claim.estimate.interval and claim.estimate.mean_difference is not None:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)

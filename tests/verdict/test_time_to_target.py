@@ -120,7 +120,11 @@ def test_runs_may_end_at_their_target_and_evaluate_at_steps_of_their_own(tmp_pat
     for seed, time in enumerate(OLD):
         write_run(tmp_path / f"old-s{seed}.csv", time, seed, every=4, last=time + 4)
         write_run(tmp_path / f"new-s{seed}.csv", time, seed, every=3, last=time + 3)
-    assert outcome(judged(tmp_path, step_one=False)) == ("PASS", "holds")
+    result = judged(tmp_path, step_one=False)
+    assert outcome(result) == ("PASS", "holds")
+    assert "the treatment evaluates every 3 steps and the baseline every 4" in result.reasons[0]
+    grids = [reason for reason in result.comparison.content.reasons if reason.code == Code.GRIDS_DIFFER]
+    assert [reason["metric"] for reason in grids] == ["train/reward"]
 
 
 def test_times_in_seconds_and_samples(tmp_path: Path) -> None:
