@@ -229,7 +229,7 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
         escape_markdown(f"- Answer: {answers}."),
         escape_markdown(f"- How sure (95 %, {len(record['seeds'])} seeds): {sure}."),
         "",
-        *[f"![Curves of both arms](evidence/{recipe.stem}/{name})" for name in images[:1]],
+        *[f"![Curves](evidence/{recipe.stem}/{name})" for name in images[:1]],
         "",
         f"`{record['command']}`: {escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
         f"{', '.join(f'[{file}](evidence/{recipe.stem}/{file})' for file in files)}.",
