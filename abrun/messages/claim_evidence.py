@@ -139,6 +139,8 @@ MESSAGES: dict[Code, Message] = {
     "baseline runs do not reach the target",
     Code.TARGET_NEEDS_SAMPLE: "no outcome decides before {needed} {paired:if pairs|runs of each arm} "
     "(one-sided level {alpha:.3g})",
+    Code.TARGET_SAMPLE_SIZE: "about {needed} {paired:if pairs|runs of each arm} show it with 80 % power "
+    "if the times are as observed",
     Code.TARGET_GRID_COARSE: "evaluations are so far apart that even equal times show only {smallest:.3g}x; "
     "evaluate more often",
     Code.TARGET_GRIDS_DIFFER: "the treatment evaluates every {treatment:g} steps and the baseline every "
