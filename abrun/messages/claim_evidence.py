@@ -143,6 +143,8 @@ MESSAGES: dict[Code, Message] = {
     "(one-sided level {alpha:.3g})",
     Code.TARGET_GRID_COARSE: "evaluations are so far apart that even equal times show only {smallest:.3g}x; "
     "evaluate more often",
+    Code.TARGET_GRIDS_DIFFER: "the treatment evaluates every {treatment:g} steps and the baseline every "
+    "{baseline:g}; more evaluations are more chances to reach the target",
     Code.TARGET_WITHOUT_STEPS: "{metric}: {window}: the runs have final scores but no steps; claim a margin",
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
     "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "

@@ -141,9 +141,9 @@ class Claim(Section):
         if is_number and number < 0 and not level:
             size, sign = f"{-number:g}", "<" if info.field_name == "below" else ">"
             raise FieldError(
-                f"got {limit:g}, a level or a difference?; for the treatment's own level write "
-                f"'level {limit:g}' (--claim 'level {sign} {limit:g}'), for its difference to the baseline "
-                f"not_worse: {size} or better: {size} (--claim 'not_worse {size}' or 'better {size}')"
+                f"got {limit:g}, which may be a level or a difference; for the treatment's own level write "
+                f"'level {limit:g}' (--claim METRIC:WINDOW:'level {sign} {limit:g}'); for its difference "
+                f"from the baseline not_worse: {size} or better: {size} (METRIC:WINDOW:'not_worse {size}')"
             )
         return limit
 

@@ -243,7 +243,9 @@ def _comparison_note(content: VerdictFile) -> str:
     )
     if not any(claim.estimate.certified_bound is not None for claim in content.claims):
         return note
-    return f"{note} The certified bound is the smallest margin that would have passed."
+    has_better = any(claim.claim.kind == "better" for claim in content.claims)
+    of_better = " (of 'better': the largest)" * has_better
+    return f"{note} The certified bound is the smallest margin that would have passed{of_better}."
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -297,7 +299,7 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
+    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (bool(content.arms) and not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
     return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
@@ -319,6 +321,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 def claim_cells(claim: ClaimResult) -> list[str]:
     steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
+    steps = claim.claim.window if claim.claim.test == "time to target" else steps
     difference = "-"
     if claim.estimate.interval and claim.estimate.mean_difference is not None:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)

@@ -64,12 +64,18 @@ def judge_time_to_target(arm: str, sides: Sides, claim: Claim, rates: ErrorRates
     result = ClaimResult(arm=arm, claim=terms, problem=_find_problem(claim, sides, finished))
     if result.problem:
         return result
-    times = [_find_reach_times(runs, claim, target) for runs in (finished.baselines, finished.treatments)]
+    arms = finished.baselines, finished.treatments
+    times = [[find_reach_time(run, claim, target) for run in arm_runs] for arm_runs in arms]
     for outcome in (*times[0], *times[1]):
         if isinstance(outcome, Reason):
             return replace(result, problem=outcome)
     baseline, treatment = ([time for time in arm_times if isinstance(time, ReachTime)] for arm_times in times)
-    return _test(result, baseline, treatment, limit[0], paired=sides.paired)
+    result = _test(result, baseline, treatment, limit[0], paired=sides.paired)
+    intervals = [_evaluation_interval(arm_runs, claim.metric) for arm_runs in arms]
+    if intervals[0] == intervals[1]:
+        return result
+    unequal = Code.TARGET_GRIDS_DIFFER(baseline=intervals[0], treatment=intervals[1])
+    return replace(result, warnings=(*result.warnings, unequal))
 
 
 def _find_problem(claim: Claim, sides: Sides, finished: Sides) -> Reason | None:
@@ -86,8 +92,10 @@ def _find_problem(claim: Claim, sides: Sides, finished: Sides) -> Reason | None:
     )
 
 
-def _find_reach_times(runs: Sequence[RecordedRun], claim: Claim, target: Target) -> list[ReachTime | Reason]:
-    return [find_reach_time(run, claim, target) for run in runs]
+def _evaluation_interval(runs: Sequence[RecordedRun], metric: str) -> float:
+    """Return the median number of steps between the evaluations of some runs; 0 for one each."""
+    intervals = np.concatenate([np.diff(run.series(metric).steps) for run in runs])
+    return float(np.median(intervals)) if len(intervals) else 0.0
 
 
 def find_reach_time(run: RecordedRun, claim: Claim, target: Target) -> ReachTime | Reason:

@@ -1,5 +1,6 @@
 """Status of every recipe of a fleet, at a false discovery rate over the recipes that were not red before."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ STATUSES: tuple[Status, ...] = ("regressed here", "not judged", "open", "flaked"
 EXIT_CODES: dict[Status, int] = {"regressed here": 3, "not judged": 5, "open": 4}  # 0 for the others
 # Shares of a recipe's level: tests of its claims and guards, and the number of its failed runs
 _TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
+# Weight of the prior guess that runs rarely fail by accident: half an accident in as many runs
+_PRIOR_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class _Chance:
         tested = [(share, p_value) for share, p_value in p_values if p_value is not None]
         levels = [p_value * len(tested) / share for share, p_value in tested]
         levels += [] if judgement.p_guards is None else [judgement.p_guards]
-        return min(1.0, *levels) if levels else None
+        return min([1.0, *filter(math.isfinite, levels)]) if levels else None
 
     def p_of(self, recipe: RecipeEvidence) -> float | None:
         """Return the p-value of a recipe before the correction for many recipes; None if nothing was tested.
@@ -161,7 +164,7 @@ def classify(evidence: Sequence[RecipeEvidence], earlier: Mapping[str, EarlierRo
 
 
 def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
-    """Estimate the probability that a run fails by accident, from the fleet itself (Jeffreys' mean).
+    """Estimate the probability that a run fails by accident, mostly from the fleet itself.
 
     Accidents are failures that went away in another attempt or a rerun, and those of a single run among
     several of its recipe. Recipes with more failures say nothing about accidents and are left out.
@@ -176,7 +179,7 @@ def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
         if num_failed == 0 or is_gone or is_single:
             num_accidents += num_failed + len(recipe.retried)
             num_runs += recipe.judgement.num_runs + len(recipe.retried) + recipe.num_rerun
-    return (num_accidents + 0.5) / (num_runs + 1)
+    return (num_accidents + 0.5) / (num_runs + _PRIOR_RUNS)
 
 
 def _was_red(recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow]) -> bool:

@@ -43,7 +43,7 @@ function verdictCard() {
       el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
       verdictName,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
-      content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
+      content.paired === false && !alone ? el("span", { class: "badge" }, "unpaired") : null,
     ),
     headline || firstReason ? el("p", { class: "finding" }, headline || firstReason) : null,
     el("p", { class: "meaning" }, meaning),

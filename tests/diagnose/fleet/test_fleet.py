@@ -2,14 +2,21 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from abrun.diagnose.fleet import command
+from abrun.recorded.stored import load_experiment
+from abrun.redaction import display_safe
+from abrun.report.comparing import freeze_arm
 from tests.diagnose.fleet.simulate import write_fleet, write_reference, write_runs
+from tests.verdict.simulate import fail, write, write_experiment
 
 DROP = -0.3
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 SHIFTS = {
     "calm-1": (0.0, 0.0),
     "calm-2": (0.0, 0.0),
@@ -141,6 +148,39 @@ def test_a_report_inside_the_fleet_is_no_recipe(fleet, abrun, tmp_path):
     for _ in range(2):
         code, output, _ = abrun("compare", "--fleet", tmp_path, "-o", tmp_path / "report", "--json")
         assert (code, statuses(json.loads(output))) == (0, {"calm": "green"})
+
+
+def test_failures_of_launched_runs(abrun, tmp_path):
+    """Every run fails; one does, and not on its rerun; one failed, and finished in its second attempt."""
+    base = write_experiment(tmp_path / "base", controls={}, seeds=[0, 1, 2, 3])
+    freeze_arm(load_experiment(base), "baseline", tmp_path / "reference.json")
+    for name in ("every", "once", "retried"):
+        shutil.copytree(base, tmp_path / "fleet" / name)
+        shutil.copy(tmp_path / "reference.json", tmp_path / "fleet" / f"{name}.json")
+    shutil.copytree(base, tmp_path / "rerun/once")
+    for seed in range(4):
+        fail(tmp_path / f"fleet/every/treatment/seed-{seed}", after_steps=0)
+    fail(tmp_path / "fleet/once/treatment/seed-1", after_steps=5)
+    attempts = tmp_path / "fleet/retried/treatment/seed-1/attempts"
+    (attempts / "0001.json").rename(attempts / "0002.json")
+    write(attempts / "0001.json", {"status": "failed", "started_s": 0.0, "exit_code": 1})
+    options = ("--fleet", tmp_path / "fleet", "--arm", "treatment", "--json")
+    code, output, _ = abrun("compare", *options)
+    expected = {"every": "regressed here", "once": "open", "retried": "flaked"}
+    assert (code, statuses(json.loads(output))) == (3, expected)
+    code, output, _ = abrun("compare", *options, "--rerun", tmp_path / "rerun")
+    assert (code, statuses(json.loads(output))) == (3, {**expected, "once": "flaked"})
+    code, _, errors = abrun("compare", "--fleet", tmp_path / "fleet")
+    assert code == 2 and "--arm" in errors
+
+
+def test_processes_of_the_pool_hide_secrets_and_leave_an_interrupt_to_the_parent(monkeypatch):
+    signals = []
+    monkeypatch.setattr(signal, "signal", lambda *handler: signals.append(handler))
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    command._start_worker()
+    assert SECRET not in display_safe(f"refused: {SECRET}")
+    assert signals == [(signal.SIGINT, signal.SIG_IGN)]
 
 
 NEMO_4080 = {"pass": 93, "red before": 22, "only on the branch": 18}  # of the 133 recipes on H100

@@ -142,7 +142,7 @@ def test_a_nightly_is_split_rightly() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_seeds", "spread"), [(3, 0.0), (3, 0.3), (4, 0.5), (5, 0.5)])
 def test_nightlies_keep_the_rate_and_split_rightly(num_seeds: int, spread: float) -> None:
-    counts = count(num_fleets=100, num_recipes=150, num_seeds=num_seeds, spread=spread)
+    counts = count(num_fleets=60, num_recipes=150, num_seeds=num_seeds, spread=spread)
     assert counts.false_discovery_rate <= 0.05
     assert counts.right / counts.num_red >= 0.95
 
