@@ -89,7 +89,7 @@ class Code(StrEnum):
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
     TARGET_GRIDS_DIFFER = auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP, POLICY_LOSS = auto(), auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -299,6 +299,7 @@ class Code(StrEnum):
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
 
     # Fleets
+    FLEET_PROCESS_DIED = auto()
     FLEET_SUMMARY, FLEET_FOLDER_MISSING, FLEET_EMPTY = auto(), auto(), auto()
     FLEET_NOT_JUDGED, FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES = auto(), auto(), auto()
     FLEET_WITHOUT_RUNS, FLEET_OPTION_REFUSED, FLEET_OPTION_NEEDED = auto(), auto(), auto()
