@@ -276,7 +276,8 @@ def _description_cells(description: Description) -> list[str]:
     cells = [description.metric, steps]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
-        maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
+        place = f" (step {description.largest_at})" if description.axis == "steps" else ""
+        maximum_text = f"{description.largest_distance:.3g}{place}"
         distance_text = f"{description.mean_distance:.3g}, max {maximum_text}"
         return [*cells, f"{description.difference:+.3g}", distance_text]
     if description.interval is None or description.certified_bound is None:
