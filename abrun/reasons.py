@@ -299,6 +299,7 @@ class Code(StrEnum):
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
 
     # Fleets
+    FLEET_PROCESS_DIED = auto()
     FLEET_SUMMARY, FLEET_FOLDER_MISSING, FLEET_EMPTY = auto(), auto(), auto()
     FLEET_NOT_JUDGED, FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES = auto(), auto(), auto()
     FLEET_WITHOUT_RUNS, FLEET_OPTION_REFUSED, FLEET_OPTION_NEEDED = auto(), auto(), auto()

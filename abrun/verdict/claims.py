@@ -83,9 +83,10 @@ def judge_equivalence(
     steps, baseline, treatment = _select_window(finished, claim, bounds)
     bounds = clip_to_shared_steps(claim.window, bounds, steps)
     usable = finished.select(_find_usable_runs(baseline), _find_usable_runs(treatment))
+    kept = {id(run) for run in usable.runs}
     in_window = (
-        baseline[[run in usable.baselines for run in finished.baselines]],
-        treatment[[run in usable.treatments for run in finished.treatments]],
+        baseline[[id(run) in kept for run in finished.baselines]],
+        treatment[[id(run) in kept for run in finished.treatments]],
     )
     repeated_run = check_distinct_seeds(finished, metric)
     terms = ClaimTerms(
