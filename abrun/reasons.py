@@ -89,7 +89,7 @@ class Code(StrEnum):
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
     TARGET_GRIDS_DIFFER = auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP, POLICY_LOSS = auto(), auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()

@@ -245,7 +245,9 @@ def _comparison_note(content: VerdictFile) -> str:
     )
     if not any(claim.estimate.certified_bound is not None for claim in content.claims):
         return note
-    return f"{note} The certified bound is the smallest margin that would have passed."
+    has_better = any(claim.claim.kind == "better" for claim in content.claims)
+    of_better = " (of 'better': the largest)" * has_better
+    return f"{note} The certified bound is the smallest margin that would have passed{of_better}."
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -276,7 +278,8 @@ def _description_cells(description: Description) -> list[str]:
     cells = [description.metric, steps]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
-        maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
+        place = f" (step {description.largest_at})" if description.axis == "steps" else ""
+        maximum_text = f"{description.largest_distance:.3g}{place}"
         distance_text = f"{description.mean_distance:.3g}, max {maximum_text}"
         return [*cells, f"{description.difference:+.3g}", distance_text]
     if description.interval is None or description.certified_bound is None:
