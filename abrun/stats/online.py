@@ -158,9 +158,11 @@ def seeds_to_add(
     max_seeds: int = MAX_SEEDS,
     **settings: Any,
 ) -> NDArray[np.int64]:
-    """Return the fewest seeds that would decide an open candidate if its mean and variance stayed the same.
+    """Return how many seeds to add to an open candidate before it is judged again.
 
-    If none up to the maximum would, return all that are left. `settings` as of `read_candidate`.
+    This is half of the fewest seeds that would decide it if its mean and variance stayed the same, or half of
+    those left up to the maximum, rounded up: readings cost nothing, and most candidates drift away from the
+    incumbent sooner. `settings` as of `read_candidate`.
     """
     own_dof = candidate.count - 1
     pooled = (noise.squares + incumbent.squares + candidate.squares) / (
@@ -174,7 +176,7 @@ def seeds_to_add(
         reading = read_candidate(longer, incumbent, noise, max_seeds=max_seeds, **settings)
         is_decided = (reading.better | reading.alike | reading.worse) & (count <= max_seeds)
         num_added = np.where(is_decided, added, num_added)
-    return num_added.astype(np.int64)
+    return -(-num_added.astype(np.int64) // 2)
 
 
 def _gamma(distance: int) -> float:

@@ -30,7 +30,7 @@ from abrun.stats.online import ALPHA, MAX_SEEDS, MIN_SEEDS, Sample, read_candida
 from abrun.stats.series import window_bounds
 from abrun.verdict.margins import summarize_window
 
-INCUMBENT_SEEDS = 12  # recommended: fewer keep less of what is better
+INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
 OLD_AFTER_DAYS = 7.0
 _DAY_S = 86400.0
 
