@@ -86,6 +86,15 @@ def differ_only_by_numbers(logs: Sequence[Log]) -> bool:
     return len(kinds) == 1 and len(set(_names_without_numbers(logs))) == 1
 
 
+def differ_in_one_number(logs: Sequence[Log]) -> bool:
+    """Return True if run names are the same but for one number, as of reruns."""
+    split_names = [re.split(r"(\d+)", name) for name in _shortened_names(logs)]
+    if len({len(words) for words in split_names}) != 1 or not differ_only_by_numbers(logs):
+        return False
+    varying = [index for index, words in enumerate(zip(*split_names, strict=True)) if len({*words}) > 1]
+    return len(varying) == 1 and varying[0] % 2 == 1
+
+
 def _seed_assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
     """Yield possible assignments, the likeliest first: source of the seeds, seeds, and arms."""
     split_names = [re.split(SEPARATORS, name) for name in _shortened_names(logs)]

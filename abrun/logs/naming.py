@@ -85,7 +85,7 @@ def name_runs(
     raise collision or ComparisonError(
         f"arms and seeds: no known pattern matches the run names {list_names([log.name for log in logs])} "
         "(dates and times do not count as arm or seed); describe the names, for example --pattern "
-        "'{arm}-s{seed}', or give each arm's folder"
+        "'{arm}-s{seed}', or give each arm's folder; runs of a single arm: ARM=FOLDER"
     )
 
 

@@ -24,8 +24,8 @@ def _normal_gap(metric, transform, arm, gap, level) -> str:
     """Gap between two runs that seed noise explains."""
     share = f" ({_percent(gap / abs(level))} of the level)" if transform == "identity" and level else ""
     return (
-        f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by their "
-        "seeds alone; only a larger gap is unusual (95 %)"
+        f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by "
+        "their seeds alone; only a larger gap is unusual (95 %)"
     )
 
 

@@ -3,21 +3,27 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from abrun.errors import ComparisonError
-from abrun.logs import PREFIXES, Log, read_logs
+from abrun.logs import Log, read_logs
 from abrun.logs.aliases import Aliases, RenamedRuns, parse_aliases, recognise_metrics, rename_all
-from abrun.logs.guessing import Guess, differ_only_by_numbers, guess_baseline, guess_runs
+from abrun.logs.guessing import (
+    Guess,
+    differ_only_by_numbers,
+    guess_baseline,
+    guess_runs,
+)
 from abrun.logs.log import list_names, printable
 from abrun.logs.naming import RunFilter, has_arm_field, name_runs, name_seeds, strip_suffix
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.recorded.one_arm import arm_from_source, name_one_arm, names_or_none
 from abrun.recorded.prompts import share_prompts
 from abrun.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.regular_files import exists, is_directory
@@ -162,13 +168,16 @@ def _identify_runs(sources: Sources, *, paired: bool, may_guess: bool) -> Guess:
     try:
         names = _name_all_runs(sources, unpaired=not paired, may_guess=may_guess)
     except ComparisonError:
-        guess = _name_one_arm(sources) if sources.reading.may_be_one_arm else None
+        may_be_one_arm = sources.reading.may_be_one_arm and sources.pattern is None
+        guess = (
+            name_one_arm(sources.logs, sources.named_sources, sources.run_filter) if may_be_one_arm else None
+        )
         guess = guess or (_guess_names(sources) if may_guess else None)
         if guess is None:
             _refuse_mixed_names(sources)
             raise
         return guess
-    seeds_known = paired or names == _names_or_none(_name_all_runs, sources, unpaired=False)
+    seeds_known = paired or names == names_or_none(_name_all_runs, sources, unpaired=False)
     guess = Guess(names=names, paired=paired, seeds_known=seeds_known, guessed=[])
     selected = [run for run in names if sources.run_filter(run)]
     seeds: dict[str, set[int]] = {}
@@ -196,7 +205,7 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     if sources.has_arms or len(folders) > 1 or len(named_sources) not in (1, len(logs)):
         return named_sources
     options = {"pattern": sources.pattern, "run_filter": sources.run_filter}
-    if _names_or_none(name_runs, logs, **options) or not _names_or_none(name_seeds, logs, "any", **options):
+    if names_or_none(name_runs, logs, **options) or not names_or_none(name_seeds, logs, "any", **options):
         return named_sources
     (folder,) = folders
     if len(logs) > 1 and not differ_only_by_numbers(logs):
@@ -204,42 +213,7 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
         raise ComparisonError(
             Code.MORE_THAN_SEEDS_DIFFERS(folder=printable(folder), num_runs=len(logs), names=names)
         )
-    return [(_arm_from_source(folder), source) for _, source in named_sources]
-
-
-def _name_one_arm(sources: Sources) -> Guess | None:
-    """Return the runs of one arm if that is what the sources hold; None if they may hold several.
-
-    One arm is a single run, runs of one given arm, or runs of one folder whose names differ only by a number
-    that is a seed. Runs of a given arm without seeds are numbered.
-    """
-    logs, named_sources = sources.logs, sources.named_sources
-    arms = {arm for arm, _ in named_sources}
-    if sources.pattern is not None or not logs or len(arms) > 1:
-        return None
-    (given_arm,) = arms
-    if given_arm is None and (1 < len(named_sources) < len(logs) or len(named_sources) == 2):
-        return None
-    arm = given_arm or _shared_arm(named_sources)
-    if arm is None:
-        return None
-    seeds_known = True
-    names = _names_or_none(name_seeds, logs, arm, run_filter=sources.run_filter)
-    if names is None and given_arm is not None:
-        seeds_known = False
-        names = _names_or_none(name_seeds, logs, arm, unpaired=True, run_filter=sources.run_filter)
-    is_one_arm = given_arm is not None or len(logs) == 1 or differ_only_by_numbers(logs)
-    if names is None or not is_one_arm:
-        return None
-    return Guess(names=names, paired=seeds_known, seeds_known=seeds_known, guessed=[])
-
-
-def _shared_arm(named_sources: Sequence[tuple[str | None, str]]) -> str | None:
-    """Return the name of the only source, or of the folder that holds all of them; None if there is none."""
-    if len(named_sources) == 1:
-        return _arm_from_source(named_sources[0][1])
-    folders = {Path(source).resolve().parent for _, source in named_sources}
-    return _arm_from_source(str(folders.pop())) if len(folders) == 1 else None
+    return [(arm_from_source(folder), source) for _, source in named_sources]
 
 
 def _refuse_mixed_names(sources: Sources) -> None:
@@ -249,7 +223,7 @@ def _refuse_mixed_names(sources: Sources) -> None:
     """
     if len(sources.named_sources) > 1 or len(sources.logs) < 2 or sources.pattern is not None:
         return
-    names = _names_or_none(name_seeds, sources.logs, "any", run_filter=sources.run_filter)
+    names = names_or_none(name_seeds, sources.logs, "any", run_filter=sources.run_filter)
     if names is None:
         return
     source = printable(sources.named_sources[0][1])
@@ -276,16 +250,6 @@ def _guess_names(sources: Sources) -> Guess | None:
     if guess is not None and len(logs) == num_sources and not sources.has_arms:
         guess = replace(guess, guessed=[Code.SOURCES_ARE_ARMS(num_sources=num_sources), *guess.guessed])
     return guess
-
-
-def _names_or_none(
-    name_rule: Callable[..., list[RunName]], *arguments: Any, **options: Any
-) -> list[RunName] | None:
-    """Return the names by a rule; None if the rule raises ComparisonError."""
-    try:
-        return name_rule(*arguments, **options)
-    except ComparisonError:
-        return None
 
 
 def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False) -> list[RunName]:
@@ -341,7 +305,7 @@ def _source_arms(sources: Sources) -> list[str]:
 
     Raises ComparisonError if two sources have the same name.
     """
-    arms = [arm or _arm_from_source(source) for arm, source in sources.named_sources]
+    arms = [arm or arm_from_source(source) for arm, source in sources.named_sources]
     given_arms = [arm for arm, _ in sources.named_sources]
     duplicate = next((arm for arm in arms if 1 < arms.count(arm) != given_arms.count(arm)), None)
     if duplicate is None:
@@ -359,14 +323,6 @@ def _source_arms(sources: Sources) -> list[str]:
     raise ComparisonError(
         Code.SOURCES_OF_ONE_NAME(sources=list_names(same_name), arm=duplicate, first=printable(same_name[0]))
     )
-
-
-def _arm_from_source(source: str) -> str:
-    """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
-    prefix, _, rest = source.partition(":")
-    path = rest if prefix in PREFIXES else source
-    name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
-    return printable(strip_suffix(name.rpartition("\\")[2]))
 
 
 def _order_arms(
@@ -436,7 +392,7 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
 def _refuse_several_arms(sources: Sources) -> None:
     """Raise ComparisonError if a source given as one arm has run names with several arms and shared seeds."""
     for (_, source), logs in zip(sources.named_sources, sources.logs_by_source, strict=True):
-        names = _names_or_none(name_runs, logs, run_filter=sources.run_filter)
+        names = names_or_none(name_runs, logs, run_filter=sources.run_filter)
         if names is None:
             continue
         names_of: dict[str, list[str]] = {}
@@ -503,5 +459,5 @@ def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
 
 def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
     """Return an experiment name that is valid as a folder name."""
-    text = _arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
+    text = arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"
