@@ -14,7 +14,7 @@ which no theorem above covers: `tests/stats/test_online.py` simulates it.
 
 Noise is pooled over all runs of the campaign. The candidate's and the incumbent's own variance count where
 they are larger, shrunk towards the pooled one (Smyth 2004, doi:10.2202/1544-6115.1027), or in full if
-an F-test at 2 % finds them larger. Shapes: any that broadcast, such as one element per simulated campaign.
+an F-test at 10 % finds them larger. Shapes: any that broadcast, such as one element per simulated campaign.
 Imports scipy.
 """
 
@@ -36,7 +36,7 @@ WORSE_ALPHA = 0.05
 _INITIAL_SHARE = 0.9  # of alpha, spent until the first discovery
 _DECAY = 1.3  # gamma_j is proportional to j ** -_DECAY
 _PRIOR_DOF = 4  # weight of the pooled variance beside a larger variance of its own
-_VARIANCE_LEVEL = 0.02
+_VARIANCE_LEVEL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,8 +121,8 @@ def simulate(
     return Outcome(
         fdr=proportion.mean(),
         fdr_error=proportion.std() / np.sqrt(num_campaigns),
-        large_kept=better[large].mean(),
-        any_kept=better[effect > 0].mean(),
+        large_kept=better[large].mean() if large.any() else 1.0,
+        any_kept=better[effect > 0].mean() if large.any() else 1.0,
         worth_discarded=discarded[worth].mean() if worth.any() else 0.0,
         candidate_runs=num_seeds.mean(),
         incumbent_runs=incumbent_runs.mean() / setting.num_candidates,

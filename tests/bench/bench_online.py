@@ -2,12 +2,13 @@
 
 python -m tests.bench.bench_online [NUM_CAMPAIGNS]
 
-Campaigns of 100 candidates against one incumbent of 16 runs, each judged once at n seeds; 85 % change nothing,
-the others improve by 0.5 to 3 sd; normal noise. Procedures for p-values: LOND (Javanmard and Montanari 2015,
-arXiv:1502.06197), LORD++ (Ramdas et al. 2017, arXiv:1710.00499), SAFFRON (Ramdas et al. 2018,
-arXiv:1802.09098), ADDIS (Tian and Ramdas 2019, arXiv:1905.11465). For e-values: e-LOND (Xu and Ramdas 2024,
-arXiv:2311.06412) and, once all candidates are known, e-BH (Wang and Ramdas 2022, arXiv:2009.02824). The e-value
-is the likelihood ratio of an improvement of 2 sd, with the noise taken as known, which favours it.
+Campaigns of 100 candidates against one incumbent of 16 runs, each judged once at n seeds; 85 % change
+nothing, the others improve by 0.5 to 3 sd; normal noise. Procedures for p-values: LOND (Javanmard and
+Montanari 2015, arXiv:1502.06197), LORD++ (Ramdas et al. 2017, arXiv:1710.00499), SAFFRON (Ramdas et al.
+2018, arXiv:1802.09098), ADDIS (Tian and Ramdas 2019, arXiv:1905.11465). For e-values: e-LOND (Xu and Ramdas
+2024, arXiv:2311.06412) and, once all candidates are known, e-BH (Wang and Ramdas 2022, arXiv:2009.02824).
+The e-value is the likelihood ratio of an improvement of 2 sd, with the noise taken as known, which favours
+it.
 
 Two rules of thumb: keep whatever looks better in one run, and the rule of karpathy/autoresearch pull request
 560: the difference of two runs of the first baseline is the noise floor, and an improvement of twice that is
@@ -85,7 +86,8 @@ def e_bh(e: np.ndarray) -> Decisions:
 def rates(kept: np.ndarray, effect: np.ndarray) -> tuple[float, float, float]:
     """Return the false discovery rate, its standard error, and the share of 2 sd or more that is kept."""
     false = (kept & (effect <= 0)).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)
-    return false.mean(), false.std() / np.sqrt(len(false)), kept[effect >= 2].mean()
+    error = float(np.std(false)) / len(false) ** 0.5
+    return float(np.mean(false)), error, float(np.mean(kept[effect >= 2]))
 
 
 def draw_effects(rng: np.random.Generator, num_campaigns: int) -> np.ndarray:
@@ -101,7 +103,7 @@ def compare_procedures(num_seeds: int, num_campaigns: int) -> dict[str, tuple[fl
     samples = Sample.of(values)
     noise = Noise(
         squares=np.cumsum(samples.squares, axis=1) - samples.squares,
-        dof=np.arange(NUM_CANDIDATES) * (num_seeds - 1.0),
+        dof=np.arange(NUM_CANDIDATES, dtype=np.float64) * (num_seeds - 1.0),
     )
     reading = read_candidate(samples, incumbent, noise, level=0.0, worth=2.0)
     shift = 2 * reading.sd

@@ -85,19 +85,19 @@ def test_an_improvement_below_the_margin_is_not_better():
     assert not read_candidate(candidate, incumbent, Noise(), level=0.01, worth=3.0, margin=1.2).better
 
 
-def test_the_seeds_to_add_decide_if_the_mean_stays():
-    incumbent = Sample.of(np.linspace(-1.6, 1.6, 12))
-    settings = {"level": 0.005, "worth": 2.0, "in_sds": True}
+def test_the_seeds_to_add_are_half_of_those_that_would_decide_if_the_mean_stays():
+    incumbent, noise = Sample.of(np.linspace(-1.6, 1.6, 12)), Noise(squares=40.0, dof=40.0)
     candidate = Sample.of([0.6, 2.4, 1.5])
-    noise = Noise(squares=40.0, dof=40.0)
-    added = int(seeds_to_add(candidate, incumbent, noise, **settings))
-    assert 0 < added <= MAX_SEEDS - 3
-    longer = [
-        Sample(count=np.array(3.0 + k), mean=candidate.mean, squares=candidate.squares * (2 + k) / 2)
-        for k in (added - 1, added)
-    ]
-    before, after = (read_candidate(sample, incumbent, noise, **settings) for sample in longer)
-    assert after.better | after.alike and not (before.better | before.alike)
+
+    def is_decided(num_added: int) -> bool:
+        count = np.array(3.0 + num_added)
+        longer = Sample(count=count, mean=candidate.mean, squares=candidate.squares * (count - 1) / 2)
+        reading = read_candidate(longer, incumbent, noise, level=0.005, worth=2.0, in_sds=True)
+        return bool(reading.better | reading.alike | reading.worse)
+
+    fewest = next(num_added for num_added in range(1, MAX_SEEDS) if is_decided(num_added))
+    added = seeds_to_add(candidate, incumbent, noise, level=0.005, worth=2.0, in_sds=True)
+    assert fewest > 2 and added == (fewest + 1) // 2
 
 
 def check(outcome: Outcome, *, fdr: float, kept: float, runs: float) -> None:
