@@ -68,6 +68,9 @@ STEP_TIME = "timing/train/total_step_time_s"
 # Phases of a step: generation, and the checkpoint that was saved before it
 GENERATION_TIME, CHECKPOINT_TIME = "timing/train/generation_s", "timing/train/checkpointing_s"
 VALIDATION_TIME = "timing/validation/total_s"
+# Running totals that some other trainers log: seconds since the start, and samples
+ELAPSED_TIME, SAMPLES_SEEN = "timing/elapsed_s", "samples_seen"
+NUM_SAMPLES = "train/num_valid_samples"  # of a step
 MEMORY = "memory/"
 MEMORY_PEAK = "memory"  # name in claims: the peak over all phases
 RETRIES, INACTIVE = "memory/allocator_retries", "memory/inactive_bytes"
@@ -98,7 +101,7 @@ FIXED_BY_ROLLOUTS = (
     SIGNAL_SHARE,
     OVERLONG_PENALTY,
     "train/truncation_rate",
-    "train/num_valid_samples",
+    NUM_SAMPLES,
     "train/global_valid_toks",
     "train/dynamic_sampling_kept_share",
     "train/dynamic_sampling_tries",
@@ -148,7 +151,7 @@ METRICS = (
     _metric(GRAD_NORM, "update mean", "step one", algorithms=ALL_ALGORITHMS),
     _metric("train/entropy", "token mean", "step one", unit="nats", needs="metrics basic"),
     _metric(LEARNING_RATE, "update mean", "configured", algorithms=ALL_ALGORITHMS),
-    _metric("train/num_valid_samples", "sum", "configured", unit="sequences", algorithms=ALL_ALGORITHMS),
+    _metric(NUM_SAMPLES, "sum", "configured", unit="sequences", algorithms=ALL_ALGORITHMS),
     _metric("train/global_valid_toks", "sum", unit="tokens", algorithms=ALL_ALGORITHMS),
     # log-probs of the policy and of the rollout engine, and their ratios
     _metric("train/approx_entropy", "token mean", "step one", unit="nats", needs="metrics basic"),

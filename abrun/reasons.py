@@ -85,6 +85,9 @@ class Code(StrEnum):
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
+    TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
+    TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
+    TARGET_GRIDS_DIFFER = auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
     DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
 
@@ -106,7 +109,7 @@ class Code(StrEnum):
     NEW_RUN, NEW_RUN_ELSEWHERE, NOTHING_TO_COMPARE, ONE_RUN_ALONE = auto(), auto(), auto(), auto()
     RUNS_ALIKE, NO_RUN_IN_WINDOW, NO_METRIC_TO_DESCRIBE, UNFINISHED_LEFT_OUT = auto(), auto(), auto(), auto()
     LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
-    NO_STEP_IN_COMMON, NEW_RUN_RANGE = auto(), auto()
+    FEW_STEPS_IN_COMMON, NEW_RUN_RANGE, METRICS_WITHOUT_LEVEL = auto(), auto(), auto()
 
     # MLPerf's reference check
     RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
@@ -298,6 +301,7 @@ class Code(StrEnum):
     FLEET_NEEDS_SOURCE, FLEET_OUTPUT_HOLDS_RUNS, FLEET_FILE_REFUSED = auto(), auto(), auto()
     FLEET_ATTEMPT_FAILED, FLEET_DRIFT_USED_UP, FLEET_REFERENCE_BREAKS_LIMIT = auto(), auto(), auto()
     FLEET_REFERENCE_RED, FLEET_GONE_ON_RETRY, FLEET_GONE_ON_RERUN = auto(), auto(), auto()
+    FLEET_DIFFERENCE, FLEET_IMPROVED, FLEET_ONE_RUN = auto(), auto(), auto()
     FLEET_REPAIRED, FLEET_RED_EARLIER, FLEET_RED_ON_RERUN = auto(), auto(), auto()
     FLEET_RERUN_OPEN, FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED = auto(), auto(), auto()
     FLEET_MAY_BE_CHANCE = auto()

@@ -323,7 +323,9 @@ def _read_contents(
 
 
 def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experiment:
-    return Experiment(contents, contents.experiment(allows_one_arm=True, interim=()), exit_code)
+    return Experiment(
+        contents, contents.experiment(allows_one_arm=True, may_be_one_arm=True, interim=()), exit_code
+    )
 
 
 def _make_frame(

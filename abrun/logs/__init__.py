@@ -88,8 +88,8 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
         logs = read_project(rest, group, step_column)
     else:
         runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
-        logs = complete_tracker_logs(_merge_hparams_runs(runs))
-        logs = merge_run_parts(logs)
+        logs = merge_run_parts(_merge_hparams_runs(runs))
+        logs = complete_tracker_logs(logs) if runs and runs[0][0].format in TRACKERS else logs
         logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
     if group is not None:
         logs = _select_group(logs, group, source)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from abrun.logs.log import Log
-from abrun.logs.naming import SEED_LIMIT
+from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import Cells
 from abrun.logs.tables import find_long_columns
 from abrun.runs.layout import RunName
@@ -53,6 +53,7 @@ def name_log(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
     arm = values.get("arm")
     arm_and_run = [text for kind, text in values.items() if kind != "seed"]
     identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None
-    run_name = "/".join([*(arm_and_run or [name]), *([f"seed-{number}"] if number is not None else [])])
+    seed_names = [f"seed-{number}"] if number is not None else []
+    run_name = "/".join([*(arm_and_run or [strip_suffix(name) if seed_names else name]), *seed_names])
     guesses = (guess,) if guess else ()
     return replace(log, name=run_name, job_type=arm, identity=identity, guesses=guesses)

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from abrun.errors import StoreError
 from abrun.logs.log import NOTHING_RECORDED, Log, printable, replaced_notes, wrap_read_errors
 from abrun.logs.rows import STEP_LIMIT, parse_json
+from abrun.metric_names import ELAPSED_TIME, SAMPLES_SEEN
 from abrun.regular_files import iter_lines, open_regular
 from abrun.stats.series import series_from_rows
 
@@ -21,7 +22,6 @@ SUFFIXES = (".txt", ".log", ".out")  # of files that are searched for events
 SNIFFED_BYTES = 1 << 20  # from the start of a file; containers print banners before the first event
 EVALUATIONS = ("eval_accuracy", "eval_error")
 AXES = ("samples_count", "step_num", "epoch_num")  # the first that all evaluations have is the step
-ELAPSED = "timing/elapsed_s"  # seconds since run_start, at each evaluation
 FRACTION = 1000  # a step is a thousandth of an epoch if epochs are fractions
 # Of the submission, not of the run
 NOT_CONFIGURED = {
@@ -86,9 +86,9 @@ def read_events(path: Path) -> tuple[list[Event], int]:
 def read_mlperf_log(path: Path, name: str) -> Log:
     """Return the run in an MLPerf log.
 
-    Metrics are `eval_accuracy` (or `eval_error`), every number that is logged on the same axis, and the
-    seconds since `run_start`. Values before the run, such as the seed and batch size, are its configuration.
-    A run that was aborted counts as finished: it ended without reaching its target.
+    Metrics are `eval_accuracy` (or `eval_error`), every number that is logged on the same axis, and at each
+    evaluation the samples and the seconds since `run_start`. Values before the run, such as the seed, are its
+    configuration. A run that was aborted counts as finished: it ended without reaching its target.
     """
     events, num_damaged = read_events(path)
     place = printable(str(path))
@@ -143,7 +143,9 @@ def _list_rows(
             if is_number(value)
         }
         if event.key in EVALUATIONS and start_ms is not None and event.time_ms is not None:
-            row[ELAPSED] = (event.time_ms - start_ms) / 1000
+            row[ELAPSED_TIME] = (event.time_ms - start_ms) / 1000
+        if event.key in EVALUATIONS and is_number(samples := event.metadata.get("samples_count")):
+            row[SAMPLES_SEEN] = float(samples)
         yield round(position * factor), row
 
 

@@ -17,7 +17,7 @@ from abrun.logs.log import Log, printable
 from abrun.logs.mlflow_files import read_database
 from abrun.logs.rows import build_series, flat_cells, parse_json
 from abrun.recipe.reading import dotted
-from abrun.regular_files import open_regular
+from abrun.regular_files import exists, open_regular
 
 MAGIC = b"SQLite format 3\x00"
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -39,7 +39,7 @@ def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:
         with _connect(path) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
             columns = {row[1] for row in database.execute("PRAGMA table_info(metrics)")}
-    except (OSError, StoreError, sqlite3.Error):
+    except (OSError, StoreError, ValueError, sqlite3.Error):  # ValueError: the text of an error is not UTF-8
         return None
     for tracker in ("mlflow", "trackio"):
         if tables >= TABLES[tracker] and columns >= COLUMNS[tracker]:
@@ -55,16 +55,22 @@ def read_sqlite_file(path: Path, tracker: str, step_column: str | None = None) -
             if tracker == "mlflow":
                 return read_database(database, place)
             return _read_trackio(database, path, step_column)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OverflowError, TypeError, ValueError) as error:  # columns may hold any type
         problem = printable(str(error))
         raise StoreError(f"{place}: SQLite cannot read it ({problem}); copy it again") from None
 
 
 @contextmanager
 def _connect(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a SQLite file without write access; a tracker may still write it."""
-    with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)) as database:
+    """Open a SQLite file without write access; a tracker may still write it.
+
+    Without a write-ahead log next to it nobody does, and SQLite must not create one.
+    """
+    is_written = exists(path.with_name(f"{path.name}-wal"))
+    options = "mode=ro" if is_written else "mode=ro&immutable=1"
+    with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{options}", uri=True)) as database:
         database.execute("PRAGMA trusted_schema = OFF")
+        database.text_factory = lambda text: text.decode(errors="replace")
         yield database
 
 

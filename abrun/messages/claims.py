@@ -188,7 +188,7 @@ def _limit_holds(
     """The limit holds."""
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     return (
-        f"{metric}: {margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
+        f"{metric}: {_reached(over)}{margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
         f"({value}){_clauses(warnings)}"
     )
 
@@ -212,7 +212,8 @@ def _limit_broken(
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
     broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
-    return f"{metric}: {broken} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
+    claim = f"{metric}: {_reached(over)}{broken}"
+    return f"{claim} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
 def _limit_undecided(
@@ -230,7 +231,7 @@ def _limit_undecided(
     baseline_arm,
 ) -> str:
     """It is not shown whether the limit holds; `interval` is None for one pair."""
-    head = f"{metric}: {margin}: undecided over {_setting(over)}"
+    head = f"{metric}: {_reached(over)}{margin}: undecided over {_setting(over)}"
     if interval is None:
         needed = (
             f"two {_pair(over)}s are needed" if over["runs"] is None else "two runs of each arm are needed"
@@ -436,14 +437,23 @@ def _needed_for_the_observed(
     return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _quantity(measure: str, limit: float, limited: float, arm: str, baseline_arm: str) -> str:
+def _reached(over: Mapping[str, Any]) -> str:
+    """Return the target of a claim on the time to reach it: `0.6 reached `."""
+    target = over.get("target")
+    return "" if target is None else f"{target:g} reached "
+
+
+def _quantity(measure: str, limit: float, limited: float | None, arm: str, baseline_arm: str) -> str:
     """Return the limited quantity with its value, such as `fused / plain is 0.94`."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     quantity = {
         "ratio": f"{arm} / {baseline_arm}",
+        "first": f"{arm} / {baseline_arm}",
         "excess": f"{arm} / {baseline_arm} of the excess over 1",
         "distance": f"the arms' distance, relative to how far {baseline} moved,",
     }.get(measure, f"the {measure} of {treatment}")
+    if limited is None:
+        return f"{quantity} is unknown"
     return f"{quantity} is {text_near_limit(limited, limit)}"
 
 
@@ -462,7 +472,7 @@ def _quantity_and_interval(
     value = f"{quantity}, {interval_level_text(alpha)} CI [{low}, {high}]"
     if detected is None:
         return value
-    if measure in ("ratio", "excess"):
+    if measure in ("ratio", "excess", "first"):
         return f"{value}, {detected['direction']} {agreeing_seeds_text(detected, arm, baseline_arm)}"
     baseline = arm_texts(arm, baseline_arm)[1]
     difference = difference_and_seeds_text(detected, arm, baseline_arm)

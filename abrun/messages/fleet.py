@@ -46,6 +46,11 @@ MESSAGES: dict[Code, Message] = {
     Code.FLEET_GONE_ON_RETRY: "{attempt}{num_more:if , and {num_more} more|}; every run finished in a later "
     "attempt and matches",
     Code.FLEET_GONE_ON_RERUN: "gone on the rerun, which matches ({num_runs:count run}). At first: {cause}",
+    Code.FLEET_DIFFERENCE: "{metric}: {runs:count run}, {difference:+.3g} from the reference, margin "
+    "{margin:.3g}; p = {p:.2g} if the margin held, by the noise of this fleet's recipes",
+    Code.FLEET_IMPROVED: "better than the reference, beyond the margin; make a new reference if that is "
+    "meant. {cause}",
+    Code.FLEET_ONE_RUN: "one run shows no more than an accident could: {cause}; rerun it",
     Code.FLEET_REPAIRED: "red in the earlier fleet, and matches now: {cause}",
     Code.FLEET_RED_EARLIER: "red in the earlier fleet as well: {cause}",
     Code.FLEET_RED_ON_RERUN: "red again on the rerun of {num_runs:count run}: {cause}",

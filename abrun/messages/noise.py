@@ -6,6 +6,8 @@ from abrun.messages.message import Message
 from abrun.messages.numbers import count_text, difference_unit, interval_text
 from abrun.reasons import Code
 
+SURPRISING_SDS = 3  # a distance that would be unusual if the sd were known
+
 
 def _seed_noise(metric, transform, level, num_runs, steps, sd, interval) -> str:
     """Level of one arm and its spread over seeds."""
@@ -22,7 +24,8 @@ def _window(steps: Sequence[int] | None) -> str:
 
 def _normal_gap(metric, transform, arm, gap, level) -> str:
     """Gap between two runs that seed noise explains."""
-    share = f" ({_percent(gap / abs(level))} of the level)" if transform == "identity" and level else ""
+    has_share = transform == "identity" and gap < abs(level)
+    share = f" ({_percent(gap / abs(level))} of the level)" if has_share else ""
     return (
         f"two runs of {arm} differ by up to {gap:.3g}{difference_unit(transform)}{share} in {metric} by "
         "their seeds alone; only a larger gap is unusual (95 %)"
@@ -63,7 +66,7 @@ def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
     )
 
 
-def _new_run(run, several, metric, transform, difference, num_sds, p, is_outside) -> str:
+def _new_run(run, several, num_runs, metric, transform, difference, num_sds, p, is_outside) -> str:
     """A single run beside the spread of several."""
     if difference == 0:
         return f"{metric} of {run} is exactly the mean of {several}"
@@ -72,11 +75,15 @@ def _new_run(run, several, metric, transform, difference, num_sds, p, is_outside
     if num_sds is None:
         return f"{place}, whose runs do not vary at all, so there is no spread to compare it with"
     finding = "seed noise does not explain it" if is_outside else "seed noise can explain it"
+    if not is_outside and num_sds > SURPRISING_SDS:
+        finding = f"seed noise can explain it, because {num_runs} runs hardly show the sd"
     return f"{place}, {num_sds:.2g} times the usual seed sd: {finding} (p = {p:.2g})"
 
 
 def _new_run_range(several, steps, num_runs, mean, sd, level, interval, num_metrics) -> str:
     """The levels behind a single run's place, and the range of further runs."""
+    if sd == 0:
+        return f"it is {level:.4g} ({_window(steps)}); all {num_runs} runs of {several} are at {mean:.4g}"
     corrected = f"; p is Holm-corrected over {num_metrics} metrics" if num_metrics > 1 else ""
     return (
         f"it is {level:.4g} ({_window(steps)}); the {num_runs} runs of {several} have the mean {mean:.4g} "
@@ -116,5 +123,7 @@ MESSAGES: dict[Code, Message] = {
     Code.LEFT_OUT_SHORT: "{run} does not count: it has {metric} at steps {covered[0]}-{covered[1]} of the "
     "window {window[0]}-{window[1]}",
     Code.LEFT_OUT_NOT_FINITE: "{run} does not count: {metric} is not finite at step {step}",
-    Code.NO_STEP_IN_COMMON: "{metric}: the runs share no step of the window; log it at the same steps",
+    Code.FEW_STEPS_IN_COMMON: "{metric}: the levels are of the {num_shared} steps that all runs share, of "
+    "{num_recorded} in the window; log it at the same steps",
+    Code.METRICS_WITHOUT_LEVEL: "not measured, as no run has finite values in the window: {metrics:list}",
 }

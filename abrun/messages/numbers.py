@@ -75,7 +75,8 @@ def agreeing_seeds_text(detected: Mapping[str, Any], arm: str, baseline_arm: str
     agreeing = f"in {detected['num_agreeing']} of {detected['num_compared']}"
     if detected.get("unit") == "prompt":  # most prompts may be alike
         opposite = "lower" if detected["direction"] == "higher" else "higher"
-        return f"{agreeing} prompts ({opposite} in {detected['num_opposing']})"
+        counts = f"{detected['num_agreeing']} prompts {detected['direction']}"
+        return f"in the mean ({counts}, {detected['num_opposing']} {opposite})"
     if detected["paired"]:
         return f"{agreeing} seeds"
     return f"{agreeing} runs of {treatment}, against the mean of {baseline}"

@@ -373,12 +373,15 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         if metric not in recorded_metrics and len(matching_metrics) == 1:
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
+        if experiment.axis != "steps" and claim.target:
+            raise ComparisonError(Code.TARGET_WITHOUT_STEPS(metric=claim.metric, window=claim.window))
         if experiment.axis != "steps":  # neither windows nor learning
             resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
             raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
-        if resolved_claim.difference_kind in ("not_worse", "better") and not resolved_claim.better_direction:
-            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=claim.kind))
+        if resolved_claim.needs_direction and not resolved_claim.better_direction:
+            kind = claim.window if claim.target else claim.kind
+            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=kind))
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]

@@ -61,7 +61,7 @@ def names_or_none(
 
 def arm_from_source(source: str) -> str:
     """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
-    prefix, _, rest = source.partition(":")
-    path = rest if prefix in PREFIXES else source
+    prefix, colon, rest = source.partition(":")
+    path = rest if colon and prefix in PREFIXES else source
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(strip_suffix(name.rpartition("\\")[2]))

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.experiment.plan import RunName, compare_hash
+from abrun.logs.log import Axis
 from abrun.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.reasons import Code
 from abrun.recipe.claims import Compare
@@ -77,6 +78,7 @@ def freeze(
         "declared_s": _claims_declared_s(experiment),
         "config": public_config(runs),
         "environment": _common_values([_frozen_environment(run) for run in runs]),
+        **({"axis": experiment.axis} if experiment.axis != "steps" else {}),
     }
     content["runs"] = [
         {
@@ -184,6 +186,9 @@ def make_regression_experiment(
     """
     if arm not in experiment.arms:
         raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
+    if reference.runs and reference.runs[0].axis != experiment.axis:
+        places = {reference.runs[0].axis: reference.runs[0].place, experiment.axis: experiment.name}
+        raise ComparisonError(Code.AXES_MIXED(places=places))
     reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
     for name, run in experiment.runs.items():
@@ -279,8 +284,17 @@ def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) ->
         runs_per_gpu=runs_per_gpu if type(runs_per_gpu) is int else 1,
         environment=environment,
         metrics=metrics,
+        axis=_load_axis(content),
         thinned=True,
     )
+
+
+def _load_axis(content: Mapping[str, Any]) -> Axis:
+    """Return what the positions of the stored series are; files without scores do not say."""
+    axis = content.get("axis", "steps")
+    if axis not in get_args(Axis):
+        raise ValueError(f"axis: got {shortened(axis)}; expected one of {', '.join(get_args(Axis))}")
+    return axis
 
 
 def _load_series(metric: str, stored_series: Mapping[str, Any]) -> Series:

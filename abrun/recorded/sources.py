@@ -78,7 +78,7 @@ def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> Rec
         raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=option))
     if not experiment.compare.paired:
         raise ComparisonError(Code.INTERIM_UNPAIRED(interim=option))
-    num_pairs = max(len(experiment.pairs(arm)) for arm in experiment.treatments)
+    num_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     if num_pairs < counts[0]:
         raise ComparisonError(Code.INTERIM_TOO_LATE(interim=option, num_pairs=num_pairs))
     if num_pairs > counts[-1]:

@@ -309,7 +309,8 @@ def _margin_text(claim: ClaimResult) -> str | None:
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
     if margin is None:
         return None
-    margin_text = f"±{margin:.3g}" if claim.claim.margin_unit else claim.claim.margin_text.split()[0]
+    sign = "±" if claim.claim.kind == "within" else ""
+    margin_text = f"{sign}{margin:.3g}" if claim.claim.margin_unit else f"{sign}{claim.claim.margin_number:g}"
     if claim.claim.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])

@@ -346,8 +346,10 @@ def _closest_name(name: str, recorded: Sequence[str]) -> str:
 
 
 def _is_beyond_margin(claim: ClaimResult) -> bool:
-    """Return True if a difference was detected and is at least as large as the margin."""
+    """Return True if no number of pairs shows the claim at the detected difference."""
     estimate, margin = claim.estimate, claim.claim.margin
+    if claim.claim.kind in ("not_worse", "better"):
+        return estimate.detected is not None and claim.power.pairs_needed_observed is None
     if estimate.interval is None or estimate.mean_difference is None or margin is None:
         return False
     low, high = estimate.interval

@@ -274,7 +274,7 @@ OPEN_OF_OTHERS = (
 ONE_ARM = (
     NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
     NextStepRule(
-        lambda f: all(noise.gap is None for noise in f.content.seed_noise),
+        lambda f: all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise),
         Code.TRAIN_MORE_OF_ARM,
         COMPARE,
         is_final=True,

@@ -68,6 +68,7 @@ class ClaimPanel:
     steps: tuple[int, int]
     margin: float
     margin_text: str
+    accepted: tuple[float | None, float | None]  # ends of the differences that the claim accepts
     interval: tuple[float, float] | None
     level: float  # confidence level of the interval
 
@@ -251,13 +252,15 @@ def _make_windows(
 
 def _make_claim_panel(claim: ClaimResult) -> ClaimPanel | None:
     """Return the claim's panel; None if there is no margin to draw."""
-    if not claim.claim.steps or claim.claim.margin is None:
+    accepted = claim.claim.accepted
+    if not claim.claim.steps or claim.claim.margin is None or accepted is None:
         return None
     interval = claim.estimate.interval
     return ClaimPanel(
         steps=(claim.claim.steps[0], claim.claim.steps[1]),
         margin=claim.claim.margin,
         margin_text=claim.claim.margin_text,
+        accepted=accepted,
         interval=(interval[0], interval[1]) if interval else None,
         level=1 - 2 * claim.claim.alpha,
     )

@@ -14,7 +14,7 @@ from abrun.present.figures import COLORS, add_legend_below, shorten
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
 from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, make_panel
-from abrun.verdict.claims import ClaimResult
+from abrun.verdict.results import ClaimResult, ClaimTerms
 
 WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # width of a figure, height of a panel
 LEGEND_COLUMN_CHARS = 54  # longest label of a two-column legend
@@ -85,10 +85,14 @@ def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -
         [[claim.claim.margin] for claim in bounded_claims]
     )
     reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
-    ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
+    all_within = all(claim.claim.kind == "within" for claim in bounded_claims)
+    if all_within:
+        ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
     ax.axvline(0, color="black", linewidth=0.8)
     names = []
     for row, (claim, (low, high)) in enumerate(zip(bounded_claims, ends, strict=True)):
+        if not all_within:
+            _draw_accepted(ax, claim.claim, row, reach)
         color = COLORS[experiment.arms.index(claim.arm) % len(COLORS)]
         ax.plot([low, high], [row, row], color=color, linewidth=2, marker="|", markersize=9)
         ax.plot([(low + high) / 2], [row], "D", color=color, markersize=5)
@@ -110,6 +114,18 @@ def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -
     )
     ax.grid(axis="y", visible=False)
     return figure
+
+
+def _draw_accepted(ax: Axes, terms: ClaimTerms, row: int, reach: float) -> None:
+    """Draw the differences that a claim accepts behind its row, in units of its margin."""
+    if terms.accepted is None or not terms.margin:
+        return
+    low, high = terms.accepted
+    left, right = (
+        -reach if low is None else low / terms.margin,
+        reach if high is None else high / terms.margin,
+    )
+    ax.fill_between([left, right], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
 
 
 def _add_legend(figure: Figure) -> None:
@@ -254,21 +270,27 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
 
 def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     """Draw the margin zone and interval of a claim; return the values that must stay visible."""
-    left_edge, right_edge, margin = claim.steps[0] - 0.5, claim.steps[1] + 0.5, claim.margin
+    left_edge, right_edge = claim.steps[0] - 0.5, claim.steps[1] + 0.5
+    ends = [end for end in claim.accepted if end is not None]
+    # An open end lies outside the axis
+    reach = 100 * max(np.abs([*ends, *(claim.interval or ()), 1e-300]))
+    low, high = (
+        end if end is not None else side * reach for end, side in zip(claim.accepted, (-1, 1), strict=True)
+    )
     zone = Rectangle(
-        (left_edge, -margin),
+        (left_edge, low),
         right_edge - left_edge,
-        2 * margin,
+        high - low,
         color=MARGIN_COLOR,
         alpha=0.35,
-        label=f"margin {claim.margin_text}",
+        label=f"{'margin' if len(ends) == 2 else 'claimed:'} {claim.margin_text}",
     )
     ax.add_patch(zone)
     if claim.interval is None:
-        return [-margin, margin]
-    label = f"claim: mean, {100 * claim.level:.3g} % CI (TOST)"
+        return ends
+    label = f"claim: mean, {100 * claim.level:.3g} % CI{' (TOST)' * (len(ends) == 2)}"
     _draw_interval(ax, right_edge, *claim.interval, "black", 2.2, "D", label)
-    return [-margin, margin, *claim.interval]
+    return [*ends, *claim.interval]
 
 
 def _draw_interval(

@@ -297,7 +297,7 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (not content.paired)
+    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (bool(content.arms) and not content.paired)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
     return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 
@@ -309,7 +309,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
-    levels = {"limit": level, "ratio limit": "ratio"}
+    levels = {"limit": level, "ratio limit": "ratio", "time to target": "ratio of times"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
@@ -319,11 +319,14 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 def claim_cells(claim: ClaimResult) -> list[str]:
     steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
+    steps = claim.claim.window if claim.claim.test == "time to target" else steps
     difference = "-"
     if claim.estimate.interval and claim.estimate.mean_difference is not None:
         difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
     estimate = claim.estimate
     bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
+    if claim.claim.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
+        bound = "any" if claim.claim.kind == "not_worse" else "none"
     if claim.result == "not tested":
         bound = "-"  # what was not tested is not certified either
     if claim.estimate.limited is not None:

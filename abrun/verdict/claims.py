@@ -83,9 +83,10 @@ def judge_equivalence(
     steps, baseline, treatment = _select_window(finished, claim, bounds)
     bounds = clip_to_shared_steps(claim.window, bounds, steps)
     usable = finished.select(_find_usable_runs(baseline), _find_usable_runs(treatment))
+    kept = {id(run) for run in usable.runs}
     in_window = (
-        baseline[[run in usable.baselines for run in finished.baselines]],
-        treatment[[run in usable.treatments for run in finished.treatments]],
+        baseline[[id(run) in kept for run in finished.baselines]],
+        treatment[[id(run) in kept for run in finished.treatments]],
     )
     repeated_run = check_distinct_seeds(finished, metric)
     terms = ClaimTerms(
@@ -185,8 +186,9 @@ def _test_claim(
     ]
     if sides.axis == "steps":
         holds = result.result in ("equivalent", "holds") and not problem
-        transform = result.claim.transform
-        warnings += curve_warnings(sides, claim.metric, transform, bounds, absolute_margin, holds=holds)
+        terms, worse = result.claim, result.claim.worse if claim.is_one_sided else None
+        curve = sides, claim.metric, terms.transform, bounds, absolute_margin
+        warnings += curve_warnings(*curve, holds=holds, only=worse)
     return replace(result, warnings=tuple(warnings))
 
 

@@ -34,6 +34,7 @@ from abrun.verdict.new_run import NewRun, measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.step_one import StepOne, check_step_one
+from abrun.verdict.time_to_target import judge_time_to_target
 from abrun.verdict.untested import list_not_tested, step_one_unread_reason
 from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
@@ -136,6 +137,8 @@ def judge(
                     result = judge_equivalence(
                         arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
                     )
+                elif claim.target:
+                    result = judge_time_to_target(arm, claim_sides, claim, rates)
                 else:
                     result = judge_limit(arm, claim_sides, claim, grid, rates)
                 results.append(result.over_scores(sides.axis, unit))

@@ -21,6 +21,7 @@ from abrun.metric_names import (
     STEP_ONE,
     default_transform,
     is_clock,
+    metric_unit,
     metrics_with_role,
 )
 from abrun.reasons import Code, Reason
@@ -262,7 +263,14 @@ def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float
 
 def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
     """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
-    ratios = {row.metric: row.ratio_at_each_step for row in described if row.ratio_at_each_step is not None}
+    unlearned = metrics_with_role("configured")
+    ratios = {
+        row.metric: row.ratio_at_each_step
+        for row in described
+        if row.ratio_at_each_step is not None
+        and row.metric not in unlearned
+        and metric_unit(row.metric) != "bytes"
+    }
     rows = {row.metric: row for row in described}
     ranked = sorted(ratios, key=lambda metric: -abs(math.log(ratios[metric][0])))
     return [

@@ -126,7 +126,7 @@ def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Re
     """Return a note for each claimed metric that an arm recorded at other steps; without claims, for step
     one.
     """
-    claimed = [claim.metric for claim in experiment.compare.claims]
+    claimed = [claim.metric for claim in experiment.compare.claims if not claim.target]
     notes = []
     for arm in arms:
         sides = experiment.sides(arm).finished

@@ -13,6 +13,7 @@ from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
 from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
 from abrun.verdict.run_windows import majority_grid, select_window
+from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
 
 PREDICTION_CONFIDENCE = 1 - ALPHA
@@ -40,7 +41,7 @@ class NewRun:
     difference: float  # level - mean
     num_sds: float | None  # |difference| / sd; None if the runs do not vary
     interval: tuple[float, float]
-    p: float  # two-sided, of a further run this far from the mean
+    p: float  # two-sided, of a further run this far from the mean; 1 if the runs do not vary
     p_holm: float  # corrected over `num_metrics`
     num_metrics: int
     left_out: list[Reason]  # runs of the other arm that do not have the window
@@ -69,6 +70,7 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
         ),
     ]
     new_runs = [record for record in measured if record]
+    new_runs.sort(key=lambda record: record.num_sds is None)  # those without a spread come last
     adjusted = holm([record.p for record in new_runs]) if new_runs else []
     return [
         replace(record, p_holm=p_value, num_metrics=len(new_runs))
@@ -85,6 +87,7 @@ def _measure_metric(
 ) -> NewRun | None:
     """Return the place of a run among others; None if fewer than two of them have its window."""
     metric = claim.metric
+    runs, copies = _without_copies(runs, metric)
     grid = majority_grid(runs, metric)
     own_steps = run.series(metric).steps
     grid = grid[grid <= own_steps[-1]] if len(own_steps) else own_steps
@@ -100,7 +103,7 @@ def _measure_metric(
     levels = np.array(others)
     mean, sd = mean_and_sd(levels)[0], sd_with_resolution(levels, step)
     half_width = prediction_half_width(sd, len(levels), PREDICTION_CONFIDENCE)
-    p_value = further_run_p(level - mean, sd, len(levels))
+    p_value = further_run_p(level - mean, sd, len(levels)) if sd > 0 else 1.0
     return NewRun(
         arm=arm,
         run=str(run),
@@ -119,17 +122,30 @@ def _measure_metric(
         p=p_value,
         p_holm=p_value,
         num_metrics=1,
-        left_out=selected.left_out,
+        left_out=[*copies, *selected.left_out],
     )
+
+
+def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[RecordedRun], list[Reason]]:
+    """Return the runs without those that repeat another one, and the reasons: a copy adds no spread.
+
+    Runs that all have one curve are kept: such a metric does not vary.
+    """
+    kept, reasons = list(runs), []
+    while repeated := check_distinct_seeds(Sides(baselines=tuple(kept), treatments=(), paired=False), metric):
+        kept = [run for run in kept if str(run) != repeated["run"]]
+        reasons.append(repeated)
+    return (kept, reasons) if len(kept) > 1 else (runs, [])
 
 
 def new_run_reasons(new_runs: Sequence[NewRun]) -> list[Reason]:
     """Return the sentence on the first metric, and one on the other metrics outside their range."""
-    main, *others = new_runs
+    main, *others = (record for record in new_runs if record.num_sds is not None or record is new_runs[0])
     outside = {record.metric: record.difference for record in others if record.p_holm < ALPHA}
     finding = Code.NEW_RUN(
         run=main.run,
         several=main.several,
+        num_runs=main.num_runs,
         metric=main.metric,
         transform=main.transform,
         difference=main.difference,

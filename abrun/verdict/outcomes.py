@@ -5,6 +5,7 @@ from typing import Any
 
 from abrun.metric_names import FINAL_WEIGHTS
 from abrun.reasons import Code, Reason
+from abrun.recipe.claims import window_target
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
 from abrun.verdict.one_sided import assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
@@ -24,7 +25,7 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_HOLDS(metric=terms.metric, over=sample)
     if terms.test == "exact":
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
-    if terms.test in ("limit", "ratio limit"):
+    if terms.test in ("limit", "ratio limit", "time to target"):
         return _limit_reason(result, sample, detected, arms)
     if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
@@ -107,9 +108,10 @@ def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     return {
         "pairs": terms.num_pairs,
         "runs": terms.num_runs,
-        "welch": not terms.paired and terms.test not in ("limit", "exact"),
+        "welch": not terms.paired and terms.test not in ("limit", "time to target", "exact"),
         "steps": terms.steps,
         "window": terms.window,
+        "target": target.value if (target := window_target(terms.window)) else None,
         "axis": terms.axis,
         "unit": terms.unit,
         "recipe": has_recipe,

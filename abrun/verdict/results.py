@@ -12,7 +12,7 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
 SampleUnit = Literal["seed", "prompt"]  # what a pair shares
-WindowReduction = Literal["mean", "median", "maximum", "minimum"]
+WindowReduction = Literal["mean", "median", "maximum", "minimum", "first"]
 TestMethod = Literal[
     "paired TOST",
     "sigma test",
@@ -24,6 +24,7 @@ TestMethod = Literal[
     "Welch sigma bound",
     "limit",
     "ratio limit",
+    "time to target",
     "exact",
 ]
 SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}
@@ -112,6 +113,23 @@ class ClaimTerms:
     @property
     def paired(self) -> bool:
         return self.num_runs is None
+
+    @property
+    def worse(self) -> Better | None:
+        """Return the direction of a deterioration; None if neither is known."""
+        if self.better is None:
+            return None
+        return "lower" if self.better == "higher" else "higher"
+
+    @property
+    def accepted(self) -> tuple[float | None, float | None] | None:
+        """Return the differences that the claim accepts, None for an open end; None without a margin."""
+        if self.margin is None:
+            return None
+        if self.kind == "within":
+            return -self.margin, self.margin
+        threshold = -self.margin if self.kind == "not_worse" else self.margin
+        return (None, -threshold) if self.better == "lower" else (threshold, None)
 
     def over(self, sides: Sides) -> "ClaimTerms":
         """Return the claim with the pairs, or runs, that it is tested on."""

@@ -58,8 +58,13 @@ def select_window(runs: Sequence[RecordedRun], metric: str, window: str, grid: S
     shared = intersect_steps(*(run.series(metric).steps for run in usable))
     shared = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
     values = np.array([run.series(metric).values_at(shared) for run in usable])
-    if not len(shared):
-        left_out = [*left_out, Code.NO_STEP_IN_COMMON(metric=metric)]
+    recorded = union_steps(run.series(metric).steps for run in usable)
+    num_recorded = int(((bounds[0] <= recorded) & (recorded <= bounds[1])).sum())
+    if 2 * len(shared) < num_recorded:
+        left_out = [
+            *left_out,
+            Code.FEW_STEPS_IN_COMMON(metric=metric, num_shared=len(shared), num_recorded=num_recorded),
+        ]
     return RunsInWindow(bounds=bounds, runs=usable, steps=shared, values=values, left_out=left_out)
 
 

@@ -14,7 +14,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import sd_with_resolution, t_interval
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
-from abrun.stats.series import Array
+from abrun.stats.series import Array, window_bounds
 from abrun.verdict.decide import Verdict
 from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
 from abrun.verdict.run_windows import majority_grid, select_window
@@ -79,7 +79,7 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
     noise = list(measure_noise(experiment, runs))
-    if not noise:
+    if not any(record.levels for record in noise):
         raise ComparisonError(Code.NO_METRIC_TO_DESCRIBE(arm=experiment.baseline))
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
@@ -94,16 +94,17 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
 
 
 def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:
-    """Yield the seed noise of each claim, then that of other metrics that describe the training."""
+    """Yield the seed noise of each claim, then that of other metrics that describe the training.
+
+    Raises ComparisonError for a claim whose window the runs do not have.
+    """
     claims = [(claim, True) for claim in experiment.compare.claims]
     claimed = {claim.metric for claim, _ in claims}
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     others = [metric for metric in rank_metrics(sides) if metric not in claimed] if runs else []
     claims += [(untransformed_claim(metric), False) for metric in others[:MAX_OTHER_METRICS]]
     for claim, is_claimed in claims:
-        noise = _measure_metric(experiment, sides, claim, is_claimed=is_claimed)
-        if is_claimed or noise.levels:
-            yield noise
+        yield _measure_metric(experiment, sides, claim, is_claimed=is_claimed)
 
 
 def _measure_metric(
@@ -111,6 +112,8 @@ def _measure_metric(
 ) -> SeedNoise:
     window = claim.window if is_claimed else default_window(sides)
     grid = majority_grid(sides.runs, claim.metric)
+    if is_claimed and len(grid):
+        window_bounds(window, grid, claim.metric)  # raises an error
     selected = select_window(sides.runs, claim.metric, window, grid)
     transform = claim.transform or default_transform(claim.metric)
     noise = SeedNoise(
@@ -225,13 +228,16 @@ def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: fl
 
 def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
     """Return the sentences on the first metric with a spread, or on why there is none."""
-    main = next((record for record in noise if record.gap is not None), noise[0])
+    main = next((record for record in noise if record.gap is not None), None)
+    main = main or next(record for record in noise if record.levels)
+    unmeasured = [record.metric for record in noise if not record.levels]
+    notes = [*main.warnings, *([Code.METRICS_WITHOUT_LEVEL(metrics=unmeasured)] if unmeasured else [])]
     if main.sd is None or main.gap is None or main.sd_interval is None:
         values = {"arm": main.arm, "metric": main.metric, "level": main.mean, "steps": main.steps}
         return [
             Code.LEVEL_ALONE(**values, num_runs=len(main.levels)),
             *([main.problem] if main.problem else []),
-            *main.warnings,
+            *notes,
         ]
     shared = {"metric": main.metric, "transform": main.transform}
     return [
@@ -248,5 +254,5 @@ def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
             counts=[prospect.num_pairs for prospect in main.prospects],
             differences=[prospect.difference for prospect in main.prospects],
         ),
-        *main.warnings,
+        *notes,
     ]

@@ -348,7 +348,7 @@ def _claim_windows(
     """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
         grid = experiment.metric_steps(claim.metric)
-        if len(grid):
+        if len(grid) and not claim.target:  # a run may end at its target, and evaluate at steps of its own
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
@@ -356,7 +356,8 @@ def _check_steps(
     experiment: RecordedExperiment, finished: Sequence[RecordedRun], claims: Sequence[Claim]
 ) -> Iterator[Reason]:
     """Yield runs that lack a claim's window; runs of abrun's own trainer must hold every step."""
-    if reason := no_shared_step_reason(finished):
+    reason = no_shared_step_reason(finished)
+    if reason and not (claims and all(claim.target for claim in claims)):
         yield reason
         return
     windows: dict[str, tuple[int, int] | None] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import Transform, find_metric
+from abrun.metric_names import Better, Transform, find_metric
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
@@ -103,10 +103,17 @@ def measure_smoothness(values: Array) -> float | None:
 
 
 def curve_warnings(
-    sides: Sides, metric: str, transform: Transform, bounds: tuple[int, int], margin: float, *, holds: bool
+    sides: Sides,
+    metric: str,
+    transform: Transform,
+    bounds: tuple[int, int],
+    margin: float,
+    *,
+    holds: bool,
+    only: Better | None = None,
 ) -> Iterator[Reason]:
     """Yield what a window hides: a running mean, and for a claim that holds collapse and earlier
-    differences.
+    differences; of a one-sided claim `only` those in one direction.
     """
     steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
@@ -120,14 +127,14 @@ def curve_warnings(
     scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
     direction = learning_direction(sides.baselines[0], metric)
-    if direction or find_metric(metric) is None:
+    if margin > 0 and (direction or find_metric(metric) is None):
         for arm, rows in arms.items():
             yield from _find_collapse(
                 arm, steps, values[rows], scaled[rows], metric, bounds, margin, direction
             )
     baseline_levels, treatment_levels = (_block_levels(scaled[rows], metric) for rows in arms.values())
     yield from _find_differing_blocks(
-        steps, baseline_levels, treatment_levels, margin, is_paired=sides.paired
+        steps, baseline_levels, treatment_levels, margin, is_paired=sides.paired, only=only
     )
 
 
@@ -182,15 +189,25 @@ def _find_collapse(
 
 
 def _find_differing_blocks(
-    steps: Steps, baseline_levels: Array, treatment_levels: Array, margin: float, *, is_paired: bool
+    steps: Steps,
+    baseline_levels: Array,
+    treatment_levels: Array,
+    margin: float,
+    *,
+    is_paired: bool,
+    only: Better | None,
 ) -> Iterator[Reason]:
-    """Yield the eighths of training shown to differ by more than the margin, at a familywise 5 %."""
+    """Yield the eighths of training shown to differ by more than the margin, at a familywise 5 %.
+
+    `only`: the direction that counts.
+    """
     differences = treatment_levels.mean(axis=0) - baseline_levels.mean(axis=0)
     differing = []
     for block in range(NUM_BLOCKS):
         baseline, treatment = baseline_levels[:, block], treatment_levels[:, block]
         mean, error, dof = estimate_difference(baseline, treatment, paired=is_paired)
-        if p_above(abs(mean), error, dof, margin) < ALPHA / NUM_BLOCKS:
+        counts = only is None or (mean > 0) == (only == "higher")
+        if counts and p_above(abs(mean), error, dof, margin) < ALPHA / NUM_BLOCKS:
             differing.append(block)
     if differing:
         blocks = _blocks(len(steps))

@@ -9,6 +9,7 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,23 @@ def test_trackio(tmp_path: Path, has_ids: bool) -> None:
     assert [log.group for log in logs] == ["hf", "hf", "megatron", "megatron"]
     assert [*logs[0].metrics] == ["train/reward"]
     check_runs(read_logs(f"trackio:{tmp_path}"), status="unknown")
+
+
+def test_a_trackio_file_that_is_being_written_and_one_that_is_not(tmp_path: Path) -> None:
+    path = write_trackio(tmp_path / "dpo.db")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    check_runs(read(path), status="unknown")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["dpo.db"]
+    with closing(sqlite3.connect(path)) as database:
+        row = ("7", "2026", "hf-s0", 30, '{"train/reward": 0.875}')
+        database.execute(
+            "INSERT INTO metrics (run_id, timestamp, run_name, step, metrics) "
+            "SELECT run_id, ?2, ?3, ?4, ?5 FROM configs WHERE run_name = ?3 AND ?1 = '7'",
+            row,
+        )
+        database.commit()
+        assert read(path)[0].metrics["train/reward"].steps.tolist() == [0, 10, 20, 30]
 
 
 def test_other_sqlite_files_and_damaged_ones_are_named(tmp_path: Path) -> None:

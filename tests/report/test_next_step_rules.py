@@ -141,9 +141,12 @@ CASES = {
         OTHERS | UNCLAIMED | SEVERAL | {"content.new_runs": ["a run"]},
         "TRAIN_MORE_OF_NEW",
     ),
-    "INCONCLUSIVE, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1)]}, "COMPARE_CHANGE"),
+    "INCONCLUSIVE, one arm": (
+        {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]},
+        "COMPARE_CHANGE",
+    ),
     "INCONCLUSIVE, one run": ({"content.seed_noise": [SimpleNamespace(gap=None)]}, "TRAIN_MORE_OF_ARM"),
-    "INVALID, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1)]}, "MEND_REASONS"),
+    "INVALID, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]}, "MEND_REASONS"),
     "INCONCLUSIVE, of others, no shared metric": (
         OTHERS | UNCLAIMED | OPEN_STEP,
         "REPEAT_IN_FLOAT32 NAME_METRICS",

@@ -15,7 +15,8 @@ from abrun.messages import sentence, sentences
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
 from abrun.recorded.selection import ReadingOptions
-from abrun.report.comparing import Comparison, compare_sources
+from abrun.recorded.sources import open_sources
+from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.equivalence import equivalence_test
 from tests.snapshot import Snapshot
 
@@ -67,6 +68,31 @@ def test_five_megatron_runs_below_the_reference_in_one_command(tmp_path: Path, s
     assert (result.claim.axis, result.claim.steps, result.claim.num_runs) == ("final", None, (3, 5))
     snapshot(sentences(comparison.content.reasons))
     snapshot(sentences(comparison.content.guessed))
+
+
+def test_one_run_is_set_against_the_spread_of_the_others(tmp_path: Path, snapshot: Snapshot) -> None:
+    """The same thread as its author wrote it: one run of the reference, and five that are all worse."""
+    scores = [("dtensor", 0, 0.634), *(("megatron", seed, 0.608 + 0.001 * (seed % 3)) for seed in range(5))]
+    table = write(tmp_path / "scores.csv", "config,seed,ifeval", scores)
+    comparison = compare(table, claims=[claim("ifeval", 0.01)])
+    assert comparison.verdict == "INCONCLUSIVE"
+    snapshot(sentences(comparison.content.reasons)[:2])
+
+
+def test_scores_are_compared_with_a_frozen_reference(tmp_path: Path) -> None:
+    tables = {
+        arm: write(tmp_path / f"{arm}.csv", "seed,acc", [(seed, base + 0.01 * seed**2) for seed in range(4)])
+        for arm, base in (("old", 0.5), ("new", 0.501))
+    }
+    reference = tmp_path / "reference.json"
+    declared = [claim("acc", 0.05)]
+    freeze_arm(open_sources([tables["old"]], ReadingOptions(allows_one_arm=True), declared), "old", reference)
+    comparison = compare(tables["new"], reference=reference)
+    assert comparison.verdict == "MATCH" and comparison.content.axis == "final"
+    curves = write(tmp_path / "curves.csv", "seed,step,acc", [(0, step, 0.5) for step in (1, 2)])
+    with pytest.raises(ComparisonError) as error:
+        compare(curves, reference=reference)
+    assert str(error.value).startswith("sources: got final scores (")
 
 
 def test_final_scores_are_paired_by_seed_and_each_benchmark_is_a_metric(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from abrun.stats.power import power_at, sd_of_difference
 from abrun.stats.series import Series
 from abrun.stats.sigma_margin import VarianceModel, sigma_power
 from abrun.verdict.decide import judge
+from tests.bench import bench_one_sided
 from tests.bench.bench_levels import BASELINES, FEW_PROMPTS, dying_rates, sigma_rates, welch_rates
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
 
@@ -210,9 +211,26 @@ def test_bounded_and_uneven_curves_err_no_more_often_than_the_page_says(law):
         assert max(row) <= allowed, kind
 
 
+@pytest.mark.parametrize("law", ["normal, treatment's sd 3 x", "heavy-tailed (t, 3)"])
+def test_one_sided_claims_keep_their_level(law):
+    for kind, row in bench_one_sided.rates(LAWS[law], 4000).items():
+        assert max(row) <= at_most(0.055, 4000), kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", HOLDING)
+def test_one_sided_claims_err_no_more_often_than_the_page_says(law):
+    for kind, row in bench_one_sided.rates(LAWS[law]).items():
+        assert max(row) <= 0.08, kind
+
+
 @pytest.mark.slow
 def test_what_is_vectorised_is_what_the_verdict_computes():
     check()
+
+
+def test_vectorised_one_sided_claims_are_what_the_verdict_computes():
+    bench_one_sided.check()
 
 
 # --- edges of what the tests assume, before and after each rule: the second table of error-rates.md ---

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
 from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import Comparison, compare_sources
-from tests.reasons import reason_of
+from tests.reasons import reason_of, refused
 
 LEVELS = (0.86, 0.84, 0.87, 0.83, 0.85)
 STEPS = 50
@@ -63,7 +64,7 @@ def test_a_claim_on_one_arm_stays_open_and_gets_its_power(tmp_path: Path) -> Non
     reward, loss = found.content.seed_noise[:2]
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)  # a gate must not pass on one arm
     assert reward.steps == (31, 50) and reward.claim == "±0.1" and loss.claim == "level below 0.9"
-    powers = [prospect.match_power for prospect in reward.prospects]
+    powers = [prospect.match_power or 0.0 for prospect in reward.prospects]
     assert powers == sorted(powers) and powers[-1] > 0.99 and reward.pairs_needed in range(3, 9)
     assert [prospect.match_power for prospect in loss.prospects] == [None] * 4
 
@@ -179,3 +180,51 @@ def test_a_mixture_of_arms_is_said_or_refused(tmp_path: Path) -> None:
     assert {found.content.baseline, *found.content.arms} == {"run", "fused"}
     assert found.content.new_runs[0].run.startswith("fused/")
     assert compared(f"old={folder}").content.baseline == "old"
+
+
+def test_a_copy_among_the_earlier_runs_adds_no_spread(tmp_path: Path) -> None:
+    earlier, new = tmp_path / "earlier", write_arm(tmp_path / "new", [0.55], first_seed=9)
+    write_arm(earlier, LEVELS[:4])
+    (earlier / "seed4.csv").write_text((earlier / "seed0.csv").read_text())
+    record = compared(str(earlier), new).content.new_runs[0]
+    assert record.num_runs == 4
+    assert [reason.code for reason in record.left_out] == [Code.ONE_RUN_AS_TWO_SEEDS]
+
+
+def test_a_distance_that_two_runs_cannot_judge_is_explained(tmp_path: Path) -> None:
+    found = compared(
+        write_arm(tmp_path / "two", LEVELS[:2]), write_arm(tmp_path / "new", [0.55], first_seed=9)
+    )
+    assert "because 2 runs hardly show the sd" in sentence(found.content.reasons[0])
+    alone = compared(str(tmp_path / "two"))
+    assert alone.next_steps[0].reason.code is Code.TRAIN_MORE_OF_ARM
+
+
+def test_what_is_not_measured_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    write_arm(folder, nan_at=45)
+    found = compared(str(folder))
+    assert reason_of(found, Code.METRICS_WITHOUT_LEVEL)["metrics"] == ["train/reward"]
+    assert reason_of(found, Code.SEED_NOISE)["metric"] == "train/loss"
+    with pytest.raises(ComparisonError, match="exceeds the recorded steps"):
+        compared(str(folder), claims=["reward:steps 60-70:0.1"])
+    with refused(Code.INTERIM_TOO_LATE):
+        compared(str(folder), interim=(2, 3))
+
+
+def test_runs_that_log_at_other_steps_are_noted(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    write_arm(folder, LEVELS[:3])
+    lines = (folder / "seed2.csv").read_text().splitlines()
+    (folder / "seed2.csv").write_text("\n".join([lines[0], *lines[5::5]]) + "\n")
+    reason = reason_of(compared(str(folder)), Code.FEW_STEPS_IN_COMMON)
+    assert (reason["num_shared"], reason["num_recorded"]) == (2, 10)
+
+
+def test_the_page_and_the_figure_show_one_arm(tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    compare_sources([write_arm(tmp_path / "runs")], ReadingOptions(), output=output)
+    page = (output / "report.html").read_text()
+    assert '"seed_noise":[{' in page and "noiseSection" in page
+    assert "| train/reward | 41-50 | 5 |" in (output / "report.md").read_text()
+    assert (output / "train-reward.svg").exists()

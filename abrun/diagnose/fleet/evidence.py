@@ -1,10 +1,12 @@
 """Evidence on one recipe of a fleet: verdict and p-values of its runs against its reference."""
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from abrun.diagnose.fleet.noise import ClaimEvidence
 from abrun.diagnose.fleet.recipes import FleetOptions, FleetRecipe
 from abrun.diagnose.ledger.drift import is_over_budget
 from abrun.errors import AbrunError, ComparisonError
@@ -25,6 +27,7 @@ from abrun.verdict.results import ClaimResult
 
 # The page draws its own charts; drawing pictures would take ten times as long as all the rest.
 _FORMATS = ("json", "html", "markdown")
+_DIFFERENCE_TESTS = ("paired TOST", "Welch TOST", "paired t-test", "Welch t-test")
 _ACCIDENTS = ("finished", "finite")  # guards that a single run can break
 
 
@@ -34,13 +37,18 @@ class Judgement:
 
     verdict: Verdict
     reasons: tuple[Reason, ...]
-    # Smallest level at which the tests of claims and guards give MISMATCH; None: nothing was tested
-    p_value: float | None
+    claims: tuple[ClaimEvidence, ...]  # those that can be tested
+    p_guards: float | None  # smallest level at which a test of a guard fails; None: none was made
+    is_open_apart_from_claims: bool  # a guard or step one is undecided
     breaks_exact_rule: bool  # step one or an exact claim, which no noise breaks
     num_runs: int
     failed_seeds: tuple[int, ...]  # seeds whose run failed or became NaN alone
     reference_problem: Reason | None  # why the reference itself is red
     report: Path | None  # the page of its report
+
+    @property
+    def is_single_run(self) -> bool:
+        return self.num_runs == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,8 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
         experiment = _open_runs(recipe.folder, reference, options)
         evidence = RecipeEvidence(name=recipe.name, reference_sha256=sha256)
         evidence = replace(evidence, retried=tuple(_failed_attempts(experiment)))
-        judgement = _judge(experiment, reference, options, Path(recipe.name))
+        command = _comparison_command(recipe.folder, recipe.reference, options)
+        judgement = _judge(experiment, reference, options, Path(recipe.name), command)
     except (AbrunError, OSError) as error:
         return RecipeEvidence(name=recipe.name, problem=_reason_of(error))
     evidence = replace(evidence, judgement=judgement)
@@ -80,7 +89,8 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
     try:
         rerun = _open_runs(rerun_folder, reference, options)
         merged, num_rerun = _replace_runs(experiment, rerun)
-        second = _judge(merged, reference, options, Path(recipe.name) / "rerun")
+        command = _comparison_command(rerun_folder, recipe.reference, options)
+        second = _judge(merged, reference, options, Path(recipe.name) / "rerun", command)
     except (AbrunError, OSError) as error:
         return replace(evidence, rerun_problem=_reason_of(error))
     return replace(evidence, rerun=second, num_rerun=num_rerun)
@@ -101,6 +111,13 @@ def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> Rec
     arm = options.arm or experiment.baseline
     experiment = make_regression_experiment(experiment, reference, arm)
     return with_options(experiment, step_one=options.step_one, unpaired=options.reading.unpaired)
+
+
+def _comparison_command(folder: Path, reference: Path, options: FleetOptions) -> str:
+    """Return the command that compares this recipe alone."""
+    words = ["abrun", "compare", str(folder), "--reference", str(reference)]
+    words += [] if options.arm is None else ["--arm", options.arm]
+    return shlex.join([*words, *options.reading.to_words(), *([] if options.step_one else ["--no-step-one"])])
 
 
 def _replace_runs(first: RecordedExperiment, rerun: RecordedExperiment) -> tuple[RecordedExperiment, int]:
@@ -129,11 +146,11 @@ def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
 
 
 def _judge(
-    experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path
+    experiment: RecordedExperiment, reference: Reference, options: FleetOptions, place: Path, command: str
 ) -> Judgement:
     folder = options.output / place / REPORT if options.output else None
     comparison = compare(
-        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=options.command
+        experiment, output=folder, declared=reference.compare, formats=_FORMATS, command=command
     )
     report = place / REPORT / PAGE if folder else None
     return _summarize(experiment, reference, comparison, report)
@@ -147,13 +164,16 @@ def _summarize(
     is_tested = content.verdict != "INVALID"
     failed_seeds = tuple(_failed_seeds(experiment, content.claims))
     failures = [guard for guard in content.guards if guard.guard in _ACCIDENTS and guard.result == "fail"]
-    reasons = list(section.reasons)
-    if failed_seeds and failures and not is_tested:  # runs that all failed early also lack steps to compare
-        reasons.insert(0, Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason))
+    # The failure comes first: runs that failed early also lack steps to compare.
+    causes = [Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason)] if failures else []
+    reasons = dict.fromkeys([*causes, *section.reasons])
     return Judgement(
         verdict=content.verdict,
         reasons=tuple(reasons),
-        p_value=min(_p_values(comparison, experiment.compare.alpha), default=None) if is_tested else None,
+        claims=tuple(_claim_evidence(comparison, experiment.compare.alpha)) if is_tested else (),
+        p_guards=min(_guard_levels(comparison, experiment.compare.alpha), default=None),
+        is_open_apart_from_claims=any(step.result == "open" for step in content.step_one)
+        or any(guard.result in ("open", "baseline too") for guard in content.guards),
         breaks_exact_rule=any(step.result == "fail" for step in content.step_one)
         or any(claim.claim.test == "exact" and claim.result == "different" for claim in content.claims),
         num_runs=len(experiment.sides(comparison.arms[0].arm).treatments),
@@ -163,13 +183,65 @@ def _summarize(
     )
 
 
-def _p_values(comparison: Comparison, alpha: float) -> Iterator[float]:
-    """Yield the level at which each test alone would give MISMATCH, by its share of that level."""
+def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvidence]:
+    """Yield the claims with the statistics that the fleet's tests need."""
+    single_runs = {
+        (run.metric, run.window): run
+        for run in comparison.content.new_runs
+        if run.several == REFERENCE_ARM and run.num_runs >= MIN_FOR_MISMATCH
+    }
     for result in comparison.content.claims:
-        p_value, terms = result.estimate.p_beyond_holm, result.claim
-        num_runs = terms.num_pairs if terms.num_runs is None else min(terms.num_runs)
-        if p_value is not None and num_runs >= MIN_FOR_MISMATCH:
-            yield min(1.0, p_value * alpha / terms.alpha_difference)
+        terms = result.claim
+        plain = ClaimEvidence(
+            metric=terms.metric,
+            kind=terms.kind,
+            better=terms.better,
+            p_alone=_p_alone(result),
+            share=terms.alpha_difference / alpha,
+        )
+        single = single_runs.get((terms.metric, terms.window))
+        if terms.test not in _DIFFERENCE_TESTS or not terms.margin or terms.kind == "better":
+            yield plain
+        elif single is not None and plain.p_alone is None:
+            yield replace(
+                plain,
+                design="single",
+                difference=single.difference / terms.margin,
+                margin=terms.margin,
+                variance=(single.sd / terms.margin) ** 2,
+                variance_factor=1 + 1 / single.num_runs,
+                dof=single.num_runs - 1,
+            )
+        elif plain.p_alone is not None:
+            yield _with_difference(plain, result)
+
+
+def _p_alone(result: ClaimResult) -> float | None:
+    """Return the p-value of a difference beyond the margin; None with too few runs for a mismatch."""
+    terms = result.claim
+    num_runs = terms.num_pairs if terms.num_runs is None else min(terms.num_runs)
+    return result.estimate.p_beyond if num_runs >= MIN_FOR_MISMATCH else None
+
+
+def _with_difference(plain: ClaimEvidence, result: ClaimResult) -> ClaimEvidence:
+    terms, estimate = result.claim, result.estimate
+    if estimate.mean_difference is None or estimate.standard_error is None or not estimate.freedom:
+        return plain
+    assert terms.margin is not None
+    factor = 1 / terms.num_pairs if terms.num_runs is None else sum(1 / number for number in terms.num_runs)
+    return replace(
+        plain,
+        design="paired" if terms.num_runs is None else "unpaired",
+        difference=estimate.mean_difference / terms.margin,
+        margin=terms.margin,
+        variance=(estimate.standard_error / terms.margin) ** 2 / factor,
+        variance_factor=factor,
+        dof=estimate.freedom,
+    )
+
+
+def _guard_levels(comparison: Comparison, alpha: float) -> Iterator[float]:
+    """Yield the level of the recipe at which each test of a guard fails."""
     for guard in comparison.content.guards:
         p_value, level = guard.reason.values.get("p"), guard.reason.values.get("level")
         if p_value is not None and level:

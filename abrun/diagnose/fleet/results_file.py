@@ -1,6 +1,6 @@
 """`fleet.json`: the result of a fleet, for programs and for the next fleet to compare with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from abrun.runs.files import read_json
 from abrun.stats.equivalence import ALPHA
 
 _SCHEMA_VERSION = 1
-_RED = ("regressed here", "red before")
 
 
 def fleet_json(fleet: Fleet, summary: str, command: str) -> dict[str, Any]:
@@ -52,15 +51,19 @@ def read_earlier(path: Path) -> dict[str, EarlierRow]:
         if version != _SCHEMA_VERSION or "recipes" not in content:
             problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}"
             raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem))
-        return {str(row["name"]): _parse_row(row) for row in content["recipes"]}
+        return parse_rows(content["recipes"])
     except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = str(error) if isinstance(error, StoreError) else "a row is damaged"
         raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem)) from None
 
 
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, EarlierRow]:
+    """Return the rows of `fleet.json` by recipe. Raises an error for a damaged row."""
+    return {str(row["name"]): _parse_row(row) for row in rows}
+
+
 def _parse_row(row: Mapping[str, Any]) -> EarlierRow:
-    status, p_value, sha256 = row["status"], row["p_value"], row["reference_sha256"]
-    if status not in STATUSES:
+    status, is_red, sha256 = row["status"], row["is_red"], row["reference_sha256"]
+    if status not in STATUSES or type(is_red) is not bool:
         raise ValueError(status)
-    is_significant = p_value is not None and float(p_value) <= ALPHA and status != "flaked"
-    return EarlierRow(status=status, is_red=status in _RED or is_significant, reference_sha256=sha256)
+    return EarlierRow(status=status, is_red=is_red or status == "red before", reference_sha256=sha256)

@@ -25,7 +25,7 @@ from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
-from abrun.recipe.run import OwnRunConfig, unsupported_settings
+from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
 from abrun.regular_files import is_directory
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.captures import is_capture, read_capture
@@ -61,6 +61,7 @@ def trace_recipe(
     seed = recipe.seeds[0]
     configs = {name: _traced_config(recipe, name, step) for name in (BASELINE, arm)}
     weights = _initial_weights(recipe, experiment, seed)
+    run = run_dir(experiment, RunName(arm=BASELINE, seed=seed))  # beside which recorded rollouts may lie
     output = output or experiment / FOLDER
     with _scratch(output) as recorded:
         for name, config in configs.items():
@@ -79,8 +80,9 @@ def trace_recipe(
                 "records": is_baseline,
                 "replicas": num_replicas,
                 "max_tokens": MAX_TOKENS,
+                "run": None if recorded_source(configs[BASELINE]) is None else str(run.resolve()),
             }
-            run_probe(MODULE, output / "jobs" / name, config, job)
+            run_probe(MODULE, output / "jobs" / name, _on_rollouts_of(config, configs[BASELINE]), job)
     baseline, treatment = (read_capture(output / name) for name in configs)
     judged = judge_trace(baseline, treatment, read_replicas(output))
     traced = {name: config.model_dump(mode="json") for name, config in configs.items()}
@@ -158,6 +160,15 @@ def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRu
     if step > config.steps:
         raise RecipeError(f"--step: got {step}, but {arm} has {config.steps} steps; give one of them")
     return config
+
+
+def _on_rollouts_of(config: OwnRunConfig, baseline: OwnRunConfig) -> OwnRunConfig:
+    """Return an arm's configuration with the recorded rollouts that the baseline trains on, if it does."""
+    source = recorded_source(baseline)
+    if source is None:
+        return config
+    rollout = {**config.rollout.model_dump(mode="json"), "engine": "recorded", "from": source}
+    return OwnRunConfig.model_validate({**config.model_dump(mode="json"), "rollout": rollout})
 
 
 def _initial_weights(recipe: Recipe | CommandRecipe, experiment: Path, seed: int) -> Path | None:

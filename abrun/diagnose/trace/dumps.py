@@ -12,7 +12,6 @@ msprobe (Ascend/msprobe) writes `stepN/rankM/dump.json`, whose entries name file
 `construct.json` names the module around each module, outputs come after those of the modules inside.
 """
 
-import json
 import pickle
 import re
 import sys
@@ -31,8 +30,9 @@ from abrun.diagnose.trace.judge import judge_trace, measure_errors
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.probe import report_refusal
 from abrun.redaction import display_safe
+from abrun.regular_files import exists, is_file
 from abrun.runs.captures import EXACT, MANTISSA_BITS, CapturedTensor, Kind
-from abrun.runs.files import read_json, wrap_read_errors
+from abrun.runs.files import read_json, read_json_or_empty, wrap_read_errors
 from abrun.runs.traces import write_trace
 
 STEP_TAGS = ("step", "forward_pass_id", "curr_step")  # of SGLang's dumper, by version
@@ -116,6 +116,8 @@ def _dtype(values: Tensor) -> str:
 def _load(path: Path) -> Tensor | None:
     """Return a file's tensor; None if it holds none. Raises StoreError if it is torn or holds code."""
     with wrap_read_errors(path):
+        if exists(path) and not is_file(path):
+            raise StoreError(f"{path}: not a regular file; dump it again")
         try:
             if path.suffix == ".npy":
                 content: Any = torch.from_numpy(np.load(path, allow_pickle=False))
@@ -223,8 +225,7 @@ def _data_names(values: Any) -> Iterator[str]:
 
 def _last_inside(tree: Path, names: list[str]) -> dict[str, tuple[int, int, int]]:
     """Return, by entry, the place of its outputs: after those of all modules inside it, innermost first."""
-    above = json.loads(tree.read_bytes()) if tree.is_file() else {}
-    above = above if isinstance(above, dict) else {}
+    above = read_json_or_empty(tree, MAX_JSON_BYTES)
     last = {name: index for index, name in enumerate(names)}
     depths: dict[str, int] = {}
     for index, name in enumerate(names):

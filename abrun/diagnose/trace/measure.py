@@ -5,7 +5,7 @@ step, and repeats it from the same state for each one-ULP replica. The other arm
 They lie in the folder `recorded` of a job:
 
     state-RANK.safetensors  weights and optimizer state before the step, in the baseline's layout
-    completions.json        the completions of the step; absent if the algorithm samples none
+    completions.json        the completions of the step; absent if no arm samples
 """
 
 import shutil
@@ -56,7 +56,8 @@ def run_job(job: Mapping[str, Any], device: torch.device) -> None:
     """Capture a step of one arm. Called by every rank."""
     config, recorded = OwnRunConfig.model_validate(job["config"]), Path(job["recorded"])
     weights = Path(job["initial_weights"]) if job["initial_weights"] else None
-    setup = make_setup(config, job["seed"], weights, device)
+    run_path = Path(job["run"]) if job.get("run") else None  # None: the baseline samples
+    setup = make_setup(config, job["seed"], weights, device, run_path)
     tracer = Tracer(setup, job)
     try:
         if job["records"]:

@@ -329,7 +329,7 @@ class Figure {
       height: 310,
       unit: data.unit,
       under: (plot) =>
-        data.windows.forEach(([first, last]) => zone(plot, first, last, null, variable("--window"))),
+        data.windows.forEach(([first, last]) => zone(plot, first, last, [null, null], variable("--window"))),
       over: (plot) => {
         if (this.limit !== null) line(plot, this.limit, variable("--ink"), [2, 3]);
       },
@@ -375,10 +375,11 @@ class Figure {
       unit: panel.unit,
       y: { range: () => (panel.full ? everything : focus) },
       under: (plot) => {
-        for (const { steps, margin } of panel.claims) {
+        for (const { steps, margin, accepted } of panel.claims) {
           if (!steps) continue;
           const isKnown = typeof margin === "number";
-          zone(plot, ...steps, isKnown ? margin : null, variable(isKnown ? "--margin" : "--window"));
+          const ends = isKnown ? accepted || [-margin, margin] : [null, null];
+          zone(plot, ...steps, ends, variable(isKnown ? "--margin" : "--window"));
         }
         windowBars(plot, panel);
       },

@@ -144,7 +144,7 @@ function claimsSection() {
     el(
       "p",
       { class: "intro" },
-      `${comparedText()} A claim says that the arms agree on a metric within a margin, or that a limit holds. The certified bound is the smallest margin that would have passed.${testedText(claims)}`,
+      `${comparedText()} A claim says that the arms agree on a metric within a margin, that one is not worse or is better, or that a limit holds. The certified bound is the smallest margin that would have passed (of \u201cbetter\u201d: the largest).${testedText(claims)}`,
     ),
     drawnClaims().length > MAX_INTERVALS ? forest() : null,
     table(
@@ -167,8 +167,8 @@ function claimsSection() {
         estimateCell(claim),
         marginText(claim),
         [
-          el("b", {}, boundText(claim.certified_bound)),
-          typeof claim.certified_number === "number" ? muted(certifiedText(claim)) : null,
+          el("b", {}, certifiedBound(claim)),
+          typeof claim.certified_number === "number" && claim.certified_number >= 0 ? muted(certifiedText(claim)) : null,
         ],
         [claim.steps ? `${claim.steps[0]}\u2013${claim.steps[1]}` : "\u2013", muted(claim.window)],
         claim.num_runs ? bothSizes(claim.num_runs) : String(claim.num_pairs),
@@ -204,6 +204,10 @@ function estimateCell(claim) {
   ];
 }
 
+// A treatment that is better is not worse by any margin; one that is worse is better by none.
+const certifiedBound = (claim) =>
+  claim.certified_bound < 0 ? (claim.kind === "better" ? "none" : "any") : boundText(claim.certified_bound);
+
 // The certified bound in the unit of the margin, as in the other reports.
 function certifiedText(claim) {
   if (claim.margin_unit === "sigma") return `${boundText(claim.certified_number)} sigma`;
@@ -225,9 +229,10 @@ function measured(claims) {
   const limited = claims.filter((claim) => claim.test === "limit");
   const level = limited.every((claim) => claim.metric === "final_weights") ? "distance" : `level of ${treatmentName()}`;
   const kinds = [
-    [...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test)) ? "mean difference" : "",
+    [...tests].some((test) => !["limit", "ratio limit", "time to target", "exact"].includes(test)) ? "mean difference" : "",
     limited.length ? level : "",
     tests.has("ratio limit") ? "ratio" : "",
+    tests.has("time to target") ? "ratio of times" : "",
   ];
   return kinds.filter(Boolean).join(" or ") || "mean difference";
 }
@@ -235,8 +240,14 @@ function measured(claims) {
 const detailOfClaim = (claim) =>
   [scaleText(claim.transform), claim.reduction ? `window ${claim.reduction}` : "", claim.test || ""].filter(Boolean).join(", ");
 
-const BROKEN = { limit: "limit broken", "ratio limit": "limit broken", exact: "not exact" };
-const outcomeOf = (claim) => (claim.result === "different" && BROKEN[claim.test]) || claim.result;
+const BROKEN = { limit: "limit broken", exact: "not exact", not_worse: "worse", better: "not better" };
+const outcomeOf = (claim) => (claim.result === "different" && BROKEN[claim.kind]) || claim.result;
+// The ends of the differences that a claim accepts; null for an open end.
+function accepted(claim) {
+  if ((claim.kind ?? "within") === "within") return [-claim.margin, claim.margin];
+  const threshold = claim.kind === "not_worse" ? -claim.margin : claim.margin;
+  return claim.better === "lower" ? [null, -threshold] : [threshold, null];
+}
 const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
 const marginText = (claim) =>
   claim.margin_text || (typeof claim.margin === "number" ? `\u00b1${number(claim.margin)}` : "\u2013");
@@ -248,7 +259,7 @@ function outlook(claim) {
   const range = claim.pairs_needed_range ? ` (${claim.pairs_needed_range.map(many).join(" to ")})` : "";
   const unit = claim.num_runs ? "runs of each arm" : "pairs";
   const excludesZero = claim.interval && (claim.interval[0] > 0 || claim.interval[1] < 0);
-  if (excludesZero && claim.margin_unit !== "sigma")
+  if (excludesZero && claim.margin_unit !== "sigma" && (claim.kind ?? "within") === "within")
     return Math.abs(claim.mean_difference) >= claim.margin
       ? "difference detected; no sample size shows equivalence at the observed difference"
       : `difference detected; 80\u00a0% power needs ${many(claim.pairs_needed_observed)} ${unit} at the observed difference`;
@@ -266,8 +277,9 @@ function dotPlot(claim) {
   const x = (value) => (width * (0.5 + value / reach / 2)).toFixed(1);
   const parts = [];
   if (typeof claim.margin === "number") {
-    const zoneWidth = (x(claim.margin) - x(-claim.margin)).toFixed(1);
-    parts.push(svg("rect", { class: "zone", x: x(-claim.margin), width: zoneWidth, y: 0, height }));
+    const [low, high] = accepted(claim);
+    const [left, right] = [x(low ?? -reach), x(high ?? reach)];
+    parts.push(svg("rect", { class: "zone", x: left, width: (right - left).toFixed(1), y: 0, height }));
   }
   parts.push(svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: height }));
   const color = `arm-${arms.indexOf(claim.arm) % 6}`;

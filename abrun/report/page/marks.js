@@ -71,13 +71,16 @@ const padded = ([low, high], share) => {
   return [low - room, high + room];
 };
 
+const acceptedEnds = ({ accepted, margin }) =>
+  (accepted || [-margin, margin]).filter((end) => typeof end === "number");
+
 // The range that a panel must show: claims, margins, and the mean without its extremes.
 function focusOf(panel, mean) {
   const sorted = mean.filter((value) => typeof value === "number").sort((a, b) => a - b);
   const shown = [0, sorted[Math.floor(0.02 * sorted.length)], sorted[Math.floor(0.98 * (sorted.length - 1))]];
   for (const one of panel.claims)
     shown.push(
-      ...(typeof one.margin === "number" ? [-one.margin, one.margin] : []),
+      ...(typeof one.margin === "number" ? acceptedEnds(one) : []),
       ...(one.interval || one.ci90 || []),
     );
   return padded(rangeOf(shown), 0.12);
@@ -95,12 +98,12 @@ function clipped(plot, room, draw) {
   ctx.restore();
 }
 
-// A window of steps, as high as the margin, or over the whole height without one.
-function zone(plot, first, last, margin, fill) {
+// A window of steps, as high as the accepted differences; an end that is null lies at the edge.
+function zone(plot, first, last, [low, high], fill) {
   clipped(plot, 0, (ctx, ratio, bbox) => {
     const [left, right] = [first, last].map((step) => plot.valToPos(step, "x", true));
-    const top = margin === null ? bbox.top : plot.valToPos(margin, "y", true);
-    const bottom = margin === null ? bbox.top + bbox.height : plot.valToPos(-margin, "y", true);
+    const top = high === null ? bbox.top : plot.valToPos(high, "y", true);
+    const bottom = low === null ? bbox.top + bbox.height : plot.valToPos(low, "y", true);
     ctx.fillStyle = fill;
     ctx.fillRect(left, top, Math.max(right - left, 2 * ratio), bottom - top);
   });
@@ -136,7 +139,7 @@ function overlay(plot, panel) {
   line(plot, 0, variable("--axis"), []);
   for (const one of panel.claims) {
     if (!one.steps || typeof one.margin !== "number") continue;
-    for (const edge of [-one.margin, one.margin])
+    for (const edge of acceptedEnds(one))
       line(plot, edge, variable("--margin-edge"), [4, 3], one.steps);
   }
   clipped(plot, 7 * uPlot.pxRatio, (ctx, ratio) => {

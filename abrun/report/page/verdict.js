@@ -43,7 +43,7 @@ function verdictCard() {
       el("span", { class: "glyph-verdict", "aria-hidden": "true" }, glyph),
       verdictName,
       content.post_hoc ? el("span", { class: "badge" }, "post hoc") : null,
-      content.paired === false ? el("span", { class: "badge" }, "unpaired") : null,
+      content.paired === false && !alone ? el("span", { class: "badge" }, "unpaired") : null,
     ),
     headline || firstReason ? el("p", { class: "finding" }, headline || firstReason) : null,
     el("p", { class: "meaning" }, meaning),
@@ -196,6 +196,10 @@ const beyondText = (mean) => {
   return el("b", {}, mean < 0 ? `\u25c2 ${size}` : `${size} \u25b8`);
 };
 
+// What a claim accepts, in units of its margin.
+const zoneOf = (claim, reach) =>
+  accepted(claim).map((end, side) => (end === null ? (side ? reach : -reach) : end / claim.margin));
+
 function forest() {
   const drawn = drawnClaims();
   if (!drawn.length) return null;
@@ -229,7 +233,7 @@ function forest() {
           role: "img",
           "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
         },
-        mark("zone", -1, 1),
+        mark("zone", ...zoneOf(claim, reach)),
         mark("zero", 0),
         Math.abs(mean) > reach ? label(Math.sign(mean) * reach, beyondText(mean)) : [mark("reach", low, high), mark("mean", mean)],
       ),

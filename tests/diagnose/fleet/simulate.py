@@ -22,22 +22,26 @@ def write_runs(
     seeds: Iterable[int] = SEEDS,
     nan_seeds: Iterable[int] = (),  # runs whose loss becomes NaN
     sd: float = SEED_SD,
+    num_steps: int = STEPS,
+    num_monitors: int = 0,  # further metrics, of noise
 ) -> Path:
     """Write one log a seed; nothing treated has had an effect at the first step."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         rng = np.random.default_rng([number, seed])
         level = shift + sd * rng.standard_normal()
-        steps = np.arange(STEPS)
-        learned = 0.5 / (1 + np.exp(-(steps - STEPS / 4) / (STEPS / 8)))
-        rewards = 0.2 + learned + (level + 0.005 * rng.standard_normal(STEPS)) * (steps > 0)
+        steps = np.arange(num_steps)
+        learned = 0.5 / (1 + np.exp(-(steps - num_steps / 4) / (num_steps / 8)))
+        rewards = 0.2 + learned + (level + 0.005 * rng.standard_normal(num_steps)) * (steps > 0)
+        monitors = rng.random((num_steps, num_monitors)).round(6).tolist()
         rows = [
             {
                 "step": int(step) + 1,
                 "train/reward": float(reward),
-                "train/loss": "NaN" if seed in nan_seeds and step > 9 else 0.1,
+                "train/loss": "NaN" if seed in nan_seeds and step > num_steps / 2 else 0.1,
+                **{f"monitor/{number}": value for number, value in enumerate(values)},
             }
-            for step, reward in zip(steps, rewards, strict=True)
+            for step, reward, values in zip(steps, rewards, monitors, strict=True)
         ]
         (folder / f"seed-{seed}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -3,10 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from abrun.recorded.stored import load_experiment
+from abrun.report.comparing import freeze_arm
 from tests.diagnose.fleet.simulate import write_fleet, write_reference, write_runs
+from tests.verdict.simulate import fail, write, write_experiment
 
 DROP = -0.3
 SHIFTS = {
@@ -140,3 +144,81 @@ def test_a_report_inside_the_fleet_is_no_recipe(fleet, abrun, tmp_path):
     for _ in range(2):
         code, output, _ = abrun("compare", "--fleet", tmp_path, "-o", tmp_path / "report", "--json")
         assert (code, statuses(json.loads(output))) == (0, {"calm": "green"})
+
+
+def test_failures_of_launched_runs(abrun, tmp_path):
+    """Every run fails; one does, and not on its rerun; one failed, and finished in its second attempt."""
+    base = write_experiment(tmp_path / "base", controls={}, seeds=[0, 1, 2, 3])
+    freeze_arm(load_experiment(base), "baseline", tmp_path / "reference.json")
+    for name in ("every", "once", "retried"):
+        shutil.copytree(base, tmp_path / "fleet" / name)
+        shutil.copy(tmp_path / "reference.json", tmp_path / "fleet" / f"{name}.json")
+    shutil.copytree(base, tmp_path / "rerun/once")
+    for seed in range(4):
+        fail(tmp_path / f"fleet/every/treatment/seed-{seed}", after_steps=0)
+    fail(tmp_path / "fleet/once/treatment/seed-1", after_steps=5)
+    attempts = tmp_path / "fleet/retried/treatment/seed-1/attempts"
+    (attempts / "0001.json").rename(attempts / "0002.json")
+    write(attempts / "0001.json", {"status": "failed", "started_s": 0.0, "exit_code": 1})
+    options = ("--fleet", tmp_path / "fleet", "--arm", "treatment", "--json")
+    code, output, _ = abrun("compare", *options)
+    expected = {"every": "regressed here", "once": "open", "retried": "flaked"}
+    assert (code, statuses(json.loads(output))) == (3, expected)
+    code, output, _ = abrun("compare", *options, "--rerun", tmp_path / "rerun")
+    assert (code, statuses(json.loads(output))) == (3, {**expected, "once": "flaked"})
+    code, _, errors = abrun("compare", "--fleet", tmp_path / "fleet")
+    assert code == 2 and "--arm" in errors
+
+
+NEMO_4080 = {"pass": 93, "red before": 22, "only on the branch": 18}  # of the 133 recipes on H100
+
+
+def write_bump(root: Path, scale: int) -> dict[str, int]:
+    """Write a nightly of the main branch and of a version bump, one run a recipe, and reruns of what is red.
+
+    Every third red recipe becomes NaN, the others lose reward. On the branch, a run more does by accident.
+    """
+    counts = {kind: round(number / scale) for kind, number in NEMO_4080.items()}
+    kinds = [kind for kind, number in counts.items() for _ in range(number)]
+    for number, kind in enumerate(kinds):
+        name = f"recipe-{number:03d}"
+        write_reference(root / "references" / f"{name}.json", 5 * number, root / "old" / name)
+        red: dict[str, Any] = {"nan_seeds": (0,)} if number % 3 == 0 else {"shift": DROP}
+        scenarios: dict[str, dict[str, Any]] = {
+            "main": red if kind == "red before" else {},
+            "branch": {} if kind == "pass" and number != 1 else red,
+            "rerun": {} if kind == "pass" else red,
+        }
+        for version, (folder, scenario) in enumerate(scenarios.items(), 1):
+            if folder != "rerun" or kind != "pass" or number == 1:
+                write_runs(root / folder / name, 5 * number + version, seeds=[0], **scenario)
+    return counts
+
+
+def answer_bump(root: Path, abrun) -> dict:
+    options = ("--reference", root / "references", "-o")
+    abrun("compare", "--fleet", root / "main", *options, root / "main-report")
+    options += (root / "report", "--before", root / "main-report", "--rerun", root / "rerun")
+    code, text, errors = abrun("compare", "--fleet", root / "branch", *options)
+    content = json.loads((root / "report/fleet.json").read_text())
+    assert (code, errors) == (3, ""), content["summary"]
+    assert content["summary"].partition(".")[0] in text
+    return content
+
+
+def test_a_version_bump_of_single_runs_is_answered_by_one_sentence(tmp_path, abrun):
+    """NeMo-RL #4080 at a tenth of its size: what fails only here is told from what failed before."""
+    write_bump(tmp_path, scale=10)
+    content = answer_bump(tmp_path, abrun)
+    sentence = "2 of 13 recipes regressed here; 2 were red before, 1 flaked, 8 are green"
+    assert content["summary"] == f"{sentence}. Look at recipe-011, recipe-012"
+
+
+@pytest.mark.slow
+def test_nemo_rl_4080(tmp_path, abrun):
+    """vLLM 0.29 on H100: of 133 recipes 93 pass and 40 fail, of which 18 fail on the branch alone."""
+    counts = write_bump(tmp_path, scale=1)
+    content = answer_bump(tmp_path, abrun)
+    assert content["counts"]["regressed here"] == counts["only on the branch"]
+    assert content["counts"]["red before"] == counts["red before"]
+    assert content["counts"]["flaked"] == 1 and content["counts"]["green"] == counts["pass"] - 1

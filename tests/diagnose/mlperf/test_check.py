@@ -126,7 +126,8 @@ def write_log(
     }
     events: list[tuple[str, object, dict[str, object]]] = [(key, value, {}) for key, value in facts.items()]
     events.append(("run_start", None, {}))
-    events += [("eval_accuracy", 0.1 + i / 10, {"samples_count": count}) for i, count in enumerate(samples)]
+    for index, count in enumerate(samples):
+        events.append(("eval_accuracy", 0.1 + index / 10, {"samples_count": count}))
     events.append(("run_stop", None, {"status": status} if status else {}))
     lines = ["a banner"]
     for index, (key, value, metadata) in enumerate(events):

@@ -9,7 +9,10 @@ import yaml
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from tests.diagnose.trace.captured import GRPO
+from abrun.runs.captures import read_capture
+from abrun.runs.rollouts import read_step
+from tests.diagnose.trace.captured import GRPO, config
+from tests.train.runs import make_run, single_rank, train_here
 
 
 def run(tmp_path: Path, *words: str, **changes: Any) -> Any:
@@ -59,3 +62,23 @@ def test_what_cannot_be_traced_is_refused_in_one_line(
 ) -> None:
     done = run(tmp_path, *words, **changes)
     assert done.exit_code != 0 and problem in str(done.exception) and "\n" not in str(done.exception)
+
+
+@pytest.mark.slow
+def test_arms_that_train_on_recorded_rollouts_are_traced_on_them(tmp_path: Path) -> None:
+    recording = config({"rollout": {"record": True}, "steps": 2})
+    with single_rank():
+        train_here(make_run(tmp_path / "earlier" / "seed-0", recording))
+    rollout = {**GRPO["rollout"], "engine": "recorded", "from": str(tmp_path / "earlier")}
+    words = ["--arm", "faulty", "--step", "2", "--replicas", "3"]
+    done = run(tmp_path, *words, rollout=rollout, steps=2)
+    assert done.exit_code == 3, done.output
+    assert "the arms first differ in activation:batch.loss_weights" in done.output
+    captured = read_capture(tmp_path / "small/trace/baseline")
+    tokens = next(tensor for tensor in captured.tensors if tensor.module == "batch.token_ids")
+    step = read_step(tmp_path / "earlier/seed-0/rollouts", 2)
+    first = step.groups[0]
+    recorded_tokens = [*first.prompt, *first.completions[0].token_ids]
+    assert captured.read(tokens)[: len(recorded_tokens)].tolist() == recorded_tokens
+    done = run(tmp_path, *words, rollout={**rollout, "from": str(tmp_path / "none")}, steps=2)
+    assert "has no recorded rollouts of seed 0" in str(done.exception) and "\n" not in str(done.exception)

@@ -1,6 +1,7 @@
 """Dumps of SGLang's dumper and of msprobe: their order, what is found in them, and what is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,8 @@ def test_the_first_faulty_layer_is_named(tmp_path: Path, kind: str) -> None:
     assert clean.first is None
 
 
-@pytest.mark.parametrize("kind", DUMPERS)
-def test_without_a_repeat_nothing_is_judged(tmp_path: Path, kind: str) -> None:
-    baseline, other = (
-        DUMPERS[kind](tmp_path / n, forward(noise=seed)) for n, seed in (("a", None), ("b", 1))
-    )
+def test_without_a_repeat_nothing_is_judged(tmp_path: Path) -> None:
+    baseline, other = (dump_msprobe(tmp_path / n, forward(noise=seed)) for n, seed in (("a", None), ("b", 1)))
     words = ["trace", str(baseline), str(other)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 4, done.output
@@ -185,6 +183,14 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, capsys: pytest.C
     lost = dump_msprobe(tmp_path / "lost", forward())
     (lost / "step0/rank0/dump_tensor_data/Module.model.layers.1.Layer.forward.0.output.0.pt").unlink()
     cases["layers.1.Layer.forward.0.output.0.pt"] = lost
+    pipe = dump_msprobe(tmp_path / "pipe", forward()) / "step0/rank0/dump_tensor_data"
+    first = sorted(pipe.iterdir())[0]
+    first.unlink()
+    os.mkfifo(first)
+    cases["not a regular file"] = tmp_path / "pipe"
+    deep = dump_msprobe(tmp_path / "deep", forward())
+    (deep / "step0/rank0/construct.json").write_text('{"a":' * 100_000)
+    cases["construct.json"] = deep
     several = tmp_path / "several"
     for name in ("dump_1", "dump_2"):
         dump_sglang(several / name, forward())
