@@ -64,9 +64,14 @@ def test_a_reading_agrees_with_the_pooled_t_test_where_no_variance_stands_out():
 def test_the_variance_of_a_noisy_candidate_counts_in_full():
     quiet = Sample.of(np.linspace(-1, 1, 12))
     noise = Noise(squares=60.0, dof=100.0)
-    wild = Sample.of([-6.0, 0.0, 6.0, 8.0])
-    reading = read_candidate(wild, quiet, noise, level=0.05, worth=1.0)
-    assert reading.error > np.sqrt(np.var([-6.0, 0.0, 6.0, 8.0], ddof=1) / 4)
+    values = [-6.0, 0.0, 6.0, 8.0]
+    reading = read_candidate(Sample.of(values), quiet, noise, level=0.05, worth=1.0)
+    pooled = (60 + float(quiet.squares) + 3 * np.var(values, ddof=1)) / 114
+    terms = np.var(values, ddof=1) / 4, pooled / 12
+    assert reading.error == pytest.approx(np.sqrt(sum(terms)))
+    expected_dof = sum(terms) ** 2 / (terms[0] ** 2 / 3 + terms[1] ** 2 / 114)  # Satterthwaite
+    assert reading.dof == pytest.approx(expected_dof) and reading.dof < 4
+    assert reading.p == pytest.approx(stats.t.sf(2.0 / reading.error, expected_dof))
 
 
 def test_identical_runs_are_decided_by_value():
