@@ -87,9 +87,9 @@ class Code(StrEnum):
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
-    TARGET_GRIDS_DIFFER = auto()
+    TARGET_GRIDS_DIFFER, TARGET_SAMPLE_SIZE = auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
-    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP = auto(), auto(), auto()
+    DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP, POLICY_LOSS = auto(), auto(), auto(), auto()
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
@@ -295,6 +295,7 @@ class Code(StrEnum):
     RECIPE_WITHOUT_REFERENCE, NO_SUCH_RECIPE = auto(), auto()
 
     # Fleets
+    FLEET_PROCESS_DIED = auto()
     FLEET_SUMMARY, FLEET_FOLDER_MISSING, FLEET_EMPTY = auto(), auto(), auto()
     FLEET_NOT_JUDGED, FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES = auto(), auto(), auto()
     FLEET_WITHOUT_RUNS, FLEET_OPTION_REFUSED, FLEET_OPTION_NEEDED = auto(), auto(), auto()

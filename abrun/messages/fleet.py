@@ -37,6 +37,8 @@ MESSAGES: dict[Code, Message] = {
     Code.FLEET_OPTION_NEEDED: "{option} requires --fleet; add it, or drop {option}",
     Code.FLEET_NEEDS_SOURCE: "compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER",
     Code.FLEET_OUTPUT_HOLDS_RUNS: "--output: {folder} holds the runs of the fleet; choose another folder",
+    Code.FLEET_PROCESS_DIED: "--fleet: one of {num} processes was killed, perhaps for lack of memory; judge "
+    "fewer recipes at a time",
     Code.FLEET_FILE_REFUSED: "--before: {path}: {problem}; give the --output folder of an earlier abrun "
     "compare --fleet",
     Code.FLEET_ATTEMPT_FAILED: "attempt {attempt} of {run} failed: {message}",

@@ -33,10 +33,10 @@ class VariancePrior:
 
 
 def fit_prior(variances: Sequence[float], dofs: Sequence[float]) -> VariancePrior | None:
-    """Fit the distribution of the variances; None for fewer than MIN_SAMPLES positive ones."""
+    """Fit the distribution of the variances; None for fewer than MIN_SAMPLES positive, finite ones."""
     samples, freedom = np.asarray(variances, float), np.asarray(dofs, float)
-    is_positive = samples > 0  # runs without spread have no logarithm
-    samples, freedom = samples[is_positive], freedom[is_positive]
+    is_usable = (samples > 0) & np.isfinite(samples)  # runs without spread have no logarithm
+    samples, freedom = samples[is_usable], freedom[is_usable]
     if len(samples) < MIN_SAMPLES:
         return None
     centred = np.log(samples) - special.digamma(freedom / 2) + np.log(freedom / 2)

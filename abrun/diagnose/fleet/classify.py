@@ -1,5 +1,6 @@
 """Status of every recipe of a fleet, at a false discovery rate over the recipes that were not red before."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class _Chance:
         tested = [(share, p_value) for share, p_value in p_values if p_value is not None]
         levels = [p_value * len(tested) / share for share, p_value in tested]
         levels += [] if judgement.p_guards is None else [judgement.p_guards]
-        return min(1.0, *levels) if levels else None
+        return min([1.0, *filter(math.isfinite, levels)]) if levels else None
 
     def p_of(self, recipe: RecipeEvidence) -> float | None:
         """Return the p-value of a recipe before the correction for many recipes; None if nothing was tested.

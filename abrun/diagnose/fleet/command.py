@@ -1,8 +1,10 @@
 """`abrun compare --fleet`: judge every recipe, decide over all of them, and write the page."""
 
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -16,6 +18,7 @@ from abrun.diagnose.fleet.report import render_page, summarize
 from abrun.diagnose.fleet.results_file import fleet_json, read_earlier
 from abrun.errors import ComparisonError, StoreError
 from abrun.reasons import Code
+from abrun.redaction import hide_secrets_of
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
 
@@ -61,8 +64,18 @@ def _gather_all(recipes: Sequence[FleetRecipe], options: FleetOptions) -> list[R
     num_processes = min(os.cpu_count() or 1, len(recipes) // _MIN_RECIPES_FOR_PROCESSES)
     if num_processes < 2:
         return list(map(gather, recipes))
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(gather, recipes, chunksize=4))
+    context = get_context("spawn")
+    try:
+        with ProcessPoolExecutor(num_processes, context, _start_worker) as pool:
+            return list(pool.map(gather, recipes, chunksize=4))
+    except BrokenProcessPool:
+        raise ComparisonError(Code.FLEET_PROCESS_DIED(num=num_processes)) from None
+
+
+def _start_worker() -> None:
+    """Hide secrets in a process of the pool, as the command line does, and leave Ctrl-C to the parent."""
+    hide_secrets_of(os.environ)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _write_report(output: Path, fleet: Fleet, content: dict[str, Any], command: str) -> Path:

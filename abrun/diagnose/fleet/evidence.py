@@ -1,19 +1,21 @@
 """Evidence on one recipe of a fleet: verdict and p-values of its runs against its reference."""
 
 import hashlib
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from abrun.diagnose.fleet.noise import ClaimEvidence
-from abrun.diagnose.fleet.recipes import FleetOptions, FleetRecipe
+from abrun.diagnose.fleet.recipes import FleetOptions, FleetRecipe, problem_of_file
 from abrun.diagnose.ledger.drift import is_over_budget
 from abrun.errors import AbrunError, ComparisonError
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment, Reference, Sides
 from abrun.recorded.reference import REFERENCE_ARM, load_reference, make_regression_experiment
 from abrun.recorded.sources import read_sources
+from abrun.regular_files import is_directory
 from abrun.report.comparing import Comparison, compare, with_options
 from abrun.report.write import PAGE
 from abrun.runs.experiment import is_experiment
@@ -84,9 +86,11 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
         return RecipeEvidence(name=recipe.name, problem=_reason_of(error))
     evidence = replace(evidence, judgement=judgement)
     rerun_folder = options.rerun / recipe.name if options.rerun else None
-    if rerun_folder is None or judgement.verdict in PASSING or not rerun_folder.is_dir():
+    if rerun_folder is None or judgement.verdict in PASSING:
         return evidence
     try:
+        if not is_directory(rerun_folder):
+            return evidence
         rerun = _open_runs(rerun_folder, reference, options)
         merged, num_rerun = _replace_runs(experiment, rerun)
         command = _comparison_command(rerun_folder, recipe.reference, options)
@@ -97,9 +101,7 @@ def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidenc
 
 
 def _reason_of(error: AbrunError | OSError) -> Reason:
-    if isinstance(error, AbrunError):
-        return error.reason
-    return Code.FOREIGN_TEXT(text=f"{error.filename}: {error.strerror or error}")
+    return error.reason if isinstance(error, AbrunError) else problem_of_file(error)
 
 
 def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> RecordedExperiment:
@@ -228,6 +230,8 @@ def _with_difference(plain: ClaimEvidence, result: ClaimResult) -> ClaimEvidence
     if estimate.mean_difference is None or estimate.standard_error is None or not estimate.freedom:
         return plain
     assert terms.margin is not None
+    if not math.isfinite(estimate.standard_error / terms.margin):
+        return plain
     factor = 1 / terms.num_pairs if terms.num_runs is None else sum(1 / number for number in terms.num_runs)
     return replace(
         plain,

@@ -63,7 +63,10 @@ def find_recipes(options: FleetOptions) -> list[FleetRecipe]:
 
 def _holds_runs(path: Path) -> bool:
     """Return True for a folder that could hold runs: not hidden, and not the report of a fleet."""
-    return not path.name.startswith(".") and is_directory(path) and not exists(path / FLEET_FILE)
+    try:
+        return not path.name.startswith(".") and is_directory(path) and not exists(path / FLEET_FILE)
+    except OSError:  # it may not be entered; its row says so
+        return True
 
 
 def _names_without_runs(options: FleetOptions, folders: dict[str, Path]) -> list[str]:
@@ -75,10 +78,14 @@ def _names_without_runs(options: FleetOptions, folders: dict[str, Path]) -> list
     return [path.name.removesuffix(_SUFFIX) for path in orphans]
 
 
+def problem_of_file(error: OSError) -> Reason:
+    return Code.FOREIGN_TEXT(text=f"{error.filename}: {error.strerror or error}")
+
+
 def _is_reference(path: Path) -> bool:
     try:
         load_reference(path)
-    except AbrunError:
+    except (AbrunError, OSError):
         return False
     return True
 
@@ -87,7 +94,10 @@ def _find_recipe(options: FleetOptions, name: str, folder: Path) -> FleetRecipe:
     paths = [options.folder / f"{name}{_SUFFIX}", folder / REFERENCE]
     if options.references is not None:
         paths = [options.references / f"{name}{_SUFFIX}"]
-    references = [path for path in paths if is_file(path)]
+    try:
+        references = [path for path in paths if is_file(path)]
+    except OSError as error:
+        return FleetRecipe(name=name, folder=folder, problem=problem_of_file(error))
     reference = references[0] if len(references) == 1 else None
     problem = None
     if not references:

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from abrun.diagnose.fleet import command
 from abrun.recorded.stored import load_experiment
+from abrun.redaction import display_safe
 from abrun.report.comparing import freeze_arm
 from tests.diagnose.fleet.simulate import write_fleet, write_reference, write_runs
 from tests.verdict.simulate import fail, write, write_experiment
 
 DROP = -0.3
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 SHIFTS = {
     "calm-1": (0.0, 0.0),
     "calm-2": (0.0, 0.0),
@@ -168,6 +172,15 @@ def test_failures_of_launched_runs(abrun, tmp_path):
     assert (code, statuses(json.loads(output))) == (3, {**expected, "once": "flaked"})
     code, _, errors = abrun("compare", "--fleet", tmp_path / "fleet")
     assert code == 2 and "--arm" in errors
+
+
+def test_processes_of_the_pool_hide_secrets_and_leave_an_interrupt_to_the_parent(monkeypatch):
+    signals = []
+    monkeypatch.setattr(signal, "signal", lambda *handler: signals.append(handler))
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    command._start_worker()
+    assert SECRET not in display_safe(f"refused: {SECRET}")
+    assert signals == [(signal.SIGINT, signal.SIG_IGN)]
 
 
 NEMO_4080 = {"pass": 93, "red before": 22, "only on the branch": 18}  # of the 133 recipes on H100
