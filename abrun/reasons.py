@@ -226,13 +226,9 @@ class Code(StrEnum):
     GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
     GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
     GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()
-    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT, GATE_RUN_NOT_FINITE = (
-        auto(),
-        auto(),
-        auto(),
-        auto(),
-    )
-    GATE_LINE_LOST, OPTION_NEEDS_START, START_NEEDS = auto(), auto(), auto()
+    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT = auto(), auto(), auto()
+    GATE_DIVERGED, GATE_INCUMBENT_DIVERGED, GATE_LINE_LOST = auto(), auto(), auto()
+    OPTION_NEEDS_START, START_NEEDS = auto(), auto()
 
     OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()
