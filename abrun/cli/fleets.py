@@ -20,24 +20,24 @@ FleetFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Judge many recipes side by side: a folder with a subfolder of runs for each recipe, and "
-        "NAME.json, its reference, next to it (or in --reference FOLDER).",
+        help="Judge many recipes side by side: a folder with a subfolder NAME of runs for each recipe, "
+        "and its reference NAME.json next to it (or in --reference FOLDER).",
     ),
 ]
 Before = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="With --fleet: --output folder of an earlier fleet, such as the main branch's; what was red "
-        "there is `red before`.",
+        help="With --fleet: --output folder of an earlier fleet, such as the main branch's; a recipe that "
+        "is red in both is `red before`, not `regressed here`.",
     ),
 ]
 Rerun = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="With --fleet: second runs of some recipes, in subfolders of the same names; what is gone there "
-        "has `flaked`.",
+        help="With --fleet: second runs of some recipes, in subfolders of the same names; a recipe that is "
+        "red only the first time has `flaked`.",
     ),
 ]
 

@@ -93,16 +93,17 @@ def compare(
     verdicts if every claim is one-sided (not_worse, better, a limit).
 
     One arm alone: its level, its spread over seeds, and the differences that 3 to 10 pairs would show;
-    exit code 0, with --claim 4. One run of an arm and several of the other: how unusual that run is.
+    exit code 0, or 4 with --claim. One run of an arm and several of the other: how unusual that run is.
 
     --fleet judges a folder of recipes, each by its reference NAME.json, at a false discovery rate of 5 %.
-    Exit code: 3 a recipe regressed here; 5 one cannot be judged; 4 one is open; 0 all others green, flaked
-    or red before.
+    Exit code: 3 a recipe regressed here; else 5 one cannot be judged; else 4 one is open; else 0 (all are
+    green, flaked or red before).
 
     Examples:
         abrun compare quickstart
         abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02' --output report
         abrun compare old=a.csv new=b.csv --unpaired
+        abrun compare runs/base
         abrun compare nightly --reference reference.json --json
         abrun compare --fleet branch --reference references --before nightly-report --output report
     """

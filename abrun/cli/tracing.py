@@ -10,6 +10,12 @@ from abrun.cli.app import app, console, print_json, survive_output_errors
 from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, resolve_recipe_file
 from abrun.regular_files import is_directory
 
+Dumps = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="DUMP", help="The other arm's dump, then repeats of the baseline's, which give the tolerance."
+    ),
+]
 DIFFERS, UNDECIDED = 3, 4  # exit codes, as of MISMATCH and INCONCLUSIVE
 
 
@@ -24,13 +30,7 @@ def trace(
             autocompletion=complete_recipe,
         ),
     ],
-    dumps: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="The other arm's dump, then repeats of the baseline's, which give the tolerance.",
-            metavar="[DUMP]...",
-        ),
-    ] = None,
+    dumps: Dumps = None,
     overrides: Overrides = None,
     step: Annotated[int, typer.Option(min=1, help="Step to run; the baseline trains up to it.")] = 1,
     arm: Annotated[

@@ -245,6 +245,10 @@ def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> t
         problem = "got 'final_weights' for a command, whose weights abrun cannot read"
         return "metric", problem if claim.metric == FINAL_WEIGHTS else None
     problem = _metric_problem(claim.metric, config)
+    if claim.is_on_policy_loss(policy_gradient=isinstance(config.algorithm, PolicyGradientSettings)):
+        problem = (
+            f"got {got} for {claim.kind}, a loss that falls for other reasons than learning; claim a reward"
+        )
     if not problem and claim.metric in FIXED_BY_ROLLOUTS and recorded_source(config):
         problem = (
             f"got {got} of an arm that trains on recorded rollouts, which hold it; claim train/loss, "

@@ -277,12 +277,14 @@ def rename_metrics(metrics: Mapping[str, Series], aliases: Mapping[str, str]) ->
     return {**{name: series for name, series in metrics.items() if name not in replaced}, **renamed}
 
 
-def rename_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> RenamedRuns:
+def rename_all(
+    runs: Sequence[Mapping[str, Series]], aliases: Aliases, *, may_recognise: bool = True
+) -> RenamedRuns:
     """Return the metrics of every run under abrun's names.
 
     Explicit aliases and presets apply to all runs; a preset does not replace a metric that some run recorded
-    under abrun's name. Without presets, `recognise_metrics` finds each run's names. Raises ComparisonError
-    for an explicit alias whose metric no run has.
+    under abrun's name. Without presets, `recognise_metrics` finds each run's names, if it may. Raises
+    ComparisonError for an explicit alias whose metric no run has.
     """
     recorded = {name for metrics in runs for name in metrics}
     for ours, theirs in aliases.explicit.items():
@@ -296,7 +298,7 @@ def rename_all(runs: Sequence[Mapping[str, Series]], aliases: Aliases) -> Rename
     presets = {ours: theirs for ours, theirs in aliases.presets.items() if ours not in recorded}
     renamed, names, guesses = [], {}, {}
     for metrics in runs:
-        framework, recognised = (None, {}) if presets else recognise_metrics(metrics)
+        framework, recognised = (None, {}) if presets or not may_recognise else recognise_metrics(metrics)
         recognised = {
             ours: theirs for ours, theirs in recognised.items() if theirs not in aliases.explicit.values()
         }

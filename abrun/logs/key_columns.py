@@ -49,7 +49,7 @@ def key_text(cell: float | str) -> str:
 def name_log(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
     """Return the log of a run under the name that its key columns give; `name`: that of its file."""
     seed = values.get("seed", "")
-    number = int(seed) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < SEED_LIMIT else None
+    number = int(float(seed)) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < SEED_LIMIT else None
     arm = values.get("arm")
     arm_and_run = [text for kind, text in values.items() if kind != "seed"]
     identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None

@@ -82,6 +82,12 @@ def name_runs(
             return _check_distinct(logs, names, run_filter)
         except ComparisonError as error:
             collision = collision or error
+    unseeded = [log for log in logs if log.axis != "steps" and log.job_type and not log.identity]
+    if unseeded and not collision:
+        raise ComparisonError(
+            f"seeds: {unseeded[0].place}: its rows name arms but no seeds; add a column 'seed' to pair the "
+            "runs, or pass --unpaired"
+        )
     raise collision or ComparisonError(
         f"arms and seeds: no known pattern matches the run names {list_names([log.name for log in logs])} "
         "(dates and times do not count as arm or seed); describe the names, for example --pattern "

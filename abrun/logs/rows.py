@@ -58,6 +58,7 @@ STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
 MAX_TEXT_CHARS = 400  # characters of a cell that are kept
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
+SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
 FIX_STEP = "write a whole number, or name another column with --step-column"
 
 Cells = Mapping[str, float | str]  # of one row: numbers, and texts that may be numbers
@@ -178,6 +179,7 @@ def build_series(
         problem = f"no step in column '{printable(column[:80])}'" if column else "no column has the step"
         raise NoStepError(
             f"{place}: {problem}; columns: {list_names(names, 12)}; name the step column with --step-column"
+            f"{'' if column else SCORES_HINT}"
         )
     _refuse_unreadable_steps(column, texts, cells, rows, [f"{place}, {row_place}" for row_place in places])
     dropped = {column, *NON_METRIC_COLUMNS}

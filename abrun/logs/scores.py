@@ -19,7 +19,7 @@ from abrun.logs.rows import STEP_COLUMNS, UNNAMED, Cells, shorten_cell
 from abrun.logs.tables import METRIC_COLUMNS, VALUE_COLUMNS, log_from_rows
 from abrun.stats.series import Series
 
-SCORED_ARM_COLUMNS = (*ARM_COLUMNS, "model", "model_name", "checkpoint")  # settings, in a table with steps
+MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
 BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")
 SCORE_COLUMNS = (*VALUE_COLUMNS, "score", "result")
 PROMPT_COLUMNS = (
@@ -83,6 +83,8 @@ def read_scores(path: Path, name: str, rows: Sequence[Row], columns: Sequence[st
         return [_read_prompts(path, name, layout, run, run_rows) for run, run_rows in runs.items()]
     if layout.step is not None and not _is_one_row_per_run(layout, rows, len(runs)):
         return []
+    if [*layout.keys] == ["run"] and len(runs) < len(rows) and layout.keys["run"].lower() in MODEL_COLUMNS:
+        layout = replace(layout, keys={"arm": layout.keys["run"]})  # a model named twice is no run
     if layout.step is None and [*layout.keys] == ["arm"] and not layout.benchmarks:
         runs = {(*run, f"line {line}"): [(line, row)] for run, lines in runs.items() for line, row in lines}
         layout = replace(layout, keys={**layout.keys, "run": "line"})
@@ -98,9 +100,11 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
 
     keys = {
         kind: column
-        for kind, column in find_key_columns(columns, rows, SCORED_ARM_COLUMNS).items()
+        for kind, column in find_key_columns(columns, rows, (*ARM_COLUMNS, *MODEL_COLUMNS)).items()
         if kind != "metric"
     }
+    if [*keys] == ["arm"] and keys["arm"].lower() in MODEL_COLUMNS:
+        keys = {"run": keys["arm"]}  # a name such as `hf-s0` may hold the seed
     step, prompt = first(STEP_COLUMNS), first(PROMPT_COLUMNS)
     if prompt is not None and keys.keys() == {"arm", "run", "seed"}:
         del keys["run"]  # it numbers the samples of a prompt

@@ -129,6 +129,8 @@ MESSAGES: dict[Code, Message] = {
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",
+    Code.POLICY_LOSS: "{metric}: {kind}: the loss of a policy gradient does not measure learning; claim a "
+    "reward, or add ', lower is better' to --claim",
     Code.DIRECTION_UNKNOWN: "{metric}: {kind}: whether higher is better is unknown; add ', higher is better' "
     "or ', lower is better' to --claim, or higher_is_better to the recipe's claim",
     Code.TARGET_MET_BEFORE_TRAINING: "{run} meets the target {target:g} before training ({value:g}); claim "
@@ -139,6 +141,8 @@ MESSAGES: dict[Code, Message] = {
     "baseline runs do not reach the target",
     Code.TARGET_NEEDS_SAMPLE: "no outcome decides before {needed} {paired:if pairs|runs of each arm} "
     "(one-sided level {alpha:.3g})",
+    Code.TARGET_SAMPLE_SIZE: "about {needed} {paired:if pairs|runs of each arm} show it with 80 % power "
+    "if the times are as observed",
     Code.TARGET_GRID_COARSE: "evaluations are so far apart that even equal times show only {smallest:.3g}x; "
     "evaluate more often",
     Code.TARGET_GRIDS_DIFFER: "the treatment evaluates every {treatment:g} steps and the baseline every "

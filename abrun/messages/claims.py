@@ -212,7 +212,8 @@ def _limit_broken(
     value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
     p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
     broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
-    claim = f"{metric}: {_reached(over)}{broken}"
+    target = _reached(over, negation="not ")
+    claim = f"{metric}: {target + margin if target else broken}"
     return f"{claim} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
 
 
@@ -437,10 +438,10 @@ def _needed_for_the_observed(
     return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _reached(over: Mapping[str, Any]) -> str:
-    """Return the target of a claim on the time to reach it: `0.6 reached `."""
+def _reached(over: Mapping[str, Any], negation: str = "") -> str:
+    """Return the target of a claim on the time to reach it: `0.6 is reached `."""
     target = over.get("target")
-    return "" if target is None else f"{target:g} reached "
+    return "" if target is None else f"{target:g} is {negation}reached "
 
 
 def _quantity(measure: str, limit: float, limited: float | None, arm: str, baseline_arm: str) -> str:

@@ -144,8 +144,10 @@ MESSAGES: dict[Code, Message] = {
     Code.GATE_RUN_NOT_FINISHED: "{run}: is {status}, so the candidate cannot be judged; wait or run it again",
     Code.GATE_RUN_SHORT: "{run}: {metric} {recorded:if covers steps {recorded[0]}-{recorded[1]}|is not "
     "recorded}, but the gate reads steps {steps[0]}-{steps[1]}; run it to the end",
-    Code.GATE_RUN_NOT_FINITE: "{run}: {metric} is NaN or infinite in steps {first}-{last}; discard the "
-    "candidate, or run it again",
+    Code.GATE_DIVERGED: "WORSE: {metric} of {candidate} is NaN or infinite in "
+    "{num_diverged:count run}; discard it",
+    Code.GATE_INCUMBENT_DIVERGED: "{incumbent}: the metric is NaN or infinite in {num_diverged:count run}; "
+    "an incumbent needs runs that end; leave the run out with --exclude",
     Code.OPTION_NEEDS_START: "{option} requires --start; add it, or drop {option}",
     Code.START_NEEDS: "--start requires {missing}; add it",
 }

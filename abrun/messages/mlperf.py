@@ -1,6 +1,7 @@
 """Sentences on MLPerf's check against reference convergence points (RCPs)."""
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import percent_text
 from abrun.reasons import Code
 
 
@@ -15,14 +16,21 @@ def _judged(mean, limit, reference_mean, batch_size, point_batch_size, interpola
     return text if scaling == 1 or mean < limit else f"{text}; MLPerf scales the score by {scaling:.4f}"
 
 
+def _without_spread(num: int, batch_size: float, value: float, share: float, rate: float) -> str:
+    """All reference runs converged at the same evaluation."""
+    return (
+        f"the {num} reference runs at batch size {batch_size:g} are all {value:.10g}, so their sd is 0 and "
+        f"the limit is their mean: up to {percent_text(share)} of such runs may be an evaluation earlier "
+        f"(95 % bound), and then {percent_text(rate)} of equal submissions fail"
+    )
+
+
 MESSAGES: dict[Code, Message] = {
     Code.RCP_PASSES: _judged,
     Code.RCP_FAILS: _judged,
     Code.RCP_NOT_CONVERGED: "{num} of {of} runs did not converge; allowed: {allowed}",
     Code.RCP_MISSING: "no reference {smaller:if at or below|at or above} batch size {batch_size:g}; the "
     "{smaller:if smallest|largest} is {nearest:g}; submit reference runs at {batch_size:g}",
-    Code.RCP_WITHOUT_SPREAD: "the {num} reference runs at batch size {batch_size:g} are all {value:.10g}, so "
-    "their sd is 0 and the limit is their mean: up to {share:.0%} of such runs may be an evaluation earlier "
-    "(95 % bound), and then {rate:.0%} of equal submissions fail",
+    Code.RCP_WITHOUT_SPREAD: _without_spread,
     Code.RCP_OTHER_NUM_RUNS: "got {num:count run}, but the limit is that of {needed}; submit {needed}",
 }

@@ -33,9 +33,14 @@ def _declare_rounding(untested_metrics: Sequence[str]) -> str:
     return f"{text} (left untested, because fresh seeds may round differently: {metrics})"
 
 
-def _pairs_decide(count: int, paired: bool, if_differing: int | None) -> str:
-    """Number of fresh pairs, or runs of each arm, that decide."""
-    text = f"{count} {sample_unit(paired=paired)} give 80 % power {AT_OBSERVED}, if the arms are truly equal"
+def _pairs_decide(
+    count: int, paired: bool, if_differing: int | None, gains: Sequence[float | None], if_equal: bool
+) -> str:
+    """Number of fresh pairs, or runs of each arm, that decide; `gains`: those planned for by `better`."""
+    known_gains = sorted({gain for gain in gains if gain is not None})
+    truths = ["the arms are truly equal"] * if_equal
+    truths += [f"the true gain is {' or '.join(f'{gain:.3g}' for gain in known_gains)}"] * bool(known_gains)
+    text = f"{count} {sample_unit(paired=paired)} give 80 % power {AT_OBSERVED}, if {' or '.join(truths)}"
     return f"{text} ({if_differing}, if they differ as they do here)" if if_differing else text
 
 

@@ -97,7 +97,7 @@ def _new_run_elsewhere(apart: Mapping[str, float], num_metrics: int) -> str:
     if not apart:
         return f"seed noise can explain the place in {others}, too"
     differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
-    return f"of {others}, seed noise does not explain {differences}"
+    return f"seed noise does not explain {differences}, either ({others} tested)"
 
 
 MESSAGES: dict[Code, Message] = {

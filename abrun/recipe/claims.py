@@ -17,6 +17,7 @@ from abrun.metric_names import (
     Better,
     better_direction,
     default_transform,
+    learning_sign,
 )
 from abrun.reasons import Code
 from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
@@ -140,9 +141,9 @@ class Claim(Section):
         if is_number and number < 0 and not level:
             size, sign = f"{-number:g}", "<" if info.field_name == "below" else ">"
             raise FieldError(
-                f"got {limit:g}, a level or a difference?; for the treatment's own level write "
-                f"'level {limit:g}' (--claim 'level {sign} {limit:g}'), for its difference to the baseline "
-                f"not_worse: {size} or better: {size} (--claim 'not_worse {size}' or 'better {size}')"
+                f"got {limit:g}, which may be a level or a difference; for the treatment's own level write "
+                f"'level {limit:g}' (--claim METRIC:WINDOW:'level {sign} {limit:g}'); for its difference "
+                f"from the baseline not_worse: {size} or better: {size} (METRIC:WINDOW:'not_worse {size}')"
             )
         return limit
 
@@ -206,6 +207,12 @@ class Claim(Section):
     def needs_direction(self) -> bool:
         """Return whether the claim depends on which direction of its metric is an improvement."""
         return self.difference_kind in ("not_worse", "better") or self.target is not None
+
+    def is_on_policy_loss(self, *, policy_gradient: bool) -> bool:
+        """Return whether a direction is needed, but the metric is a loss that does not measure learning."""
+        guessed = self.needs_direction and self.higher_is_better is None
+        signs = (learning_sign(self.metric, policy_gradient=on_policy) for on_policy in (False, True))
+        return guessed and policy_gradient and tuple(signs) == (-1, None)
 
     @property
     def is_one_sided(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
 from abrun.logs.log import Axis, RunRecording, list_names
-from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, STEP_ONE
+from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, REWARD, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.faults import ONE_ULP, InjectedFault
@@ -382,6 +382,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         if resolved_claim.needs_direction and not resolved_claim.better_direction:
             kind = claim.window if claim.target else claim.kind
             raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=kind))
+        if resolved_claim.is_on_policy_loss(policy_gradient=REWARD in recorded_metrics):
+            raise ComparisonError(Code.POLICY_LOSS(metric=claim.metric, kind=claim.kind))
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]

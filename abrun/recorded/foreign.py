@@ -95,9 +95,10 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     paired = paired and guess.paired
     named_logs = list(zip(guess.names, sources.logs, strict=True))
     selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)
-    renamed = rename_all([log.metrics for log in selected.values()], sources.aliases)
+    _refuse_mixed_axes(selected)
+    has_steps = any(log.axis == "steps" for log in selected.values())
+    renamed = rename_all([log.metrics for log in selected.values()], sources.aliases, may_recognise=has_steps)
     by_name = _rename_logs(selected, renamed)
-    _refuse_mixed_axes(by_name)
     by_name, prompts_left_out = share_prompts(by_name)
     arms, baseline_guesses = _order_arms(by_name, reading, has_several_sources=len(sources.named_sources) > 1)
     _refuse_without_numbers(by_name, arms)

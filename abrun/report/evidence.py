@@ -307,7 +307,7 @@ def _level_text(mean: float, claim: ClaimResult) -> str:
 def _margin_text(claim: ClaimResult) -> str | None:
     """Return the margin as a share of the level and climb, or as a factor if the claim is on a log scale."""
     margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
-    if margin is None:
+    if not margin:  # unknown, or `better: 0`
         return None
     sign = "±" if claim.claim.kind == "within" else ""
     margin_text = f"{sign}{margin:.3g}" if claim.claim.margin_unit else f"{sign}{claim.claim.margin_number:g}"

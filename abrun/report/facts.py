@@ -168,7 +168,15 @@ class NextStepFacts:
         count_if_differing = (
             max(known_counts) if len(known_counts) == len(observed) and max(known_counts) > count else None
         )
-        return Code.PAIRS_DECIDE(count=count, paired=paired, if_differing=count_if_differing), count
+        gains = [claim.claim.improvement for claim in undecided if claim.claim.kind == "better"]
+        reason = Code.PAIRS_DECIDE(
+            count=count,
+            paired=paired,
+            if_differing=count_if_differing,
+            gains=gains,
+            if_equal=len(gains) < len(undecided),
+        )
+        return reason, count
 
     @property
     def needed(self) -> Reason:
@@ -259,7 +267,13 @@ class NextStepFacts:
         assert description
         if not self.has_several_runs:
             return None
-        return Code.PAIRS_DECIDE(count=self.num_pairs_to_claim, paired=description.paired, if_differing=None)
+        return Code.PAIRS_DECIDE(
+            count=self.num_pairs_to_claim,
+            paired=description.paired,
+            if_differing=None,
+            gains=[],
+            if_equal=True,
+        )
 
     @cached_property
     def testable_claims(self) -> list[Claim]:

@@ -5,6 +5,7 @@ The same runs give the same bytes: no file has the date of the report.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,9 +210,10 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    if content.new_runs:
-        tables += new_run_tables(content.new_runs[:MAX_DESCRIBED])
-    elif content.descriptions:
+    tables += new_run_tables(content.new_runs)
+    single = {record.arm for record in content.new_runs}
+    content = replace(content, descriptions=[row for row in content.descriptions if row.arm not in single])
+    if content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
     return [*tables, *noise_tables(content.seed_noise)]
 
@@ -243,7 +245,9 @@ def _comparison_note(content: VerdictFile) -> str:
     )
     if not any(claim.estimate.certified_bound is not None for claim in content.claims):
         return note
-    return f"{note} The certified bound is the smallest margin that would have passed."
+    has_better = any(claim.claim.kind == "better" for claim in content.claims)
+    of_better = " (of 'better': the largest)" * has_better
+    return f"{note} The certified bound is the smallest margin that would have passed{of_better}."
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -274,7 +278,8 @@ def _description_cells(description: Description) -> list[str]:
     cells = [description.metric, steps]
     cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
     if description.mean_distance is not None:
-        maximum_text = f"{description.largest_distance:.3g} (step {description.largest_at})"
+        place = f" (step {description.largest_at})" if description.axis == "steps" else ""
+        maximum_text = f"{description.largest_distance:.3g}{place}"
         distance_text = f"{description.mean_distance:.3g}, max {maximum_text}"
         return [*cells, f"{description.difference:+.3g}", distance_text]
     if description.interval is None or description.certified_bound is None:

@@ -165,7 +165,8 @@ def _test_claim(
         add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
     )
     climb = float(np.mean(measure_climbs(baselines, claim, last_step)))
-    estimate = replace(result.estimate, climb=climb if np.isfinite(climb) else None)
+    has_climb = sides.axis == "steps" and np.isfinite(climb)  # scores do not climb
+    estimate = replace(result.estimate, climb=climb if has_climb else None)
     result = replace(result, estimate=estimate)
     absolute_margin = result.claim.margin
     if not is_testable or absolute_margin is None:

@@ -170,6 +170,12 @@ def rank_metrics(sides: Sides) -> list[str]:
     return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
 
+def informative_metrics(sides: Sides) -> list[str]:
+    """Return the ranked metrics without those that the configuration sets, such as the learning rate."""
+    configured = metrics_with_role("configured")
+    return [metric for metric in rank_metrics(sides) if metric not in configured]
+
+
 def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     direction = learning_direction(sides.baselines[0], metric)
     direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
@@ -261,6 +267,11 @@ def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float
     return mean, low, high
 
 
+def _is_nearly_constant(mean: float, low: float, high: float) -> bool:
+    """Return whether a ratio varies less than it differs from 1, and by less than CONSTANT_RATIO."""
+    return math.log(high / low) <= min(math.log(CONSTANT_RATIO), abs(math.log(mean)))
+
+
 def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
     """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
     unlearned = metrics_with_role("configured")
@@ -281,7 +292,7 @@ def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reas
             ratio=ratios[metric],
             steps=rows[metric].num_steps,
             pairs=rows[metric].num_runs[0],
-            constant=ratios[metric][2] <= CONSTANT_RATIO * ratios[metric][1],
+            constant=_is_nearly_constant(*ratios[metric]),
         )
         for metric in ranked[:MAX_RATIOS]
     ]
@@ -323,7 +334,7 @@ def untransformed_claim(metric: str) -> Claim:
 def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> tuple[float | None, Reason]:
     """Return a tenth of the baseline's climb, or else a twentieth of its level, rounded up to one digit."""
     climb = float(np.mean(measure_climbs(sides.baselines, untransformed_claim(metric), last_step)))
-    if math.isfinite(climb) and climb > MIN_MARGIN_BASE:
+    if sides.axis == "steps" and math.isfinite(climb) and climb > MIN_MARGIN_BASE:  # scores do not climb
         return _round_margin(SHARE_OF_CLIMB, "climb", climb)
     if math.isfinite(level) and abs(level) > MIN_MARGIN_BASE:
         return _round_margin(SHARE_OF_LEVEL, "level", abs(level))

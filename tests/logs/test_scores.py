@@ -81,6 +81,17 @@ def test_rows_without_a_seed_are_runs_without_one(tmp_path: Path) -> None:
     assert {log.identity for log in read_logs(str(tmp_path / "a.csv"))} == {None}
 
 
+def test_a_model_column_names_runs_and_one_that_repeats_names_arms(tmp_path: Path) -> None:
+    assert [*read(tmp_path / "a.csv", "checkpoint,x\n/x/hf-s0,0.5\n/x/hf-s1,0.6\n")] == [
+        "/x/hf-s0",
+        "/x/hf-s1",
+    ]
+    assert [*read(tmp_path / "a.csv", "model,x\nhf,0.5\nhf,0.6\nmc,0.6\n")] == [
+        *("hf/line 2", "hf/line 3", "mc/line 4"),
+    ]
+    assert [*read(tmp_path / "a.csv", "seed,x\n0.0,0.5\n1.0,0.6\n")] == ["a/seed-0", "a/seed-1"]
+
+
 def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path) -> None:
     assert [*read(tmp_path / "a.csv", "arm,seed,x\na,0,0.5\nb,0,0.25")] == ["a/seed-0", "b/seed-0"]
     (log, last_log) = read_logs(str(tmp_path / "a.csv"))
@@ -102,7 +113,11 @@ def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path) -> None:
             "lines 2 and 3: two rows of arm=hf, seed=0",
         ),
         ("arm,seed,ifeval\nhf,0,0.62\n,1,0.63\n", "line 3: no value in a column that names the run ('arm'"),
-        ("benchmark,hf,mcore\nifeval,0.6,0.5\n", "no column has the step"),
+        (
+            "benchmark,hf,mcore\nifeval,0.6,0.5\n",
+            "name the step column with --step-column, or give final scores one row per run, with columns 'arm'",
+        ),
+        ("arm,seed,ifeval\nhf,0,62.1%\nmc,0,60%\n", "column ifeval: got '62.1%'"),
         ("arm,seed,ifeval\nhf,0,sixty\nmcore,0,fifty\n", "column ifeval: got 'sixty'"),
     ],
 )

@@ -213,6 +213,18 @@ def test_only_prompts_that_all_runs_share_count(tmp_path: Path) -> None:
     assert Code.PROMPTS_NOT_SHARED(metric="correct", shared=40, total=50) in comparison.content.reasons
 
 
+def test_scores_keep_their_names_and_runs_without_seeds_are_unpaired(
+    tmp_path: Path, snapshot: Snapshot
+) -> None:
+    rows = [("hf", 0.62), ("hf", 0.63), ("hf", 0.625), ("mc", 0.60), ("mc", 0.61), ("mc", 0.605)]
+    table = write(tmp_path / "scores.csv", "arm,score", rows)
+    comparison = compare(table, claims=[claim("score", 0.05)], unpaired=True)
+    assert (comparison.verdict, comparison.content.claims[0].claim.num_runs) == ("MATCH", (3, 3))
+    with pytest.raises(ComparisonError) as error:
+        compare(table, claims=[claim("score", 0.05)])
+    snapshot(str(error.value))
+
+
 def test_scores_and_curves_are_not_compared(tmp_path: Path, snapshot: Snapshot) -> None:
     scores = write(tmp_path / "a.csv", "seed,reward", [(0, 0.5), (1, 0.6)])
     curves = write(

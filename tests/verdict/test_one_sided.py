@@ -98,6 +98,15 @@ def test_a_claim_without_a_direction_is_refused(simulated, judged):
         judged(simulated(), claims=[parse_claim(f"{LOSS}:last 20%:not_worse 0.1")])
 
 
+def test_the_loss_of_a_policy_gradient_has_no_better_direction(simulated, judged):
+    """Rewards are recorded, so a lower loss is no gain; whoever wants it says that it is."""
+    directory = simulated()
+    with pytest.raises(ComparisonError, match="does not measure learning; claim a reward"):
+        judged(directory, claims=[parse_claim("train/loss:last 20%:not_worse 0.1")])
+    claim = parse_claim("train/loss:last 20%:not_worse 0.1, lower is better")
+    assert judged(directory, claims=[claim]).verdict == "PASS"
+
+
 def test_a_mixed_comparison_is_a_match_only_if_all_claims_hold(simulated, judged):
     claims = [Claim(metric=REWARD, margin=0.02), Claim(metric=REWARD, better=0.01)]
     assert judged(simulated(), claims=claims[:1]).verdict == "MATCH"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_the_headline_names_target_ratio_and_interval(tmp_path: Path) -> None:
     assert outcome(result) == ("PASS", "holds")
     text = sentence(reason_of(result.comparison, Code.LIMIT_HOLDS))
     assert text.startswith(
-        f"{ACCURACY}: 0.6 reached in less than 1.1x the baseline's steps at 95 % confidence"
+        f"{ACCURACY}: 0.6 is reached in less than 1.1x the baseline's steps at 95 % confidence"
     )
     assert (
         "over 5 pairs, steps 1-200 (new / old is 1.03, 90 % CI [1.018, 1.045], higher in 5 of 5 seeds)"
@@ -80,9 +81,13 @@ def test_the_headline_names_target_ratio_and_interval(tmp_path: Path) -> None:
     row = result.content["claims"][0]
     assert (row["test"], row["window"], row["kind"]) == ("time to target", "reaches 0.6", "limit")
     assert outcome(judged(folder, "validation/accuracy:reaches 0.6:<1.02x")) == ("INCONCLUSIVE", "undecided")
+    close = judged(folder, "validation/accuracy:reaches 0.6:<1.044x")
+    assert re.search(
+        r"about \d+ pairs show it with 80 % power if the times are as observed", close.reasons[0]
+    )
     slow = judged(write_arms(tmp_path / "slow", OLD, [1.5 * time for time in OLD]))
     assert outcome(slow) == ("FAIL", "different")
-    assert "0.6 reached not in less than 1.1x" in sentence(reason_of(slow.comparison, Code.LIMIT_BROKEN))
+    assert "0.6 is not reached in less than 1.1x" in sentence(reason_of(slow.comparison, Code.LIMIT_BROKEN))
 
 
 def test_too_few_pairs_say_how_many_decide(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_what_is_open_says_how_many_runs_it_takes_and_what_pairs_would(tmp_path,
 def test_a_ratio_is_tested_and_exactness_is_not(tmp_path, compared):
     arms = write(tmp_path, "old", range(5)), write(tmp_path, "new", range(5, 9))
     ratio = compared(*arms, margin="<1.1x")
-    assert (ratio.verdict, ratio.content.claims[0].result) == ("MATCH", "holds")
-    assert compared(*arms, margin="<0.8x").verdict == "MISMATCH"
+    assert (ratio.verdict, ratio.content.claims[0].result) == ("PASS", "holds")
+    assert compared(*arms, margin="<0.8x").verdict == "FAIL"
     exact = compared(*arms, margin="exact")
     assert exact.verdict == "INCONCLUSIVE"
     assert exact.content.reasons[0]["problem"] == Code.PAIRS_ALONE(exact=True)

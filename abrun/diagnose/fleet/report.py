@@ -91,8 +91,8 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
 def _describe_rule(fleet: Fleet) -> str:
     return (
         f"p: of the recipe alone. FDR: smallest false discovery rate at which it is red, over "
-        f"{fleet.num_tested} recipes that were not red before (Benjamini-Hochberg); red at {ALPHA:g}. A run "
-        f"fails by accident in {fleet.failure_rate:.1%} (this fleet's own rate)."
+        f"{fleet.num_tested} recipes that were not red before (Benjamini-Hochberg); red at {ALPHA:g}. "
+        f"Runs that fail by accident, estimated from this fleet: {100 * fleet.failure_rate:.2g} %."
     )
 
 

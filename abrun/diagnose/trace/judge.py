@@ -116,7 +116,8 @@ def judge_trace(
     ]
     if not shared:
         raise ComparisonError(
-            f"{treatment.folder}: no tensor of {baseline.folder}; compare arms of one model, dumped alike"
+            f"{treatment.folder}: no tensor in common with {baseline.folder}; compare dumps of one model, "
+            "made in the same way"
         )
     differences = [
         _Difference.measure(tensor, baseline.read(tensor), treatment.read(others[tensor.name]))
@@ -140,7 +141,7 @@ def judge_trace(
             )
             for tensor, difference, ratio in zip(shared, differences, ratios, strict=True)
         ),
-        missing=tuple(sorted({tensor.name for tensor in baseline.tensors} ^ others.keys() - names)),
+        missing=tuple(sorted(({tensor.name for tensor in baseline.tensors} | others.keys()) - names)),
     )
 
 

@@ -36,8 +36,8 @@ def _headlines(result: TraceResult) -> Iterator[str]:
         plural = "s" * (result.num_replicas > 1)
         yield (
             f"limit: {result.limit:.3g} times the mean error of {result.num_replicas} repeat{plural} of the "
-            "baseline, perturbed by one ULP or run again; arms without a difference pass it with a "
-            f"probability of {result.level:.1%} at most"
+            "baseline, perturbed by one ULP or run again; arms that agree exceed it with a "
+            f"probability of at most {100 * result.level:.2g} %"
         )
     if result.missing:
         shown, omitted = result.missing[:MAX_MISSING], len(result.missing) - MAX_MISSING

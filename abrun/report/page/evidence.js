@@ -142,7 +142,7 @@ function traceSection() {
     el(
       "p",
       { class: "caption" },
-      `Arm ${trace.arm}. The limit comes from repeats of the baseline's step perturbed by one ULP; arms without a difference pass it with a probability of ${number(100 * trace.level, 2)}\u00a0% at most.`,
+      `Arm ${trace.arm}. The limit comes from repeats of the baseline's step perturbed by one ULP; arms that agree exceed it with a probability of at most ${number(100 * trace.level, 2)}\u00a0%.`,
     ),
   );
 }
