@@ -256,6 +256,7 @@ UNCLAIMED_OF_OTHERS = (
 # Suggest fresh runs: repeating a test on the same runs inflates its error rate.
 OPEN_OF_OTHERS = (
     STEP_ONE_OPEN,
+    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
     OTHER_CLAIMS,
     INTERIM_TO_COME,
     CANNOT_SHOW,

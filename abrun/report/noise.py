@@ -32,7 +32,7 @@ def noise_tables(seed_noise: Sequence[SeedNoise]) -> list[Table]:
         if any(prospect.match_power is not None for prospect in noise.prospects)
     ]
     if rows:
-        tables.append(Table(columns("P(match) if equal", *counts, "80 % power at"), rows))
+        tables.append(Table(columns("P(match or pass) if equal", *counts, "80 % power at"), rows))
     return tables
 
 
@@ -71,7 +71,12 @@ def _needed_text(noise: SeedNoise) -> str:
 
 
 def new_run_tables(new_runs: Sequence[NewRun]) -> list[Table]:
-    """Return the table of a single run beside several."""
+    """Return a table for each arm that is compared by a single run."""
+    arms = dict.fromkeys(record.arm for record in new_runs)
+    return [_new_run_table([record for record in new_runs if record.arm == arm]) for arm in arms]
+
+
+def _new_run_table(new_runs: Sequence[NewRun]) -> Table:
     several, run = new_runs[0].several, new_runs[0].run
     heading = ["metric", "steps", f"{several} (runs)", run, "difference", "in sds"]
     rows = [
@@ -85,6 +90,6 @@ def new_run_tables(new_runs: Sequence[NewRun]) -> list[Table]:
             interval_text(record.interval),
             f"{record.p_holm:.2g}",
         ]
-        for record in new_runs
+        for record in new_runs[:MAX_METRICS]
     ]
-    return [Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)]
+    return Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)

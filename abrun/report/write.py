@@ -5,6 +5,7 @@ The same runs give the same bytes: no file has the date of the report.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,9 +210,10 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    if content.new_runs:
-        tables += new_run_tables(content.new_runs[:MAX_DESCRIBED])
-    elif content.descriptions:
+    tables += new_run_tables(content.new_runs)
+    single = {record.arm for record in content.new_runs}
+    content = replace(content, descriptions=[row for row in content.descriptions if row.arm not in single])
+    if content.descriptions:
         tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
     return [*tables, *noise_tables(content.seed_noise)]
 

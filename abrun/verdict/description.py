@@ -170,6 +170,12 @@ def rank_metrics(sides: Sides) -> list[str]:
     return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
 
+def informative_metrics(sides: Sides) -> list[str]:
+    """Return the ranked metrics without those that the configuration sets, such as the learning rate."""
+    configured = metrics_with_role("configured")
+    return [metric for metric in rank_metrics(sides) if metric not in configured]
+
+
 def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
     direction = learning_direction(sides.baselines[0], metric)
     direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3

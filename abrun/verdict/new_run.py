@@ -11,7 +11,12 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
-from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
+from abrun.verdict.description import (
+    MAX_OTHER_METRICS,
+    default_window,
+    informative_metrics,
+    untransformed_claim,
+)
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
@@ -43,7 +48,7 @@ class NewRun:
     interval: tuple[float, float]
     p: float  # two-sided, of a further run this far from the mean; 1 if the runs do not vary
     p_holm: float  # corrected over `num_metrics`
-    num_metrics: int
+    num_metrics: int  # the claimed metrics, or all others
     left_out: list[Reason]  # runs of the other arm that do not have the window
 
 
@@ -61,16 +66,20 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
     (run,), runs = (_finished_runs(experiment, name) for name in arms)
     claimed = {claim.metric for claim in claims}
     sides = Sides(baselines=tuple(runs), treatments=(run,), paired=False)
-    others = [metric for metric in rank_metrics(sides) if metric not in claimed][:MAX_OTHER_METRICS]
-    measured = [
-        *(_measure_metric(arm, run, runs, claim, claim.window) for claim in claims),
-        *(
-            _measure_metric(arm, run, runs, untransformed_claim(name), default_window(sides))
-            for name in others
-        ),
+    unclaimed = [
+        untransformed_claim(metric) for metric in informative_metrics(sides) if metric not in claimed
     ]
-    new_runs = [record for record in measured if record]
-    new_runs.sort(key=lambda record: record.num_sds is None)  # those without a spread come last
+    window = default_window(sides)
+    families = (
+        [_measure_metric(arm, run, runs, claim, claim.window) for claim in claims],
+        [_measure_metric(arm, run, runs, claim, window) for claim in unclaimed[:MAX_OTHER_METRICS]],
+    )
+    return [record for family in families for record in _correct_for_multiplicity(family)]
+
+
+def _correct_for_multiplicity(family: Sequence[NewRun | None]) -> list[NewRun]:
+    """Return the measured metrics with Holm's correction, those without a spread last."""
+    new_runs = sorted((record for record in family if record), key=lambda record: record.num_sds is None)
     adjusted = holm([record.p for record in new_runs]) if new_runs else []
     return [
         replace(record, p_holm=p_value, num_metrics=len(new_runs))

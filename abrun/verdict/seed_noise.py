@@ -16,7 +16,12 @@ from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_ma
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.decide import Verdict
-from abrun.verdict.description import MAX_OTHER_METRICS, default_window, rank_metrics, untransformed_claim
+from abrun.verdict.description import (
+    MAX_OTHER_METRICS,
+    default_window,
+    informative_metrics,
+    untransformed_claim,
+)
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
@@ -101,7 +106,7 @@ def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -
     claims = [(claim, True) for claim in experiment.compare.claims]
     claimed = {claim.metric for claim, _ in claims}
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
-    others = [metric for metric in rank_metrics(sides) if metric not in claimed] if runs else []
+    others = [metric for metric in informative_metrics(sides) if metric not in claimed] if runs else []
     claims += [(untransformed_claim(metric), False) for metric in others[:MAX_OTHER_METRICS]]
     for claim, is_claimed in claims:
         yield _measure_metric(experiment, sides, claim, is_claimed=is_claimed)

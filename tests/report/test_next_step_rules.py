@@ -141,6 +141,10 @@ CASES = {
         OTHERS | UNCLAIMED | SEVERAL | {"content.new_runs": ["a run"]},
         "TRAIN_MORE_OF_NEW",
     ),
+    "INCONCLUSIVE, of others, a claim on one run beside several": (
+        OTHERS | {"content.new_runs": ["a run"]},
+        "TRAIN_MORE_OF_NEW",
+    ),
     "INCONCLUSIVE, one arm": (
         {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]},
         "COMPARE_CHANGE",

@@ -19,7 +19,8 @@ function prospects(row) {
 }
 
 function descriptionSection() {
-  const list = content.descriptions || [];
+  const single = new Set((content.new_runs || []).map((row) => row.arm));
+  const list = (content.descriptions || []).filter((row) => !single.has(row.arm));
   if (!list.length) return null;
   const hasOneRunPerArm = list.every((row) => row.interval === null);
   const intro = hasOneRunPerArm
@@ -99,27 +100,30 @@ function newRunsSection() {
   const list = content.new_runs || [];
   if (!list.length) return null;
   const [first] = list;
+  const heads = several ? [["run"]] : [];
   return section(
     "new-run",
     "One run beside several",
     el(
       "p",
       { class: "intro" },
-      `The level of ${first.run} beside those of ${first.several}. 95 of 100 further runs of ${first.several} would be in the interval (prediction interval of Student\u2019s t); p is corrected over the ${list.length} metrics (Holm).`,
+      `The level of a single run beside those of several. 95 of 100 further runs of ${first.several} would be in the interval (prediction interval of Student\u2019s t); p is corrected over the claimed metrics, or over all others (Holm).`,
     ),
     table(
       "One run beside several",
       [
+        ...heads,
         ["metric"],
         ["steps", "nowrap"],
-        [first.several, "right"],
-        [first.run, "right"],
+        ["several runs", "right"],
+        [several ? "single run" : first.run, "right"],
         ["difference", "right"],
         ["in sds", "right"],
         ["95 of 100 further runs", "right nowrap"],
         ["p (Holm)", "right"],
       ],
       list.map((row) => [
+        ...heads.map(() => row.run),
         named(row.metric, "b"),
         row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
         [number(row.mean, 4), muted(`${row.num_runs} runs, sd ${number(row.sd, 3)}`)],
@@ -258,6 +262,10 @@ function outlook(claim) {
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
   const range = claim.pairs_needed_range ? ` (${claim.pairs_needed_range.map(many).join(" to ")})` : "";
   const unit = claim.num_runs ? "runs of each arm" : "pairs";
+  if (claim.kind === "limit")
+    return claim.pairs_needed_observed
+      ? `80\u00a0% power needs ${claim.pairs_needed_observed} ${unit} at the observed times`
+      : "more seeds narrow the interval";
   const excludesZero = claim.interval && (claim.interval[0] > 0 || claim.interval[1] < 0);
   if (excludesZero && claim.margin_unit !== "sigma" && (claim.kind ?? "within") === "within")
     return Math.abs(claim.mean_difference) >= claim.margin

@@ -85,7 +85,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 const body = [
   noiseSection(),
   newRunsSection(),
-  (content.new_runs || []).length ? null : descriptionSection(),
+  descriptionSection(),
   claimsSection(),
   sensitivitySection(),
   curvesSection(),
