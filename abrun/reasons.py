@@ -87,7 +87,7 @@ class Code(StrEnum):
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
     TARGET_NEEDS_SAMPLE, TARGET_GRID_COARSE, TARGET_WITHOUT_STEPS = auto(), auto(), auto()
-    TARGET_GRIDS_DIFFER = auto()
+    TARGET_GRIDS_DIFFER, TARGET_SAMPLE_SIZE = auto(), auto()
     CLAIM_PASSES, CLAIM_FAILS, CLAIM_OPEN, TOO_FEW_FOR_BETTER = auto(), auto(), auto(), auto()
     DIRECTION_UNKNOWN, LEVEL_CHANGED, RATIO_AT_EACH_STEP, POLICY_LOSS = auto(), auto(), auto(), auto()
 
@@ -226,13 +226,9 @@ class Code(StrEnum):
     GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
     GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
     GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()
-    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT, GATE_RUN_NOT_FINITE = (
-        auto(),
-        auto(),
-        auto(),
-        auto(),
-    )
-    GATE_LINE_LOST, OPTION_NEEDS_START, START_NEEDS = auto(), auto(), auto()
+    GATE_TOO_MANY_SEEDS, GATE_RUN_NOT_FINISHED, GATE_RUN_SHORT = auto(), auto(), auto()
+    GATE_DIVERGED, GATE_INCUMBENT_DIVERGED, GATE_LINE_LOST = auto(), auto(), auto()
+    OPTION_NEEDS_START, START_NEEDS = auto(), auto()
 
     OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED, OUTPUT_UNWRITABLE = auto(), auto(), auto()
     EXPERIMENT_BESIDE_SOURCES, EXPERIMENT_WITH_OPTION = auto(), auto()

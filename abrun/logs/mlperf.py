@@ -22,6 +22,7 @@ SUFFIXES = (".txt", ".log", ".out")  # of files that are searched for events
 SNIFFED_BYTES = 1 << 20  # from the start of a file; containers print banners before the first event
 EVALUATIONS = ("eval_accuracy", "eval_error")
 AXES = ("samples_count", "step_num", "epoch_num")  # the first that all evaluations have is the step
+INTERVALS = ("_start", "_stop")  # events that mark an interval; their values repeat the axis
 FRACTION = 1000  # a step is a thousandth of an epoch if epochs are fractions
 # Of the submission, not of the run
 NOT_CONFIGURED = {
@@ -130,7 +131,7 @@ def _list_rows(
     start_ms = next((event.time_ms for event in events if event.key == "run_start"), None)
     for event in events:
         position = event.metadata.get(axis)
-        if not is_number(position):
+        if not is_number(position) or event.key.endswith(INTERVALS):
             continue
         if not 0 <= position * factor < STEP_LIMIT:
             raise StoreError(

@@ -123,12 +123,15 @@ def read_candidate(
     must not be missed, in units of the values or `in_sds` in pooled standard deviations. The incumbent needs
     at least two runs. A candidate is either better, alike or worse, or none of them (open).
     """
-    dof = np.asarray(noise.dof + incumbent.count - 1 + candidate.count - 1)
-    variance = (noise.squares + incumbent.squares + candidate.squares) / dof
-    error = np.sqrt(
-        _own_variance(candidate, variance, dof) / candidate.count
-        + _own_variance(incumbent, variance, dof) / incumbent.count
+    pooled_dof = np.asarray(noise.dof + incumbent.count - 1 + candidate.count - 1)
+    variance = (noise.squares + incumbent.squares + candidate.squares) / pooled_dof
+    errors, dofs = zip(
+        *(_squared_error(sample, variance, pooled_dof) for sample in (candidate, incumbent)), strict=True
     )
+    error = np.sqrt(errors[0] + errors[1])
+    with np.errstate(invalid="ignore"):  # Satterthwaite 1946, doi:10.2307/3002019
+        dof = error**4 / (errors[0] ** 2 / dofs[0] + errors[1] ** 2 / dofs[1])
+    dof = np.where(error > 0, np.minimum(dof, pooled_dof), pooled_dof)
     improvement = candidate.mean - incumbent.mean
     p = _p_above(improvement - margin, error, dof)
     share = np.asarray(level) * level_share(candidate.count, max_seeds)
@@ -158,9 +161,11 @@ def seeds_to_add(
     max_seeds: int = MAX_SEEDS,
     **settings: Any,
 ) -> NDArray[np.int64]:
-    """Return the fewest seeds that would decide an open candidate if its mean and variance stayed the same.
+    """Return how many seeds to add to an open candidate before it is judged again.
 
-    If none up to the maximum would, return all that are left. `settings` as of `read_candidate`.
+    This is half of the fewest seeds that would decide it if its mean and variance stayed the same, or half of
+    those left up to the maximum, rounded up: readings cost nothing, and most candidates drift away from the
+    incumbent sooner. `settings` as of `read_candidate`.
     """
     own_dof = candidate.count - 1
     pooled = (noise.squares + incumbent.squares + candidate.squares) / (
@@ -174,7 +179,7 @@ def seeds_to_add(
         reading = read_candidate(longer, incumbent, noise, max_seeds=max_seeds, **settings)
         is_decided = (reading.better | reading.alike | reading.worse) & (count <= max_seeds)
         num_added = np.where(is_decided, added, num_added)
-    return num_added.astype(np.int64)
+    return -(-num_added.astype(np.int64) // 2)
 
 
 def _gamma(distance: int) -> float:
@@ -188,11 +193,15 @@ def _p_above(difference: Array, error: Array, dof: Array) -> Array:
     return special.stdtr(dof, -t)
 
 
-def _own_variance(sample: Sample, pooled: Array, dof: Array) -> Array:
-    """Return the variance to use for a sample: the pooled one, or its own if that is larger."""
-    own_dof = sample.count - 1
-    own = sample.squares / np.maximum(own_dof, 1)
-    shrunk = (_PRIOR_DOF * pooled + sample.squares) / (_PRIOR_DOF + own_dof)
-    critical = special.fdtri(np.maximum(own_dof, 1), dof, 1 - _VARIANCE_LEVEL)
-    is_larger = (own_dof > 0) & (own > critical * pooled)
-    return np.where(is_larger, own, np.maximum(pooled, shrunk))
+def _squared_error(sample: Sample, pooled: Array, pooled_dof: Array) -> tuple[Array, Array]:
+    """Return the squared error of a mean and its degrees of freedom.
+
+    The variance is the pooled one, or the sample's own if that is larger.
+    """
+    own_dof = np.maximum(sample.count - 1, 1)
+    own = sample.squares / own_dof
+    shrunk = (_PRIOR_DOF * pooled + sample.squares) / (_PRIOR_DOF + sample.count - 1)
+    critical = special.fdtri(own_dof, pooled_dof, 1 - _VARIANCE_LEVEL)
+    is_larger = (sample.count > 1) & (own > critical * pooled)
+    variance = np.where(is_larger, own, np.maximum(pooled, shrunk))
+    return variance / sample.count, np.where(is_larger, own_dof, pooled_dof)

@@ -37,6 +37,7 @@ class TimeRatioResult:
     interval: tuple[float, float]  # level 1 - 2 alpha or above; 0 and inf if nothing is known
     p_below: float  # small if the ratio is below the limit
     p_above: float  # small if the ratio is above the limit
+    share_below: float  # of the ratios behind p_below, those that speak for a ratio below the limit
     is_below: bool  # shown at alpha
     is_above: bool
 
@@ -63,15 +64,16 @@ def time_ratio_test(
     sizes = len(baseline[0]), len(treatment[0])
     null = _signed_rank_null(sizes[0]) if paired else _rank_sum_null(*sizes)
     bound = math.log(limit)
-    p_below = null.probability_up_to(int((longest >= bound - ROUNDING).sum()))
+    num_against = int((longest >= bound - ROUNDING).sum())
     p_above = null.probability_up_to(int((shortest <= bound + ROUNDING).sum()))
     count = null.largest_count(alpha)
     lower, upper = (-math.inf, math.inf) if count is None else (shortest[count], longest[-1 - count])
     return TimeRatioResult(
         estimate=_estimate(baseline, treatment, paired=paired),
         interval=(math.exp(lower), math.exp(upper)),
-        p_below=p_below,
+        p_below=null.probability_up_to(num_against),
         p_above=p_above,
+        share_below=1 - num_against / len(longest),
         is_below=count is not None and bool(upper < bound - ROUNDING),
         is_above=count is not None and bool(lower > bound + ROUNDING),
     )
@@ -86,6 +88,19 @@ def min_sample_size(alpha: float = ALPHA, *, paired: bool = True) -> int:
     while (0.5**size if paired else 1 / math.comb(2 * size, size)) > alpha:
         size += 1
     return size
+
+
+def sample_size(share_below: float, alpha: float = ALPHA, *, paired: bool = True) -> int | None:
+    """Return about how many pairs, or runs of each arm, show a ratio below the limit with 80 % power.
+
+    `share_below` is the true share of that name. Noether 1987, J. Am. Stat. Assoc. 82:645: n = (z(1 - alpha)
+    + z(0.8))^2 / (3 (share - 1/2)^2) pairs, or half of it in each arm. None if no number does.
+    """
+    if share_below <= 0.5:
+        return None
+    quantiles = float(special.ndtri(1 - alpha) + special.ndtri(0.8))
+    size = quantiles**2 / (3 * (share_below - 0.5) ** 2) / (1 if paired else 2)
+    return max(min_sample_size(alpha, paired=paired), math.ceil(size))
 
 
 def _log_ratios(baseline: Times, treatment: Times, *, paired: bool) -> NDArray[np.float64]:

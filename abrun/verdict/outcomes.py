@@ -105,13 +105,14 @@ def _equivalence_reason(
 
 def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     """Return the runs, steps and recipe that an outcome applies to."""
+    target = window_target(terms.window)
     return {
+        **({"target": target.value} if target else {}),
         "pairs": terms.num_pairs,
         "runs": terms.num_runs,
         "welch": not terms.paired and terms.test not in ("limit", "time to target", "exact"),
         "steps": terms.steps,
         "window": terms.window,
-        "target": target.value if (target := window_target(terms.window)) else None,
         "axis": terms.axis,
         "unit": terms.unit,
         "recipe": has_recipe,

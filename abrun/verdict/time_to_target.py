@@ -15,9 +15,9 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Target, TimeUnit, describe_claim
 from abrun.recorded.experiment import RecordedRun, Sides, union_steps
 from abrun.stats.series import Array, Steps
-from abrun.stats.time_ratio import min_sample_size, time_ratio_test
+from abrun.stats.time_ratio import min_sample_size, sample_size, time_ratio_test
 from abrun.verdict.claims import pairs_missing_reason
-from abrun.verdict.results import ONE_TEST, ClaimEstimate, ClaimResult, ClaimTerms, ErrorRates, detect
+from abrun.verdict.results import ONE_TEST, ClaimEstimate, ClaimResult, ClaimTerms, ErrorRates, Power, detect
 from abrun.verdict.sensitivity import check_distinct_seeds, check_metric_of_runs
 
 # Metrics from which a time follows: a running total, and an amount per step
@@ -159,6 +159,9 @@ def _test(
         difference = float(np.log(test.estimate))
         detected = detect(_log_times(before), _log_times(after), difference, (low, high), paired=paired)
     is_open = not (test.is_below or test.is_above)
+    num_seeds = min(len(baseline), len(treatment))
+    needed = sample_size(test.share_below, terms.alpha, paired=paired) if is_open else None
+    power = Power(pairs_needed_observed=needed and max(needed, num_seeds + 1))
     return replace(
         result,
         estimate=ClaimEstimate(
@@ -168,7 +171,8 @@ def _test(
             p_beyond=test.p_above,
             detected=detected,
         ),
-        warnings=tuple(_list_warnings(baseline, treatment, terms, is_open=is_open)),
+        power=power,
+        warnings=tuple(_list_warnings(baseline, treatment, terms, power, is_open=is_open)),
         result="holds" if test.is_below else "undecided",
     )
 
@@ -183,7 +187,12 @@ def _log_times(ranges: tuple[Array, Array]) -> Array:
 
 
 def _list_warnings(
-    baseline: Sequence[ReachTime], treatment: Sequence[ReachTime], terms: ClaimTerms, *, is_open: bool
+    baseline: Sequence[ReachTime],
+    treatment: Sequence[ReachTime],
+    terms: ClaimTerms,
+    power: Power,
+    *,
+    is_open: bool,
 ) -> Iterator[Reason]:
     """Yield runs that did not reach the target, and for an open claim what stands in its way."""
     unreached = [sum(np.isinf(time.by) for time in times) for times in (baseline, treatment)]
@@ -199,6 +208,8 @@ def _list_warnings(
     needed = min_sample_size(terms.alpha, paired=terms.paired)
     if min(len(baseline), len(treatment)) < needed:
         yield Code.TARGET_NEEDS_SAMPLE(needed=needed, paired=terms.paired, alpha=terms.alpha)
+    elif power.pairs_needed_observed:
+        yield Code.TARGET_SAMPLE_SIZE(needed=power.pairs_needed_observed, paired=terms.paired)
     smallest = _smallest_limit_of_equals(baseline)
     if smallest >= terms.margin_number:
         yield Code.TARGET_GRID_COARSE(smallest=smallest)

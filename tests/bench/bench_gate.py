@@ -24,15 +24,16 @@ Levels = Callable[[int, list[int]], float]  # number of the candidate, times of 
 class Setting:
     """One kind of campaign, and the way in which an agent works with the gate."""
 
-    shape: Literal["normal", "right", "left"] = "normal"
+    shape: Literal["normal", "right", "left", "heavy", "collapse"] = "normal"
     null_share: float = 0.85
     harmful_share: float = 0.0  # of the null candidates, worse by up to 3 sd
     noisy_share: float = 0.0  # of the null candidates, with `noisy_sd`
     noisy_sd: float = 3.0
     first: int = 1  # seeds at which a candidate is judged first
-    incumbent_seeds: int = 12
+    incumbent_seeds: int = 16
     after_keep: Literal["add", "fresh", "reuse"] = "add"  # how a new incumbent's runs are made
     step: int | None = None  # add this many seeds instead of those that the gate asks for
+    stops: bool = True  # False: discarded candidates are run and judged on
     worth: float = 2.0
     num_candidates: int = 100
 
@@ -56,6 +57,11 @@ def draw_noise(rng: np.random.Generator, shape: str, size: tuple[int, ...]) -> n
     """Return noise of mean 0 and sd 1."""
     if shape == "normal":
         return rng.standard_normal(size)
+    if shape == "heavy":
+        return rng.standard_t(3, size) / np.sqrt(3)
+    if shape == "collapse":
+        collapsed = rng.random(size) < 0.1
+        return (rng.standard_normal(size) - 5 * collapsed + 0.5) / np.sqrt(1 + 25 * 0.09)
     sign = 1.0 if shape == "right" else -1.0
     return sign * (rng.exponential(size=size) - 1)
 
@@ -115,8 +121,8 @@ def simulate(
     return Outcome(
         fdr=proportion.mean(),
         fdr_error=proportion.std() / np.sqrt(num_campaigns),
-        large_kept=better[large].mean(),
-        any_kept=better[effect > 0].mean(),
+        large_kept=better[large].mean() if large.any() else 1.0,
+        any_kept=better[effect > 0].mean() if large.any() else 1.0,
         worth_discarded=discarded[worth].mean() if worth.any() else 0.0,
         candidate_runs=num_seeds.mean(),
         incumbent_runs=incumbent_runs.mean() / setting.num_candidates,
@@ -143,17 +149,17 @@ def judge_all(
     for _ in range(MAX_SEEDS):
         sample = first_runs(values, num_seeds)
         reading = read_candidate(sample, incumbent, noise, level=level, worth=setting.worth, in_sds=True)
-        is_open = ~better & ~discarded
+        is_open = ~better & ~(discarded & setting.stops)
         better |= is_open & reading.better
         discarded |= is_open & (reading.alike | reading.worse)
-        is_open &= ~better & ~discarded & (num_seeds < MAX_SEEDS)
+        is_open &= ~better & ~(discarded & setting.stops) & (num_seeds < MAX_SEEDS)
         if not is_open.any():
             break
         added = setting.step or seeds_to_add(
             sample, incumbent, noise, level=level, worth=setting.worth, in_sds=True
         )
         num_seeds = np.where(is_open, np.minimum(num_seeds + added, MAX_SEEDS), num_seeds)
-    return num_seeds, better, discarded
+    return num_seeds, better, discarded & ~better
 
 
 def fixed_level(number: int, discoveries: list[int]) -> float:
@@ -178,7 +184,10 @@ def main() -> None:
     settings["new incumbent: fresh runs only"] = replace(base, after_keep="fresh")
     settings["new incumbent: its winning runs only"] = replace(base, after_keep="reuse")
     settings["incumbent of 8"] = replace(base, incumbent_seeds=8)
-    settings["incumbent of 16"] = replace(base, incumbent_seeds=16)
+    settings["incumbent of 12"] = replace(base, incumbent_seeds=12)
+    settings["heavy tails (t with 3 degrees of freedom)"] = replace(base, shape="heavy")
+    settings["10 % of the runs collapse by 5 sd"] = replace(base, shape="collapse")
+    settings["candidates run to 8 seeds in any case"] = replace(base, step=1, stops=False)
     for name, setting in settings.items():
         print_outcome(name, simulate(setting, num_campaigns))
     for shape in ("normal", "right"):

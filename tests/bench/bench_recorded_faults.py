@@ -9,7 +9,8 @@ is flagged if a step-one metric of steps 1 to 3 is further from the baseline's, 
 mean distance, than any replica is from it in units of the others', over all metrics and steps. A clean pair
 is flagged in 1 of k + 1 cases at most.
 
-With --work FOLDER a stopped command goes on.
+A recorded pair samples nothing, so it cannot have faults of samplers, such as forced_eos, which `abrun trace`
+shows at its first step. With --work FOLDER a stopped command goes on.
 """
 
 import contextlib

@@ -41,12 +41,13 @@ def test_evaluations_are_placed_by_samples_with_their_time(tmp_path: Path) -> No
         "0: " + event("eval_accuracy", 0.5, 9000, samples_count=160, epoch_num=1),
         event("tracked_stats", {"throughput": 3.5, "note": "x"}, samples_count=160),
         event("eval_accuracy", 0.7, 14000, samples_count=320, epoch_num=2),
-        event("run_stop", None, 15000, status="success", samples_count=320),
+        event("run_stop", 0.7, 15000, status="success", samples_count=320),
         event("train_samples", 320),
     )
     assert values(log, "eval_accuracy") == {160: 0.5, 320: 0.7}
     assert values(log, "timing/elapsed_s") == {160: 5.0, 320: 10.0}
     assert values(log, "train_loss") == {80: 2.0} and values(log, "tracked_stats/throughput") == {160: 3.5}
+    assert "run_stop" not in log.metrics
     assert log.config == {"seed": 5722, "global_batch_size": 16}  # neither results nor the submitter
     assert (log.name, log.status) == ("result_0.txt", "finished")
     assert log.guesses == ("an MLPerf log: a step is 1 of its samples_count",)

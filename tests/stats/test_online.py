@@ -64,9 +64,14 @@ def test_a_reading_agrees_with_the_pooled_t_test_where_no_variance_stands_out():
 def test_the_variance_of_a_noisy_candidate_counts_in_full():
     quiet = Sample.of(np.linspace(-1, 1, 12))
     noise = Noise(squares=60.0, dof=100.0)
-    wild = Sample.of([-6.0, 0.0, 6.0, 8.0])
-    reading = read_candidate(wild, quiet, noise, level=0.05, worth=1.0)
-    assert reading.error > np.sqrt(np.var([-6.0, 0.0, 6.0, 8.0], ddof=1) / 4)
+    values = [-6.0, 0.0, 6.0, 8.0]
+    reading = read_candidate(Sample.of(values), quiet, noise, level=0.05, worth=1.0)
+    pooled = (60 + float(quiet.squares) + 3 * np.var(values, ddof=1)) / 114
+    terms = np.var(values, ddof=1) / 4, pooled / 12
+    assert reading.error == pytest.approx(np.sqrt(sum(terms)))
+    expected_dof = sum(terms) ** 2 / (terms[0] ** 2 / 3 + terms[1] ** 2 / 114)  # Satterthwaite
+    assert reading.dof == pytest.approx(expected_dof) and reading.dof < 4
+    assert reading.p == pytest.approx(stats.t.sf(2.0 / reading.error, expected_dof))
 
 
 def test_identical_runs_are_decided_by_value():
@@ -85,19 +90,19 @@ def test_an_improvement_below_the_margin_is_not_better():
     assert not read_candidate(candidate, incumbent, Noise(), level=0.01, worth=3.0, margin=1.2).better
 
 
-def test_the_seeds_to_add_decide_if_the_mean_stays():
-    incumbent = Sample.of(np.linspace(-1.6, 1.6, 12))
-    settings = {"level": 0.005, "worth": 2.0, "in_sds": True}
+def test_the_seeds_to_add_are_half_of_those_that_would_decide_if_the_mean_stays():
+    incumbent, noise = Sample.of(np.linspace(-1.6, 1.6, 12)), Noise(squares=40.0, dof=40.0)
     candidate = Sample.of([0.6, 2.4, 1.5])
-    noise = Noise(squares=40.0, dof=40.0)
-    added = int(seeds_to_add(candidate, incumbent, noise, **settings))
-    assert 0 < added <= MAX_SEEDS - 3
-    longer = [
-        Sample(count=np.array(3.0 + k), mean=candidate.mean, squares=candidate.squares * (2 + k) / 2)
-        for k in (added - 1, added)
-    ]
-    before, after = (read_candidate(sample, incumbent, noise, **settings) for sample in longer)
-    assert after.better | after.alike and not (before.better | before.alike)
+
+    def is_decided(num_added: int) -> bool:
+        count = np.array(3.0 + num_added)
+        longer = Sample(count=count, mean=candidate.mean, squares=candidate.squares * (count - 1) / 2)
+        reading = read_candidate(longer, incumbent, noise, level=0.005, worth=2.0, in_sds=True)
+        return bool(reading.better | reading.alike | reading.worse)
+
+    fewest = next(num_added for num_added in range(1, MAX_SEEDS) if is_decided(num_added))
+    added = seeds_to_add(candidate, incumbent, noise, level=0.005, worth=2.0, in_sds=True)
+    assert fewest > 2 and added == (fewest + 1) // 2
 
 
 def check(outcome: Outcome, *, fdr: float, kept: float, runs: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from abrun.stats.time_ratio import TimeRatioResult, min_sample_size, time_ratio_test
+from abrun.stats.time_ratio import TimeRatioResult, min_sample_size, sample_size, time_ratio_test
 
 LIMIT, TARGET = 1.1, 0.6
 Times = NDArray[np.float64]
@@ -199,7 +199,23 @@ def test_level_at_five_pairs() -> None:
     ],
 )
 def test_level(paired: bool, kind: str, grid: dict[str, int]) -> None:
-    experiments = 600
+    experiments = 400
     for num in (3, 4, 5, 8, 10):
         rates = error_rates(kind, num, experiments, paired=paired, **grid)
         assert max(rates) <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / experiments), (num, rates)
+
+
+@pytest.mark.parametrize(("paired", "effect"), [(True, 0.8), (False, 1.0)])
+def test_the_sample_size_has_its_power(paired: bool, effect: float) -> None:
+    rng = np.random.default_rng(3)
+    # the mean of two pairs, or the difference of two runs, of log ratios with sd 1
+    share = stats.norm.cdf(effect * math.sqrt(2) if paired else effect / math.sqrt(2))
+    num = sample_size(float(share), paired=paired)
+    assert num
+    shown = []
+    for _ in range(200):
+        before = rng.lognormal(4, 0.1, num)
+        after = np.exp(rng.normal(-0.1 * effect, 0.1, num)) * (before if paired else math.exp(4))
+        shown.append(time_ratio_test(exactly(before), exactly(after), 1.0, paired=paired).is_below)
+    assert 0.72 < np.mean(shown) < 0.97
+    assert sample_size(0.5, paired=paired) is None and sample_size(1.0, paired=paired) == (9 if paired else 5)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def test_the_headline_names_target_ratio_and_interval(tmp_path: Path) -> None:
     row = result.content["claims"][0]
     assert (row["test"], row["window"], row["kind"]) == ("time to target", "reaches 0.6", "limit")
     assert outcome(judged(folder, "validation/accuracy:reaches 0.6:<1.02x")) == ("INCONCLUSIVE", "undecided")
+    close = judged(folder, "validation/accuracy:reaches 0.6:<1.044x")
+    assert re.search(
+        r"about \d+ pairs show it with 80 % power if the times are as observed", close.reasons[0]
+    )
     slow = judged(write_arms(tmp_path / "slow", OLD, [1.5 * time for time in OLD]))
     assert outcome(slow) == ("FAIL", "different")
     assert "0.6 is not reached in less than 1.1x" in sentence(reason_of(slow.comparison, Code.LIMIT_BROKEN))

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +30,9 @@ from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import find_stored_experiment, open_sources
 from abrun.stats.online import ALPHA, MAX_SEEDS, MIN_SEEDS, Sample, read_candidate, seeds_to_add
 from abrun.stats.series import window_bounds
-from abrun.verdict.margins import summarize_window
+from abrun.verdict.summaries import summarize_runs
 
-INCUMBENT_SEEDS = 12  # recommended: fewer keep less of what is better
+INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
 OLD_AFTER_DAYS = 7.0
 _DAY_S = 86400.0
 
@@ -56,6 +58,7 @@ def start_gate(
     grid = union_steps(run.series(claim.metric).steps for run in runs)
     first_step, last_step = window_bounds(claim.window, grid, claim.metric)
     incumbent = _read_runs(name or default_name, runs, claim, (first_step, last_step))
+    _refuse_diverged(incumbent)
     if len(incumbent.values) < MIN_SEEDS or len({*incumbent.values}) == 1:
         raise ComparisonError(
             Code.GATE_INCUMBENT_REFUSED(
@@ -92,7 +95,7 @@ def ask_gate(
     start = read_state(path).start
     claim = Claim(
         metric=start.metric,
-        window=f"steps {start.first_step}-{start.last_step}",
+        window=start.window,
         transform=start.transform,
         higher_is_better=start.higher_is_better,
         better=start.margin,
@@ -119,6 +122,10 @@ def answer_reason(answer: Answer, state: State) -> Reason:
     }
     if answer.outcome == "INCUMBENT":
         return Code.GATE_INCUMBENT(incumbent=candidate.name, num_runs=len(candidate.values))
+    if candidate.num_diverged:
+        return Code.GATE_DIVERGED(
+            candidate=candidate.name, metric=start.metric, num_diverged=candidate.num_diverged
+        )
     shared = {
         "candidate": candidate.name,
         "incumbent": answer.incumbent,
@@ -140,8 +147,7 @@ def answer_reason(answer: Answer, state: State) -> Reason:
 def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
     """Return what the answer does not cover: the incumbent's age and machine, and what to run next."""
     reasons = []
-    runs = {**state.superseded, state.incumbent.name: state.incumbent, **_first_incumbent(state)}
-    incumbent = runs.get(answer.incumbent, state.incumbent)
+    incumbent = state.superseded.get(answer.incumbent, state.incumbent)
     days = None if incumbent.oldest_s is None else (now_s - incumbent.oldest_s) / _DAY_S
     if days is not None and days >= OLD_AFTER_DAYS:
         reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
@@ -154,27 +160,24 @@ def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
     return reasons
 
 
-def _first_incumbent(state: State) -> dict[str, Runs]:
-    first = state.start.incumbent
-    return {} if first.name == state.incumbent.name else {first.name: state.superseded.get(first.name, first)}
-
-
 def _judge(state: State, candidate: Runs) -> Answer:
     """Return the answer about a candidate, which is the recorded one if it has no new runs."""
     name, start = candidate.name, state.start
     earlier = state.candidates.get(name)
     if earlier:
-        refuse_changed_runs(name, earlier.candidate.values, candidate.values)
-        if len(earlier.candidate.values) == len(candidate.values):
+        refuse_changed_runs(earlier.candidate, candidate)
+        if earlier.candidate.num_runs == candidate.num_runs:
             return earlier
     if name == state.incumbent.name:
         return _extend_incumbent(state, candidate)
     if name in state.superseded:
         raise ComparisonError(Code.GATE_SUPERSEDED(candidate=name, incumbent=state.incumbent.name))
-    if len(candidate.values) > start.max_seeds:
+    if candidate.num_runs > start.max_seeds:
         raise ComparisonError(
-            Code.GATE_TOO_MANY_SEEDS(candidate=name, num_seeds=len(candidate.values), maximum=start.max_seeds)
+            Code.GATE_TOO_MANY_SEEDS(candidate=name, num_seeds=candidate.num_runs, maximum=start.max_seeds)
         )
+    if candidate.num_diverged:
+        return _answer(state, candidate, outcome="WORSE")
     sign = 1.0 if start.higher_is_better else -1.0
     samples = Sample.of(sign * np.array(candidate.values)), Sample.of(sign * np.array(state.incumbent.values))
     noise, level = state.noise(name), state.level(name)
@@ -189,14 +192,10 @@ def _judge(state: State, candidate: Runs) -> Answer:
     is_open = not (reading.better or reading.worse or reading.alike)
     decided: Outcome = "BETTER" if reading.better else "WORSE" if reading.worse else "ALIKE"
     low, high = reading.interval()
-    return Answer(
-        number=state.num_answers + 1,
-        time_s=time.time(),
+    return _answer(
+        state,
+        candidate,
         outcome="OPEN" if is_open else decided,
-        candidate=candidate,
-        incumbent=state.incumbent.name,
-        num_incumbent_runs=len(state.incumbent.values),
-        level=level,
         reading_level=float(reading.level),
         p=float(reading.p),
         improvement=float(reading.improvement),
@@ -208,20 +207,35 @@ def _judge(state: State, candidate: Runs) -> Answer:
     )
 
 
-def _extend_incumbent(state: State, runs: Runs) -> Answer:
-    """Return the answer about the incumbent itself: its new runs join the baseline."""
-    refuse_changed_runs(runs.name, state.incumbent.values, runs.values)
-    level = state.candidates[runs.name].level if runs.name in state.candidates else 0.0
+def _answer(state: State, candidate: Runs, **values: Any) -> Answer:
+    """Return the next line of the ledger, about a candidate against the incumbent of the day."""
     return Answer(
         number=state.num_answers + 1,
         time_s=time.time(),
-        outcome="INCUMBENT",
-        candidate=runs,
-        incumbent=runs.name,
-        num_incumbent_runs=len(runs.values),
-        level=level,
-        seeds_to_add=max(0, INCUMBENT_SEEDS - len(runs.values)),
+        candidate=candidate,
+        incumbent=state.incumbent.name,
+        num_incumbent_runs=len(state.incumbent.values),
+        level=state.level(candidate.name),
+        **values,
     )
+
+
+def _extend_incumbent(state: State, runs: Runs) -> Answer:
+    """Return the answer about the incumbent itself: its new runs join the baseline."""
+    refuse_changed_runs(state.incumbent, runs)
+    _refuse_diverged(runs)
+    answer = _answer(
+        state, runs, outcome="INCUMBENT", seeds_to_add=max(0, INCUMBENT_SEEDS - len(runs.values))
+    )
+    return replace(answer, num_incumbent_runs=len(runs.values))
+
+
+def _refuse_diverged(incumbent: Runs) -> None:
+    """Raise ComparisonError if a run of the incumbent has no finite value."""
+    if incumbent.num_diverged:
+        raise ComparisonError(
+            Code.GATE_INCUMBENT_DIVERGED(incumbent=incumbent.name, num_diverged=incumbent.num_diverged)
+        )
 
 
 def _check_claim(claim: Claim) -> Claim:
@@ -260,8 +274,7 @@ def _arm_runs(
 
 
 def _read_runs(name: str, runs: Sequence[RecordedRun], claim: Claim, steps: tuple[int, int]) -> Runs:
-    """Return the claim's values of the runs. Raises ComparisonError for a run that has none."""
-    window = claim.model_copy(update={"window": f"steps {steps[0]}-{steps[1]}"})
+    """Return the claim's values of the runs. Raises ComparisonError for a run that lacks steps."""
     values = []
     for run in runs:
         grid = run.series(claim.metric).steps
@@ -272,16 +285,13 @@ def _read_runs(name: str, runs: Sequence[RecordedRun], claim: Claim, steps: tupl
             raise ComparisonError(
                 Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
             )
-        value = float(summarize_window([run], window)[0])
-        if not np.isfinite(value):
-            raise ComparisonError(
-                Code.GATE_RUN_NOT_FINITE(run=str(run), metric=claim.metric, first=steps[0], last=steps[1])
-            )
-        values.append(value)
+        is_read = (steps[0] <= grid) & (grid <= steps[1])
+        values.append(float(summarize_runs(run.series(claim.metric).values[None, is_read], claim)[0]))
     ends = [run.span_s[1] for run in runs if run.span_s]
     return Runs(
         name=name,
-        values=tuple(values),
+        values=tuple(value for value in values if np.isfinite(value)),
+        num_diverged=int((~np.isfinite(values)).sum()),
         oldest_s=min(ends) if len(ends) == len(runs) else None,
         environment_sha256=environment_sha256(runs) if all(run.environment for run in runs) else None,
     )

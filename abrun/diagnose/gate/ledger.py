@@ -4,8 +4,8 @@ The state is replayed from the lines. A line is one write, so a killed gate leav
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,9 +32,14 @@ class Runs:
 
     name: str
     values: Items[Number]  # one a run, in the claim's transformed unit
+    num_diverged: Count = 0  # further runs, which are NaN or infinite in the window
     # End of the oldest run; None: unknown. Hash of package versions and devices; None: unknown or several
     oldest_s: Seconds | None = None
     environment_sha256: str | None = None
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.values) + self.num_diverged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +120,7 @@ class State:
         samples = [
             Sample.of(runs.values)
             for name, runs in others.items()
-            if name not in (candidate, self.incumbent.name)
+            if runs.values and name not in (candidate, self.incumbent.name)
         ]
         return Noise(
             squares=float(sum(sample.squares for sample in samples)),
@@ -125,12 +130,13 @@ class State:
 
 def create_ledger(path: Path, start: Start) -> None:
     """Write the first line. Raises StoreError if the file exists or cannot be written."""
-    if path.exists() or path.is_symlink():
-        raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
+    with suppress(FileNotFoundError):
+        if path.lstat().st_size:
+            raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
     writer = LineWriter(path)
     try:
         with file_lock(path):
-            if read_json_lines(path):
+            if read_json_lines(path):  # another gate was faster
                 raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
             writer.write(asdict(start))
             writer.sync()
@@ -174,12 +180,13 @@ def write_answer(writer: LineWriter, answer: Answer) -> None:
     writer.sync()
 
 
-def refuse_changed_runs(name: str, earlier: Sequence[float], values: Sequence[float]) -> None:
-    """Raise ComparisonError unless the values contain all values of the earlier answer."""
-    num_missing = sum((Counter(earlier) - Counter(values)).values())
+def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
+    """Raise ComparisonError unless the runs contain all runs of the earlier answer."""
+    num_missing = sum((Counter(earlier.values) - Counter(runs.values)).values())
+    num_missing += max(0, earlier.num_diverged - runs.num_diverged)
     if num_missing:
         raise ComparisonError(
-            Code.GATE_RUNS_CHANGED(candidate=name, num_missing=num_missing, num_earlier=len(earlier))
+            Code.GATE_RUNS_CHANGED(candidate=runs.name, num_missing=num_missing, num_earlier=earlier.num_runs)
         )
 
 
@@ -190,7 +197,7 @@ def as_json(answer: Answer, state: State) -> dict[str, Any]:
     return {
         "answer": content.pop("outcome"),
         "candidate": candidate["name"],
-        "num_seeds": len(candidate["values"]),
+        "num_seeds": answer.candidate.num_runs,
         **{key: value for key, value in content.items() if key not in ("kind", "number", "time_s")},
         "metric": state.start.metric,
         "num_candidates": len(state.candidates),

@@ -67,7 +67,7 @@ def check_submission(folder: Path, points_file: Path) -> RcpCheck:
     runs = read_submission(folder, benchmark, axis=axis)
     if len(runs) <= 2 * rules.num_trimmed:
         raise ComparisonError(
-            f"{printable(str(folder))}: got {len(runs)} runs; {benchmark} takes {rules.num_runs}, of which "
+            f"{printable(str(folder))}: got {len(runs)} of the {rules.num_runs} runs that {benchmark} takes; "
             "the fastest and slowest do not count"
         )
     points = [make_point(batch_size, values, rules) for batch_size, values in references]

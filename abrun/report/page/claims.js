@@ -262,6 +262,10 @@ function outlook(claim) {
   const many = (size) => (size === null || size === undefined ? "more than 1000" : String(size));
   const range = claim.pairs_needed_range ? ` (${claim.pairs_needed_range.map(many).join(" to ")})` : "";
   const unit = claim.num_runs ? "runs of each arm" : "pairs";
+  if (claim.kind === "limit")
+    return claim.pairs_needed_observed
+      ? `80\u00a0% power needs ${claim.pairs_needed_observed} ${unit} at the observed times`
+      : "more seeds narrow the interval";
   const excludesZero = claim.interval && (claim.interval[0] > 0 || claim.interval[1] < 0);
   if (excludesZero && claim.margin_unit !== "sigma" && (claim.kind ?? "within") === "within")
     return Math.abs(claim.mean_difference) >= claim.margin

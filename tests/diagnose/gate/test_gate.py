@@ -24,7 +24,7 @@ from abrun.reasons import Code
 from abrun.recorded.selection import ReadingOptions
 from abrun.stats.online import lord_level
 from tests.reasons import refused
-from tests.verdict.simulate import write_experiment
+from tests.verdict.simulate import fail, write_experiment
 
 CLAIM = "train/reward:last 50%:better 0"
 READING = ReadingOptions(allows_one_arm=True)
@@ -167,12 +167,13 @@ def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
 def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
     ledger = start(tmp_path)
     answer, state = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
-    assert [reason.code for reason in caveats(answer, state, 0.0)] == []
+    assert [reason.code for reason in caveats(answer, state, 0.0)] == [Code.GATE_ADD_TO_INCUMBENT]
     old = replace(state.incumbent, oldest_s=1e9, environment_sha256="a")
     moved = replace(answer, candidate=replace(answer.candidate, environment_sha256="b"))
     aged = State(start=state.start, incumbent=old)
     reasons = {reason.code: reason for reason in caveats(moved, aged, 1e9 + 30 * 86400)}
-    assert reasons.keys() == {Code.GATE_AGE, Code.GATE_ENVIRONMENT} and reasons[Code.GATE_AGE]["days"] == 30
+    assert reasons.keys() == {Code.GATE_AGE, Code.GATE_ENVIRONMENT, Code.GATE_ADD_TO_INCUMBENT}
+    assert reasons[Code.GATE_AGE]["days"] == 30 and reasons[Code.GATE_ADD_TO_INCUMBENT]["seeds_to_add"] == 4
 
 
 def test_two_gates_at_once_both_count(tmp_path):
@@ -250,6 +251,47 @@ def test_a_start_that_cannot_be_used_is_one_line(tmp_path, claim, words, problem
     assert not (tmp_path / "gate.jsonl").exists()
 
 
+def test_a_candidate_with_a_diverged_run_is_worse(tmp_path):
+    ledger = start(tmp_path)
+    levels = [0.9, 0.9, float("nan")]
+    result = typed(write_runs(tmp_path / "wild", levels), "--against", ledger)
+    assert result.exit_code == 3 and "NaN or infinite in 1 run" in result.stdout
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=3):
+        ask(ledger, write_runs(tmp_path / "wild", [0.9, 0.9, 0.9]))
+    answer = ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
+    assert answer.outcome == "WORSE" and answer.candidate.num_runs == 4
+    with refused(Code.GATE_INCUMBENT_DIVERGED, num_diverged=1):
+        ask(ledger, write_runs(tmp_path / "base", [*BASE, float("nan")]))
+
+
+def test_final_scores_in_a_table_are_judged(tmp_path):
+    for name, scores in {"base": [51, 53, 49, 52, 50], "idea": [71, 73, 69, 72]}.items():
+        rows = [f"{name},{seed},{score}" for seed, score in enumerate(scores)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["arm,seed,ifeval", *rows]) + "\n")
+    words = ("--against", tmp_path / "gate.jsonl")
+    claim = ("--claim", "ifeval:all:better 0, higher is better")
+    assert typed(tmp_path / "base.csv", *words, "--start", *claim).exit_code == 0
+    result = typed(tmp_path / "idea.csv", *words)
+    assert result.exit_code == 0 and "improvement of ifeval +20" in result.stdout, result
+
+
+def test_runs_that_have_not_finished_are_named(tmp_path):
+    experiment = write_experiment(tmp_path / "first")
+    ledger = tmp_path / "gate.jsonl"
+    words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
+    assert typed(experiment, "--arm", "baseline", *words).exit_code == 0
+    fail(experiment / "treatment/seed-1", after_steps=30)
+    result = typed(experiment, "--arm", "treatment", "--against", ledger)
+    assert result.exit_code == 2 and "treatment/seed-1: is failed" in result.stderr
+
+
+def test_a_file_that_is_no_ledger_is_not_touched(tmp_path):
+    base, notes = write_runs(tmp_path / "base", BASE), tmp_path / "notes.txt"
+    notes.write_text("no newline at the end")
+    for words in ((base, "--against", notes, "--start", "--claim", CLAIM), (base, "--against", notes)):
+        assert typed(*words).exit_code == 2 and notes.read_text() == "no newline at the end"
+
+
 def test_what_cannot_be_asked_is_one_line(tmp_path):
     ledger, idea = start(tmp_path), write_runs(tmp_path / "idea", [0.5])
     (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
@@ -262,7 +304,6 @@ def test_what_cannot_be_asked_is_one_line(tmp_path):
         ((idea, "--against", ledger, "--start", "--claim", CLAIM), "allowed: at least 3"),
         ((tmp_path / "base", "--against", ledger, "--start", "--claim", CLAIM), "already exists"),
         ((write_runs(tmp_path / "short", [0.5], end=3), "--against", ledger), "steps 3-4"),
-        ((write_runs(tmp_path / "nan", [float("nan")]), "--against", ledger), "NaN"),
         ((write_runs(tmp_path / "many", [0.5] * 9), "--against", ledger), "at most 8"),
         ((write_runs(tmp_path / "loss", [0.5], "train/loss"), "--against", ledger), "not recorded"),
         ((tmp_path / "missing", "--against", ledger), "missing"),

@@ -161,7 +161,7 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, capsys: pytest.C
     cases: dict[str, Path] = {"no such folder": tmp_path / "gone"}
     cases["no dump; give the folder of"] = tmp_path / "empty"
     cases["no dump; give the folder of"].mkdir()
-    cases["holds objects that are no tensors"] = dump_sglang(tmp_path / "code", forward(), extra=Code())
+    cases["holds objects other than tensors"] = dump_sglang(tmp_path / "code", forward(), extra=Code())
     torn = dump_sglang(tmp_path / "torn", forward())
     path = sorted(torn.glob("*.pt"))[0]
     path.write_bytes(path.read_bytes()[:300])
