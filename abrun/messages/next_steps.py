@@ -34,12 +34,12 @@ def _declare_rounding(untested_metrics: Sequence[str]) -> str:
 
 
 def _pairs_decide(
-    count: int, paired: bool, if_differing: int | None, gains: Sequence[float | None], if_equal: bool
+    count: int, paired: bool, if_differing: int | None, gains: Sequence[float], if_equal: bool
 ) -> str:
     """Number of fresh pairs, or runs of each arm, that decide; `gains`: those planned for by `better`."""
-    known_gains = sorted({gain for gain in gains if gain is not None})
+    gain_texts = sorted({f"{gain:.3g}" for gain in gains}, key=float)
     truths = ["the arms are truly equal"] * if_equal
-    truths += [f"the true gain is {' or '.join(f'{gain:.3g}' for gain in known_gains)}"] * bool(known_gains)
+    truths += [f"the true gain is {' or '.join(gain_texts)}"] * bool(gain_texts)
     text = f"{count} {sample_unit(paired=paired)} give 80 % power {AT_OBSERVED}, if {' or '.join(truths)}"
     return f"{text} ({if_differing}, if they differ as they do here)" if if_differing else text
 

@@ -17,6 +17,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.samples import read_run_samples
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
+from abrun.verdict.outcomes import planned_improvement
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_signal
 from abrun.verdict.step_one import StepOne
@@ -168,7 +169,7 @@ class NextStepFacts:
         count_if_differing = (
             max(known_counts) if len(known_counts) == len(observed) and max(known_counts) > count else None
         )
-        gains = [claim.claim.improvement for claim in undecided if claim.claim.kind == "better"]
+        gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
         reason = Code.PAIRS_DECIDE(
             count=count,
             paired=paired,

@@ -58,9 +58,14 @@ def _one_sided_reason(
         return Code.CLAIM_PASSES(**values)
     if result.result == "different":
         return Code.CLAIM_FAILS(**values, p_beyond=estimate.p_beyond_holm)
+    return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=planned_improvement(result))
+
+
+def planned_improvement(result: ClaimResult) -> float:
+    """Return the true improvement that the power of a one-sided claim is stated for."""
+    terms, observed = result.claim, result.estimate.mean_difference or 0.0
     sign = -1 if terms.better == "lower" else 1
-    improvement = assumed_improvement(terms, terms.margin or 0.0, sign * (estimate.mean_difference or 0.0))
-    return Code.CLAIM_OPEN(**values, power=asdict(result.power), improvement=improvement)
+    return assumed_improvement(terms, terms.margin or 0.0, sign * observed)
 
 
 def _equivalence_reason(

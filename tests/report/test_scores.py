@@ -255,3 +255,18 @@ def test_the_level_of_the_test_over_prompts(samples: int) -> None:
         result = equivalence_test(arms[0], arms[1], true_difference, resolution=1 / samples)
         num_passed += result.equivalent
     assert 0.03 < num_passed / num_experiments < 0.065
+
+
+def test_a_gain_over_prompts_is_planned_for_itself_and_no_climb_is_read_into_the_prompts(
+    tmp_path: Path,
+) -> None:
+    """Scores per prompt do not climb; the pairs needed for `better` assume the gain, not equal arms."""
+    table = write(tmp_path / "t.csv", "arm,seed,prompt,correct", prompt_rows(seeds=4, prompts=50, shift=0.1))
+    open_claim = Claim(metric="correct", window="all", better=0.01, higher_is_better=True)
+    comparison = compare(table, claims=[open_claim])
+    assert comparison.verdict == "INCONCLUSIVE" and comparison.content.claims[0].estimate.climb is None
+    steps = [step.text for step in comparison.next_steps]
+    assert "if the true gain is 0.02" in steps[0] and "truly equal" not in steps[0]
+    (described, *_) = compare(table).content.descriptions
+    level = described.baseline
+    assert described.margin == pytest.approx(0.05 * level, abs=0.01)
