@@ -146,8 +146,7 @@ VersionsDiffer = Annotated[
 Reference = Annotated[
     Path | None,
     typer.Option(
-        help="Compare one arm with a frozen reference (see abrun reference save). With --fleet: folder of "
-        "the references, one NAME.json a recipe."
+        help="Compare one arm with a frozen reference (see abrun reference save). With --fleet: their folder."
     ),
 ]
 ReferenceArm = Annotated[

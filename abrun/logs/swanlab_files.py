@@ -88,7 +88,7 @@ def _read_version(content: bytes, place: str) -> int:
     version = header[-1] if len(header) == FILE_HEADER else PROTOBUF_VERSION
     if version not in (JSON_VERSION, PROTOBUF_VERSION):
         raise StoreError(
-            f"{place}: version {version} of SwanLab's format; readable are {JSON_VERSION} and "
+            f"{place}: version {version} of SwanLab's format; abrun reads {JSON_VERSION} and "
             f"{PROTOBUF_VERSION}: upload it with `swanlab sync` and export its charts as CSV"
         )
     return version

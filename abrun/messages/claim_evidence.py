@@ -134,7 +134,7 @@ MESSAGES: dict[Code, Message] = {
     Code.DIRECTION_UNKNOWN: "{metric}: {kind}: whether higher is better is unknown; add ', higher is better' "
     "or ', lower is better' to --claim, or higher_is_better to the recipe's claim",
     Code.TARGET_MET_BEFORE_TRAINING: "{run} meets the target {target:g} before training ({value:g}); claim "
-    "another target, or say with ', lower is better' or ', higher is better' which way it lies",
+    "another target, or say with ', lower is better' or ', higher is better' which direction improves",
     Code.TIME_NOT_RECORDED: "{run} does not record its {unit}{metrics:if  ({metrics:join  or })}; "
     "claim steps",
     Code.TARGET_NOT_REACHED: "{treatment} of {of_treatments} treated runs and {baseline} of {of_baselines} "

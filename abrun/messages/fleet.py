@@ -4,22 +4,26 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _summary(num_recipes, regressed, not_judged, undecided, flaked, red_before, green, names) -> str:
+def _summary(num_recipes, counts, names) -> str:
     """The fleet in one sentence: how many recipes regressed here, and where all others stand."""
-    head = "no recipe regressed here"
-    if regressed:
-        head = f"{regressed} of {num_recipes} recipes regressed here"
+    num_regressed = counts["regressed here"]
+    head = f"{num_regressed} of {num_recipes} recipes" if num_regressed else "no recipe"
     others = [
-        f"{red_before} {'was' if red_before == 1 else 'were'} red before" * bool(red_before),
-        f"{flaked} flaked" * bool(flaked),
-        f"{undecided} {'is' if undecided == 1 else 'are'} open" * bool(undecided),
-        f"{not_judged} could not be judged" * bool(not_judged),
-        f"{green} {'is' if green == 1 else 'are'} green",
+        template.format(num=num, verb="is" if num == 1 else "are", past="was" if num == 1 else "were")
+        for status, template in _OTHERS.items()
+        if (num := counts[status]) or status == "green"
     ]
-    text = f"{head}; {', '.join(filter(None, others))}"
+    text = f"{head} regressed here; {', '.join(others)}"
     return f"{text}. Look at {', '.join(names)}" if names else text
 
 
+_OTHERS = {
+    "red before": "{num} {past} red before",
+    "flaked": "{num} flaked",
+    "open": "{num} {verb} open",
+    "not judged": "{num} could not be judged",
+    "green": "{num} {verb} green",
+}
 MESSAGES: dict[Code, Message] = {
     Code.FLEET_SUMMARY: _summary,
     Code.FLEET_FOLDER_MISSING: "{option}: got {folder}, {problem}; give a folder with a subfolder for each "

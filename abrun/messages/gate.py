@@ -116,7 +116,7 @@ MESSAGES: dict[Code, Message] = {
     "run it again and start a new ledger",
     Code.GATE_ENVIRONMENT: "package versions or devices of {candidate} and {incumbent} differ, so the "
     "difference may be theirs; run the incumbent again",
-    Code.GATE_ADD_TO_INCUMBENT: "improvements are found more often with more runs of the incumbent; add "
+    Code.GATE_ADD_TO_INCUMBENT: "more runs of the incumbent find more improvements: add "
     "{seeds_to_add:count seed} to {incumbent}, then ask about it again",
     Code.GATE_STATE: "gate on {metric} over steps {first}-{last}, {higher:if higher|lower} is better: "
     "{num_candidates:count candidate}, {num_discoveries} kept; the incumbent is {incumbent} "
@@ -127,8 +127,8 @@ MESSAGES: dict[Code, Message] = {
     Code.GATE_LEDGER_INVALID: "--against: {path} is not a ledger of abrun gate; start one with --start",
     Code.GATE_LINE_LOST: "--against: {path}: answer {number} stands where answer {expected} should; "
     "restore the file",
-    Code.GATE_CLAIM_REFUSED: "--claim: got another claim on {metric}; allowed: METRIC:WINDOW:better NUMBER, "
-    "in the metric's unit, such as 'train/reward:last 20%:better 0'",
+    Code.GATE_CLAIM_REFUSED: "--claim: got another kind of claim on {metric}; allowed: METRIC:WINDOW:better "
+    "NUMBER, in the metric's unit, such as 'train/reward:last 20%:better 0'",
     Code.GATE_DIRECTION_UNKNOWN: "--claim: whether higher is better is unknown for {metric}; add "
     "', higher is better' or ', lower is better'",
     Code.GATE_WORTH_REFUSED: "--worth: got {worth:repr}; allowed: a number above the claim's {margin:g}, or "

@@ -95,9 +95,9 @@ def _new_run_elsewhere(apart: Mapping[str, float], num_metrics: int) -> str:
     """Other metrics of a single run that seed noise does not explain."""
     others = count_text(num_metrics, "other metric")
     if not apart:
-        return f"seed noise can explain the place in {others}, too"
+        return f"seed noise can explain the difference in {others}, too"
     differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
-    return f"seed noise does not explain {differences}, either ({others} tested)"
+    return f"seed noise does not explain {differences} ({others} tested)"
 
 
 MESSAGES: dict[Code, Message] = {

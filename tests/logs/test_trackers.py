@@ -349,7 +349,7 @@ def test_swanlab_files_that_are_torn_of_a_failed_run_or_unreadable(tmp_path: Pat
     (log,) = read(path)
     assert log.status == "running" and "are torn or damaged and were left out" in log.notes[0]
     path.write_bytes(b":SWL\xd6\xe1\x09" + path.read_bytes()[7:])
-    with pytest.raises(StoreError, match=r"version 9 of SwanLab's format; readable are 1 and 2: .* as CSV"):
+    with pytest.raises(StoreError, match=r"version 9 of SwanLab's format; abrun reads 1 and 2: .* as CSV"):
         read(path)
     path.write_bytes(b"PK\x03\x04 zip")
     with pytest.raises(StoreError, match="not a SwanLab file"):

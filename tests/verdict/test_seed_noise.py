@@ -1,6 +1,7 @@
 """One arm alone, and one run beside several: what `abrun compare` says of seed noise."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.sources import ReadingOptions
-from abrun.report.comparing import Comparison, compare_sources
+from abrun.recorded.sources import ReadingOptions, read_sources
+from abrun.report.comparing import Comparison, compare, compare_sources
 from tests.reasons import reason_of, refused
 
 LEVELS = (0.86, 0.84, 0.87, 0.83, 0.85)
@@ -228,3 +229,17 @@ def test_the_page_and_the_figure_show_one_arm(tmp_path: Path) -> None:
     assert '"seed_noise":[{' in page and "noiseSection" in page
     assert "| train/reward | 41-50 | 5 |" in (output / "report.md").read_text()
     assert (output / "train-reward.svg").exists()
+
+
+def test_configurations_that_differ_by_more_than_the_seed_are_invalid(tmp_path: Path) -> None:
+    contents = read_sources([write_arm(tmp_path / "runs")], ReadingOptions())
+    experiment = contents.experiment(may_be_one_arm=True)
+    rates = dict(zip(experiment.runs, (0.1, 0.1, 0.1, 0.2, 0.2), strict=True))
+    runs = {
+        name: replace(run, config={"seed": name.seed, "lr": rates[name], "output": f"runs/{name.seed}"})
+        for name, run in experiment.runs.items()
+    }
+    found = compare(replace(experiment, runs=runs))
+    assert (found.verdict, found.exit_code) == ("INVALID", 5)
+    assert reason_of(found, Code.CONFIG_MIXED)["key"] == "lr"
+    assert found.next_steps[0].reason.code is Code.MEND_REASONS

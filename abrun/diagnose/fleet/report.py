@@ -39,18 +39,12 @@ _COLUMNS = ("recipe", "status", "why", "runs", "p", "FDR")
 
 def summarize(fleet: Fleet) -> str:
     """Return the fleet in one sentence."""
-    counts = fleet.counts
     names = [row.name for row in fleet.rows if row.status == "regressed here"]
     num_more = len(names) - _MAX_NAMES
     return sentence(
         Code.FLEET_SUMMARY(
             num_recipes=len(fleet.rows),
-            regressed=counts["regressed here"],
-            not_judged=counts["not judged"],
-            undecided=counts["open"],
-            flaked=counts["flaked"],
-            red_before=counts["red before"],
-            green=counts["green"],
+            counts={status: fleet.counts[status] for status in STATUSES},
             names=names[:_MAX_NAMES] + [f"{num_more} more"] * (num_more > 0),
         )
     )

@@ -126,7 +126,7 @@ def _load(path: Path) -> Tensor | None:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             raise StoreError(
-                f"{path}: holds objects that are no tensors, which could run code; dump tensors alone"
+                f"{path}: holds objects other than tensors, which could run code; dump only tensors"
             ) from error
         except (RuntimeError, ValueError, EOFError, TypeError, KeyError) as error:
             raise StoreError(f"{path}: damaged; dump it again") from error

@@ -52,7 +52,7 @@ def _unjudged(result: TraceResult, of: str) -> Iterator[str]:
         yield f"{of}: bit-identical"
         return
     yield f"{of}: {len(changed)} are not bit-identical, the first is {changed[0].name}"
-    yield "no verdict: without a repeat of the baseline nothing tells rounding from a difference"
+    yield "no verdict: only a repeat of the baseline tells rounding from a difference; dump one and add it"
     yield "the largest relative errors, in the order of execution:"
 
 

@@ -12,7 +12,6 @@ from abrun.diagnose.fleet.evidence import Judgement, RecipeEvidence
 from abrun.diagnose.fleet.noise import ClaimEvidence
 from abrun.diagnose.fleet.results_file import fleet_json, parse_rows
 from abrun.reasons import Code
-from abrun.stats.shared_variance import fit_prior
 from abrun.verdict.decide import Verdict
 
 MARGIN = 3.0  # of the usual sd of a pair
@@ -145,13 +144,3 @@ def test_nightlies_keep_the_rate_and_split_rightly(num_seeds: int, spread: float
     counts = count(num_fleets=60, num_recipes=150, num_seeds=num_seeds, spread=spread)
     assert counts.false_discovery_rate <= 0.05
     assert counts.right / counts.num_red >= 0.95
-
-
-def test_the_prior_of_the_variances_is_found() -> None:
-    rng = np.random.default_rng(0)
-    variances = 2.0 * 3.0 / rng.chisquare(3, 4000) * rng.chisquare(2, 4000) / 2
-    prior = fit_prior(variances.tolist(), [2.0] * 4000)
-    assert prior is not None
-    assert (prior.variance, prior.dof) == pytest.approx((2.0, 3.0), rel=0.1)
-    assert prior.moderate(8.0, 2.0)[0] == pytest.approx((3 * 2 + 2 * 8) / 5, rel=0.1)
-    assert fit_prior([1.0] * 9 + [0.0] * 9, [2.0] * 18) is None

@@ -156,7 +156,7 @@ def test_the_command_names_limit_and_missing_spread(
         "PASS: qwen35_397b_grpo: olympic mean 4608 at batch size 256 is not below the limit"
     )
     # 1 - 0.05**(1/6) = 0.393, and 3 * 0.393**2 * 0.607 + 0.393**3 = 0.342
-    assert "all 4608" in warning and "up to 39%" in warning and "34% of equal submissions fail" in warning
+    assert "all 4608" in warning and "up to 39 %" in warning and "34 % of equal submissions fail" in warning
     write_submission(folder, [4352, 4352, 4864])
     code, output, _ = abrun("reference", "mlperf", folder, points, "--json")
     content = json.loads(output)

@@ -111,7 +111,7 @@ def test_without_a_repeat_nothing_is_judged(tmp_path: Path) -> None:
     words = ["trace", str(baseline), str(other)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 4, done.output
-    assert "no verdict: without a repeat" in done.output and "the arms" not in done.output
+    assert "no verdict: only a repeat" in done.output and "the arms" not in done.output
     assert CliRunner().invoke(app, ["trace", str(baseline), str(baseline)]).exit_code == 0
 
 
@@ -161,15 +161,15 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path, capsys: pytest.C
     cases: dict[str, Path] = {"no such folder": tmp_path / "gone"}
     cases["no dump; give the folder of"] = tmp_path / "empty"
     cases["no dump; give the folder of"].mkdir()
-    cases["holds objects that are no tensors"] = dump_sglang(tmp_path / "code", forward(), extra=Code())
+    cases["holds objects other than tensors"] = dump_sglang(tmp_path / "code", forward(), extra=Code())
     torn = dump_sglang(tmp_path / "torn", forward())
     path = sorted(torn.glob("*.pt"))[0]
     path.write_bytes(path.read_bytes()[:300])
     cases["damaged; dump it again"] = torn
     cases["of step 5"] = dump_sglang(tmp_path / "later", forward(), step=5)
-    cases["no tensor of"] = tmp_path / "renamed"
-    cases["no tensor of"].mkdir()
-    torch.save(torch.ones(2), cases["no tensor of"] / "step=3___rank=0___dump_index=1___name=other.pt")
+    cases["no tensor in common"] = tmp_path / "renamed"
+    cases["no tensor in common"].mkdir()
+    torch.save(torch.ones(2), cases["no tensor in common"] / "step=3___rank=0___dump_index=1___name=other.pt")
     statistics = dump_msprobe(tmp_path / "statistics", forward())
     index = statistics / "step0/rank0/dump.json"
     index.write_text(index.read_text().replace("data_name", "Max"))

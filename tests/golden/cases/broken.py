@@ -144,7 +144,7 @@ for _name, _break in BREAKS.items():
 def refusals_of_compare(folder: Path) -> Commands:
     """Everything that `abrun compare` answers with exit code 2."""
     experiment_dir = write_experiment(folder / "runs/simulated", seeds=[0, 1, 2], controls={})
-    one_arm = write_experiment(
+    write_experiment(
         folder / "runs/alone", arms={"baseline": {}}, compare={"reference": "none.json"}, controls={}
     )
     yield ["compare", "nowhere"]
@@ -165,7 +165,6 @@ def refusals_of_compare(folder: Path) -> Commands:
     yield ["compare", "simulated", "--unknown"]
     yield ["compare"]
     yield ["compare", "alone"]
-    yield ["compare", str(one_arm.relative_to(folder) / "baseline/seed-0")]
     edit(experiment_dir / "experiment.json", lambda content: content["recipe"].update(novelty=1))
     yield ["compare", "simulated"]
     edit(experiment_dir / "experiment.json", lambda content: content.pop("recipe"))
