@@ -100,6 +100,7 @@ def gate(
     from abrun.diagnose.gate.ledger import as_json as answer_as_json
     from abrun.diagnose.gate.ledger import read_state
     from abrun.diagnose.gate.table import render_state, state_as_json
+    from abrun.messages.records import encode_reasons
     from abrun.recipe.claims import parse_claim
 
     start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
@@ -118,9 +119,11 @@ def gate(
         state = read_state(against)
     else:
         answer, state = ask_gate(against, candidate, reading, arm=arm, name=name)
-        notes = [sentence(reason) for reason in caveats(answer, state, time.time())]
+        reasons = caveats(answer, state, time.time())
+        notes = [sentence(reason) for reason in reasons]
         if as_json:
-            print_json({**answer_as_json(answer, state), "notes": notes})
+            codes = {"notes": notes, "note_codes": encode_reasons(reasons)}
+            print_json({**answer_as_json(answer, state), **codes})
         else:
             for line in (sentence(answer_reason(answer, state)), *notes):
                 console().say(line)

@@ -195,7 +195,8 @@ def _plan_one_sided_power(
     def needed(scale: float) -> int | None:
         if law is not None:
             return find_min_pairs(power, TARGET_POWER) if scale == 1.0 and excess > 0 else None
-        return one_sided_pairs_needed(excess, scale * sd, alpha=alpha, dof_per_pair=freedom)
+        count = one_sided_pairs_needed(excess, scale * sd, alpha=alpha, dof_per_pair=freedom)
+        return None if count is None else max(count, min_pairs)
 
     ends = None
     if spread and spread.num_pairs and law is None:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 from abrun.reasons import Code
 from abrun.stats.equivalence import MIN_FOR_MISMATCH, mean_and_sd
@@ -78,10 +77,15 @@ def _estimate_power(
     improvement = sign * (mean_and_sd(treatment)[0] - mean_and_sd(baseline)[0])
     excess = planned_excess(terms.kind, margin, assumed_improvement(terms, margin, improvement))
     threshold = -margin if terms.kind == "not_worse" else margin
-    needed = partial(one_sided_pairs_needed, alpha=terms.alpha, dof_per_pair=dof_per_pair)
+    min_runs = MIN_FOR_MISMATCH if terms.kind == "better" else 2
+
+    def needed(excess: float, sd: float) -> int | None:
+        count = one_sided_pairs_needed(excess, sd, alpha=terms.alpha, dof_per_pair=dof_per_pair)
+        return None if count is None else max(count, min_runs)
+
     low, high = sd_interval(sd, dof + 1) if sd else (0.0, 0.0)
     return Power(
-        power_now=one_sided_power(excess, standard_error, dof, terms.alpha),
+        power_now=one_sided_power(excess, standard_error, dof, terms.alpha) if num_runs >= min_runs else 0.0,
         pairs_needed=needed(excess, sd),
         pairs_needed_range=(needed(excess, low), needed(excess, high)),
         pairs_needed_observed=needed(improvement - threshold, sd),

@@ -84,7 +84,9 @@ def test_two_pairs_show_no_gain(simulated, judged):
     directory = simulated(shift=0.3, seeds=[0, 1])
     comparison = judged(directory, claims=[Claim(metric=REWARD, better=0.02)])
     assert comparison.verdict == "INCONCLUSIVE"
-    assert Code.TOO_FEW_FOR_BETTER(paired=True, needed=3) in comparison.content.claims[0].warnings
+    (found,) = comparison.content.claims
+    assert Code.TOO_FEW_FOR_BETTER(paired=True, needed=3) in found.warnings
+    assert (found.power.power_now, found.power.pairs_needed) == (0.0, 3)
 
 
 def test_runs_that_learn_nothing_pass_no_claim_of_being_not_worse(simulated, judged):

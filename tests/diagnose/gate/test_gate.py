@@ -78,6 +78,8 @@ def test_each_answer_has_its_exit_code_and_the_incumbent_changes_on_better(tmp_p
     open_answer = ask_json(ledger, write_runs(tmp_path / "idea", [0.55]))
     assert (open_answer["answer"], open_answer["exit_code"]) == ("OPEN", 4)
     assert 1 <= open_answer["seeds_to_add"] <= 7
+    values = {"incumbent": "base", "seeds_to_add": 4}
+    assert open_answer["note_codes"] == [{"code": "gate_add_to_incumbent", "values": values}]
     better = ask_json(ledger, write_runs(tmp_path / "idea", [0.55, 0.57, 0.56, 0.58, 0.55]))
     assert (better["answer"], better["exit_code"], better["num_discoveries"]) == ("BETTER", 0, 1)
     assert better["improvement"] == pytest.approx(0.062) and better["p"] <= better["reading_level"]
