@@ -29,6 +29,12 @@ EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
 Ledger = Annotated[
     Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
 ]
+Candidate = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
+    ),
+]
 StartIt = Annotated[
     bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
 ]
@@ -59,12 +65,7 @@ Alpha = Annotated[
 @survive_output_errors
 def gate(
     against: Ledger,
-    candidate: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
-        ),
-    ] = None,
+    candidate: Candidate = None,
     start: StartIt = False,
     claim: GateClaim = None,
     worth: Worth = None,
