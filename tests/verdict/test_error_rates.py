@@ -62,7 +62,7 @@ def verdicts(
     """The share of each verdict over simulated experiments."""
     rng = np.random.default_rng([num_pairs, round(10 * rho), round(10 * shift)])
     claim = Claim(metric="train/reward", margin=margin, climbs=False)
-    counts = dict.fromkeys(("MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"), 0)
+    counts: dict[str, int] = dict.fromkeys(("MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"), 0)
     for _ in range(num):
         arms = dict(zip(("baseline", "treatment"), curves(rng, num_pairs, rho, shift), strict=True))
         runs = [
