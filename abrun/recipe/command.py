@@ -296,7 +296,7 @@ def _describe_reserved(template: str, path: str) -> str:
 def _suggest_path(path: str) -> str:
     """Return a path in a folder of the command's own, with the file name of a refused path."""
     name = posixpath.basename(posixpath.normpath(path.removeprefix("{run_dir}").lstrip("/") or "."))
-    return "{run_dir}/out" if name in (".", "..") else f"{{run_dir}}/out/{name}"
+    return "{run_dir}/out" if name in (".", "..") or not name.isprintable() else f"{{run_dir}}/out/{name}"
 
 
 def _mentioned_run_file(text: str, run_dir: str) -> str | None:

@@ -108,7 +108,7 @@ def test_the_verdict_is_about_the_trainers_alone(launched: Path) -> None:
     ("claim", "code"),
     [
         ("train/reward:all:0.05", "fixed_by_recording"),
-        ("train/reward:all:>-1", "fixed_by_recording"),
+        ("train/reward:all:level >-1", "fixed_by_recording"),
         ("timing/train/total_step_time_s:all:50%", "only_some_sample"),
     ],
 )

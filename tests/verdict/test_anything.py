@@ -244,7 +244,7 @@ def test_nothing_shared_and_one_arm_alone_say_what_to_do(tmp_path: Path) -> None
     assert found.content.reasons[0]["baseline"][:3] == ["bar", "baz", "foo"]
     assert "--alias train/reward=NAME" in found.next_steps[0].command
     sources = LAYOUTS["s1.csv, s2.csv"](tmp_path / "runs")
-    assert described(sources[:1], tmp_path / "report").content.reasons[0].code is Code.SEED_NOISE
+    assert described(sources[:1], tmp_path / "report").content.reasons[0].code is Code.NORMAL_GAP
 
 
 def test_a_single_text_and_a_column_that_is_none_of_numbers(
