@@ -222,7 +222,8 @@ class Code(StrEnum):
 
     # Gate: answers about a candidate, their caveats, and refusals
     GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN, GATE_SEEDS_SPENT = auto(), auto(), auto(), auto(), auto()
-    GATE_INCUMBENT, GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto(), auto()
+    GATE_EVIDENCE, GATE_INCUMBENT, GATE_AGE = auto(), auto(), auto()
+    GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto()
     GATE_STATE, GATE_LEDGER_MISSING, GATE_LEDGER_EXISTS, GATE_LEDGER_INVALID = auto(), auto(), auto(), auto()
     GATE_CLAIM_REFUSED, GATE_DIRECTION_UNKNOWN, GATE_WORTH_REFUSED = auto(), auto(), auto()
     GATE_INCUMBENT_REFUSED, GATE_SUPERSEDED, GATE_RUNS_CHANGED = auto(), auto(), auto()

@@ -10,106 +10,30 @@ from abrun.reasons import Code
 def _evidence(
     metric: str, improvement: float, interval: Sequence[float], num_seeds: int, num_incumbent_runs: int
 ) -> str:
-    """Return the estimate that every answer states."""
+    """The estimate that an answer rests on."""
     seeds = f"{num_seeds} {'seed' if num_seeds == 1 else 'seeds'}"
     difference = difference_text(improvement, interval)
     return f"improvement of {metric} {difference}, {seeds} against {num_incumbent_runs} runs"
 
 
-def _better(
-    candidate: str,
-    incumbent: str,
-    metric: str,
-    improvement: float,
-    interval: Sequence[float],
-    num_seeds: int,
-    num_incumbent_runs: int,
-    p: float,
-    level: float,
-    margin: float,
-) -> str:
-    """A candidate is better than the incumbent, at the level that the online procedure gives it."""
-    evidence = _evidence(metric, improvement, interval, num_seeds, num_incumbent_runs)
-    amount = f" by more than {margin:g}" if margin else ""
-    return (
-        f"BETTER: {candidate} improves on {incumbent}{amount} and is the new incumbent: {evidence}; "
-        f"p {p:.2g}, level {level:.2g}"
-    )
-
-
-def _worse(
-    candidate: str,
-    incumbent: str,
-    metric: str,
-    improvement: float,
-    interval: Sequence[float],
-    num_seeds: int,
-    num_incumbent_runs: int,
-) -> str:
-    """A candidate is worse than the incumbent."""
-    evidence = _evidence(metric, improvement, interval, num_seeds, num_incumbent_runs)
-    return f"WORSE: {candidate} is worse than {incumbent}: {evidence}; discard it"
-
-
-def _alike(
-    candidate: str,
-    incumbent: str,
-    metric: str,
-    improvement: float,
-    interval: Sequence[float],
-    num_seeds: int,
-    num_incumbent_runs: int,
-    worth: float,
-) -> str:
+def _alike(candidate: str, incumbent: str, worth: float, evidence: str) -> str:
     """An improvement that is worth finding is ruled out."""
-    evidence = _evidence(metric, improvement, interval, num_seeds, num_incumbent_runs)
     return (
         f"ALIKE: {candidate} does not improve on {incumbent} by {bound_text(worth)} or more: {evidence}; "
         "discard it"
     )
 
 
-def _open(
-    candidate: str,
-    incumbent: str,
-    metric: str,
-    improvement: float,
-    interval: Sequence[float],
-    num_seeds: int,
-    num_incumbent_runs: int,
-    seeds_to_add: int,
-) -> str:
-    """The seeds so far do not decide about a candidate."""
-    evidence = _evidence(metric, improvement, interval, num_seeds, num_incumbent_runs)
-    noun = "seed" if seeds_to_add == 1 else "seeds"
-    return (
-        f"OPEN: {candidate} is not decided against {incumbent}: {evidence}; add {seeds_to_add} {noun} and "
-        "ask again"
-    )
-
-
-def _seeds_spent(
-    candidate: str,
-    incumbent: str,
-    metric: str,
-    improvement: float,
-    interval: Sequence[float],
-    num_seeds: int,
-    num_incumbent_runs: int,
-) -> str:
-    """The last number of seeds at which the gate judges does not decide about a candidate."""
-    evidence = _evidence(metric, improvement, interval, num_seeds, num_incumbent_runs)
-    return (
-        f"OPEN: {candidate} is not decided against {incumbent}: {evidence}; its seeds are spent: discard it"
-    )
-
-
 MESSAGES: dict[Code, Message] = {
-    Code.GATE_BETTER: _better,
-    Code.GATE_WORSE: _worse,
+    Code.GATE_EVIDENCE: _evidence,
+    Code.GATE_BETTER: "BETTER: {candidate} improves on {incumbent}{margin:if  by more than {margin:g}|} and "
+    "is the new incumbent: {evidence}; p {p:.2g}, level {level:.2g}",
+    Code.GATE_WORSE: "WORSE: {candidate} is worse than {incumbent}: {evidence}; discard it",
     Code.GATE_ALIKE: _alike,
-    Code.GATE_OPEN: _open,
-    Code.GATE_SEEDS_SPENT: _seeds_spent,
+    Code.GATE_OPEN: "OPEN: {candidate} is not decided against {incumbent}: {evidence}; add "
+    "{seeds_to_add:count seed} and ask again",
+    Code.GATE_SEEDS_SPENT: "OPEN: {candidate} is not decided against {incumbent}: {evidence}; its seeds are "
+    "spent: discard it",
     Code.GATE_INCUMBENT: "INCUMBENT: {incumbent} now has {num_runs:count run}, which later candidates are "
     "compared with",
     Code.GATE_AGE: "the oldest run of {incumbent} is {days:count day} old; if code or machine changed since, "

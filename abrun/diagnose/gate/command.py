@@ -126,22 +126,21 @@ def answer_reason(answer: Answer, state: State) -> Reason:
         return Code.GATE_DIVERGED(
             candidate=candidate.name, metric=start.metric, num_diverged=candidate.num_diverged
         )
-    shared = {
-        "candidate": candidate.name,
-        "incumbent": answer.incumbent,
-        "metric": start.metric,
-        "improvement": answer.improvement,
-        "interval": answer.interval,
-        "num_seeds": len(candidate.values),
-        "num_incumbent_runs": answer.num_incumbent_runs,
-    }
+    evidence = Code.GATE_EVIDENCE(
+        metric=start.metric,
+        improvement=answer.improvement,
+        interval=answer.interval,
+        num_seeds=len(candidate.values),
+        num_incumbent_runs=answer.num_incumbent_runs,
+    )
     own = {
         "BETTER": {"p": answer.p, "level": answer.reading_level, "margin": start.margin},
         "WORSE": {},
         "ALIKE": {"worth": answer.worth},
         "OPEN": {"seeds_to_add": answer.seeds_to_add} if answer.seeds_to_add else {},
     }
-    return codes[answer.outcome](**shared, **own[answer.outcome])
+    names = {"candidate": candidate.name, "incumbent": answer.incumbent}
+    return codes[answer.outcome](**names, evidence=evidence, **own[answer.outcome])
 
 
 def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
