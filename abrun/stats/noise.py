@@ -7,6 +7,7 @@ levels, which makes it too wide to be of use.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from abrun.stats.equivalence import ALPHA
+from abrun.stats.one_sided import one_sided_power
 from abrun.stats.power import power_at
 
 TARGET_POWER = 0.8
@@ -60,14 +62,8 @@ def detectable_difference(sd_difference: float, num_pairs: int, alpha: float = A
 
 @cache
 def _detectable_in_sds(num_pairs: int, alpha: float) -> float:
-    dof = num_pairs - 1
-    critical = float(special.stdtrit(dof, 1 - alpha))
-    low, high = 0.0, critical * 10  # noncentrality
-    for _ in range(_ITERATIONS):
-        middle = (low + high) / 2
-        power = 1 - float(special.nctdtr(dof, middle, critical))
-        low, high = (low, middle) if power >= TARGET_POWER else (middle, high)
-    return high / math.sqrt(num_pairs)
+    error = 1 / math.sqrt(num_pairs)
+    return _smallest_with_power(lambda difference: one_sided_power(difference, error, num_pairs - 1, alpha))
 
 
 def passing_margin(sd_difference: float, num_pairs: int, alpha: float = ALPHA) -> float:
@@ -77,13 +73,17 @@ def passing_margin(sd_difference: float, num_pairs: int, alpha: float = ALPHA) -
 
 @cache
 def _margin_in_sds(num_pairs: int, alpha: float) -> float:
+    return _smallest_with_power(lambda margin: power_at(margin, 1.0, num_pairs, alpha))
+
+
+def _smallest_with_power(power: Callable[[float], float]) -> float:
+    """Return the smallest number at which an increasing power reaches TARGET_POWER, by bisection."""
     low, high = 0.0, 1.0
-    while power_at(high, 1.0, num_pairs, alpha) < TARGET_POWER:
+    while power(high) < TARGET_POWER:
         low, high = high, 2 * high
     for _ in range(_ITERATIONS):
         middle = (low + high) / 2
-        is_enough = power_at(middle, 1.0, num_pairs, alpha) >= TARGET_POWER
-        low, high = (low, middle) if is_enough else (middle, high)
+        low, high = (low, middle) if power(middle) >= TARGET_POWER else (middle, high)
     return high
 
 
