@@ -41,8 +41,8 @@ def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
     shown = ", ".join(f"{difference:.3g}" for difference in differences[:-1])
     numbers = ", ".join(map(str, counts[:-1]))
     return (
-        f"a change must make a difference of {shown} or {differences[-1]:.3g} for {numbers} or {counts[-1]} "
-        "pairs of runs to show it (80 % power, arms that do not correlate)"
+        f"with {numbers} or {counts[-1]} pairs of runs, the smallest difference that shows is {shown} or "
+        f"{differences[-1]:.3g} (80 % power; arms that do not correlate)"
     )
 
 
@@ -76,18 +76,20 @@ def _new_run(run, several, num_runs, metric, transform, difference, num_sds, p, 
         return f"{place}, whose runs do not vary at all, so there is no spread to compare it with"
     finding = "seed noise does not explain it" if is_outside else "seed noise can explain it"
     if not is_outside and num_sds > SURPRISING_SDS:
-        finding = f"seed noise can explain it, because {num_runs} runs hardly show the sd"
+        finding = f"seed noise can explain it, because the sd of {num_runs} runs is uncertain"
     return f"{place}, {num_sds:.2g} times the usual seed sd: {finding} (p = {p:.2g})"
 
 
 def _new_run_range(several, steps, num_runs, mean, sd, level, interval, num_metrics) -> str:
     """The levels behind a single run's place, and the range of further runs."""
     if sd == 0:
-        return f"it is {level:.4g} ({_window(steps)}); all {num_runs} runs of {several} are at {mean:.4g}"
+        own = f"the run's level is {level:.4g} ({_window(steps)})"
+        return f"{own}; all {num_runs} runs of {several} are at {mean:.4g}"
     corrected = f"; p is Holm-corrected over {num_metrics} metrics" if num_metrics > 1 else ""
     return (
-        f"it is {level:.4g} ({_window(steps)}); the {num_runs} runs of {several} have the mean {mean:.4g} "
-        f"and the sd {sd:.3g}, so 95 of 100 further ones would be in {interval_text(interval)}{corrected}"
+        f"the run's level is {level:.4g} ({_window(steps)}); the {num_runs} runs of {several} have the mean "
+        f"{mean:.4g} and the sd {sd:.3g}, so 95 of 100 further runs would be in {interval_text(interval)}"
+        f"{corrected}"
     )
 
 

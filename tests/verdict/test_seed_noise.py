@@ -196,7 +196,7 @@ def test_a_distance_that_two_runs_cannot_judge_is_explained(tmp_path: Path) -> N
     found = compared(
         write_arm(tmp_path / "two", LEVELS[:2]), write_arm(tmp_path / "new", [0.55], first_seed=9)
     )
-    assert "because 2 runs hardly show the sd" in sentence(found.content.reasons[0])
+    assert "because the sd of 2 runs is uncertain" in sentence(found.content.reasons[0])
     alone = compared(str(tmp_path / "two"))
     assert alone.next_steps[0].reason.code is Code.TRAIN_MORE_OF_ARM
 
