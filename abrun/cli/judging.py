@@ -203,7 +203,7 @@ def power(
     from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
-    from abrun.report.planning import pilot_differences_text, plan_json, render_plan
+    from abrun.report.planning import PowerPlan, pilot_differences_text
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
@@ -222,17 +222,26 @@ def power(
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     draft = make_draft(loaded)  # raises the errors that a launch would raise
-    declaration = loaded.name, loaded.compare, len(loaded.seeds)
-    assumed = {"sigma": sigma, "correlation": correlation, "seeds": loaded.seeds}
-    assumed |= {"num_treatments": len(loaded.arms) - 1, "cost": estimate_pair_cost(draft, runs_dir)}
     if measured:
         _refuse_without_pairs(measured, assumed_command)
     if differences := measured and pilot_differences_text(loaded, measured):
         print_error(differences)
+    plan = PowerPlan(
+        loaded.name,
+        loaded.compare,
+        len(loaded.seeds),
+        earlier=measured,
+        assuming=assumed_command,
+        sigma=sigma,
+        correlation=correlation,
+        seeds=loaded.seeds,
+        num_treatments=len(loaded.arms) - 1,
+        cost=estimate_pair_cost(draft, runs_dir),
+    )
     if as_json:
-        print_json(plan_json(*declaration, earlier=measured, **assumed))
-        return
-    console().print(render_plan(*declaration, earlier=measured, assuming=assumed_command, **assumed))
+        print_json(plan.as_json())
+    else:
+        console().print(plan.render())
 
 
 def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:
