@@ -18,6 +18,7 @@ from abrun.cli.arguments import (
     Seeds,
     StepColumn,
     make_reading,
+    refuse_options,
 )
 from abrun.errors import RecipeError
 from abrun.messages import sentence
@@ -104,10 +105,9 @@ def gate(
     from abrun.messages.records import encode_reasons
     from abrun.recipe.claims import parse_claim
 
-    start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
-    for option, value in start_options.items():
-        if value is not None and not start:
-            raise RecipeError(Code.OPTION_NEEDS_START(option=option))
+    if not start:
+        start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
+        refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
     reading = make_reading(runs_dir, None, pattern, group, alias, step_column, seeds, exclude)
     reading = replace(reading, allows_one_arm=True)
     if start:

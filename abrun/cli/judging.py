@@ -36,16 +36,16 @@ from abrun.cli.arguments import (
     ToWandb,
     Unpaired,
     VersionsDiffer,
-    complete_recipe,
     make_reading,
     option_text,
     parse_claims,
     parse_interim,
     parse_require,
-    resolve_recipe_file,
+    recipe_argument,
+    refuse_options,
     typed_command,
 )
-from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet, refuse_fleet_options
+from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet
 from abrun.errors import ComparisonError, RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -116,11 +116,13 @@ def compare(
         options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
         judge_fleet(options, reading, refused, allow_open=allow_inconclusive, as_json=as_json)
-    refuse_fleet_options(sources, {"--before": before, "--rerun": rerun})
+    refuse_options({"--before": before, "--rerun": rerun}, Code.OPTION_NEEDS, needed="--fleet")
+    if not sources:
+        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
     if wandb and output is None:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE())
     comparison = compare_sources(
-        sources or [],
+        sources,
         reading,
         claims=parse_claims(claim),
         alpha=alpha,
@@ -136,7 +138,7 @@ def compare(
     else:
         console().print(comparison.summary())
     if wandb:
-        _upload(comparison, sources or [], runs_dir)
+        _upload(comparison, sources, runs_dir)
     is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 
@@ -145,20 +147,15 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(
-        display_safe(
-            upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))
-        )
-    )
+    experiment_dir = find_stored_experiment(sources, runs_dir)
+    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 PlannedRecipe = Annotated[
     Path | None,
-    typer.Argument(
-        help="Recipe: a YAML file, a built-in recipe, or an experiment's folder; default: the recipe of the "
-        "--from experiment.",
-        callback=resolve_recipe_file,
-        autocompletion=complete_recipe,
+    recipe_argument(
+        "Recipe: a YAML file, a built-in recipe, or an experiment's folder; default: the recipe of the "
+        "--from experiment."
     ),
 ]
 
