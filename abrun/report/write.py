@@ -9,6 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
@@ -45,7 +49,6 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import RenderableType
 
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
@@ -57,20 +60,13 @@ VERDICT_COLORS = {
 }
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
-ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
-    ["mean |difference| over all steps"],
-    ["certified bound", "suggested margin: sample size if the arms are equal"],
-)
 MAX_LINKS = 20  # to runs in wandb
 
 
 def writable_formats() -> tuple[str, ...]:
     """Return the formats that the installed packages can write."""
-    return (
-        tuple(form for form in FORMATS if form not in FIGURE_FORMATS)
-        if missing_package("figures")
-        else FORMATS
-    )
+    excluded = FIGURE_FORMATS if missing_package("figures") else ()
+    return tuple(form for form in FORMATS if form not in excluded)
 
 
 def write_report(
@@ -150,17 +146,12 @@ def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
     """Return a file name for each metric, such as `train-reward`; colliding names are numbered."""
     named: dict[str, str] = {}
     for metric in dict.fromkeys(metrics):
-        plain = make_slug(metric) or "metric"
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", metric).strip("-")[:100] or "metric"
         unique, number = plain, 2
         while unique in named or unique == CLAIMS_FIGURE:
             unique, number = f"{plain}-{number}", number + 1
         named[unique] = metric
     return named
-
-
-def make_slug(name: str) -> str:
-    """Return the name with only letters, digits, `_` and `-`, at most 100 characters."""
-    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
 
 
 # --- markdown, for a pull request ---
@@ -222,8 +213,9 @@ def _description_columns(content: VerdictFile) -> list[str]:
     arm = ["arm"] * (len(content.arms) > 1)
     shared_columns = ["metric", "steps", content.baseline, treatment_name(content)]
     if all(description.interval is None for description in content.descriptions):
-        return [*arm, *shared_columns, "difference", *ONE_RUN_COLUMNS]
-    return [*arm, *shared_columns, "difference [90 % CI]", *SEVERAL_RUNS_COLUMNS]
+        return [*arm, *shared_columns, "difference", "mean |difference| over all steps"]
+    bounds = ["certified bound", "suggested margin: sample size if the arms are equal"]
+    return [*arm, *shared_columns, "difference [90 % CI]", *bounds]
 
 
 def _comparison_note(content: VerdictFile) -> str:
@@ -258,19 +250,12 @@ def treatment_name(content: VerdictFile) -> str:
 def _description_rows(content: VerdictFile) -> list[list[str]]:
     """Return the rows of the first few descriptions of each arm."""
     has_several_arms = len(content.arms) > 1
-    descriptions_by_arm = [
-        [description for description in content.descriptions if description.arm == arm]
-        for arm in content.arms
-    ]
-    shown_descriptions = [
-        description
-        for arm_descriptions in descriptions_by_arm
-        for description in arm_descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]
-    ]
-    return [
-        [description.arm] * has_several_arms + _description_cells(description)
-        for description in shown_descriptions
-    ]
+    rows = []
+    for arm in content.arms:
+        descriptions = [description for description in content.descriptions if description.arm == arm]
+        for description in descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]:
+            rows.append([arm] * has_several_arms + _description_cells(description))
+    return rows
 
 
 def _description_cells(description: Description) -> list[str]:
@@ -338,14 +323,10 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
         middle, *ends = (text_near_limit(value, claim.claim.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
+    metric = claim.claim.metric
     # The heading of a limit names its scale.
-    is_limit = claim.estimate.limited is not None
-    scale = (
-        ""
-        if is_limit or claim.claim.transform == "identity"
-        else f" ({claim.claim.transform.replace('_', ' ')})"
-    )
-    metric = f"{claim.claim.metric}{scale}"
+    if claim.estimate.limited is None and claim.claim.transform != "identity":
+        metric += f" ({claim.claim.transform.replace('_', ' ')})"
     sample_size = (
         "{} and {}".format(*claim.claim.num_runs) if claim.claim.num_runs else str(claim.claim.num_pairs)
     )
@@ -354,12 +335,8 @@ def claim_cells(claim: ClaimResult) -> list[str]:
 
 def outcome_text(claim: ClaimResult) -> str:
     """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
-    failed_texts = {
-        "limit": "limit broken",
-        "exact": "not exact",
-        "not_worse": "worse",
-        "better": "not better",
-    }
+    failed_texts = {"limit": "limit broken", "exact": "not exact"}
+    failed_texts |= {"not_worse": "worse", "better": "not better"}
     return failed_texts.get(claim.claim.kind, claim.result) if claim.result == "different" else claim.result
 
 
@@ -368,12 +345,8 @@ def outcome_text(claim: ClaimResult) -> str:
 
 def render_terminal(
     content: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
-) -> "RenderableType":
+) -> RenderableType:
     """Return the verdict, its reasons, the table of claims, the evidence, next steps and files."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
     color = VERDICT_COLORS[content.verdict]
     reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
     renderables: list[RenderableType] = [
