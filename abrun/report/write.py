@@ -99,9 +99,8 @@ def write_report(
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
             image_names = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(
-                report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE
-            )
+            text = render_markdown(content, report_context, image_names)
+            write_file(report, text.encode(), mode=PUBLIC_MODE)
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
@@ -120,22 +119,20 @@ def _draw_claims(
     from abrun.report import plots
 
     main = next((record for record in described if record.steps), None)
-    if main and main.steps and not content.claims:
-        (stem,) = unique_slugs([main.metric])
-        with figure_style():
-            figure = plots.draw_band(experiment, main.metric, main.steps)
-            yield from _save_figure(figure, output / stem, images)
-        return
     with figure_style():
-        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
-    if experiment.axis != "steps":  # scores have no curves
-        return
-    for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
-        metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
-        with figure_style():
+        if main and main.steps and not content.claims:
+            (stem,) = unique_slugs([main.metric])
             yield from _save_figure(
-                plots.draw_metric(experiment, metric, metric_claims), output / stem, images
+                plots.draw_band(experiment, main.metric, main.steps), output / stem, images
             )
+            return
+        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+        if experiment.axis != "steps":  # scores have no curves
+            return
+        for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
+            metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
+            figure = plots.draw_metric(experiment, metric, metric_claims)
+            yield from _save_figure(figure, output / stem, images)
 
 
 def _save_figure(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
@@ -161,12 +158,9 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
     """Return a Markdown page: verdict, next commands and tables; the rest and the figures are folded."""
     lines = [f"# {escape_markdown(_headline(content))}", ""]
     lines += [f"- {escape_markdown(sentence(reason))}" for reason in content.reasons]
-    if report_context.next_steps:
-        lines.append("")
-    lines += [
-        f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
-        for step in report_context.next_steps
-    ]
+    steps = report_context.next_steps
+    lines += [""] * bool(steps)
+    lines += [f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  " for step in steps]
     for table in _make_tables(content):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
@@ -183,11 +177,9 @@ def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
     items = [
         f"- **{escape_markdown(label)}**: {escape_markdown(text)}" for label, text in evidence_lines(content)
     ]
-    run_facts = [
-        escape_markdown(text) for text in (report_context.time_range, report_context.environment) if text
-    ]
-    made_by = f"report made by {code_span(report_context.command)}"
-    items.append(f"- **runs**: {'; '.join([*run_facts, made_by])}")
+    facts = [escape_markdown(text or "") for text in (report_context.time_range, report_context.environment)]
+    facts.append(f"report made by {code_span(report_context.command)}")
+    items.append(f"- **runs**: {'; '.join(filter(None, facts))}")
     links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         omitted = f", and {len(links) - MAX_LINKS} more" if len(links) > MAX_LINKS else ""
@@ -222,10 +214,8 @@ def _comparison_note(content: VerdictFile) -> str:
     """Return a sentence on which arm is subtracted from which, and on the confidence level."""
     if not content.arms:
         return ALONE_NOTE
-    roles = [
-        name if name == role else f"{name} ({role})"
-        for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
-    ]
+    names = {"treatment": treatment_name(content), "baseline": content.baseline}
+    roles = [name if name == role else f"{name} ({role})" for role, name in names.items()]
     alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
     text = f"Differences are {roles[0]} minus {roles[1]}."
     if not alphas:
@@ -308,29 +298,25 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 
 def claim_cells(claim: ClaimResult) -> list[str]:
-    steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
-    steps = claim.claim.window if claim.claim.test == "time to target" else steps
-    difference = "-"
-    if claim.estimate.interval and claim.estimate.mean_difference is not None:
-        difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
-    estimate = claim.estimate
-    bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
-    if claim.claim.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
-        bound = "any" if claim.claim.kind == "not_worse" else "none"
+    terms, estimate = claim.claim, claim.estimate
+    steps = f"{terms.steps[0]}-{terms.steps[1]}" if terms.steps else terms.window
+    steps = terms.window if terms.test == "time to target" else steps
+    difference, metric = "-", terms.metric
+    if estimate.interval and estimate.mean_difference is not None:
+        difference = difference_text(estimate.mean_difference, estimate.interval)
+    bound = certified_text(estimate.certified_bound, estimate.certified_number, terms.margin_unit)
+    if terms.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
+        bound = "any" if terms.kind == "not_worse" else "none"
     if claim.result == "not tested":
         bound = "-"  # what was not tested is not certified either
-    if claim.estimate.limited is not None:
-        estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
-        middle, *ends = (text_near_limit(value, claim.claim.margin_number) for value in estimates)
+    if estimate.limited is not None:
+        estimates = (estimate.limited, *(estimate.limited_interval or ()))
+        middle, *ends = (text_near_limit(value, terms.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    metric = claim.claim.metric
-    # The heading of a limit names its scale.
-    if claim.estimate.limited is None and claim.claim.transform != "identity":
-        metric += f" ({claim.claim.transform.replace('_', ' ')})"
-    sample_size = (
-        "{} and {}".format(*claim.claim.num_runs) if claim.claim.num_runs else str(claim.claim.num_pairs)
-    )
-    return [metric, steps, sample_size, difference, claim.claim.margin_text, bound, outcome_text(claim)]
+    elif terms.transform != "identity":  # the heading of a limit names its scale
+        metric += f" ({terms.transform.replace('_', ' ')})"
+    sample_size = "{} and {}".format(*terms.num_runs) if terms.num_runs else str(terms.num_pairs)
+    return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome_text(claim)]
 
 
 def outcome_text(claim: ClaimResult) -> str:
@@ -349,14 +335,9 @@ def render_terminal(
     """Return the verdict, its reasons, the table of claims, the evidence, next steps and files."""
     color = VERDICT_COLORS[content.verdict]
     reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
-    renderables: list[RenderableType] = [
-        Panel(
-            reasons_text,
-            title=Text(display_safe(_headline(content)), style=f"bold {color}"),
-            title_align="left",
-            border_style=color,
-        )
-    ]
+    title = Text(display_safe(_headline(content)), style=f"bold {color}")
+    panel = Panel(reasons_text, title=title, title_align="left", border_style=color)
+    renderables: list[RenderableType] = [panel]
     tables = _make_tables(content)
     if tables:
         renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
@@ -364,15 +345,12 @@ def render_terminal(
         renderables += [table.to_rich(padding=(0, 1)), Text("")]
     not_tested = summarize_not_tested(content.not_tested) + ("" if files else ": -o FOLDER")
     facts = [
-        (label, display_safe(not_tested if label == "not tested" else text))
-        for label, text in evidence_lines(content)
+        (label, not_tested if label == "not tested" else text) for label, text in evidence_lines(content)
     ]
-    facts += [("next", display_safe(f"{step.text}: {step.command}")) for step in next_steps]
+    facts += [("next", f"{step.text}: {step.command}") for step in next_steps]
     if files and (missing := missing_package("figures")):
         facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
-    renderables.append(
-        Table((), [(Text(display_safe(label), style="bold"), Text(text)) for label, text in facts])
-    )
+    renderables.append(Table((), [(Text(display_safe(label), style="bold"), text) for label, text in facts]))
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))
