@@ -278,8 +278,10 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def parse_interim(text: str) -> tuple[int, ...]:
-    """Parse numbers of pairs such as `3,5,8`."""
+def parse_interim(text: str | None) -> tuple[int, ...]:
+    """Parse numbers of pairs such as `3,5,8`; None gives none."""
+    if text is None:
+        return ()
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
         raise RecipeError(Code.SETTING_REFUSED(field="--interim", got=shortened(text)))
     return tuple(map(int, text.split(",")))
@@ -302,8 +304,9 @@ def make_reading(
     step_column: str | None,
     seeds: str | None,
     exclude: list[str] | None,
+    **others: Any,
 ) -> "ReadingOptions":
-    """Return the reading settings from the options shared by `compare` and `reference save`."""
+    """Return the reading settings from the options that several commands share, and `others`."""
     from abrun.recorded.sources import ReadingOptions
 
     return ReadingOptions(
@@ -315,6 +318,7 @@ def make_reading(
         step_column=step_column,
         seeds=None if seeds is None else tuple(parse_seeds(seeds)),
         exclude=tuple(exclude or ()),
+        **others,
     )
 
 

@@ -1,7 +1,6 @@
 """The command `abrun gate`. Slow imports happen inside it."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -108,8 +107,8 @@ def gate(
     if not start:
         start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
         refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
-    reading = make_reading(runs_dir, None, pattern, group, alias, step_column, seeds, exclude)
-    reading = replace(reading, allows_one_arm=True)
+    given = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, None, *given, allows_one_arm=True)
     if start:
         if candidate is None or claim is None:
             raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))

@@ -4,7 +4,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,9 +108,8 @@ def compare(
     """
     from abrun.report.comparing import compare_sources
 
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    interim_counts = () if interim is None else parse_interim(interim)
-    reading = replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts)
+    others = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
+    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **others)
     if fleet is not None:
         options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
@@ -158,30 +156,31 @@ PlannedRecipe = Annotated[
         "--from experiment."
     ),
 ]
+Earlier = Annotated[
+    str | None, typer.Option("--from", help="Earlier experiment in which to measure spread and correlation.")
+]
+PlannedSeeds = Annotated[
+    int | None,
+    typer.Option(
+        min=3,
+        max=MAX_SEEDS,
+        help="Plan for `abrun launch --until-decided` with this maximum number of seeds.",
+    ),
+]
 
 
 @app.command()
 def power(
     recipe: PlannedRecipe = None,
     overrides: Overrides = None,
-    earlier: Annotated[
-        str | None,
-        typer.Option("--from", help="Earlier experiment in which to measure spread and correlation."),
-    ] = None,
+    earlier: Earlier = None,
     sigma: Annotated[
         float | None, typer.Option(min=0, help="Standard deviation of one arm over seeds, for every claim.")
     ] = None,
     correlation: Annotated[
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
-    max_seeds: Annotated[
-        int | None,
-        typer.Option(
-            min=3,
-            max=MAX_SEEDS,
-            help="Plan for `abrun launch --until-decided` with this maximum number of seeds.",
-        ),
-    ] = None,
+    max_seeds: PlannedSeeds = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
