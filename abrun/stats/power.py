@@ -32,9 +32,7 @@ def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[f
 
 
 def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
-    """Return the one-sided upper bound of a standard deviation estimated from `num_pairs` normal
-    differences.
-    """
+    """Return the one-sided upper bound of an sd estimated from `num_pairs` normal differences."""
     return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 
 
@@ -157,9 +155,7 @@ def pairs_needed(
 def pairs_needed_range(
     margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
 ) -> tuple[int | None, int | None]:
-    """Return `pairs_needed` at both ends of the 90 % interval of an sd estimated from `num_pairs`
-    differences.
-    """
+    """Return `pairs_needed` at both ends of the 90 % interval of an sd from `num_pairs` differences."""
     low, high = sd_interval(sd_difference, num_pairs)
     return (
         pairs_needed(margin, low, alpha=alpha, dof_per_pair=dof_per_pair),

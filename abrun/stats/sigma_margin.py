@@ -259,9 +259,7 @@ def _draw_pairs(
 def sigma_pairs_needed(
     sigmas: float, model: VarianceModel, target: float = 0.8, alpha: float = ALPHA, max_pairs: int = MAX_PAIRS
 ) -> int | None:
-    """Return the smallest number of pairs for which `sigma_power` is at least `target`; None above
-    `max_pairs`.
-    """
+    """Return the fewest pairs whose `sigma_power` is at least `target`; None above `max_pairs`."""
     return find_min_pairs(lambda pairs: sigma_power(sigmas, pairs, model, alpha), target, max_pairs)
 
 

@@ -245,9 +245,7 @@ def add_statistics(
     yardstick: Array | None = None,
     resolution: float = 0.0,
 ) -> ClaimResult:
-    """Add statistics to a result, from one summary per run; with fewer than two runs of an arm there is
-    no test.
-    """
+    """Add statistics to a result, from one summary per run. Fewer than two runs an arm are not tested."""
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
@@ -321,9 +319,7 @@ def _outcome(equivalent: bool) -> ClaimOutcome:
 def _find_skew(
     terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
 ) -> Reason | None:
-    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, which sets
-    it.
-    """
+    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, its source."""
     if not terms.paired:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
         return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))

@@ -204,9 +204,7 @@ def judge_arm(
     results: Sequence[ClaimResult],
     analysis: InterimAnalysis,
 ) -> ArmVerdict:
-    """Return one treatment's verdict at one analysis, from the results of its claims and all other
-    evidence.
-    """
+    """Return one treatment's verdict at one analysis, from its claims' results and all other evidence."""
     # All runs: a failure after this analysis still counts.
     sides = experiment.sides(arm)
     pairs, compare = experiment.pairs(arm), experiment.compare

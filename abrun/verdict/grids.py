@@ -123,9 +123,7 @@ def _steps_missing_reason(
 
 
 def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Reason]:
-    """Return a note for each claimed metric that an arm recorded at other steps; without claims, for step
-    one.
-    """
+    """Return a note for each claimed metric that an arm recorded at other steps (no claims: for step one)."""
     claimed = [claim.metric for claim in experiment.compare.claims if not claim.target]
     notes = []
     for arm in arms:
@@ -141,9 +139,7 @@ def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Re
 
 
 def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str) -> Reason | None:
-    """Return how the arms' steps of a metric differ and on which they are compared; None if they are
-    equal.
-    """
+    """Return how the arms' steps of a metric differ and on which they are compared; None if they agree."""
     runs = [run for arm_runs in arms for run in arm_runs if len(run.series(metric)) and not run.thinned]
     grids = [run.series(metric).steps for run in runs]
     if len({grid.tobytes() for grid in grids}) < 2:

@@ -95,9 +95,7 @@ def judge_limit(
 
 
 def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
-    """Return why these runs cannot show that a limit holds or that arms are bit-identical; None if they
-    can.
-    """
+    """Return why these runs cannot show that a limit holds or that arms are bit-identical; else None."""
     finished, metric = sides.finished, claim.metric
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)

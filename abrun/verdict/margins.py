@@ -100,9 +100,7 @@ def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
 def measure_yardstick(
     margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last_step: int
 ) -> Array | None:
-    """Return the number that a relative margin is a share of, one per pair [P], positive in the mean;
-    else None.
-    """
+    """Return each pair's number [P] that a relative margin is a share of, positive in the mean; else None."""
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":

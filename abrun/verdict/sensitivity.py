@@ -96,9 +96,7 @@ def check_learning(
 
 
 def count_dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float) -> int:
-    """Count the seeds that climbed by no more than the margin; 0 if the metric has no direction or need
-    not climb.
-    """
+    """Count the seeds that climbed by at most the margin; 0 without a direction, or if none need climb."""
     return int((measure_climbs(baselines, claim, last_step) <= margin).sum()) if claim.climbs else 0
 
 
@@ -112,9 +110,7 @@ def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def climb_lower_bound(values: Array, num_metrics: int = 1) -> float:
-    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if it is
-    unknown.
-    """
+    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if unknown."""
     is_testable = len(values) > 1 and np.isfinite(values).all()
     return t_interval(values, 1 - 0.1 / num_metrics)[0] if is_testable else -np.inf
 
@@ -211,9 +207,7 @@ def _repeated_run_reason(
 
 
 def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
-    """Return two seeds whose claimed metric changes alike at every step; for a discrete one, all their
-    others.
-    """
+    """Return two seeds whose claimed metric changes alike at all steps; for a discrete one, all others do."""
     runs = sides.runs
     values = stack_runs(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
@@ -261,9 +255,7 @@ def _measure_precision(series: Series) -> tuple[int, float]:
 def _has_same_curve(
     series: Series, other_series: Series, precision: Callable[[Series], tuple[int, float]]
 ) -> bool:
-    """Return True for ten or more steps that agree to the last digit of the coarser log, on a curve that
-    moves.
-    """
+    """Return True for ten or more steps of a moving curve that agree to the last digit of the coarser log."""
     if (
         len(series) < 10
         or not np.array_equal(series.steps, other_series.steps)

@@ -320,9 +320,7 @@ def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
 
 
 def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: float) -> bool:
-    """Return True if the pairs deviate in one direction by more than the tolerance: rounding goes either
-    way.
-    """
+    """Return True if pairs deviate beyond the tolerance in one direction: rounding goes either way."""
     if len(signed_deviations) < 2 or not np.isfinite(signed_deviations).all():
         return False
     return equivalence_test(np.zeros(len(signed_deviations)), signed_deviations, tolerance).p_beyond < alpha

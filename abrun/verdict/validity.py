@@ -179,9 +179,7 @@ def _check_rollouts(experiment: RecordedExperiment, arm: str, sides: Sides) -> I
 
 
 def check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
-    """Yield copied runs: runs may repeat each other's numbers, but not their times. (References are
-    copies.)
-    """
+    """Yield copied runs: runs may repeat each other's numbers, but not times. (References are copies.)"""
     earlier: list[RecordedRun] = []
     for run in runs:
         if run.thinned:
