@@ -34,7 +34,6 @@ class Series:
         return len(self.steps)
 
     def value_at(self, step: int) -> float | None:
-        """Return the value at a step; None if it was not recorded."""
         index = int(np.searchsorted(self.steps, step))
         is_recorded = index < len(self.steps) and self.steps[index] == step
         return float(self.values[index]) if is_recorded else None

@@ -16,13 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.stats.equivalence import (
-    ALPHA,
-    MIN_FOR_MISMATCH,
-    check_samples,
-    estimate_difference,
-    mean_and_sd,
-)
+from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, check_samples, estimate_difference, mean_and_sd
 from abrun.stats.power import MAX_PAIRS, Decisions, find_min_pairs
 
 _NUM_EXPERIMENTS = 8192  # simulated; the error of a power is below 0.005

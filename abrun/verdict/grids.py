@@ -190,7 +190,6 @@ def _find_late_counter(arm_steps: dict[str, Steps]) -> str | None:
 
 
 def _step_interval(steps: Steps) -> int:
-    """Return the median interval between steps."""
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
 
 

@@ -51,7 +51,6 @@ def transform_with_gaps(values: Array, transform: Transform) -> Array:
 
 
 def _log_argument(values: Array, transform: Transform) -> Array:
-    """Return the argument of the logarithm."""
     return values - 1 + EXCESS_OFFSET if transform == "log_excess" else values
 
 

@@ -296,7 +296,6 @@ def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
 
 
 def _is_constant(baseline: Sequence[Any], treatment: Sequence[Any]) -> bool:
-    """Return True if a key has one value in all runs of each arm."""
     return all(value == arm_values[0] for arm_values in (baseline, treatment) for value in arm_values)
 
 

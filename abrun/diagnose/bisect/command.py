@@ -115,7 +115,6 @@ class Bisection:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Return the title of each arm."""
         return {
             AGAIN: "good against itself",
             **{candidate.arm: candidate.title for candidate in self.candidates},

@@ -112,7 +112,6 @@ def ask_gate(
 
 
 def answer_reason(answer: Answer, state: State) -> Reason:
-    """Return an answer as a reason."""
     start, candidate = state.start, answer.candidate
     codes: dict[Outcome, Code] = {
         "BETTER": Code.GATE_BETTER,

@@ -69,7 +69,6 @@ class ExportedPlan:
         return self._script(f"{shlex.join(module)} {node} {address} {grace_s:g}")
 
     def compare_script(self) -> str:
-        """Return the script that compares the runs."""
         sources = [self.directory, "--output", f"{self.directory}/{REPORT}"]
         return self._script(shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", *sources]))
 

@@ -195,7 +195,6 @@ class SlurmCluster(ClusterJobs):
 
     @property
     def active_job_ids(self) -> list[str]:
-        """Ids of the jobs that are queued or running."""
         return sorted({task.job for task in self._query_cached().values() if not task.is_over}, key=int)
 
     def state_of(self, state: RunState) -> RunState:
