@@ -50,6 +50,11 @@ def beyond_float32_as_infinite(values: Array) -> Array:
     return values
 
 
+def in_window(steps: Steps, bounds: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which steps lie between the first and the last step of a window, both included."""
+    return (bounds[0] <= steps) & (steps <= bounds[1])
+
+
 EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 
 
