@@ -93,10 +93,7 @@ def plan_launch(
 
 
 def launch_recipe(
-    recipe: Recipe | CommandRecipe,
-    options: LaunchOptions,
-    console: "Terminal",
-    command: str | None = None,
+    recipe: Recipe | CommandRecipe, options: LaunchOptions, console: "Terminal", command: str | None = None
 ) -> LaunchResult:
     """Run a recipe with progress on `console` and compare its arms; the report names the `command`.
 

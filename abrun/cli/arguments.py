@@ -104,7 +104,7 @@ Alpha = Annotated[
     float | None,
     typer.Option(
         help="Level of each one-sided test, such as 0.01; default: the declared one, or 0.05. If every claim "
-        "must hold, none is corrected for their number (intersection-union test).",
+        "must hold, none is corrected for their number (intersection-union test)."
     ),
 ]
 Require = Annotated[
@@ -154,8 +154,7 @@ ReferenceArm = Annotated[
     typer.Option("--arm", help="With --reference: the arm to compare; required if there are several."),
 ]
 Unpaired = Annotated[
-    bool,
-    typer.Option("--unpaired", help="Runs are independent, not paired by seed: use Welch's test."),
+    bool, typer.Option("--unpaired", help="Runs are independent, not paired by seed: use Welch's test.")
 ]
 Interim = Annotated[
     str | None,
@@ -196,10 +195,7 @@ TakeOver = Annotated[
 Launcher = Annotated[
     str | None, typer.Option(help="Launcher: local, slurm or ray; default: the recipe's, or local.")
 ]
-Name = Annotated[
-    str | None,
-    typer.Option(help="Folder of the experiment; default: the recipe's name."),
-]
+Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any problems; write nothing.")]
 DeviceMemory = Annotated[
     str | None,

@@ -87,8 +87,7 @@ def run(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
     name: Annotated[
-        str | None,
-        typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity."),
+        str | None, typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity.")
     ] = None,
     resume: Resume = False,
     device_memory: DeviceMemory = None,

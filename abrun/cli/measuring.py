@@ -42,10 +42,7 @@ MaxSeqLen = Annotated[
 MaxSequences = Annotated[
     bool, typer.Option("--max-sequences", help="Also search for the largest micro-batch that fits, per arm.")
 ]
-Budget = Annotated[
-    float | None,
-    typer.Option(min=0.001, max=100_000, help="Limit device memory to N GiB."),
-]
+Budget = Annotated[float | None, typer.Option(min=0.001, max=100_000, help="Limit device memory to N GiB.")]
 Sampling = Annotated[
     bool, typer.Option("--rollouts/--no-rollouts", help="Include one rollout phase as in the recipe.")
 ]
@@ -182,9 +179,7 @@ def logprob_diff(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Also score with this recipe value changed; repeatable.",
+            "--set", metavar="KEY=VALUE", help="Also score with this recipe value changed; repeatable."
         ),
     ] = None,
     sequences: Annotated[
@@ -208,22 +203,14 @@ def logprob_diff(
 
     screen = console()
     budget, folder = measure_run(
-        run,
-        runs_dir,
-        step=step,
-        sets=sets or (),
-        num_sequences=sequences,
-        output=output,
-        say=screen.say,
+        run, runs_dir, step=step, sets=sets or (), num_sequences=sequences, output=output, say=screen.say
     )
     screen.print(summary(budget))
     screen.say(f"The report is in {folder}")
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Check this machine: devices, packages and backends.
 
     Says how to fix what is missing.

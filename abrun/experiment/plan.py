@@ -22,7 +22,7 @@ from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
-from abrun.recipe.merging import TYPES, defaults_of_type
+from abrun.recipe.merging import implied_by_types
 from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
@@ -344,17 +344,11 @@ def _flatten_config(config: RunConfig) -> dict[str, Any]:
 
 def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return keys whose values differ, except defaults that only one of two section types has."""
-    implied: dict[str, Any] = {}
-    for key in TYPES:
-        tags = [side.get(f"{key}.type") for side in (base, changed)]
-        if None not in tags and tags[0] != tags[1]:
-            implied |= defaults_of_type(key, tags[0]) | defaults_of_type(key, tags[1])
-    one_sided = base.keys() ^ changed.keys()
+    implied = implied_by_types(base, changed)
     return {
         key: (base.get(key), changed.get(key))
         for key in (*base, *(key for key in changed if key not in base))
-        if base.get(key) != changed.get(key)
-        and not (key in one_sided and key in implied and implied[key] == (base | changed)[key])
+        if base.get(key) != changed.get(key) and key not in implied
     }
 
 

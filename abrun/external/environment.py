@@ -69,12 +69,7 @@ def _list_gpus(env: Mapping[str, str]) -> list[str]:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
-    query = [
-        "nvidia-smi",
-        *(["-i", visible] if visible else []),
-        "--query-gpu=name",
-        "--format=csv,noheader",
-    ]
+    query = ["nvidia-smi", *(["-i", visible] if visible else []), "--query-gpu=name", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -132,10 +132,7 @@ FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
         "train/truncation_rate": "actor/overflow_mean",
         "timing/train/total_step_time_s": "throughput/sec_per_step",
     },
-    "fast-llm": {
-        "train/grad_norm": "training/grad_norm",
-        "train/lr": "training/learning_rate",
-    },
+    "fast-llm": {"train/grad_norm": "training/grad_norm", "train/lr": "training/learning_rate"},
     "torchtitan-rl": {
         "train/reward": "rollout_reward/_mean",
         "train/loss": "loss/mean",

@@ -64,10 +64,7 @@ def parse_csv_lines(path: Path, lines: Sequence[CsvLine]) -> tuple[list[str], li
 
 
 def log_from_rows(
-    path: Path,
-    rows: Iterable[tuple[int, Cells]],
-    step_column: str | None,
-    columns: Sequence[str] = (),
+    path: Path, rows: Iterable[tuple[int, Cells]], step_column: str | None, columns: Sequence[str] = ()
 ) -> Log:
     """Return the run in a file's rows, each given with its line number."""
     lines, cells = [], []

@@ -30,28 +30,12 @@ from abrun.messages import (
 from abrun.messages.message import Message, render
 from abrun.reasons import Code, Reason
 
+_MODULES = (
+    *(claim_evidence, claims, comparing, costs, endings, fleet, gate, guards, injected, launching, mlperf),
+    *(next_steps, noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
+)
 MESSAGES: dict[Code, Message] = {
-    **verdicts.MESSAGES,
-    **validity.MESSAGES,
-    **guards.MESSAGES,
-    **claims.MESSAGES,
-    **claim_evidence.MESSAGES,
-    **not_tested.MESSAGES,
-    **injected.MESSAGES,
-    **notes.MESSAGES,
-    **next_steps.MESSAGES,
-    **noise.MESSAGES,
-    **comparing.MESSAGES,
-    **gate.MESSAGES,
-    **costs.MESSAGES,
-    **fleet.MESSAGES,
-    **endings.MESSAGES,
-    **preflight.MESSAGES,
-    **launching.MESSAGES,
-    **mlperf.MESSAGES,
-    **recipes.MESSAGES,
-    **refusals.MESSAGES,
-    **stores.MESSAGES,
+    code: message for module in _MODULES for code, message in module.MESSAGES.items()
 }
 
 

@@ -74,12 +74,6 @@ def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
     return f"{metric}: margin: got {margin!r}, but {runs} has no spread over seeds; give an absolute margin"
 
 
-def _same_summaries(paired: bool) -> str:
-    """Both arms have the same summary in every pair, or run."""
-    pairs = "pair" if paired else "run"
-    return f"the bound is 0 because both arms have the same summary in every {pairs}"
-
-
 def _values_unfit(needed: str) -> str:
     """Values in the window are missing, or not of the kind that the limit needs."""
     return f"its values in the window are missing, or not all {_NEEDED_VALUES[needed]}"
@@ -123,7 +117,8 @@ MESSAGES: dict[Code, Message] = {
     Code.ONE_RUN_AS_TWO_SEEDS: _one_run_as_two_seeds,
     Code.SKEWED: _skewed,
     Code.SEEDS_NOT_CLIMBED: "{num} of {of} baseline seeds did not climb by more than the margin",
-    Code.BOUND_OF_ZERO: _same_summaries,
+    Code.BOUND_OF_ZERO: "the bound is 0 because both arms have the same summary in every "
+    "{paired:if pair|run}",
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin exceeds the baseline's level of {level:.3g}: an arm at 0 would "
     "pass",
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",

@@ -1,12 +1,7 @@
-"""Sentences on the outcome of a claim.
-
-They share these values. `over`: the sample (`pairs`, or the `runs` of both arms if they are not paired),
-`steps`, `window`, whether there is a `recipe` and whether Welch's test was used. `detected`: a difference
-whose interval excludes zero, or None. `power`: the power now, and the pairs needed. `arm`, `baseline_arm`:
-the names of both arms.
-"""
+"""Sentences on the outcome of a claim. A record takes the values of a code; its text is the sentence."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from abrun.messages.message import Message
@@ -28,10 +23,67 @@ from abrun.messages.numbers import (
 )
 from abrun.reasons import Code
 
-Detected = Mapping[str, Any] | None
+Detected = Mapping[str, Any] | None  # a difference whose interval excludes zero
 
 
-# --- outcomes ---
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tested:
+    """A claim that was tested on a sample."""
+
+    metric: str
+    over: Mapping[str, Any]  # `pairs` (or the `runs` of both arms), `steps`, `window`, `recipe`, `welch`
+
+    @property
+    def sample(self) -> str:
+        """The sample and the steps: `5 pairs of this recipe, steps 33-40`."""
+        over = self.over
+        steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
+        window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
+        if over["runs"] is None:
+            runs = f"{over['pairs']} {self.pair}{'s' * (over['pairs'] != 1)}"
+        else:
+            runs = f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
+        sample = f"{runs}{' of this recipe' * over['recipe']}"
+        return sample if self.pair == "prompt" else f"{sample}, {window}"
+
+    @property
+    def pair(self) -> str:
+        """What the claim was tested on: pairs of runs, or the prompts of two runs."""
+        return "prompt" if self.over.get("unit") == "prompt" else "pair"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome(_Tested):
+    """The outcome of a claim on two arms."""
+
+    margin: str
+    alpha: float
+    warnings: Sequence[str]
+    arm: str
+    baseline_arm: str
+
+    @property
+    def confidence(self) -> str:
+        return confidence_text(self.alpha)
+
+    @property
+    def clauses(self) -> str:
+        return "".join(f"; {warning}" for warning in self.warnings)
+
+    def change(self, change: str) -> str:
+        """Return a difference of named arms: `fused is 0.03 lower than plain`."""
+        return _change(self.arm, self.baseline_arm, change)
+
+    def agreeing_seeds(self, detected: Mapping[str, Any]) -> str:
+        return agreeing_seeds_text(detected, self.arm, self.baseline_arm)
+
+    def interval_text(self, interval: Sequence[float]) -> str:
+        return f"{interval_level_text(self.alpha)} CI {interval_text(interval)}"
+
+
+def _change(arm: str, baseline_arm: str, change: str) -> str:
+    treatment, baseline = arm_texts(arm, baseline_arm)
+    return f"{treatment} is {change} than {baseline}"
 
 
 def _not_tested(metric, window, problem, detected, arm, baseline_arm) -> str:
@@ -43,458 +95,335 @@ def _not_tested(metric, window, problem, detected, arm, baseline_arm) -> str:
     return f"{metric}: not tested over {window}: {problem}{difference}"
 
 
-def _equivalent(
-    metric,
-    margin,
-    margin_unit,
-    transform,
-    over,
-    alpha,
-    detected,
-    certified_bound,
-    certified_number,
-    certified_jointly,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
+# --- equivalence ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Within(_Outcome):
+    """The outcome of a claim that the arms differ by less than a margin."""
+
+    margin_unit: str
+    transform: str
+
+    @property
+    def margin_with_unit(self) -> str:
+        """The margin with its scale; one in sigmas or percent names its unit itself."""
+        return self.margin + difference_unit(self.transform) * (self.margin_unit == "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Equivalent(_Within):
     """The arms are equivalent within the margin."""
-    unit = difference_unit(transform)
-    bound = certified_text(certified_bound, certified_number, margin_unit)
-    joint_bound = ""
-    if certified_jointly is not None and certified_jointly != certified_bound:
-        joint_bound = f"{bound_text(certified_jointly)} jointly with the other claims"
-    equivalent = f"{metric}: equivalent within {_with_unit(margin, margin_unit, transform)}"
-    sample = f"at {confidence_text(alpha)} confidence over {_setting(over)}"
-    if detected is None:
-        joint_bound = f", {joint_bound}" if joint_bound else ""
-        return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){_clauses(warnings)}"
-    size = f"{abs(detected['difference']):.3g}{unit} {detected['direction']}"
-    change = f"{_change(arm, baseline_arm, size)} {agreeing_seeds_text(detected, arm, baseline_arm)}"
-    joint_bound = f" ({joint_bound})" if joint_bound else ""
-    return (
-        f"{equivalent} {sample}, yet {change} ({_interval(alpha, detected['interval'])}); any margin below "
-        f"{bound}{joint_bound} would not have passed{_clauses(warnings)}"
-    )
 
+    detected: Detected
+    certified_bound: float | None
+    certified_number: float | None
+    certified_jointly: float | None
 
-def _differs(
-    metric,
-    margin,
-    margin_unit,
-    transform,
-    over,
-    alpha,
-    detected,
-    difference,
-    interval,
-    p_beyond,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """The arms differ by more than the margin."""
-    size = f"{abs(difference):.3g}{difference_unit(transform)} {'lower' if difference < 0 else 'higher'}"
-    agreement = f", {agreeing_seeds_text(detected, arm, baseline_arm)}" if detected else ""
-    return (
-        f"{metric}: {_change(arm, baseline_arm, size)}, more than the margin "
-        f"{_with_unit(margin, margin_unit, transform)}, over {_setting(over)}{agreement} "
-        f"({_interval(alpha, interval)}; p = {p_beyond:.2g} if the margin held, Holm-corrected)"
-        f"{_clauses(warnings)}"
-    )
-
-
-def _detected(
-    metric,
-    margin,
-    margin_unit,
-    transform,
-    over,
-    alpha,
-    detected,
-    difference,
-    interval,
-    certified_bound,
-    certified_number,
-    p_difference,
-    significant,
-    sd_difference,
-    pair_correlation,
-    absolute_margin,
-    power,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """A difference was detected, and may lie within the margin."""
-    bound = certified_text(certified_bound, certified_number, margin_unit)
-    margin = _with_unit(margin, margin_unit, transform)
-    estimate = _estimate(margin, transform, alpha, difference, interval, bound)
-    needed = _needed_for_the_observed(over, power, margin_unit, abs(difference) >= absolute_margin)
-    change = _change(arm, baseline_arm, detected["direction"])
-    seeds = agreeing_seeds_text(detected, arm, baseline_arm)
-    return (
-        f"{metric}: a difference {'was detected' if significant else 'is likely'} over {_setting(over)} "
-        f"(p = {p_difference:.2g}, Holm-corrected): {change} {seeds}; "
-        f"undecided whether the difference stays within the margin: {estimate}; "
-        f"{_spread(over, sd_difference, pair_correlation)}; {needed}{_clauses(warnings)}"
-    )
-
-
-def _undecided(
-    metric,
-    margin,
-    margin_unit,
-    transform,
-    over,
-    alpha,
-    difference,
-    interval,
-    certified_bound,
-    certified_number,
-    sd_difference,
-    pair_correlation,
-    power,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """Neither equivalence nor a difference was shown."""
-    bound = certified_text(certified_bound, certified_number, margin_unit)
-    margin = _with_unit(margin, margin_unit, transform)
-    estimate = _estimate(margin, transform, alpha, difference, interval, bound)
-    power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
-    return (
-        f"{metric}: undecided over {_setting(over)}: {estimate}; "
-        f"{_spread(over, sd_difference, pair_correlation)}; power now {power_now}; {_needed(over, power)}"
-        f"{_clauses(warnings)}"
-    )
-
-
-def _limit_holds(
-    metric,
-    margin,
-    over,
-    alpha,
-    measure,
-    limit,
-    limited,
-    interval,
-    detected,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """The limit holds."""
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
-    return (
-        f"{metric}: {_reached(over)}{margin} at {confidence_text(alpha)} confidence over {_setting(over)} "
-        f"({value}){_clauses(warnings)}"
-    )
-
-
-def _limit_broken(
-    metric,
-    margin,
-    over,
-    alpha,
-    measure,
-    limit,
-    limited,
-    interval,
-    detected,
-    p_beyond,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """The limit is broken."""
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
-    p_value = f"p = {p_beyond:.2g} if the limit held, Holm-corrected"
-    broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
-    target = _reached(over, negation="not ")
-    claim = f"{metric}: {target + margin if target else broken}"
-    return f"{claim} over {_setting(over)} ({value}; {p_value}){_clauses(warnings)}"
-
-
-def _limit_undecided(
-    metric,
-    margin,
-    over,
-    alpha,
-    measure,
-    limit,
-    limited,
-    interval,
-    detected,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
-    """It is not shown whether the limit holds; `interval` is None for one pair."""
-    head = f"{metric}: {_reached(over)}{margin}: undecided over {_setting(over)}"
-    if interval is None:
-        needed = (
-            f"two {_pair(over)}s are needed" if over["runs"] is None else "two runs of each arm are needed"
+    def __str__(self) -> str:
+        bound = certified_text(self.certified_bound, self.certified_number, self.margin_unit)
+        joint_bound = ""
+        if self.certified_jointly is not None and self.certified_jointly != self.certified_bound:
+            joint_bound = f"{bound_text(self.certified_jointly)} jointly with the other claims"
+        equivalent = f"{self.metric}: equivalent within {self.margin_with_unit}"
+        sample = f"at {self.confidence} confidence over {self.sample}"
+        detected = self.detected
+        if detected is None:
+            joint_bound = f", {joint_bound}" if joint_bound else ""
+            return f"{equivalent} {sample} (certified bound {bound}{joint_bound}){self.clauses}"
+        unit = difference_unit(self.transform)
+        change = self.change(f"{abs(detected['difference']):.3g}{unit} {detected['direction']}")
+        joint_bound = f" ({joint_bound})" if joint_bound else ""
+        return (
+            f"{equivalent} {sample}, yet {change} {self.agreeing_seeds(detected)} "
+            f"({self.interval_text(detected['interval'])}); any margin below {bound}{joint_bound} would not "
+            f"have passed{self.clauses}"
         )
-        return f"{head}: {_quantity(measure, limit, limited, arm, baseline_arm)}; {needed}"
-    value = _quantity_and_interval(measure, limit, limited, alpha, interval, detected, arm, baseline_arm)
-    return f"{head}: {value}; more {over.get('unit', 'seed')}s narrow the interval{_clauses(warnings)}"
 
 
-def _exact_holds(metric: str, over: Mapping[str, Any]) -> str:
-    """The arms are bit-identical."""
-    return f"{metric}: bit-identical over {_setting(over)}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Differs(_Within):
+    """The arms differ by more than the margin."""
+
+    detected: Detected
+    difference: float
+    interval: Sequence[float]
+    p_beyond: float
+
+    def __str__(self) -> str:
+        direction = "lower" if self.difference < 0 else "higher"
+        size = f"{abs(self.difference):.3g}{difference_unit(self.transform)} {direction}"
+        agreement = f", {self.agreeing_seeds(self.detected)}" if self.detected else ""
+        return (
+            f"{self.metric}: {self.change(size)}, more than the margin {self.margin_with_unit}, over "
+            f"{self.sample}{agreement} ({self.interval_text(self.interval)}; p = {self.p_beyond:.2g} if the "
+            f"margin held, Holm-corrected){self.clauses}"
+        )
 
 
-def _exact_broken(metric: str, over: Mapping[str, Any], where: str) -> str:
-    """The arms are not bit-identical."""
-    return f"{metric}: not bit-identical over {_setting(over)}: {where}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Undecided(_Within):
+    """Neither equivalence nor a difference was shown."""
+
+    difference: float
+    interval: Sequence[float]
+    certified_bound: float | None
+    certified_number: float | None
+    sd_difference: float
+    pair_correlation: float | None
+    power: Mapping[str, Any]  # the power now, and the pairs needed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.metric}: undecided over {self.sample}: {self.estimate}; {self.spread}; power now "
+            f"{_power_now(self.power)}; {self.needed}{self.clauses}"
+        )
+
+    @property
+    def estimate(self) -> str:
+        bound = certified_text(self.certified_bound, self.certified_number, self.margin_unit)
+        return (
+            f"mean difference {self.difference:+.3g}{difference_unit(self.transform)} "
+            f"({self.interval_text(self.interval)}), certified bound {bound} against {self.margin_with_unit}"
+        )
+
+    @property
+    def spread(self) -> str:
+        if self.over["runs"] is not None:
+            return f"sd of the runs of an arm {self.sd_difference:.3g}"
+        correlation = "undefined" if self.pair_correlation is None else f"{self.pair_correlation:.2f}"
+        return (
+            f"sd of the paired differences {self.sd_difference:.3g}, correlation within pairs {correlation}"
+        )
+
+    @property
+    def needed(self) -> str:
+        """The number of pairs that would decide if the arms are truly equal."""
+        power, needed = self.power, "unknown"
+        if power["pairs_needed_range"] is not None:
+            low, high = map(pairs_or_more_text, power["pairs_needed_range"])
+            point = pairs_or_more_text(power["pairs_needed"])
+            needed = f"{point} {AT_OBSERVED} ({low} to {high} over its 90 % CI), if the arms are truly equal"
+        if self.over["runs"] is None:
+            return f"{self.pair}s needed for 80 % power: {needed}"
+        paired = (
+            f"pairing by seed would need about {pairs_or_more_text(power['pairs_if_shared'])} at a "
+            f"correlation of {power['shared_correlation']}"
+        )
+        return f"runs of each arm needed for 80 % power: {needed}; {paired}"
 
 
-# --- one-sided outcomes: `kind` is not_worse or better, `better` the direction of an improvement ---
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Detected(_Undecided):
+    """A difference was detected, and may lie within the margin."""
+
+    detected: Mapping[str, Any]
+    p_difference: float
+    significant: bool
+    absolute_margin: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.metric}: a difference {'was detected' if self.significant else 'is likely'} over "
+            f"{self.sample} (p = {self.p_difference:.2g}, Holm-corrected): "
+            f"{self.change(self.detected['direction'])} {self.agreeing_seeds(self.detected)}; undecided "
+            f"whether the difference stays within the margin: {self.estimate}; {self.spread}; "
+            f"{self.needed_for_the_observed}{self.clauses}"
+        )
+
+    @property
+    def needed_for_the_observed(self) -> str:
+        """The number of pairs that would decide if the true difference is the observed one."""
+        if self.margin_unit == "sigma":
+            return self.needed
+        pairs = f"{self.pair}s" if self.over["runs"] is None else sample_unit(paired=False)
+        if abs(self.difference) >= self.absolute_margin:
+            return f"no number of {pairs} shows equivalence if the true difference is the observed one"
+        needed = pairs_or_more_text(self.power["pairs_needed_observed"])
+        return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
 
 
-def _passes(
-    metric,
-    kind,
-    margin,
-    better,
-    transform,
-    over,
-    alpha,
-    difference,
-    interval,
-    detected,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
+def _power_now(power: Mapping[str, Any]) -> str:
+    return "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
+
+
+# --- limits ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limited(_Outcome):
+    """The outcome of a claim that a quantity keeps a limit; `interval` is None for one pair."""
+
+    measure: str
+    limit: float
+    limited: float | None
+    interval: Sequence[float] | None
+    detected: Detected
+
+    def target(self, negation: str = "") -> str:
+        """Return the target of a claim on the time to reach it: `0.6 is reached `."""
+        target = self.over.get("target")
+        return "" if target is None else f"{target:g} is {negation}reached "
+
+    @property
+    def quantity(self) -> str:
+        """The limited quantity with its value, such as `fused / plain is 0.94`."""
+        treatment, baseline = arm_texts(self.arm, self.baseline_arm)
+        ratio = f"{self.arm} / {self.baseline_arm}"
+        quantity = {
+            "ratio": ratio,
+            "first": ratio,
+            "excess": f"{ratio} of the excess over 1",
+            "distance": f"the arms' distance, relative to how far {baseline} moved,",
+        }.get(self.measure, f"the {self.measure} of {treatment}")
+        value = "unknown" if self.limited is None else text_near_limit(self.limited, self.limit)
+        return f"{quantity} is {value}"
+
+    @property
+    def value(self) -> str:
+        """The quantity with its interval, and the difference of the arms if one was detected."""
+        low, high = (text_near_limit(end, self.limit) for end in self.interval or ())
+        value, detected = (
+            f"{self.quantity}, {interval_level_text(self.alpha)} CI [{low}, {high}]",
+            self.detected,
+        )
+        if detected is None:
+            return value
+        if self.measure in ("ratio", "excess", "first"):
+            return f"{value}, {detected['direction']} {self.agreeing_seeds(detected)}"
+        baseline = arm_texts(self.arm, self.baseline_arm)[1]
+        difference = difference_and_seeds_text(detected, self.arm, self.baseline_arm)
+        return f"{value}; {detected['direction']} than {baseline}: {difference}"
+
+
+class _LimitHolds(_Limited):
+    def __str__(self) -> str:
+        return (
+            f"{self.metric}: {self.target()}{self.margin} at {self.confidence} confidence over {self.sample} "
+            f"({self.value}){self.clauses}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LimitBroken(_Limited):
+    p_beyond: float
+
+    def __str__(self) -> str:
+        margin, target = self.margin, self.target("not ")
+        broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
+        p_value = f"p = {self.p_beyond:.2g} if the limit held, Holm-corrected"
+        claim = f"{self.metric}: {target + margin if target else broken}"
+        return f"{claim} over {self.sample} ({self.value}; {p_value}){self.clauses}"
+
+
+class _LimitUndecided(_Limited):
+    def __str__(self) -> str:
+        head = f"{self.metric}: {self.target()}{self.margin}: undecided over {self.sample}"
+        if self.interval is None:
+            needed = f"two {self.pair}s" if self.over["runs"] is None else "two runs of each arm"
+            return f"{head}: {self.quantity}; {needed} are needed"
+        unit = self.over.get("unit", "seed")
+        return f"{head}: {self.value}; more {unit}s narrow the interval{self.clauses}"
+
+
+class _ExactHolds(_Tested):
+    def __str__(self) -> str:
+        return f"{self.metric}: bit-identical over {self.sample}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExactBroken(_Tested):
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.metric}: not bit-identical over {self.sample}: {self.where}"
+
+
+# --- one-sided outcomes ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneSided(_Outcome):
+    """The outcome of a claim that the treatment is better, or not worse, by a margin."""
+
+    kind: str  # not_worse or better
+    better: str  # the direction of an improvement
+    transform: str
+    difference: float
+    interval: Sequence[float]
+    detected: Detected
+
+    @property
+    def value(self) -> str:
+        """The difference, with direction, judgement and seeds if its interval excludes zero."""
+        unit, interval = difference_unit(self.transform), self.interval_text(self.interval)
+        detected = self.detected
+        if detected is None:
+            return f"no difference detected, {self.difference:+.3g}{unit} ({interval})"
+        judgement = "better" if detected["direction"] == self.better else "worse"
+        size = f"{abs(self.difference):.3g}{unit} {detected['direction']} ({judgement})"
+        return f"{size} {self.agreeing_seeds(detected)} ({interval})"
+
+
+class _Passes(_OneSided):
     """The treatment is shown not to be worse, or to be better, by the margin."""
-    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
-    yet = "yet " * bool(detected and detected["direction"] != better)
-    return (
-        f"{metric}: {_change(arm, baseline_arm, margin)}, at {confidence_text(alpha)} confidence over "
-        f"{_setting(over)}: {yet}{value}{_clauses(warnings)}"
-    )
+
+    def __str__(self) -> str:
+        yet = "yet " * bool(self.detected and self.detected["direction"] != self.better)
+        return (
+            f"{self.metric}: {self.change(self.margin)}, at {self.confidence} confidence over {self.sample}: "
+            f"{yet}{self.value}{self.clauses}"
+        )
 
 
-def _fails(
-    metric,
-    kind,
-    margin,
-    better,
-    transform,
-    over,
-    alpha,
-    difference,
-    interval,
-    detected,
-    p_beyond,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fails(_OneSided):
     """The treatment is shown to be worse by more than the margin, or not to be better by it."""
-    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
-    broken = margin.replace("at most", "more than", 1) if kind == "not_worse" else f"not {margin}"
-    return (
-        f"{metric}: {_change(arm, baseline_arm, broken)}, over {_setting(over)}: {value}; p = {p_beyond:.2g} "
-        f"if the claim held, Holm-corrected{_clauses(warnings)}"
-    )
+
+    p_beyond: float
+
+    def __str__(self) -> str:
+        margin = self.margin
+        broken = margin.replace("at most", "more than", 1) if self.kind == "not_worse" else f"not {margin}"
+        return (
+            f"{self.metric}: {self.change(broken)}, over {self.sample}: {self.value}; "
+            f"p = {self.p_beyond:.2g} if the claim held, Holm-corrected{self.clauses}"
+        )
 
 
-def _open(
-    metric,
-    kind,
-    margin,
-    better,
-    transform,
-    over,
-    alpha,
-    difference,
-    interval,
-    detected,
-    power,
-    improvement,
-    warnings,
-    arm,
-    baseline_arm,
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open(_OneSided):
     """Neither that the treatment keeps the margin nor that it breaks it is shown."""
-    value = _signed_difference(better, transform, alpha, difference, interval, detected, arm, baseline_arm)
-    truth = "the arms are truly equal" if kind == "not_worse" else f"the true gain is {improvement:.3g}"
-    power_now = "unknown" if power["power_now"] is None else f"{100 * power['power_now']:.0f} %"
-    needed = pairs_or_more_text(power["pairs_needed"])
-    return (
-        f"{metric}: undecided whether {_change(arm, baseline_arm, margin)}, over {_setting(over)}: {value}; "
-        f"power now {power_now} if {truth}, {sample_unit(paired=over['runs'] is None)} needed for 80 %: "
-        f"{needed}{_clauses(warnings)}"
-    )
 
+    power: Mapping[str, Any]
+    improvement: float
 
-def _signed_difference(
-    better: str,
-    transform: str,
-    alpha: float,
-    difference: float,
-    interval: Sequence[float],
-    detected: Detected,
-    arm: str,
-    baseline_arm: str,
-) -> str:
-    """Return a difference, with direction, judgement and seeds if its interval excludes zero."""
-    unit = difference_unit(transform)
-    if detected is None:
-        return f"no difference detected, {difference:+.3g}{unit} ({_interval(alpha, interval)})"
-    judgement = "better" if detected["direction"] == better else "worse"
-    size = f"{abs(difference):.3g}{unit} {detected['direction']} ({judgement})"
-    return f"{size} {agreeing_seeds_text(detected, arm, baseline_arm)} ({_interval(alpha, interval)})"
-
-
-# --- parts of outcomes ---
-
-
-def _setting(over: Mapping[str, Any]) -> str:
-    """Return the sample and the steps of an outcome: `5 pairs of this recipe, steps 33-40`."""
-    steps = "-".join(map(str, over["steps"])) if over["steps"] else over["window"]
-    window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
-    sample = f"{_sample(over)}{' of this recipe' * over['recipe']}"
-    return sample if _pair(over) == "prompt" else f"{sample}, {window}"
-
-
-def _sample(over: Mapping[str, Any]) -> str:
-    """Return the runs that a claim was tested on: `5 pairs`, or `5 and 4 unpaired runs (Welch)`."""
-    if over["runs"] is None:
-        return f"{over['pairs']} {_pair(over)}{'s' * (over['pairs'] != 1)}"
-    return f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
-
-
-def _pair(over: Mapping[str, Any]) -> str:
-    """Return what a claim was tested on: pairs of runs, or the prompts of two runs."""
-    return "prompt" if over.get("unit") == "prompt" else "pair"
-
-
-def _with_unit(margin: str, margin_unit: str, transform: str) -> str:
-    """Return a margin with its scale; one in sigmas or percent names its unit itself."""
-    return margin + difference_unit(transform) * (margin_unit == "")
-
-
-def _clauses(warnings: Sequence[str]) -> str:
-    return "".join(f"; {warning}" for warning in warnings)
-
-
-def _change(arm: str, baseline_arm: str, change: str) -> str:
-    """Return a difference of named arms: `fused is 0.03 lower than plain`."""
-    treatment, baseline = arm_texts(arm, baseline_arm)
-    return f"{treatment} is {change} than {baseline}"
-
-
-def _interval(alpha: float, interval: Sequence[float]) -> str:
-    return f"{interval_level_text(alpha)} CI {interval_text(interval)}"
-
-
-def _estimate(
-    margin: str, transform: str, alpha: float, difference: float, interval: Sequence[float], bound: str
-) -> str:
-    return (
-        f"mean difference {difference:+.3g}{difference_unit(transform)} ({_interval(alpha, interval)}), "
-        f"certified bound {bound} against {margin}"
-    )
-
-
-def _spread(over: Mapping[str, Any], sd: float, pair_correlation: float | None) -> str:
-    if over["runs"] is not None:
-        return f"sd of the runs of an arm {sd:.3g}"
-    correlation = "undefined" if pair_correlation is None else f"{pair_correlation:.2f}"
-    return f"sd of the paired differences {sd:.3g}, correlation within pairs {correlation}"
-
-
-def _needed(over: Mapping[str, Any], power: Mapping[str, Any]) -> str:
-    needed = "unknown"
-    if power["pairs_needed_range"] is not None:
-        low, high = map(pairs_or_more_text, power["pairs_needed_range"])
-        point = pairs_or_more_text(power["pairs_needed"])
-        needed = f"{point} {AT_OBSERVED} ({low} to {high} over its 90 % CI), if the arms are truly equal"
-    if over["runs"] is None:
-        return f"{_pair(over)}s needed for 80 % power: {needed}"
-    paired = (
-        f"pairing by seed would need about {pairs_or_more_text(power['pairs_if_shared'])} at a correlation "
-        f"of {power['shared_correlation']}"
-    )
-    return f"runs of each arm needed for 80 % power: {needed}; {paired}"
-
-
-def _needed_for_the_observed(
-    over: Mapping[str, Any], power: Mapping[str, Any], margin_unit: str, exceeds_margin: bool
-) -> str:
-    """Return how many pairs would decide if the true difference is the observed one."""
-    if margin_unit == "sigma":
-        return _needed(over, power)
-    pairs = f"{_pair(over)}s" if over["runs"] is None else sample_unit(paired=False)
-    if exceeds_margin:
-        return f"no number of {pairs} shows equivalence if the true difference is the observed one"
-    needed = pairs_or_more_text(power["pairs_needed_observed"])
-    return f"{pairs} needed for 80 % power: {needed}, if the true difference is the observed one"
-
-
-def _reached(over: Mapping[str, Any], negation: str = "") -> str:
-    """Return the target of a claim on the time to reach it: `0.6 is reached `."""
-    target = over.get("target")
-    return "" if target is None else f"{target:g} is {negation}reached "
-
-
-def _quantity(measure: str, limit: float, limited: float | None, arm: str, baseline_arm: str) -> str:
-    """Return the limited quantity with its value, such as `fused / plain is 0.94`."""
-    treatment, baseline = arm_texts(arm, baseline_arm)
-    quantity = {
-        "ratio": f"{arm} / {baseline_arm}",
-        "first": f"{arm} / {baseline_arm}",
-        "excess": f"{arm} / {baseline_arm} of the excess over 1",
-        "distance": f"the arms' distance, relative to how far {baseline} moved,",
-    }.get(measure, f"the {measure} of {treatment}")
-    if limited is None:
-        return f"{quantity} is unknown"
-    return f"{quantity} is {text_near_limit(limited, limit)}"
-
-
-def _quantity_and_interval(
-    measure: str,
-    limit: float,
-    limited: float,
-    alpha: float,
-    interval: Sequence[float],
-    detected: Detected,
-    arm: str,
-    baseline_arm: str,
-) -> str:
-    low, high = (text_near_limit(end, limit) for end in interval)
-    quantity = _quantity(measure, limit, limited, arm, baseline_arm)
-    value = f"{quantity}, {interval_level_text(alpha)} CI [{low}, {high}]"
-    if detected is None:
-        return value
-    if measure in ("ratio", "excess", "first"):
-        return f"{value}, {detected['direction']} {agreeing_seeds_text(detected, arm, baseline_arm)}"
-    baseline = arm_texts(arm, baseline_arm)[1]
-    difference = difference_and_seeds_text(detected, arm, baseline_arm)
-    return f"{value}; {detected['direction']} than {baseline}: {difference}"
+    def __str__(self) -> str:
+        is_equal = self.kind == "not_worse"
+        truth = "the arms are truly equal" if is_equal else f"the true gain is {self.improvement:.3g}"
+        needed = pairs_or_more_text(self.power["pairs_needed"])
+        return (
+            f"{self.metric}: undecided whether {self.change(self.margin)}, over {self.sample}: {self.value}; "
+            f"power now {_power_now(self.power)} if {truth}, "
+            f"{sample_unit(paired=self.over['runs'] is None)} needed for 80 %: {needed}{self.clauses}"
+        )
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.CLAIM_EQUIVALENT: _equivalent,
-    Code.CLAIM_DIFFERS: _differs,
-    Code.CLAIM_DETECTED: _detected,
-    Code.CLAIM_UNDECIDED: _undecided,
+    Code.CLAIM_EQUIVALENT: _Equivalent,
+    Code.CLAIM_DIFFERS: _Differs,
+    Code.CLAIM_DETECTED: _Detected,
+    Code.CLAIM_UNDECIDED: _Undecided,
     Code.CLAIM_NOT_TESTED: _not_tested,
     Code.CLAIM_TOO_FEW_PAIRS: "{metric}: not tested: {pairs:count usable pair}, but equivalence needs at "
     "least two to estimate the spread (only step one, the guards and the divergence were checked)",
     Code.CLAIM_TOO_FEW_RUNS: "{metric}: not tested: equivalence needs at least two runs of each arm",
-    Code.CLAIM_PASSES: _passes,
-    Code.CLAIM_FAILS: _fails,
-    Code.CLAIM_OPEN: _open,
-    Code.LIMIT_HOLDS: _limit_holds,
-    Code.LIMIT_BROKEN: _limit_broken,
-    Code.LIMIT_UNDECIDED: _limit_undecided,
-    Code.EXACT_HOLDS: _exact_holds,
-    Code.EXACT_BROKEN: _exact_broken,
+    Code.CLAIM_PASSES: _Passes,
+    Code.CLAIM_FAILS: _Fails,
+    Code.CLAIM_OPEN: _Open,
+    Code.LIMIT_HOLDS: _LimitHolds,
+    Code.LIMIT_BROKEN: _LimitBroken,
+    Code.LIMIT_UNDECIDED: _LimitUndecided,
+    Code.EXACT_HOLDS: _ExactHolds,
+    Code.EXACT_BROKEN: _ExactBroken,
 }

@@ -13,11 +13,6 @@ OUT_OF_MEMORY = (
 )
 
 
-def _several_errors(errors: Sequence[str], out_of_memory: bool) -> str:
-    """The errors that agents printed; `out_of_memory`: Slurm reports OOM."""
-    return f"{'; '.join(errors)}{OUT_OF_MEMORY if out_of_memory else ''}"
-
-
 def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
     """A collective failed because other ranks ended, hang, or cannot be reached."""
     waited = "timed out" if waited_s is None else f"timed out after {waited_s:g} s"
@@ -102,7 +97,7 @@ MESSAGES: dict[Code, Message] = {
     Code.OUT_OF_MEMORY_KILLED: "{signal:if killed by {signal}|exit code {exit_code}}" + OUT_OF_MEMORY,
     Code.ENDED_WITHOUT_RESULT: "ended without a result",
     Code.SEE_LOG: "{ending}; see {log}",
-    Code.SEVERAL_ERRORS: _several_errors,
+    Code.SEVERAL_ERRORS: "{errors:join ; }{out_of_memory:if " + OUT_OF_MEMORY + "}",
     Code.RANK_FAILED: "rank {rank} of {num_ranks}{host:if  (on {host})}: {cause}",
     Code.EXCEPTION: "{kind:if {kind}: }{error}{origin:if  (from {origin})}",
     Code.RANKS_LOST: _ranks_lost,

@@ -42,11 +42,6 @@ def _p_value(p: float, level: float, arm: str) -> str:
     return f"p = {p:.2g} if {arm_texts(arm, '')[0]} were no worse; significance level {level:.2g}"
 
 
-def _ratio_kept(quantity, ratio, limit, arm, baseline_arm) -> str:
-    """The ratio of the arms keeps its limit."""
-    return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g})"
-
-
 def _ratio_exceeded(quantity, ratio, limit, p, level, arm, baseline_arm) -> str:
     """The ratio of the arms exceeds its limit."""
     return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
@@ -76,6 +71,6 @@ MESSAGES: dict[Code, Message] = {
     Code.TOKEN_ERROR_KEPT: _token_error_kept,
     Code.TOKEN_ERROR_EXCEEDED: _token_error_exceeded,
     Code.RATIO_NOT_RECORDED: "{quantity}: not recorded in finished runs of both arms",
-    Code.RATIO_KEPT: _ratio_kept,
+    Code.RATIO_KEPT: "{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g})",
     Code.RATIO_EXCEEDED: _ratio_exceeded,
 }

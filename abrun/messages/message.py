@@ -6,16 +6,15 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Message = str | Callable[..., str]
-"""Wording of one code: a template in the syntax of `str.format`, or a function of the reason's values.
-
-The text after a template's last semicolon is its remedy. A function's docstring describes the code.
+Message = str | Callable[..., object]
+"""Wording of one code: a template in the syntax of `str.format`, a function of the reason's values, or a
+class of records with these values as fields, whose text is the sentence.
 """
 
 
 def render(message: Message, values: Mapping[str, Any]) -> str:
     """Return the sentence of a message with these values."""
-    return message(**values) if callable(message) else _fill_template(message, values)
+    return str(message(**values)) if callable(message) else _fill_template(message, values)
 
 
 def value_names(message: Message) -> list[str]:

@@ -24,15 +24,6 @@ def _margin_suggested(
     return f"{origin}; the runs differ by {difference}"
 
 
-def _declare_rounding(untested_metrics: Sequence[str]) -> str:
-    """Advice to declare a tolerance for step one and test it on fresh seeds."""
-    text = "If it was rounding, declare a tolerance for it and test on fresh seeds"
-    if not untested_metrics:
-        return text
-    metrics = ", ".join(untested_metrics)
-    return f"{text} (left untested, because fresh seeds may round differently: {metrics})"
-
-
 def _pairs_decide(
     count: int, paired: bool, if_differing: int | None, gains: Sequence[float], if_equal: bool
 ) -> str:
@@ -85,7 +76,9 @@ MESSAGES: dict[Code, Message] = {
     Code.FINISH_INTERIM_PAIRS: "An interim analysis is still to come: let its pairs finish",
     Code.RUN_IN_FLOAT32: "Train one step in float32, where rounding errors stay below 1e-4, to tell rounding "
     "from a fault",
-    Code.DECLARE_ROUNDING: _declare_rounding,
+    Code.DECLARE_ROUNDING: "If it was rounding, declare a tolerance for it and test on fresh "
+    "seeds{untested_metrics:if  (left untested, because fresh seeds may round differently: "
+    "{untested_metrics:list})}",
     Code.PLAN_WIDER_MARGIN: "{needed}; plan with a wider margin",
     Code.TRAIN_MORE_PAIRS: "{needed}",
     Code.CLAIM_WHAT_SHOWS: "{other_margin:if Claim what these runs can show, within a margin that you accept "

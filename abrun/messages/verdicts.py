@@ -1,6 +1,7 @@
 """Sentences of verdicts: reasons why an arm fails or stays undecided, and descriptions without a test."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from abrun.messages.message import Message
 from abrun.messages.numbers import SCORES_TEXT, arm_texts, deviation_text, direction_text, interval_text
@@ -17,47 +18,38 @@ _MARGINS = {
 }
 
 
-def _step_one_differs(
-    metric,
-    baseline,
-    treatment,
-    step,
-    seed,
-    deviation,
-    scale,
-    scale_from,
-    tolerance,
-    tolerance_from,
-    arm,
-    baseline_arm,
-) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepOneDiffers:
     """The first step differs by more than rounding."""
-    treatment_text, baseline_text = arm_texts(arm, baseline_arm)
-    return (
-        f"step one: {metric} is {baseline:.6g} in {baseline_text} and {treatment:.6g} in {treatment_text} at "
-        f"step {step} (seed {seed}): the deviation is {deviation_text(deviation, scale, scale_from)}, above "
-        f"the tolerance of {tolerance:.2g} ({tolerance_from})"
-    )
+
+    metric: str
+    baseline: float
+    treatment: float
+    step: int
+    seed: int
+    deviation: float
+    scale: float
+    scale_from: str
+    tolerance: float
+    tolerance_from: str
+    arm: str
+    baseline_arm: str
+
+    def __str__(self) -> str:
+        treatment, baseline = arm_texts(self.arm, self.baseline_arm)
+        deviation = deviation_text(self.deviation, self.scale, self.scale_from)
+        return (
+            f"step one: {self.metric} is {self.baseline:.6g} in {baseline} and {self.treatment:.6g} in "
+            f"{treatment} at step {self.step} (seed {self.seed}): the deviation is {deviation}, above the "
+            f"tolerance of {self.tolerance:.2g} ({self.tolerance_from})"
+        )
 
 
-def _step_one_open(
-    metric,
-    baseline,
-    treatment,
-    step,
-    seed,
-    deviation,
-    scale,
-    scale_from,
-    tolerance,
-    tolerance_from,
-    arm,
-    baseline_arm,
-) -> str:
+class _StepOneOpen(_StepOneDiffers):
     """The first step differs by more than the tolerance, and rounding may explain it."""
-    values = (metric, baseline, treatment, step, seed, deviation, scale, scale_from, tolerance)
-    difference = _step_one_differs(*values, tolerance_from, arm, baseline_arm)
-    return f"{difference}; the cause may be rounding or a fault"
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; the cause may be rounding or a fault"
 
 
 def _guard_open(guard: str, reason: str, result: str) -> str:
@@ -143,8 +135,8 @@ MESSAGES: dict[Code, Message] = {
     "arms converge alike; add compare.claims with a margin",
     Code.OF_ARM: "{arm}: {reason}",
     Code.MORE_FAULTS: "and {num} more of this kind",
-    Code.STEP_ONE_DIFFERS: _step_one_differs,
-    Code.STEP_ONE_OPEN: _step_one_open,
+    Code.STEP_ONE_DIFFERS: _StepOneDiffers,
+    Code.STEP_ONE_OPEN: _StepOneOpen,
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",

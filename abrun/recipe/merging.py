@@ -121,6 +121,17 @@ def defaults_of_type(key: str, tag: Any) -> dict[str, Any]:
     return dotted({key: {name: _field_default(model, name) for name in optional}}) if optional else {}
 
 
+def implied_by_types(base: Mapping[str, Any], changed: Mapping[str, Any]) -> set[str]:
+    """Return keys at their defaults that only one of two flat configurations has, by a section's type."""
+    defaults: dict[str, Any] = {}
+    for section in TYPES:
+        tags = [config.get(f"{section}.type") for config in (base, changed)]
+        if None not in tags and tags[0] != tags[1]:
+            defaults |= defaults_of_type(section, tags[0]) | defaults_of_type(section, tags[1])
+    values = {**base, **changed}
+    return {key for key in base.keys() ^ changed.keys() if key in defaults and defaults[key] == values[key]}
+
+
 def type_lacks_key(change: Mapping[str, Any], key: str) -> bool:
     """Return whether an arm changes the section of `key` to a type that lacks the key."""
     section, _, name = key.rpartition(".")

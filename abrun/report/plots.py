@@ -96,13 +96,7 @@ def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -
         color = COLORS[experiment.arms.index(claim.arm) % len(COLORS)]
         ax.plot([low, high], [row, row], color=color, linewidth=2, marker="|", markersize=9)
         ax.plot([(low + high) / 2], [row], "D", color=color, markersize=5)
-        ax.annotate(
-            claim.result,
-            (1.01, row),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-        )
+        ax.annotate(claim.result, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         arm_text = f"{shorten(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
         names.append(f"{arm_text}{shorten(claim.claim.metric, 28)}\n{claim.claim.margin_text}")
     ax.set_yticks(range(len(bounded_claims)), names)

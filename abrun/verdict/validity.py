@@ -17,6 +17,7 @@ from abrun.metric_names import (
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
+from abrun.recipe.merging import implied_by_types
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.experiment import (
     RecordedExperiment,
@@ -264,7 +265,7 @@ def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, 
         yield Code.CONFIG_MISSING(run=str(run))
         return
     config, reference_config = _compared_config(run), _compared_config(reference)
-    for key in sorted({*config, *reference_config}):
+    for key in sorted({*config, *reference_config} - implied_by_types(reference_config, config)):
         actual, expected = config.get(key), declared.get(key, reference_config.get(key))
         if actual != expected and expected is not ...:
             value, expected_text = yaml_text(actual), yaml_text(expected)

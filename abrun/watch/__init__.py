@@ -46,11 +46,7 @@ class View:
     often as you like.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        find_jobs: FindJobStates = lambda experiment_dir: None,
-    ) -> None:
+    def __init__(self, console: Console, find_jobs: FindJobStates = lambda experiment_dir: None) -> None:
         self._console = console
         self._find_jobs = find_jobs
         self._reader: ExperimentReader | None = None
@@ -101,9 +97,7 @@ class View:
 
 
 def watch(
-    experiment_dir: Path,
-    console: Console,
-    find_jobs: FindJobStates = lambda experiment_dir: None,
+    experiment_dir: Path, console: Console, find_jobs: FindJobStates = lambda experiment_dir: None
 ) -> None:
     """Show an experiment until all its runs have ended or nothing runs it any more."""
     open_experiment(experiment_dir)

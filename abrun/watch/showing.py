@@ -38,12 +38,7 @@ class _RunColumn:
         return not (self.is_optional and any(run.latest for run in runs) and not any(map(self.cell, runs)))
 
 
-def render(
-    name: str,
-    runs: Sequence[WatchedRun],
-    width: int,
-    height: int | None = None,
-) -> RenderableType:
+def render(name: str, runs: Sequence[WatchedRun], width: int, height: int | None = None) -> RenderableType:
     """Return the table of runs, their messages and a progress bar, for a terminal of this size."""
     planned = [run for run in runs if not run.is_warm_start]
     all_started = all(run.state.status not in ("pending", "waiting") for run in planned)

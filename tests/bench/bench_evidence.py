@@ -30,20 +30,24 @@ from tests.bench.common import make_parser
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
     "grpo-fused",
-    "fp32-head",
-    "sft-fused",
-    "dpo-fused",
-    "gspo-microbatches",
-    "ppo-values",
-    "megatron-ppo",
     "context-parallel",
-    "vllm-engine",
-    "levers",
+    "ppo-values",
+    "fp32-head",
     "grpo-fused-recorded",
-    "gspo-microbatches-recorded",
+    "sft-fused-float32",
+    "gspo-documents",
+    "levers",
     "megatron-ppo-recorded",
     "context-parallel-recorded",
+    "grpo-fused-gym",
     "levers-recorded",
+    "gspo-microbatches-recorded",
+    "megatron-ppo",
+    "levers-gym",
+    "dpo-fused",
+    "sft-fused",
+    "gspo-microbatches",
+    "vllm-engine",
 )
 SUFFIX, MAX_ARCHIVE = ".tar.xz", 16 * 2**20
 SAMPLE = 2**20  # of weights, by which a report says how far apart they are: larger files are models

@@ -153,10 +153,6 @@ def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRu
         raise RecipeError(f"{source}: a command trains it; trace arms of abrun's own trainer, or dumps")
     for line in unsupported_settings(config):
         raise RecipeError(f"{source}: {line}")
-    if config.policy.compile:
-        raise RecipeError(
-            f"{source}.policy.compile: got true, which hides modules; use --set policy.compile=false"
-        )
     if step > config.steps:
         raise RecipeError(f"--step: got {step}, but {arm} has {config.steps} steps; give one of them")
     return config

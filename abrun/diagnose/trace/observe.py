@@ -179,11 +179,14 @@ class Observer:
         return hook
 
     def perturb_too(self, model: Backend, name: str) -> None:
-        """Let replicas perturb a model: the output of every traced module, and of every part with weights."""
+        """Let replicas perturb a model: the output of every traced module, and of every part with weights.
+
+        Of compiled layers only the layer's output: a hook inside would compile other code than the run's.
+        """
         parts = {
             part: None
             for traced in model.traced_modules()
-            for part in traced.module.modules()
+            for part in ([traced.module] if traced.is_compiled else traced.module.modules())
             if part is traced.module or part._parameters
         }
         for index, part in enumerate(parts):

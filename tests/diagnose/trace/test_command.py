@@ -54,7 +54,6 @@ def test_a_faulty_arm_is_found(tmp_path: Path) -> None:
         ([], {}, "--arm: got none; give one of fused, faulty"),
         (["--arm", "fused", "--step", "9"], {}, "--step: got 9, but baseline has 3 steps"),
         (["--arm", "fused"], {"warm_start": {"steps": 2}}, "no warm-started weights; launch the recipe"),
-        (["--arm", "fused", "--set", "policy.compile=true"], {}, "policy.compile: got true"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_in_one_line(

@@ -1,0 +1,33 @@
+"""Arms that give a section another type: the keys of the two types differ, which the change of type explains."""
+
+import pytest
+
+from tests.verdict.simulate import edit
+
+MEGATRON = {"policy.backend.type": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("treatment", "num_keys"),
+    [
+        (MEGATRON, 1),
+        ({**MEGATRON, "policy.backend.distributed_optimizer": False}, 2),
+        ({"algorithm.type": "ppo"}, 1),
+        ({"task.type": "word_problems"}, 1),
+    ],
+)
+def test_the_keys_that_only_one_type_has_are_explained(simulated, judged, treatment, num_keys):
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment})
+    comparison = judged(experiment_dir)
+    assert comparison.verdict == "MATCH"
+    assert len(comparison.arms[0].treatment_diff) == num_keys
+
+
+def test_a_key_of_the_other_type_that_is_not_at_its_default_is_not(simulated, judged):
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": MEGATRON})
+    edit(
+        experiment_dir / "treatment/seed-1/config.json",
+        lambda content: content["config"]["policy"]["backend"].update(distributed_optimizer=False),
+    )
+    assert judged(experiment_dir).verdict == "INVALID"
+    assert "distributed_optimizer is false" in (experiment_dir / "report/report.md").read_text()
