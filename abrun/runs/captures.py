@@ -125,7 +125,6 @@ def write_capture(
 
 
 def is_capture(folder: Path) -> bool:
-    """Return whether the folder has a complete capture."""
     return (folder / INDEX).is_file()
 
 
