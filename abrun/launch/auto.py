@@ -105,9 +105,7 @@ def decide_values(
     dry_run: bool = False,
     say: Say = lambda line: None,
 ) -> Decisions:
-    """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine's
-    devices.
-    """
+    """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine."""
     keys, configs = recipe.auto_keys, _open_arm_configs(recipe, {})
     request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
     if not configs:

@@ -48,7 +48,6 @@ class ClusterJobs(ABC):
         self._error: LaunchError | None = None  # of the last query, if the cluster did not answer
 
     def load(self) -> None:
-        """Load the experiment's jobs from its record."""
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod

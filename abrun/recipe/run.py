@@ -11,13 +11,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.implementations import BACKENDS, ENGINES
-from abrun.recipe.policy import (
-    NO_FILTERS,
-    Filters,
-    Model,
-    Policy,
-    Rollout,
-)
+from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation

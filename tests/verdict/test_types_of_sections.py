@@ -1,4 +1,4 @@
-"""Arms that give a section another type: the keys of the two types differ, which the change of type explains."""
+"""Arms that give a section another type: the keys of the two types differ, which that change explains."""
 
 import pytest
 

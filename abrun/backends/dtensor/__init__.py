@@ -38,13 +38,7 @@ from abrun.backends.policy import AuxLossInputs, PolicyBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import RouterLoad, check_routing, route_dtype
 from abrun.kernels import TokenLoss
-from abrun.models import (
-    Facts,
-    attention_in_place,
-    facts_of,
-    persistent_buffers,
-    published,
-)
+from abrun.models import Facts, attention_in_place, facts_of, persistent_buffers, published
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
 from abrun.rl.batch import Sequences, sequence_lengths

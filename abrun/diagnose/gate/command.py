@@ -29,7 +29,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_ste
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import find_stored_experiment, open_sources
 from abrun.stats.online import ALPHA, MAX_SEEDS, MIN_SEEDS, Sample, read_candidate, seeds_to_add
-from abrun.stats.series import window_bounds
+from abrun.stats.series import in_window, window_bounds
 from abrun.verdict.summaries import summarize_runs
 
 INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
@@ -112,7 +112,6 @@ def ask_gate(
 
 
 def answer_reason(answer: Answer, state: State) -> Reason:
-    """Return an answer as a reason."""
     start, candidate = state.start, answer.candidate
     codes: dict[Outcome, Code] = {
         "BETTER": Code.GATE_BETTER,
@@ -284,8 +283,8 @@ def _read_runs(name: str, runs: Sequence[RecordedRun], claim: Claim, steps: tupl
             raise ComparisonError(
                 Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
             )
-        is_read = (steps[0] <= grid) & (grid <= steps[1])
-        values.append(float(summarize_runs(run.series(claim.metric).values[None, is_read], claim)[0]))
+        window = run.series(claim.metric).values[None, in_window(grid, steps)]
+        values.append(float(summarize_runs(window, claim)[0]))
     ends = [run.span_s[1] for run in runs if run.span_s]
     return Runs(
         name=name,

@@ -201,9 +201,7 @@ class GangEngine:
         self._report_waiting(gang, description)
 
     def _report_waiting(self, gang: Gang | None = None, reason_text: str | None = None) -> None:
-        """Report why runs wait: those of `gang` for `reason_text` (None: they do not wait), others for their
-        turn.
-        """
+        """Report why runs wait: those of `gang` for `reason_text` (None: none do), others for their turn."""
         gang_jobs = gang.jobs if gang else []
         to_start = [job for job in self._jobs.values() if not (job.started or job.is_done)]
         reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}

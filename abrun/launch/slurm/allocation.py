@@ -232,9 +232,7 @@ def _should_requeue(experiment_dir: Path) -> bool:
 
 
 def _all_nodes_answer() -> bool:
-    """Return True if every node of the allocation still starts a process. Slurm notices a lost node after
-    minutes.
-    """
+    """Return True if every node still starts a process. Slurm notices a lost node after minutes."""
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
     step_options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
     try:

@@ -114,7 +114,6 @@ def group_into_scripts(
 def render_script(
     script: JobScript, experiment_dir: Path, settings: Slurm, *, max_parallel: int | None = None
 ) -> str:
-    """Return the text of a job script."""
     options = [
         *script.need.options(),
         "--requeue",
