@@ -140,7 +140,7 @@ def errors_to_json(errors: Mapping[str, TensorError]) -> dict[str, Any]:
 
 def errors_from_json(content: Mapping[str, Any]) -> dict[str, TensorError]:
     return {
-        name: TensorError(**{measure: decode_non_finite(value) for measure, value in error.items()})
+        name: TensorError(**{measure: float(decode_non_finite(value)) for measure, value in error.items()})
         for name, error in content.items()
     }
 

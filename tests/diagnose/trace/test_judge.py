@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.diagnose.trace.command import REPLICAS, read_replicas
 from abrun.diagnose.trace.judge import judge_trace, measure_errors, standardise
-from abrun.errors import ComparisonError
+from abrun.errors import ComparisonError, StoreError
 from abrun.runs.captures import Capture, Kind, write_capture
 from abrun.runs.traces import TraceResult
 
@@ -122,4 +123,14 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     baseline, treatment = written(tmp_path / "a", values), written(tmp_path / "b", values, **facts)
     with pytest.raises(ComparisonError, match=problem) as raised:
         judge_trace(baseline, treatment, [measure_errors(baseline, baseline)] * 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rep', "[]", "{}", '{"replicas": {"a": 1}}', '{"replicas": [{"a": {"largest": "x"}}]}']
+)
+def test_a_torn_file_of_replicas_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / REPLICAS).write_text(text)
+    with pytest.raises(StoreError, match=REPLICAS) as raised:
+        read_replicas(tmp_path)
     assert "\n" not in str(raised.value)
