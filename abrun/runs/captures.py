@@ -35,7 +35,8 @@ class CapturedTensor:
 
     `module` is Hugging Face's name of the module whose output an activation is, or of the parameter. Values
     outside the network have names of their own: `batch.*` what the step trains on, `lm_head.*` log-probs and
-    entropies, `loss`, and `optimizer.*`; `NAME@2` is of the step's second optimizer step.
+    entropies, `loss` (on the baseline's log-probs), and `optimizer.*`; `NAME@2` is of the step's second
+    optimizer step.
     """
 
     index: int  # position in the order of execution: activations, gradients from the loss back, updates

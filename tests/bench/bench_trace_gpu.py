@@ -10,12 +10,13 @@ Clean layouts are compared with one rank, packed, with dense log-probs, uncompil
 in the first dtype, are right if the first difference is the faulty module or its parent. `higher head`
 computes log-probs in float32 and the rest in bfloat16: a change of precision, not a clean layout. All runs of
 one number of ranks share processes. Layouts without their package (megatron-core, liger-kernel) are left out.
-Nothing is written but a temporary folder.
+Nothing is written but a temporary folder; with --work FOLDER a stopped command goes on in it.
 
 The last lines are of one run: seconds of a plain step, of a step that is observed, and of one that is also
 gathered and written. Medians of alternating steps.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
@@ -24,6 +25,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from abrun.backends.ranks import join_ranks
-from abrun.diagnose.trace.command import MAX_TOKENS, read_replicas
+from abrun.diagnose.trace.command import MAX_TOKENS, REPLICAS, read_replicas
 from abrun.diagnose.trace.judge import NUM_REPLICAS, judge_trace
 from abrun.diagnose.trace.measure import Tracer, run_job
 from abrun.diagnose.trace.observe import Observer
@@ -39,11 +42,13 @@ from abrun.errors import AbrunError
 from abrun.recipe.faults import FAULTS
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import read_capture
+from abrun.runs.files import read_json, write_json
 from abrun.train.loop import make_algorithm
 from abrun.train.setup import make_setup
-from tests.bench.bench_trace import DTENSOR, EXPERTS, GRPO, MEGATRON, is_right
+from tests.bench.bench_trace import GRPO, is_right
 from tests.bench.common import heading, make_parser, markdown_row, sync_of
 from tests.diagnose.trace.captured import config
+from tests.diagnose.trace.test_layouts import DTENSOR, EXPERTS, MEGATRON
 
 TENSOR = {"tensor_parallel": 2, "sequence_parallel": True}
 CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
@@ -95,14 +100,15 @@ class Runs:
         self._folder, self._device = folder, device
         self._model = {"path": str(model)} if model else {"preset": "qwen2-tiny-128"}
         prompts = folder / "prompts.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
         if not prompts.exists():
             rows = (f'{{"prompt": "{number}+{number % 7}=", "answer": "0"}}' for number in range(NUM_PROMPTS))
             prompts.write_text("\n".join(rows))
         self._task = {"type": "jsonl", "path": str(prompts), "verifier": f"{__spec__.name}:{reward.__name__}"}
 
-    def folder(self, name: str, dtype: str) -> Path:
+    def folder(self, name: str, dtype: str, seed: int) -> Path:
         """Return the folder of the baseline that a case is compared with."""
-        return self._folder / f"{'experts-' * name.startswith('experts')}{dtype}"
+        return self._folder / f"{'experts-' * name.startswith('experts')}{dtype}-{seed}"
 
     def config(
         self, name: str, dtype: str, ranks: int = 1, policy: dict[str, Any] | None = None, fault: str = ""
@@ -119,53 +125,82 @@ class Runs:
         return config(changes, experts, faulty, base=base)
 
 
-def cases(runs: Runs, ranks: int, dtypes: list[str], only: list[str]) -> Iterator[tuple[str, str, str, Any]]:
-    """Yield (name, dtype, fault, how to make its configuration) of the cases of so many ranks."""
-    for dtype in dtypes:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One arm to compare with its baseline."""
+
+    name: str
+    dtype: str
+    ranks: int
+    policy: dict[str, Any]
+    fault: str = ""
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-{self.dtype}-{self.seed}".replace(" ", "-")
+
+    def row(self, *cells: object) -> str:
+        return markdown_row(self.name, self.dtype, self.seed, self.ranks, *cells)
+
+
+def cases(ranks: int, seeds: int, dtypes: list[str], only: list[str]) -> Iterator[Case]:
+    """Yield the cases of so many ranks."""
+    for seed, dtype in product(range(seeds), dtypes):
         for name, (size, policy) in CLEAN.items():
             if size == ranks and (not only or name in only) and is_installed(policy):
-                yield name, dtype, "", (name, dtype, ranks, policy)
+                yield Case(name=name, dtype=dtype, ranks=ranks, policy=policy, seed=seed)
         if ranks == 1 and dtype == "bfloat16" and (not only or HIGHER_HEAD in only):
             head = {"logprobs": {"impl": "triton", "head_dtype": "float32"}}
-            yield HIGHER_HEAD, dtype, "", (HIGHER_HEAD, dtype, 1, head)
+            yield Case(name=HIGHER_HEAD, dtype=dtype, ranks=1, policy=head, seed=seed)
     for fault, (size, layout) in FAULTY.items():
         if size == ranks and (not only or fault in only):
-            name = f"{layout}, {fault}"
-            yield name, dtypes[0], fault, (name, dtypes[0], ranks, CLEAN[layout][1], fault)
+            policy = CLEAN[layout][1]
+            yield Case(name=f"{layout}, {fault}", dtype=dtypes[0], ranks=ranks, policy=policy, fault=fault)
 
 
-def trace_case(
-    runs: Runs, case: tuple[str, str, str, Any], device: torch.device, replicas: int
-) -> tuple[bool, str]:
+def trace_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> tuple[bool, str]:
     """Capture a case, and its baseline if that is missing; return whether it is right, and its row."""
-    name, dtype, fault, arguments = case
-    folder = runs.folder(name, dtype)
-    if not (folder / BASELINE).exists():
-        run_job(_job(runs.config(name, dtype), folder, BASELINE, replicas), device)
-    run_job(_job(runs.config(*arguments), folder, TREATMENT, 0), device)
+    folder = runs.folder(case.name, case.dtype, case.seed)
+    if not (folder / REPLICAS).exists():
+        run_job(_job(runs.config(case.name, case.dtype), folder, BASELINE, case.seed, replicas), device)
+    run = runs.config(case.name, case.dtype, case.ranks, case.policy, case.fault)
+    run_job(_job(run, folder, TREATMENT, case.seed), device)
     if dist.get_rank():
         return True, ""
-    result = judge_trace(
-        read_capture(folder / BASELINE), read_capture(folder / TREATMENT), read_replicas(folder)
-    )
+    baseline, treatment = (read_capture(folder / arm) for arm in (BASELINE, TREATMENT))
+    result = judge_trace(baseline, treatment, read_replicas(folder))
     worst = max(result.tensors, key=lambda tensor: tensor.ratio)
     first = result.first
     right = first is None
-    if fault:
-        right = is_right(next(known for known in FAULTS if known.name == fault), result)
+    if case.fault:
+        right = is_right(next(known for known in FAULTS if known.name == case.fault), result)
     shown = first or worst
     cells = f"{shown.ratio:.3g} / {result.limit:.3g}", f"`{shown.name}`", "differ" if first else "agree"
-    answer = "(change of precision)" if name == HIGHER_HEAD else "yes" if right else "NO"
-    return right, markdown_row(name, dtype, dist.get_world_size(), *cells, len(result.missing), answer)
+    answer = "(change of precision)" if case.name == HIGHER_HEAD else "yes" if right else "NO"
+    return right, case.row(*cells, len(result.missing), answer)
 
 
-def _job(run: OwnRunConfig, folder: Path, arm: str, replicas: int) -> dict[str, Any]:
+def try_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> tuple[bool, str]:
+    """Return what `trace_case` does, or the row of a failure, which does not end the run of a single rank."""
+    try:
+        return trace_case(runs, case, device, replicas)
+    except AbrunError as error:  # alike on all ranks
+        return False, case.row("", "", f"refused: {error}", "", "NO")
+    except Exception as error:
+        if case.ranks > 1:  # other ranks may wait for this one
+            raise
+        traceback.print_exc()
+        return False, case.row("", "", f"failed: {error!r:.200}", "", "NO")
+
+
+def _job(run: OwnRunConfig, folder: Path, arm: str, seed: int = 0, replicas: int = 0) -> dict[str, Any]:
     return {
         "config": run.model_dump(mode="json"),
         "recorded": str(folder / "recorded"),
         "captures": str(folder),
         "arm": arm,
-        "seed": 0,
+        "seed": seed,
         "step": 1,
         "initial_weights": None,
         "records": arm == BASELINE,
@@ -179,9 +214,9 @@ def measure_times(runs: Runs, device: torch.device, dtype: str, compiles: bool) 
     fused = "triton" if device.type == "cuda" else "chunked"
     run = runs.config("times", dtype, policy={"compile": compiles, "logprobs": {"impl": fused}})
     sync = sync_of(device.type)
-    folder = runs.folder("times", f"times-{dtype}")
+    folder = runs.folder("", f"times-{dtype}", 0)
     plain, observed, captured = (make_setup(run, 0, None, device) for _ in range(3))
-    observer, tracer = Observer(observed, MAX_TOKENS), Tracer(captured, _job(run, folder, BASELINE, 0))
+    observer, tracer = Observer(observed, MAX_TOKENS), Tracer(captured, _job(run, folder, BASELINE))
     algorithms = [make_algorithm(setup) for setup in (plain, observed, captured)]
     calls = (
         lambda: algorithms[0].step(1),
@@ -217,19 +252,17 @@ def run_rank(rank: int, size: int, port: int, results: Any, options: dict[str, A
     runs = Runs(options["folder"], options["device"], options["model"])
     some = runs.config("", "float32", size)
     device = join_ranks(some.cluster.model_dump())
-    for case in cases(runs, size, options["dtypes"], options["only"]):
-        try:
-            right, row = trace_case(runs, case, device, options["replicas"])
-        except AbrunError as error:  # alike on all ranks
-            right, row = False, markdown_row(*case[:2], size, "", "", f"refused: {error}", "", "NO")
-        except Exception as error:
-            if size > 1:  # other ranks may wait for this one
-                raise
-            traceback.print_exc()
-            right, row = False, markdown_row(*case[:2], size, "", "", f"failed: {error!r:.200}", "", "NO")
+    for case in cases(size, options["seeds"], options["dtypes"], options["only"]):
+        path = options["folder"] / "rows" / f"{case.key}.json"
+        if not path.exists():
+            right, row = try_case(runs, case, device, options["replicas"])
+            if not rank:
+                write_json(path, {"right": right, "row": row})
         if not rank:
-            results.put((case[0], right))
-            print(row, flush=True)
+            content = read_json(path)
+            results.put((case.name, content["right"]))
+            print(content["row"], flush=True)
+        dist.barrier()
     if size == 1 and (not options["only"] or TIMES in options["only"]):
         for dtype in options["dtypes"]:
             for compiles in (False, True):
@@ -271,17 +304,18 @@ def main() -> None:
     parser = make_parser(__doc__, devices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--work", type=Path)
     parser.add_argument("--replicas", type=int, default=NUM_REPLICAS)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32", "bfloat16"])
     options = vars(parser.parse_args())
     began_s = time.perf_counter()
-    print(
-        heading("layout", "dtype", "ranks", "ratio / limit", "of", "found", "not compared", "right"),
-        flush=True,
-    )
-    with tempfile.TemporaryDirectory(prefix="bench-trace-gpu-") as folder:
-        options["folder"] = Path(folder)
+    titles = "layout", "dtype", "seed", "ranks", "ratio / limit", "of", "found", "not compared", "right"
+    print(heading(*titles), flush=True)
+    with contextlib.ExitStack() as stack:
+        temporary = options["work"] or stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-trace-"))
+        options["folder"] = Path(temporary)
         found = [row for size in range(1, options["ranks"] + 1) for row in run_ranks_once(size, options)]
     skipped = [name for name, (_, policy) in CLEAN.items() if not is_installed(policy)]
     print(f"left out, without their package: {', '.join(skipped) or 'none'}")
