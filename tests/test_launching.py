@@ -19,7 +19,7 @@ from abrun.reasons import Code
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
-from tests.launch.fakes import FAKE
+from tests.launch.fakes import FAKE, FORKING
 from tests.launch.test_local import SMALL
 
 Command = Callable[..., tuple[int, str, str]]
@@ -55,6 +55,7 @@ SHIFTED = {"trainer.parameters.shift": 0.06}
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Command) -> Command:
     """`abrun ARGUMENTS` beside curves.yaml: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
     monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
     (tmp_path / "arm.py").write_text(ARM)

@@ -274,7 +274,7 @@ def compare(
     Raises StoreError or ComparisonError if the sources cannot be compared as requested.
     """
     from abrun.recipe.claims import parse_claim
-    from abrun.report.comparing import compare_contents
+    from abrun.report.comparing import CompareOptions, compare_contents
 
     if formats is not None and output is None:
         raise RecipeError(Code.FORMATS_WITHOUT_FOLDER())
@@ -289,8 +289,7 @@ def compare(
         else _read_contents([str(source) for source in sources], runs_dir, reading)
     )
     claim_texts = [claim] if isinstance(claim, str) else claim
-    comparison = compare_contents(
-        contents,
+    options = CompareOptions(
         claims=[parse_claim(text) for text in claim_texts] if claim_texts else None,
         reference=Path(reference) if reference else None,
         arm=arm,
@@ -300,6 +299,7 @@ def compare(
         output=Path(output) if output else None,
         formats=formats,
     )
+    comparison = compare_contents(contents, options)
     return Result(comparison, experiment or _make_experiment(contents), comparison.verdict)
 
 

@@ -9,7 +9,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
 
 from abrun.errors import RecipeError, StoreError
 from abrun.messages import sentences
@@ -22,10 +25,6 @@ from abrun.report.write import PAGE, VERDICT_COLORS
 from abrun.runs.files import partial_files, write_file
 from abrun.runs.layout import EXPERIMENT, REPORT
 from abrun.verdict.results import ClaimResult
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 ARCHIVE = Path(__file__).with_name("demo-runs.json.xz")  # file contents by path, as a JSON object
 EXPERIMENTS = {  # name -> its change
@@ -122,11 +121,8 @@ def _judge(directory: Path) -> DemoVerdict:
     return DemoVerdict(directory=directory, comparison=comparison)
 
 
-def render_demo(verdicts: Sequence[DemoVerdict], width: int = WIDTH) -> "RenderableType":
+def render_demo(verdicts: Sequence[DemoVerdict], width: int = WIDTH) -> RenderableType:
     """Return the verdicts, what they mean, and commands to try, for a terminal of `width` columns."""
-    from rich.console import Group
-    from rich.text import Text
-
     title, *explanation = INTRODUCTION.splitlines(keepends=True)
     names = [verdict.comparison.verdict for verdict in verdicts]
     summary = [
@@ -141,9 +137,7 @@ def render_demo(verdicts: Sequence[DemoVerdict], width: int = WIDTH) -> "Rendera
     )
 
 
-def _render_commands(directories: Sequence[str]) -> "Iterator[Text]":
-    from rich.text import Text
-
+def _render_commands(directories: Sequence[str]) -> Iterator[Text]:
     commands = [
         ("see all evidence", f"abrun compare {directories[0]}"),
         ("", f"abrun compare {directories[1]}"),
@@ -158,10 +152,7 @@ def _render_commands(directories: Sequence[str]) -> "Iterator[Text]":
         )
 
 
-def _render_verdict(verdict: DemoVerdict, width: int) -> "RenderableType":
-    from rich.panel import Panel
-    from rich.text import Text
-
+def _render_verdict(verdict: DemoVerdict, width: int) -> RenderableType:
     content, color = verdict.comparison.content, VERDICT_COLORS[verdict.comparison.verdict]
     claim = content.claims[0]
     estimate = claim.estimate
@@ -180,10 +171,8 @@ def _render_verdict(verdict: DemoVerdict, width: int) -> "RenderableType":
     return Panel(Text("\n").join(lines), title=title, title_align="left", border_style=color, width=width)
 
 
-def _draw_interval(claim: ClaimResult, color: str, width: int) -> "Iterator[Text]":
+def _draw_interval(claim: ClaimResult, color: str, width: int) -> Iterator[Text]:
     """Yield two lines: the interval of the difference on an axis with the margin, and the margin's label."""
-    from rich.text import Text
-
     margin, mean, interval = claim.claim.margin, claim.estimate.mean_difference, claim.estimate.interval
     assert margin is not None and mean is not None and interval is not None
     start, end = min(interval[0], -1.2 * margin), max(interval[1], 1.2 * margin)

@@ -126,12 +126,10 @@ class Ranks:
 
     @property
     def world(self) -> ProcessGroup:
-        """Return the group of all ranks."""
         group: Any = dist.group.WORLD
         return group
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         dist.barrier()
 
 

@@ -26,12 +26,10 @@ class Piece:
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> "Piece":
-        """Return the piece that is the full tensor."""
         return cls(tuple(shape), tuple(slice(0, size) for size in shape))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of the piece itself."""
         return tuple(s.stop - s.start for s in self.slices)
 
     def intersect(self, other: "Piece") -> tuple[slice, ...] | None:
@@ -82,7 +80,6 @@ class ShardSpec:
         )
 
     def assemble(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Assemble the tensor from its pieces."""
         if self.head_dim is not None:
             num_groups = len(tensors[-1]) // self.head_dim
             grouped = [tensor.unflatten(0, (num_groups, -1)) for tensor in tensors]

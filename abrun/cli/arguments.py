@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -53,14 +53,20 @@ def complete_experiment(incomplete: str) -> list[str]:
     return [path.name for path in experiments if path.name.startswith(incomplete)]
 
 
+def recipe_argument(description: str) -> Any:
+    """Return an argument that is a recipe's file or name."""
+    return typer.Argument(help=description, callback=resolve_recipe_file, autocompletion=complete_recipe)
+
+
 RecipeFile = Annotated[
     Path,
-    typer.Argument(
-        help="Recipe: a YAML file, a built-in recipe such as quickstart (see abrun recipes), or an "
-        "experiment (a path, or a name under --runs-dir) to reuse its recipe.",
-        callback=resolve_recipe_file,
-        autocompletion=complete_recipe,
+    recipe_argument(
+        "Recipe: a YAML file, a built-in recipe such as quickstart (see abrun recipes), or an experiment (a "
+        "path, or a name under --runs-dir) to reuse its recipe."
     ),
+]
+RunFolder = Annotated[
+    str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
 ]
 # Eager: parsed before the arguments that name an experiment in it.
 RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.", is_eager=True)]
@@ -192,6 +198,10 @@ TakeOver = Annotated[
         "--take-over", help="Take over the experiment from a launcher on another machine, which then stops."
     ),
 ]
+NewSeeds = Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow.")
+]
 Launcher = Annotated[
     str | None, typer.Option(help="Launcher: local, slurm or ray; default: the recipe's, or local.")
 ]
@@ -224,6 +234,13 @@ ExitZero = Annotated[
     bool, typer.Option("--exit-zero", help="Exit with 0 if every run finished, whatever the verdict.")
 ]
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
+
+
+def refuse_options(values_by_option: Mapping[str, object], code: Code, **values: Any) -> None:
+    """Raise RecipeError, with a code that takes the option, for the first option that was given."""
+    for option, value in values_by_option.items():
+        if value not in (None, False, (), []):
+            raise RecipeError(code(option=option, **values))
 
 
 def parse_lengths(text: str, option: str = "--lengths", minimum: int = 2) -> list[int]:
@@ -261,8 +278,10 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def parse_interim(text: str) -> tuple[int, ...]:
-    """Parse numbers of pairs such as `3,5,8`."""
+def parse_interim(text: str | None) -> tuple[int, ...]:
+    """Parse numbers of pairs such as `3,5,8`; None gives none."""
+    if text is None:
+        return ()
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
         raise RecipeError(Code.SETTING_REFUSED(field="--interim", got=shortened(text)))
     return tuple(map(int, text.split(",")))
@@ -285,8 +304,9 @@ def make_reading(
     step_column: str | None,
     seeds: str | None,
     exclude: list[str] | None,
+    **fields: Any,
 ) -> "ReadingOptions":
-    """Return the reading settings from the options shared by `compare` and `reference save`."""
+    """Return the reading settings from the options that several commands share, and `fields`."""
     from abrun.recorded.sources import ReadingOptions
 
     return ReadingOptions(
@@ -298,6 +318,7 @@ def make_reading(
         step_column=step_column,
         seeds=None if seeds is None else tuple(parse_seeds(seeds)),
         exclude=tuple(exclude or ()),
+        **fields,
     )
 
 

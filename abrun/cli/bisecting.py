@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import app, console, survive_output_errors
-from abrun.cli.arguments import DryRun, Overrides, RecipeFile, RunsDir, add_seeds
+from abrun.cli.arguments import DryRun, Jobs, NewSeeds, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 
@@ -41,9 +41,6 @@ Alpha = Annotated[
     float, typer.Option(min=0.0001, max=0.2, help="Maximum probability of naming a wrong candidate.")
 ]
 Spare = Annotated[int, typer.Option(min=0, max=20, help="Extra tests allowed for inconclusive candidates.")]
-Jobs = Annotated[
-    int | None, typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow.")
-]
 
 
 @app.command()
@@ -59,7 +56,7 @@ def bisect(
     ] = None,
     versions: Versions = None,
     setup: Setup = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    seeds: NewSeeds = None,
     max_seeds: MaxSeeds = None,
     alpha: Alpha = 0.05,
     spare: Spare = 1,

@@ -15,19 +15,23 @@ from abrun.cli.arguments import (
     DryRunJson,
     ExitZero,
     Experiment,
+    Jobs,
     Json,
     Launcher,
     MaxSeeds,
     Name,
+    NewSeeds,
     NoCompare,
     Overrides,
     RecipeFile,
     Resume,
+    RunFolder,
     RunsDir,
     TakeOver,
     UntilDecided,
     add_seeds,
     complete_experiment,
+    refuse_options,
     typed_command,
 )
 from abrun.errors import RecipeError, StoreError
@@ -64,11 +68,8 @@ def launch(
     context: typer.Context,
     recipe: RecipeFile,
     overrides: Overrides = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow."),
-    ] = None,
+    seeds: NewSeeds = None,
+    jobs: Jobs = None,
     launcher: Launcher = None,
     runs_dir: RunsDir = Path("runs"),
     name: Name = None,
@@ -108,8 +109,8 @@ def launch(
         raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
     if until_decided and no_compare:
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
-    if export is None and output is not None:
-        raise RecipeError(Code.OPTION_NEEDS_EXPORT(option="--output"))
+    if export is None:
+        refuse_options({"--output": output}, Code.OPTION_NEEDS, needed="--export")
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
     options = LaunchOptions(
         runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
@@ -201,9 +202,7 @@ def stop(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None:
 
 @app.command()
 def logs(
-    run: Annotated[
-        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
-    ],
+    run: RunFolder,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the run ends.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -223,9 +222,7 @@ def logs(
 
 @app.command()
 def completions(
-    run: Annotated[
-        str, typer.Argument(help="A run's folder, or its name such as quickstart/baseline/seed-0.")
-    ],
+    run: RunFolder,
     step: Annotated[int | None, typer.Option(min=1, help="Only this step.")] = None,
     against: Annotated[
         str | None, typer.Option(help="Another run to show side by side for the same prompts.")

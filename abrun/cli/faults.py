@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import add_group, console, survive_output_errors
-from abrun.cli.arguments import DeviceMemory, Launcher, Overrides, RecipeFile, Resume, RunsDir, add_seeds
+from abrun.cli.arguments import (
+    DeviceMemory,
+    Jobs,
+    Launcher,
+    NewSeeds,
+    Overrides,
+    RecipeFile,
+    Resume,
+    RunsDir,
+    add_seeds,
+)
 from abrun.cli.experiments import print_resume_command
 from abrun.errors import RecipeError
 from abrun.reasons import Code
@@ -79,12 +89,9 @@ def run(
             "--faults", help="Comma-separated NAME or NAME:SIZE; default: all that the recipe can inject."
         ),
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds instead of the recipe's: 0,1,2 or 0-4.")] = None,
+    seeds: NewSeeds = None,
     launcher: Launcher = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum concurrent runs; default: as many as the devices allow."),
-    ] = None,
+    jobs: Jobs = None,
     runs_dir: RunsDir = Path("runs"),
     name: Annotated[
         str | None, typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity.")

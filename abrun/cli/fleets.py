@@ -1,6 +1,6 @@
 """Options of `abrun compare --fleet`. Slow imports happen inside the functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from abrun.cli.app import console, print_json
-from abrun.cli.arguments import typed_command
-from abrun.errors import RecipeError
+from abrun.cli.arguments import refuse_options, typed_command
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
@@ -55,15 +54,6 @@ class FleetArguments:
     step_one: bool
 
 
-def refuse_fleet_options(sources: Sequence[str] | None, options: Mapping[str, Path | None]) -> None:
-    """Raise RecipeError for an option that requires --fleet, or if there is nothing to compare."""
-    for option, value in options.items():
-        if value is not None:
-            raise RecipeError(Code.FLEET_OPTION_NEEDED(option=option))
-    if not sources:
-        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
-
-
 def judge_fleet(
     arguments: FleetArguments,
     reading: "ReadingOptions",
@@ -80,9 +70,7 @@ def judge_fleet(
 
     given = reading.given_options
     refused = {**refused, **{option: given.get(option) for option in _REFUSED_READING}}
-    for option, value in refused.items():
-        if value:
-            raise RecipeError(Code.FLEET_OPTION_REFUSED(option=option))
+    refuse_options(refused, Code.FLEET_OPTION_REFUSED)
     options = FleetOptions(reading=reading, command=typed_command(), **asdict(arguments))
     comparison = compare_fleet(options)
     if as_json:

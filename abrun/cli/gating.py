@@ -1,7 +1,6 @@
 """The command `abrun gate`. Slow imports happen inside it."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from abrun.cli.arguments import (
     Seeds,
     StepColumn,
     make_reading,
+    refuse_options,
 )
 from abrun.errors import RecipeError
 from abrun.messages import sentence
@@ -104,18 +104,17 @@ def gate(
     from abrun.messages.records import encode_reasons
     from abrun.recipe.claims import parse_claim
 
-    start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
-    for option, value in start_options.items():
-        if value is not None and not start:
-            raise RecipeError(Code.OPTION_NEEDS_START(option=option))
-    reading = make_reading(runs_dir, None, pattern, group, alias, step_column, seeds, exclude)
-    reading = replace(reading, allows_one_arm=True)
+    if not start:
+        start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
+        refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
     if start:
         if candidate is None or claim is None:
             raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))
         options = {"worth": worth, "alpha": alpha}
-        given = {option: value for option, value in options.items() if value is not None}
-        state = start_gate(against, candidate, reading, parse_claim(claim), arm=arm, name=name, **given)
+        levels = {option: value for option, value in options.items() if value is not None}
+        state = start_gate(against, candidate, reading, parse_claim(claim), arm=arm, name=name, **levels)
     elif candidate is None:
         state = read_state(against)
     else:

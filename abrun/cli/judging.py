@@ -4,7 +4,6 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,16 +35,16 @@ from abrun.cli.arguments import (
     ToWandb,
     Unpaired,
     VersionsDiffer,
-    complete_recipe,
     make_reading,
     option_text,
     parse_claims,
     parse_interim,
     parse_require,
-    resolve_recipe_file,
+    recipe_argument,
+    refuse_options,
     typed_command,
 )
-from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet, refuse_fleet_options
+from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet
 from abrun.errors import ComparisonError, RecipeError
 from abrun.reasons import Code
 from abrun.redaction import display_safe
@@ -109,18 +108,19 @@ def compare(
     """
     from abrun.report.comparing import compare_sources
 
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    interim_counts = () if interim is None else parse_interim(interim)
-    reading = replace(reading, versions_differ=versions_differ, unpaired=unpaired, interim=interim_counts)
+    fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
+    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
         options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
         judge_fleet(options, reading, refused, allow_open=allow_inconclusive, as_json=as_json)
-    refuse_fleet_options(sources, {"--before": before, "--rerun": rerun})
+    refuse_options({"--before": before, "--rerun": rerun}, Code.OPTION_NEEDS, needed="--fleet")
+    if not sources:
+        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
     if wandb and output is None:
         raise RecipeError(Code.UPLOAD_NEEDS_FILE())
     comparison = compare_sources(
-        sources or [],
+        sources,
         reading,
         claims=parse_claims(claim),
         alpha=alpha,
@@ -136,7 +136,7 @@ def compare(
     else:
         console().print(comparison.summary())
     if wandb:
-        _upload(comparison, sources or [], runs_dir)
+        _upload(comparison, sources, runs_dir)
     is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
     raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 
@@ -145,20 +145,26 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     from abrun.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
-    print(
-        display_safe(
-            upload_report(comparison.content, comparison.files, find_stored_experiment(sources, runs_dir))
-        )
-    )
+    experiment_dir = find_stored_experiment(sources, runs_dir)
+    print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
 
 PlannedRecipe = Annotated[
     Path | None,
-    typer.Argument(
-        help="Recipe: a YAML file, a built-in recipe, or an experiment's folder; default: the recipe of the "
-        "--from experiment.",
-        callback=resolve_recipe_file,
-        autocompletion=complete_recipe,
+    recipe_argument(
+        "Recipe: a YAML file, a built-in recipe, or an experiment's folder; default: the recipe of the "
+        "--from experiment."
+    ),
+]
+Earlier = Annotated[
+    str | None, typer.Option("--from", help="Earlier experiment in which to measure spread and correlation.")
+]
+PlannedSeeds = Annotated[
+    int | None,
+    typer.Option(
+        min=3,
+        max=MAX_SEEDS,
+        help="Plan for `abrun launch --until-decided` with this maximum number of seeds.",
     ),
 ]
 
@@ -167,24 +173,14 @@ PlannedRecipe = Annotated[
 def power(
     recipe: PlannedRecipe = None,
     overrides: Overrides = None,
-    earlier: Annotated[
-        str | None,
-        typer.Option("--from", help="Earlier experiment in which to measure spread and correlation."),
-    ] = None,
+    earlier: Earlier = None,
     sigma: Annotated[
         float | None, typer.Option(min=0, help="Standard deviation of one arm over seeds, for every claim.")
     ] = None,
     correlation: Annotated[
         float | None, typer.Option(min=-0.99, max=0.99, help="Correlation of arms that share a seed.")
     ] = None,
-    max_seeds: Annotated[
-        int | None,
-        typer.Option(
-            min=3,
-            max=MAX_SEEDS,
-            help="Plan for `abrun launch --until-decided` with this maximum number of seeds.",
-        ),
-    ] = None,
+    max_seeds: PlannedSeeds = None,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -203,7 +199,7 @@ def power(
     from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
-    from abrun.report.planning import pilot_differences_text, plan_json, render_plan
+    from abrun.report.planning import PowerPlan, pilot_differences_text
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
@@ -222,17 +218,26 @@ def power(
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
     draft = make_draft(loaded)  # raises the errors that a launch would raise
-    declaration = loaded.name, loaded.compare, len(loaded.seeds)
-    assumed = {"sigma": sigma, "correlation": correlation, "seeds": loaded.seeds}
-    assumed |= {"num_treatments": len(loaded.arms) - 1, "cost": estimate_pair_cost(draft, runs_dir)}
     if measured:
         _refuse_without_pairs(measured, assumed_command)
     if differences := measured and pilot_differences_text(loaded, measured):
         print_error(differences)
+    plan = PowerPlan(
+        loaded.name,
+        loaded.compare,
+        len(loaded.seeds),
+        earlier=measured,
+        assuming=assumed_command,
+        sigma=sigma,
+        correlation=correlation,
+        seeds=loaded.seeds,
+        num_treatments=len(loaded.arms) - 1,
+        cost=estimate_pair_cost(draft, runs_dir),
+    )
     if as_json:
-        print_json(plan_json(*declaration, earlier=measured, **assumed))
-        return
-    console().print(render_plan(*declaration, earlier=measured, assuming=assumed_command, **assumed))
+        print_json(plan.as_json())
+    else:
+        console().print(plan.render())
 
 
 def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -> None:

@@ -1,26 +1,19 @@
 """Commands that measure a machine, a step or a run. Slow imports happen inside the commands."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from abrun.cli.app import app, console, survive_output_errors
-from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, parse_lengths, resolve_recipe_file
+from abrun.cli.arguments import Json, Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
 from abrun.errors import LaunchError, RecipeError
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
     from abrun.memory.sweep import SweepPlan
 
-MeasuredRecipe = Annotated[
-    Path,
-    typer.Argument(
-        help="Recipe: a YAML file or a built-in recipe.",
-        callback=resolve_recipe_file,
-        autocompletion=complete_recipe,
-    ),
-]
+MeasuredRecipe = Annotated[Path, recipe_argument("Recipe: a YAML file or a built-in recipe.")]
 Lengths = Annotated[str, typer.Option(help="Comma-separated sequence lengths in tokens.")]
 Microbatches = Annotated[
     str | None,
@@ -102,10 +95,15 @@ def memory_profile(
 
     if max_seq_len and max_sequences:
         raise RecipeError(Code.SEARCHES_TWO())
-    measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
-    measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
-    predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
-    _refuse_options(predict, measured, predicted)
+    if predict:
+        measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
+        measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
+        refuse_options(measured, Code.OPTION_NOT_PREDICTED)
+    else:
+        predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
+        refuse_options(predicted, Code.OPTION_NEEDS, needed="--predict")
+    if master_dtype not in (None, *MASTER_DTYPES):
+        raise RecipeError(Code.MASTER_DTYPE_UNKNOWN(got=master_dtype, allowed=" or ".join(MASTER_DTYPES)))
     variants = expand_sweep(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
@@ -123,20 +121,6 @@ def memory_profile(
         _predict(plan, folder, device_memory)
     else:
         _measure(plan, folder)
-
-
-def _refuse_options(predict: bool, measure_options: dict[str, Any], predict_options: dict[str, Any]) -> None:
-    """Raise RecipeError for options that do not fit --predict, or an unknown --master-dtype."""
-    for option in (option for option, value in measure_options.items() if predict and value):
-        raise RecipeError(Code.OPTION_NOT_PREDICTED(option=option))
-    for option in (option for option, value in predict_options.items() if value and not predict):
-        raise RecipeError(Code.OPTION_NEEDS_PREDICT(option=option))
-    if predict_options["--master-dtype"] not in (None, *MASTER_DTYPES):
-        raise RecipeError(
-            Code.MASTER_DTYPE_UNKNOWN(
-                got=predict_options["--master-dtype"], allowed=" or ".join(MASTER_DTYPES)
-            )
-        )
 
 
 def _measure(plan: "SweepPlan", folder: Path) -> None:
@@ -210,7 +194,7 @@ def logprob_diff(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(as_json: Json = False) -> None:
     """Check this machine: devices, packages and backends.
 
     Says how to fix what is missing.

@@ -1,7 +1,6 @@
 """Commands about frozen references. Slow imports happen inside the commands."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,8 +23,8 @@ from abrun.cli.arguments import (
     make_reading,
     option_text,
     parse_claims,
+    refuse_options,
 )
-from abrun.errors import RecipeError
 from abrun.messages import records, sentence, sentences
 from abrun.reasons import Code
 
@@ -98,10 +97,11 @@ def save(
     from abrun.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
 
-    if chain_alone and budget is None:
-        raise RecipeError(Code.OPTION_NEEDS_BUDGET(option="--chain-alone"))
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude)
-    experiment = open_sources(sources, replace(reading, allows_one_arm=True), parse_claims(claim))
+    if budget is None:
+        refuse_options({"--chain-alone": chain_alone}, Code.OPTION_NEEDS, needed="--budget")
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, baseline, *selection, allows_one_arm=True)
+    experiment = open_sources(sources, reading, parse_claims(claim))
     directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline
     new_ledger = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from abrun.cli.app import app, console, print_json, survive_output_errors
-from abrun.cli.arguments import Overrides, RunsDir, complete_recipe, resolve_recipe_file
+from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument
 from abrun.regular_files import is_directory
 
 Dumps = Annotated[
@@ -24,11 +24,7 @@ DIFFERS, UNDECIDED = 3, 4  # exit codes, as of MISMATCH and INCONCLUSIVE
 def trace(
     recipe: Annotated[
         Path,
-        typer.Argument(
-            help="Recipe: a YAML file, a built-in recipe, or an experiment; or the baseline's dump.",
-            callback=resolve_recipe_file,
-            autocompletion=complete_recipe,
-        ),
+        recipe_argument("Recipe: a YAML file, a built-in recipe, or an experiment; or the baseline's dump."),
     ],
     dumps: Dumps = None,
     overrides: Overrides = None,
@@ -43,7 +39,7 @@ def trace(
         Path | None,
         typer.Option("--output", "-o", help="Folder of captures and trace.json; default: EXPERIMENT/trace."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Find the first tensor in which one step of two arms differs.

@@ -41,7 +41,6 @@ from abrun.stats.sigma_margin import (
     simulate_sigma_improvements,
 )
 
-TARGET_POWER = 0.8
 ASSURANCE = 0.8  # probability of reaching the planned power if a pilot measured the sd
 
 
@@ -194,7 +193,7 @@ def _plan_one_sided_power(
 
     def needed(scale: float) -> int | None:
         if law is not None:
-            return find_min_pairs(power, TARGET_POWER) if scale == 1.0 and excess > 0 else None
+            return find_min_pairs(power) if scale == 1.0 and excess > 0 else None
         count = one_sided_pairs_needed(excess, scale * sd, alpha=alpha, dof_per_pair=freedom)
         return None if count is None else max(count, min_pairs)
 

@@ -40,9 +40,7 @@ class StartedRun(Protocol):
 
 
 class Engine(Protocol):
-    """Interface of a launcher's engine, constructed with the maximum number of parallel runs (`--jobs`) or
-    None.
-    """
+    """A launcher's engine, constructed with the maximum number of parallel runs (`--jobs`) or None."""
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         """Return the reasons why the plan cannot run here."""

@@ -140,7 +140,6 @@ class EngineHosts:
         self._end_idle(lambda idle: idle.settings not in self._waiting.values())
 
     def close(self) -> None:
-        """End all hosts."""
         for hosts in (*self._idle, *self._lent.values()):
             hosts.end()
         self._idle.clear()

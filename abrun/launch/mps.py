@@ -80,7 +80,6 @@ class MpsService:
         return _variables_of(self._folder) if is_alive else {}
 
     def close(self) -> None:
-        """End the daemon."""
         if self._keeper:
             self._keeper.terminate()
             if wait_for_exit(self._keeper, CLIENTS_TIMEOUT_S + 2 * END_TIMEOUT_S, lambda: False) is None:

@@ -217,9 +217,7 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
 
 
 def _update_record(run: RunDir, config: RunConfig) -> None:
-    """Give an unfinished run the recipe's current limits, share of a GPU and aliases: the old ones may have
-    ended it.
-    """
+    """Give an unfinished run the recipe's limits, GPU share and aliases: the old ones may have ended it."""
     record, content = run.record(), config.model_dump(mode="json")
     share = {"runs_per_gpu": config.cluster.runs_per_gpu}
     changed = {"limits": content["limits"], "cluster": {**record.config["cluster"], **share}}

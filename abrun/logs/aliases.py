@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import list_names, printable
+from abrun.messages.numbers import more_text
 from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
@@ -309,5 +310,4 @@ def rename_all(
 
 def _describe_renames(framework: str | None, renames: Mapping[str, str]) -> str:
     examples = ", ".join(f"{printable(theirs)} is {ours}" for ours, theirs in list(renames.items())[:4])
-    remainder = f" and {len(renames) - 4} more" if len(renames) > 4 else ""
-    return f"metric names{f' of {framework}' if framework else ''}: {examples}{remainder}"
+    return f"metric names{f' of {framework}' if framework else ''}: {examples}{more_text(len(renames) - 4)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
+from abrun.messages.numbers import more_text
 from abrun.reasons import Reason
 from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.runs.access import unreadable_error
@@ -85,7 +86,7 @@ def replaced_notes(num_replaced: int) -> list[str]:
 def list_names(names: list[str], max_names: int = 5) -> str:
     """Return at most `max_names` names for a message, quoted and on one line."""
     text = ", ".join(f"'{printable(name[:80])}'" for name in names[:max_names])
-    return text + (f" and {len(names) - max_names} more" if len(names) > max_names else "")
+    return text + more_text(len(names) - max_names)
 
 
 @contextmanager

@@ -108,7 +108,6 @@ class AllocationTracker:
             self._add_bytes(kind, num_bytes)
 
     def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are live now."""
         self.resolve_replacement()
         self.peak_bytes, self.peak_by_kind = sum(self._live_by_kind.values()), dict(self._live_by_kind)
 

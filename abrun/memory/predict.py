@@ -79,7 +79,6 @@ class PeakPrediction:
 
     @property
     def asleep_bytes(self) -> int:
-        """Bytes of the engine while it sleeps."""
         return 0 if self.engine_bytes is None else SLEEPING_ENGINE_BYTES
 
     @property
@@ -123,7 +122,6 @@ class SweepPrediction:
         return [assumption, limits, *filter(None, [self.note])]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of prediction.json."""
         cells = [
             {
                 "arm": prediction.arm,

@@ -283,10 +283,8 @@ class _Limited(_Outcome):
     def value(self) -> str:
         """The quantity with its interval, and the difference of the arms if one was detected."""
         low, high = (text_near_limit(end, self.limit) for end in self.interval or ())
-        value, detected = (
-            f"{self.quantity}, {interval_level_text(self.alpha)} CI [{low}, {high}]",
-            self.detected,
-        )
+        value = f"{self.quantity}, {interval_level_text(self.alpha)} CI [{low}, {high}]"
+        detected = self.detected
         if detected is None:
             return value
         if self.measure in ("ratio", "excess", "first"):

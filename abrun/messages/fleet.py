@@ -38,7 +38,6 @@ MESSAGES: dict[Code, Message] = {
     Code.FLEET_WITHOUT_RUNS: "{recipe} has a reference but no runs in {folder}; run it, or remove "
     "its reference",
     Code.FLEET_OPTION_REFUSED: "--fleet: got {option} as well; drop it",
-    Code.FLEET_OPTION_NEEDED: "{option} requires --fleet; add it, or drop {option}",
     Code.FLEET_NEEDS_SOURCE: "compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER",
     Code.FLEET_OUTPUT_HOLDS_RUNS: "--output: {folder} holds the runs of the fleet; choose another folder",
     Code.FLEET_PROCESS_DIED: "--fleet: one of {num} processes was killed, perhaps for lack of memory; judge "

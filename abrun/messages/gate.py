@@ -72,6 +72,5 @@ MESSAGES: dict[Code, Message] = {
     "{num_diverged:count run}; discard it",
     Code.GATE_INCUMBENT_DIVERGED: "{incumbent}: the metric is NaN or infinite in {num_diverged:count run}; "
     "an incumbent needs runs that end; leave the run out with --exclude",
-    Code.OPTION_NEEDS_START: "{option} requires --start; add it, or drop {option}",
     Code.START_NEEDS: "--start requires {missing}; add it",
 }

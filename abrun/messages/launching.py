@@ -7,8 +7,8 @@ from abrun.reasons import Code
 def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
     """Checks before the launch have found these problems."""
     hint = ": see --dry-run" if shown_by_dry_run else ""
-    more = f" (and {len(problems) - 1} more{hint})" if len(problems) > 1 else ""
-    return f"{recipe}: {problems[0]}{more}"
+    omitted = f" (and {len(problems) - 1} more{hint})" if len(problems) > 1 else ""
+    return f"{recipe}: {problems[0]}{omitted}"
 
 
 MESSAGES: dict[Code, Message] = {
@@ -170,8 +170,6 @@ MESSAGES: dict[Code, Message] = {
     Code.JSON_WITHOUT_DRY_RUN: "--json requires --dry-run",
     Code.OPTION_NOT_EXPORTED: "{option} cannot be combined with --export, which starts nothing; drop one of "
     "them",
-    Code.OPTION_NEEDS_BUDGET: "{option} requires --budget; add it, or drop {option}",
-    Code.OPTION_NEEDS_EXPORT: "{option} requires --export; add it, or drop {option}",
     Code.NO_RUN: "{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or "
     "an experiment ({runs})",
     Code.NO_RUN_STARTED: "{experiment}: no run has started yet; launch it first",

@@ -6,6 +6,8 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from abrun.messages.numbers import more_text
+
 Message = str | Callable[..., object]
 """Wording of one code: a template in the syntax of `str.format`, a function of the reason's values, or a
 class of records with these values as fields, whose text is the sentence.
@@ -62,7 +64,7 @@ def _format_value(value: Any, spec: str) -> str:
         return noun.join(map(str, value))
     if kind in ("first", "some"):
         names = value[: 1 if kind == "first" else _MAX_NAMES]
-        return ", ".join(names) + (f" and {len(value) - len(names)} more" if len(value) > len(names) else "")
+        return ", ".join(names) + more_text(len(value) - len(names))
     if kind == "repr":
         return repr(value)
     if kind in ("count", "plural"):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import deviation_text
+from abrun.messages.numbers import deviation_text, more_text
 from abrun.reasons import Code, Reason
 
 _MAX_LISTED = 4
@@ -48,8 +48,8 @@ def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
 
 def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
     """Seeds that --seeds leaves out."""
-    more = f" and {len(broken) - _MAX_LISTED} more" if len(broken) > _MAX_LISTED else ""
-    endings = f" ({', '.join(broken[:_MAX_LISTED])}{more})" if broken else ""
+    listed = ", ".join(broken[:_MAX_LISTED]) + more_text(len(broken) - _MAX_LISTED)
+    endings = f" ({listed})" if broken else ""
     return f"left out by --seeds: seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{endings}"
 
 
@@ -125,6 +125,6 @@ def summarize_not_tested(reasons: Sequence[Reason]) -> str:
     ranks = {code: rank for rank, code in enumerate(SHORT_NAMES)}
     codes = sorted({reason.code for reason in reasons}, key=lambda code: ranks[code])
     names = list(dict.fromkeys(SHORT_NAMES[code] for code in codes))
-    more = ", ..." if len(names) > _MAX_NAMED else ""
+    omitted = ", ..." if len(names) > _MAX_NAMED else ""
     count = f"{len(reasons)} thing{'s' * (len(reasons) != 1)}"
-    return f"{count} ({', '.join(names[:_MAX_NAMED])}{more}); listed in the report"
+    return f"{count} ({', '.join(names[:_MAX_NAMED])}{omitted}); listed in the report"

@@ -132,6 +132,11 @@ def sample_unit(*, paired: bool) -> str:
     return "pairs" if paired else "runs of each arm"
 
 
+def more_text(number: int) -> str:
+    """Return how many names a list leaves out, such as ` and 2 more`; nothing if none."""
+    return f" and {number} more" if number > 0 else ""
+
+
 def pairs_or_more_text(count: int | None) -> str:
     return "more than 1000" if count is None else str(count)
 

@@ -199,7 +199,6 @@ MESSAGES: dict[Code, Message] = {
     Code.SEARCHES_TWO: "--max-sequences cannot be combined with --max-seq-len; search for one at a time",
     Code.OPTION_NOT_PREDICTED: "{option} cannot be combined with --predict, which measures nothing; drop one "
     "of them (to set a device's memory: --device-memory)",
-    Code.OPTION_NEEDS_PREDICT: "{option} requires --predict; add it, or drop {option}",
     Code.MASTER_DTYPE_UNKNOWN: "--master-dtype: got {got:repr}; allowed: {allowed}",
     Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr}, but --kind {kind} takes {takes}",
     Code.OPTION_NOT_ASKED: "{option}: missing, and there is no terminal to ask on; give it, such as {option} "

@@ -33,6 +33,7 @@ def _refused(field: str, got: str) -> str:
 
 MESSAGES: dict[Code, Message] = {
     Code.NOT_ALLOWED: "{field}: got {got}; allowed: {allowed:list}",
+    Code.OPTION_NEEDS: "{option} requires {needed}; add it, or drop {option}",
     Code.PATH_MISSING: "{path}: {problem}; {remedy}",
     Code.OF_SUBJECT: "{subject}: {problem}",
     Code.UNREADABLE: "{path}: cannot be read: {error}",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from abrun.messages.message import Message
+from abrun.messages.numbers import more_text
 from abrun.reasons import Code
 
 UNPAIRED_HINT = "; --unpaired compares them as independent runs (Welch)"
@@ -25,7 +26,7 @@ _STEP_ONE_WORDS = {"train/reward": "reward", "train/loss": "loss", "train/grad_n
 
 def first_and_more(names: Sequence[str]) -> str:
     """Return `a`, or `a and 2 more`."""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    return names[0] + more_text(len(names) - 1)
 
 
 def unread_text(unread: str | None) -> str:
@@ -91,8 +92,7 @@ def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
             f"{name} {baseline_version} against {version}"
             for name, (baseline_version, version) in values.items()
         ]
-        num_more = len(changes) - _MAX_VERSIONS
-        text = ", ".join(changes[:_MAX_VERSIONS]) + (f" and {num_more} more" if num_more > 0 else "")
+        text = ", ".join(changes[:_MAX_VERSIONS]) + more_text(len(changes) - _MAX_VERSIONS)
     else:
         text = " against ".join(map(_short_text, values))
     return f"{_ENVIRONMENT[key]} between {baseline} and {run}: {text}"

@@ -191,7 +191,6 @@ class CodeLocation(NamedTuple):
 def locate_ranks(
     folder: Path, statuses: Mapping[int, RankStatus], wait_s: float = 0.5
 ) -> dict[int, CodeLocation]:
-    """Return the code location of the main thread of each rank."""
     for status in statuses.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(status.pid, DUMP_STACK_SIGNAL)

@@ -17,13 +17,8 @@ from pydantic import Field, field_validator, model_validator
 
 from abrun.errors import RecipeError
 from abrun.reasons import Code
-from abrun.recipe.claims import (
-    Compare,
-    Controls,
-)
-from abrun.recipe.command import (
-    CommandRunConfig,
-)
+from abrun.recipe.claims import Compare, Controls
+from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, unmet_need
 from abrun.recipe.launcher import LauncherSettings
 from abrun.recipe.merging import (
@@ -34,9 +29,7 @@ from abrun.recipe.merging import (
     refuse_shadowed,
     type_lacks_key,
 )
-from abrun.recipe.policy import (
-    RecipePolicy,
-)
+from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
 from abrun.recipe.run import OwnRunConfig, RecipeCluster, recorded_source
@@ -148,7 +141,6 @@ class ExperimentDeclaration(Section):
 
     @property
     def auto_keys(self) -> tuple[str, ...]:
-        """Return the keys of AUTO_SETTINGS that are `auto`."""
         values = dotted(self.model_dump(include={key.partition(".")[0] for key in AUTO_SETTINGS}))
         return tuple(key for key in AUTO_SETTINGS if values.get(key) == "auto")
 

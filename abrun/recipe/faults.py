@@ -36,7 +36,6 @@ class Fault:
 
 
 def _read_library(path: Path) -> dict[str, Fault]:
-    """Read the faults of a TOML file, by name."""
     rows = tomllib.loads(path.read_text(encoding="utf-8")).items()
     return {name: Fault(name=name, **{**row, "needs": tuple(row.get("needs", ()))}) for name, row in rows}
 
@@ -172,7 +171,6 @@ class InjectedFault(Section):
 
     @property
     def arm(self) -> str:
-        """Return the name of the control arm with this fault."""
         size = "" if self.size is None else f"-{self.size:g}".replace("+", "")
         return f"fault-{self.name}{size}{f'-draw-{self.draw}' if self.draw else ''}"
 

@@ -101,7 +101,6 @@ def _section_key(keys: tuple[str, ...]) -> str:
 
 
 def _model_of(key: str, tag: Any) -> type[Section] | None:
-    """Return the model of a section's type, or of the default type if `tag` is None."""
     types = TYPES.get(key, {})
     if tag is None:
         return next((model for model in types.values() if not model.model_fields["type"].is_required()), None)

@@ -93,7 +93,6 @@ def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> Reason |
 
 
 def _is_list_of_integers(section: type[BaseModel], name: str) -> bool:
-    """Return whether a field is a list of integers."""
     items = get_args(section.model_fields[name].annotation) if name in section.model_fields else ()
     return bool(items) and int in (items[0], *get_args(items[0]))
 
@@ -158,7 +157,6 @@ def _type_names(sections: Iterable[type[BaseModel]]) -> list[str | None]:
 
 
 def _types_with_key(key: str, siblings: Iterable[type[BaseModel]]) -> list[str | None]:
-    """Return the other types of a section that have a key."""
     return _type_names(section for section in siblings if key in section.model_fields and type_name(section))
 
 

@@ -1,8 +1,10 @@
 """Experiments to compare, from any source: runs as arrays, paired by seed."""
 
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,6 +133,10 @@ class Sides:
     paired: bool
 
     @property
+    def arms(self) -> tuple[tuple[RecordedRun, ...], tuple[RecordedRun, ...]]:
+        return self.baselines, self.treatments
+
+    @property
     def runs(self) -> tuple[RecordedRun, ...]:
         return *self.baselines, *self.treatments
 
@@ -153,17 +159,10 @@ class Sides:
     def select(self, baseline_mask: Sequence[bool], treatment_mask: Sequence[bool]) -> "Sides":
         """Return the runs selected by a mask per arm; a pair is kept only if both masks select it."""
         if self.paired:
-            baseline_mask = treatment_mask = [
-                baseline_ok and treatment_ok
-                for baseline_ok, treatment_ok in zip(baseline_mask, treatment_mask, strict=True)
-            ]
+            baseline_mask = treatment_mask = [*map(operator.and_, baseline_mask, treatment_mask)]
         return Sides(
-            baselines=tuple(
-                run for run, is_selected in zip(self.baselines, baseline_mask, strict=True) if is_selected
-            ),
-            treatments=tuple(
-                run for run, is_selected in zip(self.treatments, treatment_mask, strict=True) if is_selected
-            ),
+            baselines=tuple(compress(self.baselines, baseline_mask)),
+            treatments=tuple(compress(self.treatments, treatment_mask)),
             paired=self.paired,
         )
 
@@ -213,6 +212,15 @@ class RecordedExperiment:
     @property
     def baseline(self) -> str:
         return self.arms[0]
+
+    def choose_arm(self, arm: str | None, arms: Sequence[str]) -> str:
+        """Return the arm of `--arm`, or the only one of `arms`. Raises ComparisonError."""
+        if arm is None and len(arms) != 1:
+            raise ComparisonError(Code.ARM_NOT_NAMED(experiment=self.name, treatments=arms))
+        arm = arm or arms[0]
+        if arm not in arms:
+            raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=arms))
+        return arm
 
     @property
     def treatments(self) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import numpy as np
+from rich.console import RenderableType
 
 from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
@@ -38,9 +39,6 @@ from abrun.verdict.new_run import has_single_run
 from abrun.verdict.seed_noise import describe_one_arm
 from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, tested_arms
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -63,53 +61,52 @@ class Comparison:
         """Return the content of verdict.json."""
         return as_json(self.content)
 
-    def summary(self) -> "RenderableType":
+    def summary(self) -> RenderableType:
         """Return the verdict, its reasons, the evidence and the files, for a terminal."""
         return render_terminal(self.content, self.files, self.next_steps)
 
 
-class CompareOptions(TypedDict, total=False):
-    """Keyword arguments of `compare_contents`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """The options of `abrun compare` that do not say how to read the runs."""
 
-    claims: Sequence[Claim] | None
-    reference: Path | None
-    arm: str | None
-    step_one: bool
-    alpha: float | None
-    require: Literal["all", "any"] | None
-    output: Path | None
-    formats: Collection[str] | None
-    command: str | None
+    claims: Sequence[Claim] | None = None  # these three replace what was declared
+    alpha: float | None = None
+    require: Literal["all", "any"] | None = None
+    reference: Path | None = None  # compare `arm` with this frozen reference, by its claims
+    arm: str | None = None  # required if an experiment has several
+    step_one: bool = True
+    output: Path | None = None  # the folder of the report; None: write nothing
+    formats: Collection[str] | None = None
+    command: str | None = None  # that made the report
+
+    @property
+    def level(self) -> dict[str, Any]:
+        values = {"alpha": self.alpha, "require": self.require}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def to_words(self) -> list[str]:
+        """Return the options as words of a command line, without those of the report."""
+        words = [word for claim in self.claims or () for word in ("--claim", claim_option(claim))]
+        words += [] if self.reference is None else ["--reference", str(self.reference)]
+        words += [] if self.arm is None else ["--arm", self.arm]
+        words += [word for key, value in self.level.items() for word in (f"--{key}", str(value))]
+        return [*words, *([] if self.step_one else ["--no-step-one"])]
 
 
-def compare_sources(
-    sources: Sequence[str], reading: ReadingOptions, **options: Unpack[CompareOptions]
-) -> Comparison:
-    """Read runs from wherever they are and judge them; see `compare_contents`."""
-    return compare_contents(read_sources(sources, reading), **options)
+def compare_sources(sources: Sequence[str], reading: ReadingOptions, **options: Any) -> Comparison:
+    """Read runs from wherever they are and judge them; `options` are the fields of CompareOptions."""
+    return compare_contents(read_sources(sources, reading), CompareOptions(**options))
 
 
-def compare_contents(
-    contents: SourceContents,
-    *,
-    claims: Sequence[Claim] | None = None,
-    reference: Path | None = None,
-    arm: str | None = None,
-    step_one: bool = True,
-    alpha: float | None = None,
-    require: Literal["all", "any"] | None = None,
-    output: Path | None = None,
-    formats: Collection[str] | None = None,
-    command: str | None = None,
-) -> Comparison:
+def compare_contents(contents: SourceContents, options: CompareOptions) -> Comparison:
     """Judge runs that have been read, and write the report into the folder `output`, if given.
 
-    With a `reference`, or a single arm whose recipe names one, `arm` is compared with the frozen reference
-    by the claims of the reference; an experiment with several arms requires `arm`. `claims`, `alpha` and
-    `require` replace what was declared. The report names the `command` that made it. Raise StoreError or
+    A single arm whose recipe names a reference is compared with that, too. Raises StoreError or
     ComparisonError for runs that cannot be read, or a folder that must stay as it is.
     """
     directory, reading = contents.directory, contents.reading
+    reference, arm, claims = options.reference, options.arm, options.claims
     experiment = contents.experiment(
         allows_one_arm=reference is not None, may_be_one_arm=reference is None, may_unpair=claims is None
     )
@@ -126,15 +123,17 @@ def compare_contents(
     declared = experiment.compare
     if experiment.compare.paired and not (experiment.has_recipe or experiment.regression):
         experiment = _unpair_single_run(experiment)
-    level = {key: value for key, value in (("alpha", alpha), ("require", require)) if value is not None}
-    unpaired = reading.unpaired
-    experiment = with_options(experiment, claims, step_one=step_one, unpaired=unpaired, level=level)
+    experiment = with_options(
+        experiment, claims, step_one=options.step_one, unpaired=reading.unpaired, level=options.level
+    )
+    command, output = options.command, options.output
     if directory is None and command is None:
-        command = _make_command(contents, claims, reference, arm, step_one=step_one, level=level)
+        words = [*contents.sources, *reading.to_words(), *options.to_words()]
+        command = shlex.join(["abrun", "compare", *words])
     if output is not None:
         is_declared = reference is None and not _find_change(experiment.compare, declared)
         _refuse_folder(output, directory, is_declared=is_declared)
-    return compare(experiment, declared=declared, output=output, formats=formats, command=command)
+    return compare(experiment, declared=declared, output=output, formats=options.formats, command=command)
 
 
 def _unpair_single_run(experiment: RecordedExperiment) -> RecordedExperiment:
@@ -145,35 +144,14 @@ def _unpair_single_run(experiment: RecordedExperiment) -> RecordedExperiment:
     return replace(experiment, compare=experiment.compare.model_copy(update={"paired": False}))
 
 
-def _make_command(
-    contents: SourceContents,
-    claims: Sequence[Claim] | None,
-    reference: Path | None,
-    arm: str | None,
-    *,
-    step_one: bool,
-    level: Mapping[str, Any],
-) -> str:
-    """Return the command line of a comparison that was made from Python."""
-    words = ["abrun", "compare", *contents.sources, *contents.reading.to_words()]
-    for claim in claims or ():
-        words += ["--claim", claim_option(claim)]
-    words += [] if reference is None else ["--reference", str(reference)]
-    words += [] if arm is None else ["--arm", arm]
-    words += [word for key, value in level.items() for word in (f"--{key}", str(value))]
-    return shlex.join([*words, *([] if step_one else ["--no-step-one"])])
-
-
 def _refuse_folder(output: Path, experiment_dir: Path | None, *, is_declared: bool) -> None:
     """Raise ComparisonError for a folder that a comparison of this experiment, if it is one, must not write.
 
     A link could be someone else's and lead anywhere; the declared comparison's report is not replaced, and
     another experiment keeps its own.
     """
-    own_dir, folder = (
-        experiment_dir and Path(os.path.realpath(experiment_dir)),
-        Path(os.path.realpath(output)),
-    )
+    own_dir = experiment_dir and Path(os.path.realpath(experiment_dir))
+    folder = Path(os.path.realpath(output))
     if folder.name == REPORT and folder.parent != own_dir and is_experiment(folder.parent):
         raise ComparisonError(Code.REPORT_OF_OTHER(folder=output, experiment=folder.parent.name))
     if Path(os.path.realpath(output.parent)) != own_dir:
@@ -231,9 +209,8 @@ def with_options(
     """Return the experiment with the comparison that these options ask for.
 
     `claims` replace the declared claims, which in another order are the same; `level` has another `alpha` or
-    `require`. Other claims than those
-    declared at launch make the verdict post hoc, as do leaving out step one and not pairing the runs. Raises
-    ComparisonError for a claim that cannot be read on these runs.
+    `require`. Other claims than those declared at launch make the verdict post hoc, as do leaving out step
+    one and not pairing the runs. Raises ComparisonError for a claim that cannot be read on these runs.
     """
     changes: dict[str, Any] = dict(level or {})
     validated(Compare, changes, "compare")  # raises RecipeError

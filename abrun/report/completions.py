@@ -47,9 +47,8 @@ def collect_completions(experiment: RecordedExperiment) -> ReportedCompletions |
             if experiment.baseline in samples_by_arm and len(samples_by_arm) > 1:
                 return _collect_seed(experiment, seed, samples_by_arm)
     except StoreError as error:
-        return ReportedCompletions(
-            seed=None, arms=[], steps=[], num_steps=0, problem=display_safe(str(error))
-        )
+        problem = display_safe(str(error))
+        return ReportedCompletions(seed=None, arms=[], steps=[], num_steps=0, problem=problem)
     return None
 
 
@@ -64,18 +63,13 @@ def _collect_seed(
     shared_steps = sorted(set.intersection(*(set(samples) for samples in samples_by_arm.values())))
     if not shared_steps:
         return None
-    chosen = np.unique(
-        np.linspace(0, len(shared_steps) - 1, min(MAX_STEPS, len(shared_steps))).round().astype(int)
-    )
+    places = np.linspace(0, len(shared_steps) - 1, min(MAX_STEPS, len(shared_steps)))
+    steps = [shared_steps[place] for place in np.unique(places.round().astype(int))]
     return ReportedCompletions(
         seed=seed,
         arms=[experiment.arms.index(arm) for arm in samples_by_arm],
         steps=[
-            (
-                shared_steps[index],
-                _align_prompts([samples[shared_steps[index]] for samples in samples_by_arm.values()]),
-            )
-            for index in chosen
+            (step, _align_prompts(samples[step] for samples in samples_by_arm.values())) for step in steps
         ],
         num_steps=len(shared_steps),
     )
@@ -98,9 +92,8 @@ def _align_prompts(samples_of_arms: Iterable[tuple[Sample, ...]]) -> list[Prompt
 def _completion_json(sample: Sample | None) -> dict[str, Any] | None:
     if sample is None:
         return None
-    return {key: value for key, value in asdict(sample).items() if key != "prompt"} | {
-        "text": _shorten_text(sample.text)
-    }
+    content = asdict(sample) | {"text": _shorten_text(sample.text)}
+    return {key: value for key, value in content.items() if key != "prompt"}
 
 
 def _shorten_text(text: str) -> str:

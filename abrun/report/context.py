@@ -52,10 +52,8 @@ def _time_range(experiment: RecordedExperiment) -> str | None:
     spans = [run.span_s for run in experiment.runs.values() if run.span_s and run.span_s[0] > 0]
     if not spans:
         return None
-    start, finish = (
-        datetime.fromtimestamp(seconds, UTC)
-        for seconds in (min(s[0] for s in spans), max(s[1] for s in spans))
-    )
+    start = datetime.fromtimestamp(min(span[0] for span in spans), UTC)
+    finish = datetime.fromtimestamp(max(span[1] for span in spans), UTC)
     end = f"{finish:%H:%M}" if start.date() == finish.date() else f"{finish:%Y-%m-%d %H:%M}"
     return f"{start:%Y-%m-%d %H:%M} to {end} UTC"
 
@@ -64,18 +62,13 @@ def _describe_environments(experiment: RecordedExperiment, content: VerdictFile)
     """Describe the first known environment, and count the others; the page lists them all."""
     runs = experiment.runs.values()
     packages = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
-    descriptions = dict.fromkeys(
-        _describe_machine(group.environment, packages) for group in content.environments
-    )
-    description, *other_texts = [text for text in descriptions if text] or [None]
+    machines = (_describe_machine(group.environment, packages) for group in content.environments)
+    description, *further = [text for text in dict.fromkeys(machines) if text] or [None]
     most_shared = max(runs, key=lambda run: run.runs_per_gpu)
     if description and most_shared.runs_per_gpu > 1:
         description += f", {most_shared.runs_per_gpu} runs on each GPU{' (MPS)' * most_shared.mps}"
-    return (
-        f"{description}; {len(other_texts)} more environment{'s' * (len(other_texts) > 1)}"
-        if other_texts
-        else description
-    )
+    count = f"; {len(further)} more environment{'s' * (len(further) > 1)}"
+    return f"{description}{count}" if further else description
 
 
 def _describe_machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:

@@ -9,7 +9,13 @@ import numpy as np
 
 from abrun.messages import sentence, sentences
 from abrun.messages.costs import PARTS, amount_text, device_time_unit, part_seconds
-from abrun.messages.numbers import deviation_text, difference_text, interval_level_text, percent_text
+from abrun.messages.numbers import (
+    deviation_text,
+    difference_text,
+    interval_level_text,
+    more_text,
+    percent_text,
+)
 from abrun.present.tables import Table, columns
 from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.redaction import yaml_text
@@ -55,18 +61,14 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
             yield f"{label_prefix}trace", sentence(content.trace.reason)
         for weights in arm_content.final_weights:
             yield f"{label_prefix}final weights", _final_weights_text(weights)
-        overall = [saving for saving in arm_content.savings if "," not in saving.quantity]
-        savings = "; ".join(map(_saving_text, overall))
+        savings = [_saving_text(saving) for saving in arm_content.savings if "," not in saving.quantity]
         if savings:
-            yield f"{label_prefix}cost", f"{arm} relative to {content.baseline}: {savings}"
-        completed = [analysis for analysis in section.interim_analyses if analysis.verdict]
-        if section.interim_analyses:
-            analyses_done = (
-                ", ".join(f"{analysis.num_pairs} pairs: {analysis.verdict}" for analysis in completed)
-                or "none yet"
-            )
-            planned = ", ".join(str(analysis.num_pairs) for analysis in section.interim_analyses)
-            yield f"{label_prefix}interim analyses", f"declared at {planned} pairs; taken: {analyses_done}"
+            yield f"{label_prefix}cost", f"{arm} relative to {content.baseline}: {'; '.join(savings)}"
+        if analyses := section.interim_analyses:
+            planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
+            completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
+            text = f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
+            yield f"{label_prefix}interim analyses", text
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
     if content.spent:
@@ -76,8 +78,8 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     for guess in content.guessed:
         yield "guessed", sentence(guess)
     if content.notes:
-        omitted = f"; and {len(content.notes) - 3} more" if len(content.notes) > 3 else ""
-        yield "notes", "; ".join(sentences(content.notes[:3])) + omitted
+        omitted = [f"and {len(content.notes) - 3} more"] * (len(content.notes) > 3)
+        yield "notes", "; ".join([*sentences(content.notes[:3]), *omitted])
 
 
 def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
@@ -96,10 +98,9 @@ def _pairs_text(section: ArmSection) -> str:
 
 def _metrics_text(described: Sequence[Description], num_metrics: Sequence[int]) -> str:
     num_in_every_run, num_in_any_run = num_metrics
-    metrics = [description.metric for description in described]
-    num_omitted = num_in_every_run - len(metrics)
-    names_text = f": {', '.join(metrics)}" + (f" and {num_omitted} more" if num_omitted > 0 else "")
-    return f"{num_in_every_run} of {num_in_any_run} recorded in every run{names_text}"
+    metrics = ", ".join(description.metric for description in described)
+    omitted = more_text(num_in_every_run - len(described))
+    return f"{num_in_every_run} of {num_in_any_run} recorded in every run: {metrics}{omitted}"
 
 
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -108,10 +109,8 @@ def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
-    change_texts = describe_changes(treatment_diff)
-    return "; ".join(change_texts[:4]) + (
-        f" and {len(change_texts) - 4} more" if len(change_texts) > 4 else ""
-    )
+    changes = describe_changes(treatment_diff)
+    return "; ".join(changes[:4]) + more_text(len(changes) - 4)
 
 
 def _step_one_text(checks: Sequence[StepOne]) -> str:
@@ -121,13 +120,11 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
     open_metrics = [check.metric for check in checks if check.result == "open"]
     untested = [check for check in checks if check.result == "not tested"]
     tested = [check for check in checks if check.result != "not tested"]
-    state = (
-        f"fails for {', '.join(failed_metrics)}"
-        if failed_metrics
-        else f"undecided for {', '.join(open_metrics)}"
-        if open_metrics
-        else f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
-    )
+    state = f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
+    if failed_metrics:
+        state = f"fails for {', '.join(failed_metrics)}"
+    elif open_metrics:
+        state = f"undecided for {', '.join(open_metrics)}"
     clauses = []
     if tested and not any(check.deviation for check in tested):
         clauses.append(f"{state} exactly")
@@ -147,11 +144,8 @@ def _largest_deviation_text(checks: Sequence[StepOne]) -> str:
 
 
 def _guards_text(guards: Sequence[Guard]) -> str:
-    broken = [
-        f"{guard.guard}: {guard.result}"
-        for guard in guards
-        if guard.result in ("fail", "baseline too", "open")
-    ]
+    results = ("fail", "baseline too", "open")
+    broken = [f"{guard.guard}: {guard.result}" for guard in guards if guard.result in results]
     passed = [
         f"{guard.guard} (at its limit)" if guard.limit and guard.value == guard.limit > 0 else guard.guard
         for guard in guards
@@ -163,18 +157,17 @@ def _guards_text(guards: Sequence[Guard]) -> str:
 def _divergence_text(divergences: Sequence[Divergence]) -> str:
     if not divergences:
         return "no finished pair"
-    first_divergence = divergences[0]
+    main = divergences[0]
     repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
     measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]
-    clauses = [*map(_noise_floor_text, measured), *([_bitwise_reruns_text(repeating)] if repeating else [])]
+    clauses = [f"{metric.metric}: {metric.ratio:.2g}x the A/A noise floor" for metric in measured]
+    clauses += [_bitwise_reruns_text(repeating)] if repeating else []
     clauses = clauses or ["unknown noise floor (no A/A reruns)"]
-    if first_divergence.ulp:
-        clauses.append(f"{first_divergence.metric}: {_ulp_text(first_divergence.ulp)}")
-    if first_divergence.share_of_seed_spread is not None:
-        share = f"{first_divergence.share_of_seed_spread:.2g}x its sd over seeds"
-        clauses.append(
-            f"over all steps, the mean |difference| of {first_divergence.metric} at a step is {share}"
-        )
+    if main.ulp:
+        clauses.append(f"{main.metric}: {_ulp_text(main.ulp)}")
+    if main.share_of_seed_spread is not None:
+        share = f"{main.share_of_seed_spread:.2g}x its sd over seeds"
+        clauses.append(f"over all steps, the mean |difference| of {main.metric} at a step is {share}")
     return "; ".join(clauses)
 
 
@@ -187,46 +180,34 @@ def _ulp_text(growth: UlpGrowth) -> str:
 
 def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
     """Return one clause for all metrics in which baseline reruns are bit-identical."""
-    steps = [
-        divergence.first_step_apart for divergence in divergences if divergence.first_step_apart is not None
-    ]
+    divergence_steps = [(metric.first_step_apart, metric.metric) for metric in divergences]
+    steps = [step for step, _ in divergence_steps if step is not None]
+    is_one = len(divergences) == 1
     treatment = "so is the treatment"
     if steps:
-        first_step = min(steps)
-        earliest = [
-            divergence.metric for divergence in divergences if divergence.first_step_apart == first_step
-        ]
-        omitted = f" and {len(earliest) - 1} more" if len(earliest) > 1 else ""
-        treatment = f"the arms first differ at step {first_step}" + f", in {earliest[0]}{omitted}" * (
-            len(divergences) > 1
-        )
-    metrics_text = (
-        f" in {len(divergences)} metrics" if len(divergences) > 1 else f" in {divergences[0].metric}"
-    )
-    return f"baseline reruns are bit-identical{metrics_text}; {treatment}"
-
-
-def _noise_floor_text(divergence: Divergence) -> str:
-    return f"{divergence.metric}: {divergence.ratio:.2g}x the A/A noise floor"
+        earliest = [metric for step, metric in divergence_steps if step == min(steps)]
+        where = "" if is_one else f", in {earliest[0]}{more_text(len(earliest) - 1)}"
+        treatment = f"the arms first differ at step {min(steps)}{where}"
+    metrics = divergences[0].metric if is_one else f"{len(divergences)} metrics"
+    return f"baseline reruns are bit-identical in {metrics}; {treatment}"
 
 
 def _final_weights_text(weights: FinalWeights) -> str:
     equal_text = f"bit-identical in {weights.num_equal} of {weights.num_pairs} pairs"
     if weights.num_equal == weights.num_pairs or weights.seed is None:
         return equal_text
-    aa_difference = weights.aa_relative_difference
-    controls_text = "" if aa_difference is None else f"; A/A {aa_difference:.2g}"
-    ulp_difference = weights.ulp_relative_difference
-    controls_text += "" if ulp_difference is None else f"; one ULP {ulp_difference:.2g}"
+    controls = {"A/A": weights.aa_relative_difference, "one ULP": weights.ulp_relative_difference}
+    distances = [
+        f"; {name} {difference:.2g}" for name, difference in controls.items() if difference is not None
+    ]
     return (
         f"{equal_text}; relative distance {weights.relative_difference:.2g} (seed {weights.seed}"
-        f"{controls_text}); estimated from a sketch, within 8 %"
+        f"{''.join(distances)}); estimated from a sketch, within 8 %"
     )
 
 
 def _saving_text(saving: Saving) -> str:
-    ci95 = saving.ci95
-    interval = f" [95 % CI {ci95[0]:.3g}, {ci95[1]:.3g}]" if ci95 else ""
+    interval = f" [95 % CI {saving.ci95[0]:.3g}, {saving.ci95[1]:.3g}]" if saving.ci95 else ""
     return f"{saving.quantity} {saving.ratio:.3g}x{interval}"
 
 
@@ -250,47 +231,41 @@ class Levels:
 
 def claim_levels(content: VerdictFile) -> list[Levels]:
     """Return the levels for each claim that has them in both arms, in the order of verdict.json."""
-    baseline = content.baseline
-    claim_texts = []
+    levels = []
     for index, claim in enumerate(content.claims):
-        means = _means_text(claim, baseline)
+        terms, means = claim.claim, _means_text(claim, content.baseline)
         if means:
-            steps = f", steps {claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else ""
+            where = terms.metric + (f", steps {terms.steps[0]}-{terms.steps[1]}" if terms.steps else "")
             details = "; ".join(filter(None, (_margin_text(claim), _spread_text(claim))))
-            where = f"{claim.claim.metric}{steps}"
-            claim_texts.append(Levels(claim=index, arm=claim.arm, where=where, means=means, details=details))
-    return claim_texts
+            levels.append(Levels(claim=index, arm=claim.arm, where=where, means=means, details=details))
+    return levels
 
 
 def _means_text(claim: ClaimResult, baseline: str) -> str | None:
-    base, treatment, interval = (
-        claim.estimate.baseline_mean,
-        claim.estimate.treatment_mean,
-        claim.estimate.interval,
-    )
+    terms, estimate = claim.claim, claim.estimate
+    base, treatment, interval = estimate.baseline_mean, estimate.treatment_mean, estimate.interval
     if base is None or treatment is None or interval is None:
         return None
     difference = treatment - base
-    confidence = interval_level_text(claim.claim.alpha)
-    if claim.claim.transform == "identity":
-        qualifier = "difference" if claim.claim.num_runs else "paired difference"
-        difference_and_interval = (
-            f"{difference_text(difference, interval)} ({confidence} CI{_wider_interval_text(claim)})"
-        )
-        return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {qualifier} {difference_and_interval}"
+    confidence = interval_level_text(terms.alpha)
+    if terms.transform == "identity":
+        qualifier = "difference" if terms.num_runs else "paired difference"
+        size = f"{difference_text(difference, interval)} ({confidence} CI{_wider_interval_text(claim)})"
+        return f"{baseline} {base:.4g}, {claim.arm} {treatment:.4g}; {qualifier} {size}"
     with np.errstate(over="ignore"):
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
-    qualifier = " of the excess over 1" if claim.claim.transform == "log_excess" else ""
+    qualifier = " of the excess over 1" if terms.transform == "log_excess" else ""
     ratio_text = f"ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} CI)"
     return f"{both} (geometric means), {ratio_text}"
 
 
 def _wider_interval_text(claim: ClaimResult) -> str:
     """Return a note if discrete values of the metric make the interval wider than its differences do."""
-    error, sds, sizes = claim.estimate.standard_error, [claim.estimate.sd_difference], [claim.claim.num_pairs]
-    if claim.claim.num_runs:
-        sds, sizes = [claim.estimate.baseline_sd, claim.estimate.treatment_sd], claim.claim.num_runs
+    terms, estimate = claim.claim, claim.estimate
+    error, sds, sizes = estimate.standard_error, [estimate.sd_difference], [terms.num_pairs]
+    if terms.num_runs:
+        sds, sizes = [estimate.baseline_sd, estimate.treatment_sd], terms.num_runs
     known_sds = [sd for sd in sds if sd is not None]
     if error is None or len(known_sds) < len(sds):
         return ""
@@ -306,32 +281,32 @@ def _level_text(mean: float, claim: ClaimResult) -> str:
 
 def _margin_text(claim: ClaimResult) -> str | None:
     """Return the margin as a share of the level and climb, or as a factor if the claim is on a log scale."""
-    margin, base, climb = claim.claim.margin, claim.estimate.baseline_mean, claim.estimate.climb
+    terms, margin = claim.claim, claim.claim.margin
     if not margin:  # unknown, or `better: 0`
         return None
-    sign = "±" if claim.claim.kind == "within" else ""
-    margin_text = f"{sign}{margin:.3g}" if claim.claim.margin_unit else f"{sign}{claim.claim.margin_number:g}"
-    if claim.claim.transform != "identity":
+    number = f"{margin:.3g}" if terms.margin_unit else f"{terms.margin_number:g}"
+    margin_text = f"{'±' if terms.kind == 'within' else ''}{number}"
+    if terms.transform != "identity":
         with np.errstate(over="ignore"):
             low, high = np.exp([-margin, margin])
         return f"margin {margin_text} is a factor of {low:.3g} to {high:.3g}"
-    shares = [
-        f"{_percent_text(margin / abs(quantity))} of {name}"
-        for name, quantity in (("the baseline's level", base), ("its climb", climb))
-        if quantity
-    ]
+    shares = []
+    quantities = {"the baseline's level": claim.estimate.baseline_mean, "its climb": claim.estimate.climb}
+    for name, quantity in quantities.items():
+        if quantity:
+            share = margin / abs(quantity)
+            shares.append(
+                f"{100 * share:.0f} % of {name}" if share >= 1 else f"{100 * share:.2g} % of {name}"
+            )
     return f"margin {margin_text} is {' and '.join(shares)}" if shares else None
 
 
-def _percent_text(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"
-
-
 def _spread_text(claim: ClaimResult) -> str | None:
+    estimate = claim.estimate
     baseline_sd, paired_sd, treatment_sd = (
-        claim.estimate.baseline_sd,
-        claim.estimate.sd_difference,
-        claim.estimate.treatment_sd,
+        estimate.baseline_sd,
+        estimate.sd_difference,
+        estimate.treatment_sd,
     )
     if baseline_sd is None or paired_sd is None:
         return None
@@ -339,15 +314,12 @@ def _spread_text(claim: ClaimResult) -> str | None:
         return f"sd over the baseline's runs {baseline_sd:.3g}, unpaired"
     # Records of older versions have no sd of the treatment.
     unpaired_sd = 0.0 if treatment_sd is None else math.hypot(baseline_sd, treatment_sd)
-    # A paired sd this small is rounding, and a ratio to it means nothing.
-    rounding = 1e-6 * unpaired_sd
-    gain_text = (
-        f", {unpaired_sd / paired_sd:.2g}x below that of unpaired differences ({unpaired_sd:.3g})"
-        if rounding < paired_sd < unpaired_sd
-        else ""
-    )
-    sds = f"sd over {claim.claim.unit}s {baseline_sd:.3g}, sd of the paired differences {paired_sd:.3g}"
-    return f"{sds}{gain_text}"
+    text = f"sd over {claim.claim.unit}s {baseline_sd:.3g}, sd of the paired differences {paired_sd:.3g}"
+    # A smaller paired sd is rounding, and a ratio to it means nothing.
+    if 1e-6 * unpaired_sd < paired_sd < unpaired_sd:
+        ratio = f"{unpaired_sd / paired_sd:.2g}x below that of unpaired differences"
+        text += f", {ratio} ({unpaired_sd:.3g})"
+    return text
 
 
 # --- device time ---

@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from abrun.messages import sentence
+from abrun.messages.numbers import count_text
 from abrun.messages.records import as_json
 from abrun.present import tables
 from abrun.present.markdown import escape_markdown
@@ -15,9 +18,6 @@ from abrun.recorded.experiment import RecordedExperiment
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultResult, Sensitivity
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 
@@ -30,9 +30,8 @@ def write_sensitivity(
     `not_injected` maps a fault to what the recipe lacks for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE
-    )
+    content = {**as_json(sensitivity), "not_injected": dict(not_injected)}
+    write_json(folder / JSON_FILE, content, mode=PUBLIC_MODE)
     page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
     write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
     return folder / MARKDOWN_FILE
@@ -41,12 +40,11 @@ def write_sensitivity(
 def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     """Return how many faults were caught, with the size of the experiment and of each missed fault."""
     if not sensitivity.num_judged:
-        injected = _count_text(len(sensitivity.faults), "injected fault")
+        injected = count_text(len(sensitivity.faults), "injected fault")
         return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
-    pairs = (
-        _count_text(sensitivity.num_pairs, "pair") if paired else f"{sensitivity.num_pairs} runs of each arm"
-    )
-    runs = f"{pairs} of {_count_text(sensitivity.num_steps, 'step')}"
+    num_pairs = sensitivity.num_pairs
+    pairs = count_text(num_pairs, "pair") if paired else f"{num_pairs} runs of each arm"
+    runs = f"{pairs} of {count_text(sensitivity.num_steps, 'step')}"
     text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
@@ -62,10 +60,8 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
 def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
     """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
     if sensitivity is None:
-        arm_faults, recipe_key = (
-            experiment.describe_arm_faults(),
-            " (optional: controls.faults)" * experiment.can_inject,
-        )
+        arm_faults = experiment.describe_arm_faults()
+        recipe_key = " (optional: controls.faults)" * experiment.can_inject
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
     if not sensitivity.num_judged:
@@ -100,11 +96,10 @@ def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
     ]
 
 
-def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> "RenderableType":
+def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> RenderableType:
     """Return the table of injected faults for a terminal."""
-    return _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity)).to_rich(
-        padding=(0, 1)
-    )
+    table = _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity))
+    return table.to_rich(padding=(0, 1))
 
 
 def _markdown_lines(
@@ -122,9 +117,8 @@ def _markdown_lines(
         "the earliest test that makes the verdict MISMATCH, `at step` the step at which it does."
     )
     yield ""
-    yield from _make_table(
-        sensitivity_columns(paired=compare.paired), sensitivity_rows(sensitivity)
-    ).to_markdown()
+    titles = sensitivity_columns(paired=compare.paired)
+    yield from _make_table(titles, sensitivity_rows(sensitivity)).to_markdown()
     for title, lines in (
         ("Not caught", list(advice_lines(sensitivity))),
         ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
@@ -133,12 +127,11 @@ def _markdown_lines(
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
 
 
-def fault_library_table() -> "RenderableType":
+def fault_library_table() -> RenderableType:
     """Return the table of all faults for a terminal; `fault_lines` adds sizes and sources."""
     cells = [(fault.name, fault.does, ", ".join(fault.needs) or "-", fault.shows) for fault in FAULTS]
-    return _make_table(("name", "what it does", "needs", "what should show it"), cells).to_rich(
-        padding=(0, 1)
-    )
+    titles = ("name", "what it does", "needs", "what should show it")
+    return _make_table(titles, cells).to_rich(padding=(0, 1))
 
 
 def fault_algorithms_text() -> str:
@@ -181,10 +174,6 @@ def _issue_url(fault: Fault) -> str:
 
 def _name_with_size(fault: FaultResult) -> str:
     return fault.fault if fault.size is None else f"{fault.fault} ({fault.size:g} {fault.unit})"
-
-
-def _count_text(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _caught_by_text(fault: FaultResult) -> str:

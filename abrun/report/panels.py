@@ -122,13 +122,10 @@ def make_panel(experiment: RecordedExperiment, metric: str, claims: Sequence[Cla
 def _make_curve(experiment: RecordedExperiment, index: int, metric: str, divisor: float) -> Curve:
     arm = experiment.arms[index]
     runs = [run for run in experiment.arm(arm).values() if len(run.series(metric))]
-    drawn = [
-        *_thin_out([run for run in runs if not run.finished]),
-        *_thin_out([r for r in runs if r.finished]),
-    ]
+    finished = [run for run in runs if run.finished]
+    drawn = [*_thin_out([run for run in runs if not run.finished]), *_thin_out(finished)]
     drawn = [run for run in runs if run in drawn[:MAX_LINES]]
     seeds = [_make_line(run, run.series(metric).steps, run.series(metric).values / divisor) for run in drawn]
-    finished = [run for run in runs if run.finished]
     steps, values = stack_runs(finished, metric)
     with np.errstate(over="ignore", invalid="ignore"):
         values = values / divisor
@@ -184,14 +181,14 @@ def _make_difference(
 ) -> Difference:
     steps, values = stack_runs(sides.runs, metric)
     num_baselines = len(sides.baselines)
-    baselines, treatments = (
-        transform_with_gaps(arm_values, transform)
-        for arm_values in (values[:num_baselines], values[num_baselines:])
-    )
+    baselines = transform_with_gaps(values[:num_baselines], transform)
+    treatments = transform_with_gaps(values[num_baselines:], transform)
     finite = np.isfinite(baselines).all(axis=0) & np.isfinite(treatments).all(axis=0)
     drawn = _thin_out(list(zip(pairs, treatments - baselines, strict=True))) if sides.paired else []
     lines = (_make_line(pair.treatment, steps, pair_difference) for pair, pair_difference in drawn)
     has_steps = len(steps) > 0
+    finite_values = steps[finite], baselines[:, finite], treatments[:, finite]
+    windows = _make_windows(*finite_values, metric, paired_by_seed=sides.paired) if has_steps else ()
     return Difference(
         arm=arm,
         index=index,
@@ -203,17 +200,7 @@ def _make_difference(
         num_runs=None if sides.paired else sides.sizes,
         mean=treatments.mean(axis=0) - baselines.mean(axis=0) if has_steps else np.empty(0),
         reruns=tuple(_thin_out(list(_rerun_lines(pairs, metric, transform)))) if has_steps else (),
-        windows=tuple(
-            _make_windows(
-                steps[finite],
-                baselines[:, finite],
-                treatments[:, finite],
-                metric,
-                paired_by_seed=sides.paired,
-            )
-        )
-        if has_steps
-        else (),
+        windows=tuple(windows),
         claims=tuple(filter(None, map(_make_claim_panel, claims))),
     )
 
@@ -232,10 +219,8 @@ def _make_windows(
 ) -> Iterator[Window]:
     windows = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
     for window in windows:
-        baseline_values, treatment_values = (
-            reduce_window(baselines[:, window], metric),
-            reduce_window(treatments[:, window], metric),
-        )
+        baseline_values = reduce_window(baselines[:, window], metric)
+        treatment_values = reduce_window(treatments[:, window], metric)
         differences = treatment_values - baseline_values if paired_by_seed else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None

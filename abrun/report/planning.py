@@ -1,7 +1,8 @@
 """`abrun power`: power and sample size of the declared claims before launch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from abrun.messages.costs import device_time_text
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
+from abrun.reasons import Reason
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
@@ -102,223 +104,204 @@ class PlannedClaim:
     power: ClaimPower | None
 
 
-def _plan_claims(
-    compare: Compare, earlier: RecordedExperiment | None, sigma: float | None, correlation: float | None
-) -> Iterator[PlannedClaim]:
-    alpha = _alpha_levels(compare)[-1]
-    for claim in compare.claims:
-        spread = _claim_spread(claim, compare, earlier, sigma, correlation) if claim.difference_kind else None
-        measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
-        power = None if measured_nothing else plan_claim_power(claim, compare, spread, alpha)
-        yield PlannedClaim(claim=claim, spread=spread, power=power)
+@dataclass(frozen=True)
+class PowerPlan:
+    """The power of a recipe's claims, with an assumed spread or one that an earlier experiment measured."""
 
+    name: str
+    compare: Compare
+    num_pairs: int
+    _: KW_ONLY
+    earlier: RecordedExperiment | None = None  # measures the spread
+    assuming: str = "abrun power RECIPE --sigma X"  # the command that plans without `earlier`
+    sigma: float | None = None  # these two replace what the recipe assumes
+    correlation: float | None = None
+    seeds: Sequence[int] = ()
+    num_treatments: int = 1
+    cost: PairCost | None = None  # of a pair, if it is known
 
-def _alpha_levels(compare: Compare) -> list[float]:
-    """Return the test level at each interim analysis; without any, that of the comparison."""
-    return interim_levels(compare.interim, compare.alpha, compare.alpha_spending) or [compare.alpha]
-
-
-def _level_text(compare: Compare) -> str:
-    levels = [f"{level:.3g}" for level in _alpha_levels(compare)]
-    if compare.alpha_spending == "equal":
-        return f"each tests at level {levels[0]}"
-    return f"they test at levels {', '.join(levels)} (the table uses the last)"
-
-
-def _interim_line(compare: Compare) -> str:
-    counts = ", ".join(map(str, compare.interim))
-    return f"Interim analyses at {counts} pairs: {_level_text(compare)} instead of {compare.alpha:g}."
-
-
-def _propose(
-    compare: Compare, num_pairs: int, plans: Sequence[PlannedClaim], num_treatments: int
-) -> Designs | None:
-    """Return both designs, with the power of claims at alpha instead of at the level of an analysis."""
-    powers = [
-        plan_claim_power(plan.claim, compare, plan.spread, compare.alpha) if plan.power is not None else None
-        for plan in plans
-    ]
-    return propose_designs(compare, num_pairs, powers, num_treatments)
-
-
-def _render_designs(
-    compare: Compare, seeds: Sequence[int], designs: Designs, cost: PairCost | None
-) -> list[RenderableType]:
-    """Return the expected cost of both designs, and which one is cheaper."""
-    headings = ["design", f"P({_pass_word(compare)})", "pairs if equal", "pairs at the margin"]
-    counts = ", ".join(map(str, designs.interim))
-    rows = [
-        [f"interim analyses at {counts} pairs", percent_text(designs.power)],
-        ["one analysis", percent_text(designs.power)],
-    ]
-    numbers = [(designs.pairs_if_equal, designs.pairs_at_margin), (designs.fixed_pairs, designs.fixed_pairs)]
-    for row, pairs in zip(rows, numbers, strict=True):
-        row += [f"{number:.3g}" for number in pairs]
-        row += [device_time_text(number * cost.device_s, cost.device) for number in pairs] if cost else []
-    headings += ["cost if equal", "cost at the margin"] if cost else []
-    return [
-        Text("\nExpected cost with and without interim analyses", style="bold"),
-        Table(columns(*headings, numeric=headings[1:]), rows),
-        Text(sentence(design_reason(compare, seeds, designs))),
-    ]
-
-
-def render_plan(
-    name: str,
-    compare: Compare,
-    num_pairs: int,
-    *,
-    earlier: RecordedExperiment | None = None,
-    assuming: str = "abrun power RECIPE --sigma X",
-    sigma: float | None = None,
-    correlation: float | None = None,
-    seeds: Sequence[int] = (),
-    num_treatments: int = 1,
-    cost: PairCost | None = None,
-) -> RenderableType:
-    """Return the plan of each claim: its spread and source, the power by pairs, the pairs for 80 % power.
-
-    `sigma` and `correlation` replace what the recipe assumes; `earlier` measures instead, and `assuming` is
-    the command that plans without it. `cost` of a pair, if it is known, prices the designs.
-    """
-    if not compare.claims:
-        return Text(
-            f"{name}: no claim declared (compare.claims): only step one and the guards will be judged"
-        )
-    unit = sample_unit(paired=compare.paired)
-    lines: list[RenderableType] = [Text(f"{name}: {num_pairs} {unit} planned", style="bold"), Text("")]
-    plans = list(_plan_claims(compare, earlier, sigma, correlation))
-    powers = [plan.power for plan in plans if plan.power]
-    counts, rows = sorted({*COUNTS, num_pairs, *compare.interim}), []
-    for plan in plans:
-        claim, spread, power = plan.claim, plan.spread, plan.power
-        if claim.difference_kind is None:
-            lines.append(Text(f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"))
-            continue
-        spread_text = _spread_text(spread, claim, compare, earlier, assuming)
-        lines.append(Text(f"{claim.metric} over {claim.window}: {spread_text}"))
-        if claim.better == 0 and claim.improvement is None:
-            lines.append(Text("  not planned: set the claim's improvement, the true gain to plan for"))
-        if power:
-            cells = (percent_text(power.power(count)) for count in counts)
-            margin = str(claim.margin) if isinstance(claim.margin, str) else describe_claim(claim)
-            rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, unit)))
-    if powers:
-        has_gain = any(plan.claim.kind == "better" and plan.power for plan in plans)
-        gain = ", or better by the claim's improvement (default: twice its margin)" * has_gain
-        by_number = f"\nP({_pass_word(compare)}) if the arms are truly equal{gain}, by number of {unit}"
-        numbers = [*(f"n={count}" for count in counts), "80 % power at"]
-        table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
-        lines += [Text(by_number, style="bold"), table]
-    if len(powers) > 1:
-        min_power = max(0.0, 1 - sum(1 - plan.power(num_pairs) for plan in powers))
-        lines.append(
-            Text(
-                f"All {len(powers)} claims must pass: at least {percent_text(min_power)} with {num_pairs} "
-                f"{unit}."
+    @cached_property
+    def claims(self) -> list[PlannedClaim]:
+        planned = []
+        for claim in self.compare.claims:
+            spread = self._spread(claim) if claim.difference_kind else None
+            measured_nothing = spread is not None and spread.num_pairs and not spread.sd_difference > 0
+            power = (
+                None if measured_nothing else plan_claim_power(claim, self.compare, spread, self._levels[-1])
             )
-        )
-    if compare.interim:
-        lines.append(Text(_interim_line(compare)))
-    if designs := _propose(compare, num_pairs, plans, num_treatments):
-        lines += _render_designs(compare, seeds or range(num_pairs), designs, cost)
-    if compare.paired and any(plan.claim.kind == "within" and plan.power is None for plan in plans):
-        lines += [Text(""), *_sigma_margins_table()]
-    return Group(*lines)
+            planned.append(PlannedClaim(claim=claim, spread=spread, power=power))
+        return planned
 
+    @cached_property
+    def designs(self) -> Designs | None:
+        """Both designs, with the power of claims at alpha instead of at the level of an analysis."""
+        powers = [
+            plan.power and plan_claim_power(plan.claim, self.compare, plan.spread, self.compare.alpha)
+            for plan in self.claims
+        ]
+        return propose_designs(self.compare, self.num_pairs, powers, self.num_treatments)
 
-def plan_json(
-    name: str,
-    compare: Compare,
-    num_pairs: int,
-    *,
-    earlier: RecordedExperiment | None = None,
-    sigma: float | None = None,
-    correlation: float | None = None,
-    seeds: Sequence[int] = (),
-    num_treatments: int = 1,
-    cost: PairCost | None = None,
-) -> dict[str, Any]:
-    """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
-    counts = sorted({*COUNTS, num_pairs, *compare.interim})
-    claims, plans = [], list(_plan_claims(compare, earlier, sigma, correlation))
-    designs = _propose(compare, num_pairs, plans, num_treatments)
-    for plan in plans:
-        claim, spread, power = plan.claim, plan.spread, plan.power
-        claims.append(
-            {
-                "metric": claim.metric,
-                "window": claim.window,
-                "claim": describe_claim(claim),
-                "spread": asdict(spread) if spread else None,
-                "power": {str(count): power.power(count) for count in counts} if power else None,
-                "power_now": power.power(num_pairs) if power else None,
-                "pairs_needed": power.pairs_needed if power else None,
-                "pairs_needed_range": power.pairs_needed_range if power else None,
-            }
-        )
-    return {
-        "recipe": name,
-        "num_pairs": num_pairs,
-        "interim": list(compare.interim),
-        "alpha": _alpha_levels(compare)[-1],
-        "levels": _alpha_levels(compare),
-        "claims": claims,
-        "designs": designs and asdict(designs),
-        "design_code": designs and encode_reasons(design_reason(compare, seeds or range(num_pairs), designs)),
-        "pair_cost": cost and asdict(cost),
-    }
+    def render(self) -> RenderableType:
+        """Return each claim's spread and its source, the power by pairs, and the pairs for 80 % power."""
+        if not self.compare.claims:
+            unclaimed = "no claim declared (compare.claims): only step one and the guards will be judged"
+            return Text(f"{self.name}: {unclaimed}")
+        title = f"{self.name}: {self.num_pairs} {self._unit} planned"
+        lines: list[RenderableType] = [Text(title, style="bold"), Text("")]
+        for plan in self.claims:
+            lines += map(Text, self._claim_lines(plan))
+        powers = [plan.power for plan in self.claims if plan.power]
+        if powers:
+            lines += self._power_table()
+        if len(powers) > 1:
+            power = percent_text(max(0.0, 1 - sum(1 - power.power(self.num_pairs) for power in powers)))
+            all_pass = (
+                f"All {len(powers)} claims must pass: at least {power} with {self.num_pairs} {self._unit}."
+            )
+            lines.append(Text(all_pass))
+        if self.compare.interim:
+            lines.append(Text(self._interim_line()))
+        if self.designs:
+            lines += self._render_designs(self.designs)
+        is_unknown = any(plan.claim.kind == "within" and plan.power is None for plan in self.claims)
+        if self.compare.paired and is_unknown:
+            lines += [Text(""), *_sigma_margins_table()]
+        return Group(*lines)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON; None for unknown values and claims that cannot be planned."""
+        return {
+            "recipe": self.name,
+            "num_pairs": self.num_pairs,
+            "interim": list(self.compare.interim),
+            "alpha": self._levels[-1],
+            "levels": self._levels,
+            "claims": [self._claim_json(plan.claim, plan.spread, plan.power) for plan in self.claims],
+            "designs": self.designs and asdict(self.designs),
+            "design_code": self.designs and encode_reasons(self._design_reason(self.designs)),
+            "pair_cost": self.cost and asdict(self.cost),
+        }
 
-def _claim_spread(
-    claim: Claim,
-    compare: Compare,
-    earlier: RecordedExperiment | None,
-    sigma: float | None,
-    correlation: float | None,
-) -> Spread | None:
-    if earlier is not None:
-        return measure_spread(earlier, claim, paired=compare.paired)
-    overrides = {"sigma": sigma, "correlation": correlation}
-    claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
-    return assumed_spread(claim, compare.reference is not None, paired=compare.paired)
+    def _claim_json(self, claim: Claim, spread: Spread | None, power: ClaimPower | None) -> dict[str, Any]:
+        return {
+            "metric": claim.metric,
+            "window": claim.window,
+            "claim": describe_claim(claim),
+            "spread": asdict(spread) if spread else None,
+            "power": {str(count): power.power(count) for count in self._counts} if power else None,
+            "power_now": power.power(self.num_pairs) if power else None,
+            "pairs_needed": power.pairs_needed if power else None,
+            "pairs_needed_range": power.pairs_needed_range if power else None,
+        }
 
+    @property
+    def _unit(self) -> str:
+        return sample_unit(paired=self.compare.paired)
 
-def _spread_text(
-    spread: Spread | None, claim: Claim, compare: Compare, earlier: RecordedExperiment | None, assuming: str
-) -> str:
-    rho = spread.correlation if spread else claim.correlation
-    pairing_text = f"pair correlation {rho:.2f}" if compare.paired else "unpaired"
-    if claim.sigma_margin is not None and not compare.reference:
-        is_measured = spread is not None and spread.num_pairs
-        planning_note = (
-            f" (planned with the upper {percent_text(ASSURANCE)} bound of the sd; {COMPARE_NOTE})"
-            if is_measured
-            else ""
-        )
-        return f"margin in sigmas of the baseline, {pairing_text}{planning_note}"
-    if spread is None and earlier is not None:
-        return f"{earlier.name} did not measure sigma over seeds; assume one: {assuming}"
-    if spread is None:
-        return (
-            "sigma over seeds unknown: give --sigma, --from an earlier experiment, or compare.claims.0.sigma"
-        )
-    sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
-    difference = f"sd of a difference {spread.sd_difference:.3g}"
-    planning_note = ""
-    if spread.num_pairs and not spread.sd_difference > 0:
-        problem = f": its {'pairs' if compare.paired else 'runs'} do not differ at all"
-        planning_note = (
-            f"{problem}, so nothing can be planned; run a longer pilot, or assume a spread: {assuming}"
-        )
-    elif spread.num_pairs:
-        bound = f"its upper {percent_text(ASSURANCE)} bound, {spread.planned_sd:.3g}"
-        planning_note = f"; planned with {bound}; {COMPARE_NOTE}"
-    return f"{sigma}{pairing_text}, {difference} ({spread.source}{planning_note})"
+    @property
+    def _counts(self) -> list[int]:
+        return sorted({*COUNTS, self.num_pairs, *self.compare.interim})
 
+    @cached_property
+    def _levels(self) -> list[float]:
+        """The test level at each interim analysis; without any, that of the comparison."""
+        compare = self.compare
+        return interim_levels(compare.interim, compare.alpha, compare.alpha_spending) or [compare.alpha]
 
-def _pass_word(compare: Compare) -> str:
-    return "pass" if all(claim.is_one_sided for claim in compare.claims) else "match"
+    @property
+    def _pass_word(self) -> str:
+        return "pass" if all(claim.is_one_sided for claim in self.compare.claims) else "match"
+
+    def _interim_line(self) -> str:
+        levels = [f"{level:.3g}" for level in self._levels]
+        text = f"they test at levels {', '.join(levels)} (the table uses the last)"
+        if self.compare.alpha_spending == "equal":
+            text = f"each tests at level {levels[0]}"
+        counts = ", ".join(map(str, self.compare.interim))
+        return f"Interim analyses at {counts} pairs: {text} instead of {self.compare.alpha:g}."
+
+    def _claim_lines(self, plan: PlannedClaim) -> Iterator[str]:
+        claim = plan.claim
+        if claim.difference_kind is None:
+            yield f"{claim.metric} over {claim.window}: {describe_claim(claim)}: not planned"
+            return
+        yield f"{claim.metric} over {claim.window}: {self._spread_text(plan.spread, claim)}"
+        if claim.better == 0 and claim.improvement is None:
+            yield "  not planned: set the claim's improvement, the true gain to plan for"
+
+    def _power_table(self) -> list[RenderableType]:
+        rows = []
+        for claim, power in ((plan.claim, plan.power) for plan in self.claims):
+            if power:
+                cells = (percent_text(power.power(count)) for count in self._counts)
+                margin = str(claim.margin) if isinstance(claim.margin, str) else describe_claim(claim)
+                rows.append((claim.metric, margin, *cells, _pairs_needed_text(power, self._unit)))
+        has_gain = any(plan.claim.kind == "better" and plan.power for plan in self.claims)
+        gain = ", or better by the claim's improvement (default: twice its margin)" * has_gain
+        heading = f"\nP({self._pass_word}) if the arms are truly equal{gain}, by number of {self._unit}"
+        numbers = [*(f"n={count}" for count in self._counts), "80 % power at"]
+        table = Table(columns("claim", "margin", *numbers, numeric=numbers), rows)
+        return [Text(heading, style="bold"), table]
+
+    def _render_designs(self, designs: Designs) -> list[RenderableType]:
+        """Return the expected cost of both designs, and which one is cheaper."""
+        headings, cost = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"], self.cost
+        headings += ["cost if equal", "cost at the margin"] if cost else []
+        rows = []
+        for design, numbers in (
+            (
+                f"interim analyses at {', '.join(map(str, designs.interim))} pairs",
+                (designs.pairs_if_equal, designs.pairs_at_margin),
+            ),
+            ("one analysis", (designs.fixed_pairs, designs.fixed_pairs)),
+        ):
+            row = [design, percent_text(designs.power), *(f"{number:.3g}" for number in numbers)]
+            row += (
+                [device_time_text(number * cost.device_s, cost.device) for number in numbers] if cost else []
+            )
+            rows.append(row)
+        return [
+            Text("\nExpected cost with and without interim analyses", style="bold"),
+            Table(columns("design", *headings, numeric=headings), rows),
+            Text(sentence(self._design_reason(designs))),
+        ]
+
+    def _design_reason(self, designs: Designs) -> Reason:
+        return design_reason(self.compare, self.seeds or range(self.num_pairs), designs)
+
+    def _spread(self, claim: Claim) -> Spread | None:
+        if self.earlier is not None:
+            return measure_spread(self.earlier, claim, paired=self.compare.paired)
+        overrides = {"sigma": self.sigma, "correlation": self.correlation}
+        claim = claim.model_copy(update={key: value for key, value in overrides.items() if value is not None})
+        return assumed_spread(claim, self.compare.reference is not None, paired=self.compare.paired)
+
+    def _spread_text(self, spread: Spread | None, claim: Claim) -> str:
+        rho = spread.correlation if spread else claim.correlation
+        pairing_text = f"pair correlation {rho:.2f}" if self.compare.paired else "unpaired"
+        bound = f"upper {percent_text(ASSURANCE)} bound"
+        if claim.sigma_margin is not None and not self.compare.reference:
+            is_measured = spread is not None and spread.num_pairs
+            note = f" (planned with the {bound} of the sd; {COMPARE_NOTE})" if is_measured else ""
+            return f"margin in sigmas of the baseline, {pairing_text}{note}"
+        if spread is None and self.earlier is not None:
+            return f"{self.earlier.name} did not measure sigma over seeds; assume one: {self.assuming}"
+        if spread is None:
+            return (
+                "sigma over seeds unknown: give --sigma, --from an earlier experiment, or "
+                "compare.claims.0.sigma"
+            )
+        sigma = "" if spread.sigma is None else f"sigma {spread.sigma:.3g}, "
+        difference = f"sd of a difference {spread.sd_difference:.3g}"
+        note = ""
+        if spread.num_pairs and not spread.sd_difference > 0:
+            note = (
+                f": its {'pairs' if self.compare.paired else 'runs'} do not differ at all, so nothing can be "
+                f"planned; run a longer pilot, or assume a spread: {self.assuming}"
+            )
+        elif spread.num_pairs:
+            note = f"; planned with its {bound}, {spread.planned_sd:.3g}; {COMPARE_NOTE}"
+        return f"{sigma}{pairing_text}, {difference} ({spread.source}{note})"
 
 
 def _pairs_needed_text(power: ClaimPower, unit: str) -> str:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from abrun.messages.numbers import count_text
 from abrun.present.figures import COLORS, add_legend_below, shorten
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
@@ -29,16 +30,24 @@ def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[Cl
     `claims` are those on this metric, of all arms. Return None if no pair has finished.
     """
     panel = make_panel(experiment, metric, claims)
-    if not panel.curves or not panel.differences:
-        return None
-    differences = panel.differences
-    figure = Figure(figsize=(WIDTH_INCHES, PANEL_INCHES * (1 + len(differences))), layout="constrained")
-    axes = figure.subplots(1 + len(differences), 1, sharex=True, squeeze=False)[:, 0]
+    return _draw_panel(panel, experiment, PANEL_INCHES) if panel.curves and panel.differences else None
+
+
+def draw_band(experiment: RecordedExperiment, metric: str, window: tuple[int, int]) -> Figure | None:
+    """Draw one metric without a test: the band of each arm. Return None if no run recorded it."""
+    panel = replace(make_panel(experiment, metric, []), windows=(window,))
+    return _draw_panel(panel, experiment, 1.5 * PANEL_INCHES) if panel.curves else None
+
+
+def _draw_panel(panel: Panel, experiment: RecordedExperiment, inches: float) -> Figure:
+    num_axes = 1 + len(panel.differences)
+    figure = Figure(figsize=(WIDTH_INCHES, inches * num_axes), layout="constrained")
+    axes = figure.subplots(num_axes, 1, sharex=True, squeeze=False)[:, 0]
     draw_bands(axes[0], panel)
     add_direct_labels(axes[0], panel)
-    axes[0].set_title(_wrap_title(f"{metric}, {shorten(experiment.name, 60)}"))
-    for ax, difference in zip(axes[1:], differences, strict=True):
-        note = "; bars cut off at the edge" if draw_paired_difference(ax, difference, metric) else ""
+    axes[0].set_title(_wrap_title(f"{panel.metric}, {shorten(experiment.name, 60)}"))
+    for ax, difference in zip(axes[1:], panel.differences, strict=True):
+        note = "; bars cut off at the edge" if draw_paired_difference(ax, difference, panel.metric) else ""
         arms_text = f"{shorten(difference.arm, 60)} minus {experiment.baseline}"
         ax.set_title(_wrap_title(f"{arms_text}, {_sample_size_text(difference)}{note}"))
     axes[-1].set_xlabel("optimizer step")
@@ -48,49 +57,31 @@ def draw_metric(experiment: RecordedExperiment, metric: str, claims: Sequence[Cl
     return figure
 
 
-def draw_band(experiment: RecordedExperiment, metric: str, window: tuple[int, int]) -> Figure | None:
-    """Draw one metric without a test: the band of each arm. Return None if no run recorded it."""
-    panel = replace(make_panel(experiment, metric, []), windows=(window,))
-    if not panel.curves:
-        return None
-    figure = Figure(figsize=(WIDTH_INCHES, 1.5 * PANEL_INCHES), layout="constrained")
-    ax = figure.subplots()
-    draw_bands(ax, panel)
-    add_direct_labels(ax, panel)
-    ax.set_title(_wrap_title(f"{metric}, {shorten(experiment.name, 60)}"))
-    ax.set_xlabel("optimizer step")
-    ax.margins(x=0.02)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _add_legend(figure)
-    return figure
-
-
 def _sample_size_text(difference: Difference) -> str:
     if difference.num_runs is not None:
         return f"unpaired: {difference.num_runs[0]} and {difference.num_runs[1]} runs, Welch"
-    return f"{difference.num_pairs} pair{'s' * (difference.num_pairs != 1)}"
+    return count_text(difference.num_pairs, "pair")
 
 
 def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -> Figure | None:
     """Draw the confidence interval of each claim in units of its margin; None if fewer than two have both."""
-    bounded_claims = [claim for claim in claims if claim.claim.margin and claim.estimate.interval]
-    bounded_claims = [
-        c for c in bounded_claims if np.isfinite(np.divide(c.estimate.interval, c.claim.margin)).all()
+    scaled = [
+        (claim, np.divide(interval, margin))
+        for claim in claims
+        if (margin := claim.claim.margin) and (interval := claim.estimate.interval)
     ]
-    if len(bounded_claims) < 2:
+    scaled = [(claim, ends) for claim, ends in scaled if np.isfinite(ends).all()]
+    if len(scaled) < 2:
         return None
-    figure = Figure(figsize=(WIDTH_INCHES, 1.25 + 0.42 * len(bounded_claims)), layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, 1.25 + 0.42 * len(scaled)), layout="constrained")
     ax = figure.subplots()
-    ends = np.array([claim.estimate.interval for claim in bounded_claims]) / np.array(
-        [[claim.claim.margin] for claim in bounded_claims]
-    )
-    reach = float(np.clip(1.1 * np.abs(ends).max(), 1.3, 4))
-    all_within = all(claim.claim.kind == "within" for claim in bounded_claims)
+    reach = float(np.clip(1.1 * np.abs([ends for _, ends in scaled]).max(), 1.3, 4))
+    all_within = all(claim.claim.kind == "within" for claim, _ in scaled)
     if all_within:
         ax.axvspan(-1, 1, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
     ax.axvline(0, color="black", linewidth=0.8)
     names = []
-    for row, (claim, (low, high)) in enumerate(zip(bounded_claims, ends, strict=True)):
+    for row, (claim, (low, high)) in enumerate(scaled):
         if not all_within:
             _draw_accepted(ax, claim.claim, row, reach)
         color = COLORS[experiment.arms.index(claim.arm) % len(COLORS)]
@@ -99,13 +90,12 @@ def draw_forest(experiment: RecordedExperiment, claims: Sequence[ClaimResult]) -
         ax.annotate(claim.result, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         arm_text = f"{shorten(claim.arm, 28)}: " if len(experiment.treatments) > 1 else ""
         names.append(f"{arm_text}{shorten(claim.claim.metric, 28)}\n{claim.claim.margin_text}")
-    ax.set_yticks(range(len(bounded_claims)), names)
-    ax.set_ylim(len(bounded_claims) - 0.5, -0.5)
+    ax.set_yticks(range(len(scaled)), names)
+    ax.set_ylim(len(scaled) - 0.5, -0.5)
     ax.set_xlim(-reach, reach)
     treatment = shorten(experiment.treatments[0], 40) if len(experiment.treatments) == 1 else "treatment"
-    ax.set_xlabel(
-        f"{treatment} minus {experiment.baseline}, in units of the claim's margin:\nmean and interval"
-    )
+    units = "in units of the claim's margin:\nmean and interval"
+    ax.set_xlabel(f"{treatment} minus {experiment.baseline}, {units}")
     ax.grid(axis="y", visible=False)
     return figure
 
@@ -115,11 +105,9 @@ def _draw_accepted(ax: Axes, terms: ClaimTerms, row: int, reach: float) -> None:
     if terms.accepted is None or not terms.margin:
         return
     low, high = terms.accepted
-    left, right = (
-        -reach if low is None else low / terms.margin,
-        reach if high is None else high / terms.margin,
-    )
-    ax.fill_between([left, right], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
+    start = -reach if low is None else low / terms.margin
+    stop = reach if high is None else high / terms.margin
+    ax.fill_between([start, stop], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
 
 
 def _add_legend(figure: Figure) -> None:
@@ -180,9 +168,8 @@ def add_direct_labels(ax: Axes, panel: Panel) -> None:
     low, high = ax.get_ylim()
     ax.set_ylim(low, high)
     ends.sort(key=lambda end_and_curve: end_and_curve[0])
-    for height, (_, curve) in zip(
-        _separate_labels([(end - low) / (high - low) for end, _ in ends]), ends, strict=True
-    ):
+    heights = _separate_labels([(end - low) / (high - low) for end, _ in ends])
+    for height, (_, curve) in zip(heights, ends, strict=True):
         text = shorten(curve.arm, 24)
         if panel.windows:
             first_step, last_step = panel.windows[-1]
@@ -198,18 +185,14 @@ def _separate_labels(heights: Sequence[float]) -> list[float]:
         return []
     gaps = LABEL_GAP * np.arange(len(heights))
     separated = np.maximum.accumulate(np.array(heights) - gaps) + gaps
-    return (
-        separated - np.clip((separated - heights).mean(), separated[-1] - 0.97, separated[0] - 0.03)
-    ).tolist()
+    shift = np.clip((separated - heights).mean(), separated[-1] - 0.97, separated[0] - 0.03)
+    return (separated - shift).tolist()
 
 
 def _seed_lines_label(panel: Panel) -> str:
     num_drawn, num_seeds = max((len(curve.seeds), curve.num_seeds) for curve in panel.curves)
-    return (
-        "thin: one seed"
-        if num_drawn == num_seeds
-        else f"thin: one seed ({num_drawn} of {num_seeds} are drawn)"
-    )
+    drawn = f" ({num_drawn} of {num_seeds} are drawn)" * (num_drawn < num_seeds)
+    return f"thin: one seed{drawn}"
 
 
 def _draw_mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
@@ -217,9 +200,8 @@ def _draw_mean_and_band(ax: Axes, curve: Curve, color: str, order: int) -> None:
     style = "-" if order == 0 else (0, (5, 1.5))
     label = f"{shorten(curve.arm, 60)}: mean of {curve.count} seed{'s' * (curve.count > 1)}"
     sd = np.zeros_like(curve.mean) if curve.sd is None else curve.sd
-    steps, (mean, low, high) = average_in_buckets(
-        curve.steps, np.stack([curve.mean, curve.mean - sd, curve.mean + sd])
-    )
+    rows = np.stack([curve.mean, curve.mean - sd, curve.mean + sd])
+    steps, (mean, low, high) = average_in_buckets(curve.steps, rows)
     ax.plot(steps, mean, color=color, linewidth=2, linestyle=style, label=label, zorder=3 + order)
     if curve.sd is not None:
         ax.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
@@ -248,9 +230,8 @@ def draw_paired_difference(ax: Axes, difference: Difference, metric: str) -> boo
     if difference.num_runs is not None and len(difference.steps):
         means = np.where(np.isfinite(difference.mean), difference.mean, np.nan)
         ax.plot(difference.steps, means, color=color, linewidth=0.8, label="difference of the arms' means")
-        visible_values += (
-            np.quantile(means[np.isfinite(means)], [0.02, 0.98]).tolist() if np.isfinite(means).any() else []
-        )
+        if np.isfinite(means).any():
+            visible_values += np.quantile(means[np.isfinite(means)], [0.02, 0.98]).tolist()
     for claim in difference.claims:
         visible_values += _draw_claim(ax, claim)
     # With two or three pairs a bar can be fifty times the margin, so bars may be cut off at the edge.
@@ -268,18 +249,11 @@ def _draw_claim(ax: Axes, claim: ClaimPanel) -> list[float]:
     ends = [end for end in claim.accepted if end is not None]
     # An open end lies outside the axis
     reach = 100 * max(np.abs([*ends, *(claim.interval or ()), 1e-300]))
-    low, high = (
-        end if end is not None else side * reach for end, side in zip(claim.accepted, (-1, 1), strict=True)
-    )
-    zone = Rectangle(
-        (left_edge, low),
-        right_edge - left_edge,
-        high - low,
-        color=MARGIN_COLOR,
-        alpha=0.35,
-        label=f"{'margin' if len(ends) == 2 else 'claimed:'} {claim.margin_text}",
-    )
-    ax.add_patch(zone)
+    low, high = claim.accepted
+    low, high = -reach if low is None else low, reach if high is None else high
+    label = f"{'margin' if len(ends) == 2 else 'claimed:'} {claim.margin_text}"
+    width, height = right_edge - left_edge, high - low
+    ax.add_patch(Rectangle((left_edge, low), width, height, color=MARGIN_COLOR, alpha=0.35, label=label))
     if claim.interval is None:
         return ends
     label = f"claim: mean, {100 * claim.level:.3g} % CI{' (TOST)' * (len(ends) == 2)}"

@@ -1,9 +1,8 @@
 """Completions of one run, or of two runs side by side, for a terminal."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.present.tables import Table, columns
@@ -11,18 +10,15 @@ from abrun.recorded.samples import SamplePair
 from abrun.redaction import display_safe
 from abrun.runs.samples import Sample
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
-
-def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> "RenderableType":
+def render_samples(names: Sequence[str], pairs: Sequence[SamplePair]) -> RenderableType:
     """Return the completions of one or two runs with these names."""
     return Group(*_sample_renderables(names, pairs))
 
 
-def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator["RenderableType"]:
+def _sample_renderables(names: Sequence[str], pairs: Sequence[SamplePair]) -> Iterator[RenderableType]:
     for pair in pairs:
-        yield Text(f"step {pair.step}: {_join_lines(pair.prompt)}", style="bold")
+        yield Text(f"step {pair.step}: {display_safe(' '.join(pair.prompt.split()))}", style="bold")
         samples = (pair.left, pair.right)[: len(names)]
         rows = [
             [Text("not kept" if sample is None else _clean_lines(sample.text)) for sample in samples],
@@ -44,7 +40,3 @@ def _sample_facts(sample: Sample) -> str:
 
 def _clean_lines(text: str) -> str:
     return "\n".join(display_safe(line) for line in text.splitlines())
-
-
-def _join_lines(text: str) -> str:
-    return display_safe(" ".join(text.split()))

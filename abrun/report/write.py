@@ -9,6 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
 from abrun.errors import ComparisonError, StoreError
 from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
@@ -45,7 +49,6 @@ from abrun.verdict.verdict_file import VerdictFile, as_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import RenderableType
 
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
@@ -57,20 +60,13 @@ VERDICT_COLORS = {
 }
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
 MAX_DESCRIBED = 6  # metrics without a claim; the page has all
-ONE_RUN_COLUMNS, SEVERAL_RUNS_COLUMNS = (
-    ["mean |difference| over all steps"],
-    ["certified bound", "suggested margin: sample size if the arms are equal"],
-)
 MAX_LINKS = 20  # to runs in wandb
 
 
 def writable_formats() -> tuple[str, ...]:
     """Return the formats that the installed packages can write."""
-    return (
-        tuple(form for form in FORMATS if form not in FIGURE_FORMATS)
-        if missing_package("figures")
-        else FORMATS
-    )
+    excluded = FIGURE_FORMATS if missing_package("figures") else ()
+    return tuple(form for form in FORMATS if form not in excluded)
 
 
 def write_report(
@@ -103,9 +99,8 @@ def write_report(
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
             image_names = [path.name for path in figures if path.suffix == f".{images[0]}"]
-            write_file(
-                report, render_markdown(content, report_context, image_names).encode(), mode=PUBLIC_MODE
-            )
+            text = render_markdown(content, report_context, image_names)
+            write_file(report, text.encode(), mode=PUBLIC_MODE)
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
@@ -124,22 +119,20 @@ def _draw_claims(
     from abrun.report import plots
 
     main = next((record for record in described if record.steps), None)
-    if main and main.steps and not content.claims:
-        (stem,) = unique_slugs([main.metric])
-        with figure_style():
-            figure = plots.draw_band(experiment, main.metric, main.steps)
-            yield from _save_figure(figure, output / stem, images)
-        return
     with figure_style():
-        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
-    if experiment.axis != "steps":  # scores have no curves
-        return
-    for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
-        metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
-        with figure_style():
+        if main and main.steps and not content.claims:
+            (stem,) = unique_slugs([main.metric])
             yield from _save_figure(
-                plots.draw_metric(experiment, metric, metric_claims), output / stem, images
+                plots.draw_band(experiment, main.metric, main.steps), output / stem, images
             )
+            return
+        yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
+        if experiment.axis != "steps":  # scores have no curves
+            return
+        for stem, metric in unique_slugs(claim.claim.metric for claim in content.claims).items():
+            metric_claims = [claim for claim in content.claims if claim.claim.metric == metric]
+            figure = plots.draw_metric(experiment, metric, metric_claims)
+            yield from _save_figure(figure, output / stem, images)
 
 
 def _save_figure(figure: "Figure | None", stem: Path, images: Sequence[str]) -> list[Path]:
@@ -150,17 +143,12 @@ def unique_slugs(metrics: Iterable[str]) -> dict[str, str]:
     """Return a file name for each metric, such as `train-reward`; colliding names are numbered."""
     named: dict[str, str] = {}
     for metric in dict.fromkeys(metrics):
-        plain = make_slug(metric) or "metric"
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", metric).strip("-")[:100] or "metric"
         unique, number = plain, 2
         while unique in named or unique == CLAIMS_FIGURE:
             unique, number = f"{plain}-{number}", number + 1
         named[unique] = metric
     return named
-
-
-def make_slug(name: str) -> str:
-    """Return the name with only letters, digits, `_` and `-`, at most 100 characters."""
-    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:100]
 
 
 # --- markdown, for a pull request ---
@@ -170,12 +158,9 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
     """Return a Markdown page: verdict, next commands and tables; the rest and the figures are folded."""
     lines = [f"# {escape_markdown(_headline(content))}", ""]
     lines += [f"- {escape_markdown(sentence(reason))}" for reason in content.reasons]
-    if report_context.next_steps:
-        lines.append("")
-    lines += [
-        f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  "
-        for step in report_context.next_steps
-    ]
+    steps = report_context.next_steps
+    lines += [""] * bool(steps)
+    lines += [f"**next**: {escape_markdown(step.text)}: {code_span(step.command)}  " for step in steps]
     for table in _make_tables(content):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
@@ -192,11 +177,9 @@ def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
     items = [
         f"- **{escape_markdown(label)}**: {escape_markdown(text)}" for label, text in evidence_lines(content)
     ]
-    run_facts = [
-        escape_markdown(text) for text in (report_context.time_range, report_context.environment) if text
-    ]
-    made_by = f"report made by {code_span(report_context.command)}"
-    items.append(f"- **runs**: {'; '.join([*run_facts, made_by])}")
+    facts = [escape_markdown(text or "") for text in (report_context.time_range, report_context.environment)]
+    facts.append(f"report made by {code_span(report_context.command)}")
+    items.append(f"- **runs**: {'; '.join(filter(None, facts))}")
     links = [f"[{escape_markdown(run)}]({url})" for run, url in content.wandb.items()]
     if links:
         omitted = f", and {len(links) - MAX_LINKS} more" if len(links) > MAX_LINKS else ""
@@ -222,18 +205,17 @@ def _description_columns(content: VerdictFile) -> list[str]:
     arm = ["arm"] * (len(content.arms) > 1)
     shared_columns = ["metric", "steps", content.baseline, treatment_name(content)]
     if all(description.interval is None for description in content.descriptions):
-        return [*arm, *shared_columns, "difference", *ONE_RUN_COLUMNS]
-    return [*arm, *shared_columns, "difference [90 % CI]", *SEVERAL_RUNS_COLUMNS]
+        return [*arm, *shared_columns, "difference", "mean |difference| over all steps"]
+    bounds = ["certified bound", "suggested margin: sample size if the arms are equal"]
+    return [*arm, *shared_columns, "difference [90 % CI]", *bounds]
 
 
 def _comparison_note(content: VerdictFile) -> str:
     """Return a sentence on which arm is subtracted from which, and on the confidence level."""
     if not content.arms:
         return ALONE_NOTE
-    roles = [
-        name if name == role else f"{name} ({role})"
-        for name, role in ((treatment_name(content), "treatment"), (content.baseline, "baseline"))
-    ]
+    names = {"treatment": treatment_name(content), "baseline": content.baseline}
+    roles = [name if name == role else f"{name} ({role})" for role, name in names.items()]
     alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
     text = f"Differences are {roles[0]} minus {roles[1]}."
     if not alphas:
@@ -246,8 +228,8 @@ def _comparison_note(content: VerdictFile) -> str:
     if not any(claim.estimate.certified_bound is not None for claim in content.claims):
         return note
     has_better = any(claim.claim.kind == "better" for claim in content.claims)
-    of_better = " (of 'better': the largest)" * has_better
-    return f"{note} The certified bound is the smallest margin that would have passed{of_better}."
+    better_note = " (of 'better': the largest)" * has_better
+    return f"{note} The certified bound is the smallest margin that would have passed{better_note}."
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -258,19 +240,12 @@ def treatment_name(content: VerdictFile) -> str:
 def _description_rows(content: VerdictFile) -> list[list[str]]:
     """Return the rows of the first few descriptions of each arm."""
     has_several_arms = len(content.arms) > 1
-    descriptions_by_arm = [
-        [description for description in content.descriptions if description.arm == arm]
-        for arm in content.arms
-    ]
-    shown_descriptions = [
-        description
-        for arm_descriptions in descriptions_by_arm
-        for description in arm_descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]
-    ]
-    return [
-        [description.arm] * has_several_arms + _description_cells(description)
-        for description in shown_descriptions
-    ]
+    rows = []
+    for arm in content.arms:
+        descriptions = [description for description in content.descriptions if description.arm == arm]
+        for description in descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]:
+            rows.append([arm] * has_several_arms + _description_cells(description))
+    return rows
 
 
 def _description_cells(description: Description) -> list[str]:
@@ -323,43 +298,31 @@ def claim_columns(content: VerdictFile) -> list[str]:
 
 
 def claim_cells(claim: ClaimResult) -> list[str]:
-    steps = f"{claim.claim.steps[0]}-{claim.claim.steps[1]}" if claim.claim.steps else claim.claim.window
-    steps = claim.claim.window if claim.claim.test == "time to target" else steps
-    difference = "-"
-    if claim.estimate.interval and claim.estimate.mean_difference is not None:
-        difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
-    estimate = claim.estimate
-    bound = certified_text(estimate.certified_bound, estimate.certified_number, claim.claim.margin_unit)
-    if claim.claim.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
-        bound = "any" if claim.claim.kind == "not_worse" else "none"
+    terms, estimate = claim.claim, claim.estimate
+    steps = f"{terms.steps[0]}-{terms.steps[1]}" if terms.steps else terms.window
+    steps = terms.window if terms.test == "time to target" else steps
+    difference, metric = "-", terms.metric
+    if estimate.interval and estimate.mean_difference is not None:
+        difference = difference_text(estimate.mean_difference, estimate.interval)
+    bound = certified_text(estimate.certified_bound, estimate.certified_number, terms.margin_unit)
+    if terms.kind in ("not_worse", "better") and (estimate.certified_bound or 0.0) < 0:
+        bound = "any" if terms.kind == "not_worse" else "none"
     if claim.result == "not tested":
         bound = "-"  # what was not tested is not certified either
-    if claim.estimate.limited is not None:
-        estimates = (claim.estimate.limited, *(claim.estimate.limited_interval or ()))
-        middle, *ends = (text_near_limit(value, claim.claim.margin_number) for value in estimates)
+    if estimate.limited is not None:
+        estimates = (estimate.limited, *(estimate.limited_interval or ()))
+        middle, *ends = (text_near_limit(value, terms.margin_number) for value in estimates)
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
-    # The heading of a limit names its scale.
-    is_limit = claim.estimate.limited is not None
-    scale = (
-        ""
-        if is_limit or claim.claim.transform == "identity"
-        else f" ({claim.claim.transform.replace('_', ' ')})"
-    )
-    metric = f"{claim.claim.metric}{scale}"
-    sample_size = (
-        "{} and {}".format(*claim.claim.num_runs) if claim.claim.num_runs else str(claim.claim.num_pairs)
-    )
-    return [metric, steps, sample_size, difference, claim.claim.margin_text, bound, outcome_text(claim)]
+    elif terms.transform != "identity":  # the heading of a limit names its scale
+        metric += f" ({terms.transform.replace('_', ' ')})"
+    sample_size = "{} and {}".format(*terms.num_runs) if terms.num_runs else str(terms.num_pairs)
+    return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome_text(claim)]
 
 
 def outcome_text(claim: ClaimResult) -> str:
     """Return a claim's result; that of a broken limit is called "limit broken", not "different"."""
-    failed_texts = {
-        "limit": "limit broken",
-        "exact": "not exact",
-        "not_worse": "worse",
-        "better": "not better",
-    }
+    failed_texts = {"limit": "limit broken", "exact": "not exact"}
+    failed_texts |= {"not_worse": "worse", "better": "not better"}
     return failed_texts.get(claim.claim.kind, claim.result) if claim.result == "different" else claim.result
 
 
@@ -368,22 +331,13 @@ def outcome_text(claim: ClaimResult) -> str:
 
 def render_terminal(
     content: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
-) -> "RenderableType":
+) -> RenderableType:
     """Return the verdict, its reasons, the table of claims, the evidence, next steps and files."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
     color = VERDICT_COLORS[content.verdict]
     reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
-    renderables: list[RenderableType] = [
-        Panel(
-            reasons_text,
-            title=Text(display_safe(_headline(content)), style=f"bold {color}"),
-            title_align="left",
-            border_style=color,
-        )
-    ]
+    title = Text(display_safe(_headline(content)), style=f"bold {color}")
+    panel = Panel(reasons_text, title=title, title_align="left", border_style=color)
+    renderables: list[RenderableType] = [panel]
     tables = _make_tables(content)
     if tables:
         renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
@@ -391,15 +345,12 @@ def render_terminal(
         renderables += [table.to_rich(padding=(0, 1)), Text("")]
     not_tested = summarize_not_tested(content.not_tested) + ("" if files else ": -o FOLDER")
     facts = [
-        (label, display_safe(not_tested if label == "not tested" else text))
-        for label, text in evidence_lines(content)
+        (label, not_tested if label == "not tested" else text) for label, text in evidence_lines(content)
     ]
-    facts += [("next", display_safe(f"{step.text}: {step.command}")) for step in next_steps]
+    facts += [("next", f"{step.text}: {step.command}") for step in next_steps]
     if files and (missing := missing_package("figures")):
         facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
-    renderables.append(
-        Table((), [(Text(display_safe(label), style="bold"), Text(text)) for label, text in facts])
-    )
+    renderables.append(Table((), [(Text(display_safe(label), style="bold"), text) for label, text in facts]))
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))

@@ -35,7 +35,8 @@ class CapturedTensor:
 
     `module` is Hugging Face's name of the module whose output an activation is, or of the parameter. Values
     outside the network have names of their own: `batch.*` what the step trains on, `lm_head.*` log-probs and
-    entropies, `loss`, and `optimizer.*`; `NAME@2` is of the step's second optimizer step.
+    entropies, `loss` (on the baseline's log-probs), and `optimizer.*`; `NAME@2` is of the step's second
+    optimizer step.
     """
 
     index: int  # position in the order of execution: activations, gradients from the loss back, updates
@@ -124,7 +125,6 @@ def write_capture(
 
 
 def is_capture(folder: Path) -> bool:
-    """Return whether the folder has a complete capture."""
     return (folder / INDEX).is_file()
 
 

@@ -64,7 +64,6 @@ class Owner:
 
 
 def this_process_fields() -> dict[str, Any]:
-    """Return the fields of `Owner` for the calling process."""
     return {**this_machine_fields(), **process_fields(os.getpid())}
 
 

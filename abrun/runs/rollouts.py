@@ -112,7 +112,6 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Return the file of a step in a folder of rollouts."""
     return folder / f"step-{step:06d}.safetensors"
 
 
@@ -237,5 +236,4 @@ def _find_problem(header: dict[str, Any], arrays: dict[str, np.ndarray], step: i
 
 
 def _split(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
-    """Return the rows of a ragged array."""
     return [row.tolist() for row in np.split(values, np.cumsum(lengths)[:-1])]

@@ -92,7 +92,6 @@ Stored = TypeVar("Stored", bound=TraceResult)
 
 
 def write_trace(folder: Path, trace: TraceResult) -> None:
-    """Write the result of a trace into its folder."""
     write_json(folder / RESULT, trace.as_json(), mode=PUBLIC_MODE)
 
 

@@ -236,9 +236,7 @@ def limit_test(
 
 
 def holm(p_values: ArrayLike) -> list[float]:
-    """Return Holm's step-down adjusted p-values (1979): the i-th smallest of m times m - i + 1, monotone, <=
-    1.
-    """
+    """Return Holm's step-down p-values (1979): the i-th smallest of m times m - i + 1, monotone, <= 1."""
     raw = np.asarray(p_values, float)
     order = np.argsort(raw, kind="stable")
     adjusted = np.maximum.accumulate(raw[order] * np.arange(len(raw), 0, -1))
@@ -255,9 +253,7 @@ def mean_and_sd(values: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def t_interval(values: ArrayLike, confidence: float) -> tuple[float, float]:
-    """Return Student's t confidence interval of a mean. (Bootstrap percentiles cover 84 %, not 95 %, at n =
-    5.)
-    """
+    """Return Student's t confidence interval of a mean. (Bootstrap percentiles cover 84 % at n = 5.)"""
     sample = np.asarray(values, float)
     mean, sd = mean_and_sd(sample)
     half_width = float(special.stdtrit(len(sample) - 1, 0.5 + confidence / 2)) * sd / math.sqrt(len(sample))

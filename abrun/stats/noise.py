@@ -16,9 +16,8 @@ from scipy import special
 
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.one_sided import one_sided_power
-from abrun.stats.power import power_at
+from abrun.stats.power import TARGET_POWER, power_at
 
-TARGET_POWER = 0.8
 _NUM_SAMPLES = 40_000  # simulated normal samples
 _ITERATIONS = 60  # of a bisection
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, check_samples, estimate_difference, p_above
-from abrun.stats.power import MAX_PAIRS, NUM_EXPERIMENTS, Decisions, find_min_pairs
+from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, p_above
+from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
 
 _NUM_BISECTIONS = 60
 _MAX_SHARE = 1e6
@@ -24,7 +24,7 @@ _MAX_SHARE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneSidedResult:
-    """Result of testing whether the mean improvement is above a threshold."""
+    """Result of testing whether the mean improvement is above a threshold, a number or a share of one."""
 
     p_above: float  # small if the improvement is above the threshold
     p_below: float  # small if it is below
@@ -62,12 +62,12 @@ def improvement_test(
         improvement, improvement_error, improvement_dof = excess(0.0)
         bound = improvement - float(special.stdtrit(improvement_dof, 1 - alpha)) * improvement_error
     else:
-        bound = _find_largest_share(lambda share: p_above(*excess(share)) < alpha)
+        bound = find_largest_share(lambda share: p_above(*excess(share)) < alpha)
     return OneSidedResult(p_above=p_above(mean, error, dof), p_below=p_above(-mean, error, dof), bound=bound)
 
 
-def _find_largest_share(passes: Callable[[float], bool]) -> float:
-    """Return the largest share of the yardstick that passes, by bisection; -inf if none does."""
+def find_largest_share(passes: Callable[[float], bool]) -> float:
+    """Return the largest share of a yardstick that passes, by bisection; -inf if none does."""
     low, high = -1.0, 1.0
     while not passes(low):
         low *= 2
@@ -108,25 +108,18 @@ def one_sided_power(excess: float, standard_error: float, dof: float, alpha: flo
 
 
 def one_sided_pairs_needed(
-    excess: float,
-    sd_difference: float,
-    target: float = 0.8,
-    alpha: float = ALPHA,
-    max_pairs: int = MAX_PAIRS,
-    dof_per_pair: float = 1.0,
+    excess: float, sd_difference: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
 ) -> int | None:
-    """Return the smallest number of pairs, or of runs of each arm, with power `target`.
+    """Return the smallest number of pairs, or of runs of each arm, with 80 % power; see `find_min_pairs`.
 
-    Returns None above `max_pairs`, and if the true improvement does not exceed the threshold.
+    Returns None if the true improvement does not exceed the threshold.
     """
     if excess <= 0:
         return None
     return find_min_pairs(
         lambda pairs: one_sided_power(
             excess, sd_difference / math.sqrt(pairs), dof_per_pair * (pairs - 1), alpha
-        ),
-        target,
-        max_pairs,
+        )
     )
 
 
@@ -139,15 +132,16 @@ def simulate_one_sided_decisions(
     *,
     stream: int = 0,
 ) -> Decisions:
-    """Return what the paired test decides at each of `counts` pairs if the improvement exceeds the threshold
-    by `excess`; see `abrun.stats.power.simulate_tost_decisions`.
+    """Return what the paired test decides if the improvement is `excess` above the threshold.
+
+    See `abrun.stats.power.simulate_tost_decisions`.
     """
     rng = np.random.default_rng([0, stream])
     draws = excess + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
-    passes, failures = [], []
-    for count, alpha, broken_alpha in zip(counts, levels, broken_levels, strict=True):
-        mean, error = draws[:, :count].mean(axis=1), draws[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
-        passes.append(mean > float(special.stdtrit(count - 1, 1 - alpha)) * error)
-        is_broken = -mean > float(special.stdtrit(count - 1, 1 - broken_alpha)) * error
-        failures.append(is_broken & (count >= MIN_FOR_MISMATCH))
-    return Decisions(np.array(passes), np.array(failures))
+
+    def is_above(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        return mean > float(special.stdtrit(count - 1, 1 - alpha)) * error
+
+    return decide_at(
+        draws, counts, levels, broken_levels, is_above, lambda mean, *test: is_above(-mean, *test)
+    )

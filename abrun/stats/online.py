@@ -49,7 +49,6 @@ class Sample:
 
     @classmethod
     def of(cls, values: ArrayLike) -> "Sample":
-        """Return the sample of values [..., N]."""
         array = np.asarray(values, float)
         mean = array.mean(axis=-1)
         squares = ((array - mean[..., None]) ** 2).sum(axis=-1)

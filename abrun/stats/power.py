@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +11,12 @@ from scipy import special
 
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
 
+TARGET_POWER = 0.8
 MAX_PAIRS = 1000  # search limit: larger sample sizes are reported as "more than 1000"
 NUM_EXPERIMENTS = 8192  # simulated; the expected number of pairs is accurate to half a per cent
+Array = NDArray[Any]
+# Test of the means [N] of `count` pairs with their standard errors [N], at a level
+MeanTest = Callable[[Array, Array, int, float], Array]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 
@@ -32,9 +37,7 @@ def sd_interval(sd: float, num_pairs: float, confidence: float = 0.9) -> tuple[f
 
 
 def sd_upper_bound(sd: float, num_pairs: int, confidence: float) -> float:
-    """Return the one-sided upper bound of a standard deviation estimated from `num_pairs` normal
-    differences.
-    """
+    """Return the one-sided upper bound of an sd estimated from `num_pairs` normal differences."""
     return sd * math.sqrt((num_pairs - 1) / float(special.chdtri(num_pairs - 1, confidence)))
 
 
@@ -121,27 +124,44 @@ def simulate_tost_decisions(
     """
     rng = np.random.default_rng([0, stream])
     draws = difference + sd_difference * rng.standard_normal((NUM_EXPERIMENTS, counts[-1]))
-    matches, mismatches = [], []
-    for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
-        mean = np.abs(draws[:, :count].mean(axis=1))
-        error = draws[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
-        matches.append(mean + float(special.stdtrit(count - 1, 1 - alpha)) * error < margin)
+
+    def matches(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        return np.abs(mean) + float(special.stdtrit(count - 1, 1 - alpha)) * error < margin
+
+    def differs(mean: Array, error: Array, count: int, alpha: float) -> Array:
         with np.errstate(divide="ignore", invalid="ignore"):
-            tails = [special.stdtr(count - 1, (end * margin - mean) / error) for end in (1, -1)]
-        mismatches.append((sum(tails) < beyond_alpha) & (count >= MIN_FOR_MISMATCH))
-    return Decisions(np.array(matches), np.array(mismatches))
+            tails = [special.stdtr(count - 1, (end * margin - np.abs(mean)) / error) for end in (1, -1)]
+        return np.add(*tails) < alpha
+
+    return decide_at(draws, counts, levels, beyond_levels, matches, differs)
+
+
+def decide_at(
+    draws: Array,  # [N, P] the difference of each pair
+    counts: Sequence[int],  # [C] pairs at each analysis
+    levels: Sequence[float],  # [C] alpha of a match
+    beyond_levels: Sequence[float],  # [C] alpha of a mismatch
+    matches: MeanTest,
+    differs: MeanTest,
+) -> Decisions:
+    """Return what two tests of a mean decide at each analysis of simulated experiments."""
+    decided: tuple[list[Any], list[Any]] = [], []
+    for count, *alphas in zip(counts, levels, beyond_levels, strict=True):
+        mean, error = draws[:, :count].mean(axis=1), draws[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+        decided[0].append(matches(mean, error, count, alphas[0]))
+        decided[1].append(differs(mean, error, count, alphas[1]) & (count >= MIN_FOR_MISMATCH))
+    return Decisions(*map(np.array, decided))
 
 
 def pairs_needed(
     margin: float,
     sd_difference: float,
-    target: float = 0.8,
     alpha: float = ALPHA,
     max_pairs: int = MAX_PAIRS,
     true_difference: float = 0.0,
     dof_per_pair: float = 1.0,
 ) -> int | None:
-    """Return the smallest number of pairs, or of runs of each arm, with power `target`; see `power_at`.
+    """Return the smallest number of pairs, or of runs of each arm, with 80 % power; see `power_at`.
 
     Returns None above `max_pairs`, and if the difference is not smaller than the margin.
     """
@@ -149,26 +169,23 @@ def pairs_needed(
         return None
     return find_min_pairs(
         lambda pairs: power_at(margin, sd_difference, pairs, alpha, true_difference, dof_per_pair),
-        target,
-        max_pairs,
+        max_pairs=max_pairs,
     )
 
 
 def pairs_needed_range(
     margin: float, sd_difference: float, num_pairs: float, alpha: float = ALPHA, dof_per_pair: float = 1.0
 ) -> tuple[int | None, int | None]:
-    """Return `pairs_needed` at both ends of the 90 % interval of an sd estimated from `num_pairs`
-    differences.
-    """
-    low, high = sd_interval(sd_difference, num_pairs)
-    return (
-        pairs_needed(margin, low, alpha=alpha, dof_per_pair=dof_per_pair),
-        pairs_needed(margin, high, alpha=alpha, dof_per_pair=dof_per_pair),
+    """Return `pairs_needed` at both ends of the 90 % interval of an sd from `num_pairs` differences."""
+    low, high = (
+        pairs_needed(margin, sd, alpha=alpha, dof_per_pair=dof_per_pair)
+        for sd in sd_interval(sd_difference, num_pairs)
     )
+    return low, high
 
 
 def find_min_pairs(
-    power_of_pairs: Callable[[int], float], target: float, max_pairs: int = MAX_PAIRS
+    power_of_pairs: Callable[[int], float], target: float = TARGET_POWER, max_pairs: int = MAX_PAIRS
 ) -> int | None:
     """Return the smallest number of pairs with power `target`; None above `max_pairs`."""
     low, high = 1, 2

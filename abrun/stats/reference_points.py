@@ -52,7 +52,6 @@ def olympic_mean(values: Sequence[float], num_trimmed: int) -> float:
 
 
 def make_point(batch_size: float, values: Sequence[float], rules: Rules) -> ReferencePoint:
-    """Return the reference point of some runs."""
     mean, sd = olympic_mean(values, rules.num_trimmed), float(np.std(sorted(values)))
     num_counted = len(values) - 2 * rules.num_trimmed
     return ReferencePoint(

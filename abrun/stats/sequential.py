@@ -62,9 +62,7 @@ def simulate_familywise_error(readings: Sequence[Collection[str]], level: float 
 
 @cache
 def _simulate_min_p(counts: tuple[int, ...], shares: tuple[float, ...]) -> np.ndarray:
-    """Return the sorted minimum of p / share over interim analyses, one per simulated experiment without
-    effect.
-    """
+    """Return the sorted minima of p / share over interim analyses, one per experiment without effect."""
     rng = np.random.default_rng(0)
     total, squares = np.zeros(_NUM_EXPERIMENTS), np.zeros(_NUM_EXPERIMENTS)
     min_p, previous_count = np.ones(_NUM_EXPERIMENTS), 0

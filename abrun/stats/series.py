@@ -34,7 +34,6 @@ class Series:
         return len(self.steps)
 
     def value_at(self, step: int) -> float | None:
-        """Return the value at a step; None if it was not recorded."""
         index = int(np.searchsorted(self.steps, step))
         is_recorded = index < len(self.steps) and self.steps[index] == step
         return float(self.values[index]) if is_recorded else None
@@ -49,6 +48,11 @@ def beyond_float32_as_infinite(values: Array) -> Array:
     if len(values) and max(np.fmax.reduce(values), -np.fmin.reduce(values)) > MAX_FLOAT32:
         return np.where(np.abs(values) > MAX_FLOAT32, np.copysign(np.inf, values), values)
     return values
+
+
+def in_window(steps: Steps, bounds: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which steps lie between the first and the last step of a window, both included."""
+    return (bounds[0] <= steps) & (steps <= bounds[1])
 
 
 EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))

@@ -16,18 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.stats.equivalence import (
-    ALPHA,
-    MIN_FOR_MISMATCH,
-    check_samples,
-    estimate_difference,
-    mean_and_sd,
-)
-from abrun.stats.power import MAX_PAIRS, Decisions, find_min_pairs
+from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, mean_and_sd
+from abrun.stats.one_sided import OneSidedResult, find_largest_share
+from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
 
-_NUM_EXPERIMENTS = 8192  # simulated; the error of a power is below 0.005
 _MIN_P = 1e-12
-_MAX_SIGMAS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +80,6 @@ def _test_sigma_margin(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SigmaImprovementResult:
-    """Result of testing whether the mean improvement is above k sigma of the baseline; k may be negative."""
-
-    sigma: float
-    p_above: float  # small if the improvement is above k sigma
-    p_below: float
-    bound: float  # largest k that would have passed; -inf if none would
-
-
 def sigma_improvement_test(
     baseline: ArrayLike,
     treatment: ArrayLike,
@@ -106,10 +89,10 @@ def sigma_improvement_test(
     *,
     sign: int,
     paired: bool = True,
-) -> SigmaImprovementResult:
+) -> OneSidedResult:
     """Test whether sign * (treatment - baseline) is above k sigma in the mean, by the lower MOVER bound.
 
-    See `abrun.stats.one_sided.improvement_test` for the other arguments.
+    k may be negative. See `abrun.stats.one_sided.improvement_test` for the other arguments.
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
     mean, error, dof = estimate_difference(baseline_values, treatment_values, resolution, paired=paired)
@@ -122,20 +105,10 @@ def sigma_improvement_test(
             return value > share * sigma + excess
         return -value < _max_mean_difference(sigma, error, num_seeds, -share, level, dof)
 
-    low, high = -1.0, 1.0
-    while not is_above(improvement, low, alpha) and low > -_MAX_SIGMAS:
-        low *= 2
-    while is_above(improvement, high, alpha) and high < _MAX_SIGMAS:
-        low, high = high, 2 * high
-    is_known = is_above(improvement, low, alpha)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_above(improvement, middle, alpha) else (low, middle)
-    return SigmaImprovementResult(
-        sigma=sigma,
+    return OneSidedResult(
         p_above=_p_value(lambda level: is_above(improvement, sigmas, level)),
         p_below=_p_value(lambda level: is_above(-improvement, -sigmas, level)),
-        bound=low if is_known else -math.inf,
+        bound=find_largest_share(lambda share: is_above(improvement, share, alpha)),
     )
 
 
@@ -169,9 +142,9 @@ def sigma_power(sigmas: float, num_pairs: int, model: VarianceModel, alpha: floa
         return 0.0
     dof = num_pairs - 1
     rng = np.random.default_rng(0)
-    u = np.sqrt(rng.chisquare(dof, _NUM_EXPERIMENTS))
-    v = rng.standard_normal(_NUM_EXPERIMENTS)
-    remaining_chi_square = rng.chisquare(dof - 1, _NUM_EXPERIMENTS) if dof > 1 else 0.0
+    u = np.sqrt(rng.chisquare(dof, NUM_EXPERIMENTS))
+    v = rng.standard_normal(NUM_EXPERIMENTS)
+    remaining_chi_square = rng.chisquare(dof - 1, NUM_EXPERIMENTS) if dof > 1 else 0.0
     independent_sd = model.sd_ratio * math.sqrt(1 - model.correlation**2)
     shared_sd = model.sd_ratio * model.correlation - 1
     sum_of_squares = (
@@ -202,16 +175,16 @@ def simulate_sigma_decisions(
     """
     rng = np.random.default_rng([0, stream])
     baseline, differences = _draw_pairs(rng, counts[-1], model)
-    differences += difference
-    matches, mismatches = [], []
-    for count, alpha, beyond_alpha in zip(counts, levels, beyond_levels, strict=True):
-        mean = np.abs(differences[:, :count].mean(axis=1))
-        error = differences[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
+
+    def matches(mean: Array, error: Array, count: int, alpha: float) -> Array:
         sigma = baseline[:, :count].std(axis=1, ddof=1)
-        matches.append(mean < _max_mean_difference(sigma, error, count, sigmas, alpha))
-        is_beyond = mean > sigmas * sigma + _min_excess(sigma, error, count, sigmas, beyond_alpha)
-        mismatches.append(is_beyond & (count >= MIN_FOR_MISMATCH))
-    return Decisions(np.array(matches), np.array(mismatches))
+        return np.abs(mean) < _max_mean_difference(sigma, error, count, sigmas, alpha)
+
+    def differs(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        sigma = baseline[:, :count].std(axis=1, ddof=1)
+        return np.abs(mean) > sigmas * sigma + _min_excess(sigma, error, count, sigmas, alpha)
+
+    return decide_at(differences + difference, counts, levels, beyond_levels, matches, differs)
 
 
 def simulate_sigma_improvements(
@@ -227,42 +200,33 @@ def simulate_sigma_improvements(
     """Return what `sigma_improvement_test` decides at each of `counts` pairs, in the baseline's sigmas."""
     rng = np.random.default_rng([0, stream])
     baseline, differences = _draw_pairs(rng, counts[-1], model)
-    passes, failures = [], []
-    for count, alpha, broken_alpha in zip(counts, levels, broken_levels, strict=True):
-        mean = improvement + differences[:, :count].mean(axis=1)
-        error = differences[:, :count].std(axis=1, ddof=1) / math.sqrt(count)
-        sigma, size = baseline[:, :count].std(axis=1, ddof=1), abs(sigmas)
-        sign = 1 if sigmas >= 0 else -1
+    sign, size = 1 if sigmas >= 0 else -1, abs(sigmas)
 
-        def beyond(value, level, sigma=sigma, error=error, count=count, size=size):
-            return value > size * sigma + _min_excess(sigma, error, count, size, level, tails=1)
+    def is_beyond(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        sigma = baseline[:, :count].std(axis=1, ddof=1)
+        return sign * mean > size * sigma + _min_excess(sigma, error, count, size, alpha, tails=1)
 
-        def within(value, level, sigma=sigma, error=error, count=count, size=size):
-            return value < _max_mean_difference(sigma, error, count, size, level)
+    def is_within(mean: Array, error: Array, count: int, alpha: float) -> Array:
+        sigma = baseline[:, :count].std(axis=1, ddof=1)
+        return sign * mean < _max_mean_difference(sigma, error, count, size, alpha)
 
-        passed, failed = (beyond, within) if sign > 0 else (within, beyond)
-        passes.append(passed(sign * mean, alpha))
-        failures.append(failed(sign * mean, broken_alpha) & (count >= MIN_FOR_MISMATCH))
-    return Decisions(np.array(passes), np.array(failures))
+    tests = (is_beyond, is_within) if sign > 0 else (is_within, is_beyond)
+    return decide_at(improvement + differences, counts, levels, broken_levels, *tests)
 
 
 def _draw_pairs(
     rng: np.random.Generator, num_pairs: int, model: VarianceModel
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the baseline's values and the paired differences [E, P], both with mean 0."""
-    baseline = rng.standard_normal((_NUM_EXPERIMENTS, num_pairs))
+    baseline = rng.standard_normal((NUM_EXPERIMENTS, num_pairs))
     independent = math.sqrt(1 - model.correlation**2) * rng.standard_normal(baseline.shape)
     treatment = model.sd_ratio * (model.correlation * baseline + independent)
     return baseline, model.sd_factor * (treatment - baseline)
 
 
-def sigma_pairs_needed(
-    sigmas: float, model: VarianceModel, target: float = 0.8, alpha: float = ALPHA, max_pairs: int = MAX_PAIRS
-) -> int | None:
-    """Return the smallest number of pairs for which `sigma_power` is at least `target`; None above
-    `max_pairs`.
-    """
-    return find_min_pairs(lambda pairs: sigma_power(sigmas, pairs, model, alpha), target, max_pairs)
+def sigma_pairs_needed(sigmas: float, model: VarianceModel, alpha: float = ALPHA) -> int | None:
+    """Return the fewest pairs whose `sigma_power` is at least 80 %; see `find_min_pairs`."""
+    return find_min_pairs(lambda pairs: sigma_power(sigmas, pairs, model, alpha))
 
 
 def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None):
@@ -278,8 +242,9 @@ def _max_mean_difference(sigma, error, num_seeds: int, sigmas: float, alpha: flo
 
 
 def _min_excess(sigma, error, num_seeds: int, sigmas: float, alpha: float, dof=None, tails: int = 2):
-    """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0, for numbers
-    or arrays; both tails count. With one tail, the same for a mean difference of known sign.
+    """Return by how much |mean difference| must exceed k sigma for its lower bound to be above 0.
+
+    For numbers or arrays; both tails count. With one tail, the same for a mean difference of known sign.
     """
     sigma_dof = num_seeds - 1
     sigma_excess = math.sqrt(sigma_dof / float(special.chdtri(sigma_dof, 1 - alpha))) - 1

@@ -100,7 +100,6 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m abrun.train.agent", description=__doc__)
     parser.add_argument("module", help="module that each rank runs, with DIRECTORY as its argument")
     parser.add_argument("directory", type=Path)

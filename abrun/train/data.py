@@ -39,7 +39,6 @@ class Data:
         )
 
     def local_examples(self, step: int) -> list[Example]:
-        """Return this rank's examples of a step."""
         return self.examples(step)[self.ranks.data_slice(self.batch_size)]
 
     def collate_texts(self, texts: Texts) -> Sequences:

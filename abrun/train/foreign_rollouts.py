@@ -60,7 +60,6 @@ class ForeignRollouts:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of dumped steps."""
         return len(self._paths)
 
     def hash_steps(self, num_steps: int) -> str:

@@ -24,14 +24,13 @@ from abrun.stats.equivalence import (
     t_interval,
 )
 from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tost_power, welch_dof_per_run
-from abrun.stats.series import Array, Steps, clip_to_shared_steps, window_bounds
+from abrun.stats.series import Array, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.stats.sigma_margin import VarianceModel, sigma_pairs_needed, sigma_power, sigma_test
 from abrun.verdict.margins import Margin, measure_yardstick
 from abrun.verdict.one_sided import add_one_sided_statistics
 from abrun.verdict.results import (
     ONE_TEST,
     ClaimEstimate,
-    ClaimOutcome,
     ClaimResult,
     ClaimTerms,
     ErrorRates,
@@ -221,10 +220,10 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
 def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
     """Return the steps [W] of the window and both arms' values [R, W] there."""
     steps, values = stack_runs(sides.runs, claim.metric)
-    first_step, last_step = bounds or (0, 0)
-    inside = (steps >= first_step) & (steps <= last_step)
+    bounds = bounds or (0, 0)
+    inside = in_window(steps, bounds)
     recorded = union_steps(run.series(claim.metric).steps for run in sides.runs)
-    if len(recorded) and not ((first_step <= recorded) & (recorded <= last_step)).any():
+    if len(recorded) and not in_window(recorded, bounds).any():
         raise ComparisonError(
             Code.EMPTY_WINDOW(
                 metric=claim.metric,
@@ -245,9 +244,7 @@ def add_statistics(
     yardstick: Array | None = None,
     resolution: float = 0.0,
 ) -> ClaimResult:
-    """Add statistics to a result, from one summary per run; with fewer than two runs of an arm there is
-    no test.
-    """
+    """Add statistics to a result, from one summary per run. Fewer than two runs an arm are not tested."""
     if min(len(baseline), len(treatment)) < 2:
         return result
     terms, in_sigmas = result.claim, result.claim.margin_unit == "sigma"
@@ -267,9 +264,9 @@ def add_statistics(
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
     margins = None if yardstick is None else number * yardstick
-    error = max(
-        [test.standard_error, *_standard_errors_at_margin(baseline, treatment, margins, paired=terms.paired)]
-    )
+    ends = [] if margins is None else [baseline + margins, baseline - margins]
+    errors = [estimate_difference(end, treatment, paired=terms.paired)[1] for end in ends]
+    error = max([test.standard_error, *errors])
     error_ratio = error / test.standard_error if test.standard_error else 1.0
     terms = replace(terms, margin=margin)
     sd, dof_per_pair = error * math.sqrt(len(baseline)), 1.0
@@ -288,7 +285,7 @@ def add_statistics(
             sd_at_margin=None if margins is None else test.sd_difference * error_ratio,
         ),
         power=_estimate_power(terms, test, error, sd, dof_per_pair),
-        result=_outcome(test.equivalent),
+        result="equivalent" if test.equivalent else "undecided",
     )
 
 
@@ -314,16 +311,10 @@ def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, pair
     )
 
 
-def _outcome(equivalent: bool) -> ClaimOutcome:
-    return "equivalent" if equivalent else "undecided"
-
-
 def _find_skew(
     terms: ClaimTerms, baseline: Array, treatment: Array, *, step: float, min_sd: float
 ) -> Reason | None:
-    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, which sets
-    it.
-    """
+    """Test the differences for skew, or both arms; for a margin in sigmas also the baseline, its source."""
     if not terms.paired:
         arms = dict(zip(ARMS, (baseline, treatment), strict=True))
         return find_skew(arms, step=step, min_sd=min_sd, level=0.05 / len(arms))
@@ -338,14 +329,6 @@ def _is_shown_and_is_beyond(result: ClaimResult) -> tuple[bool, bool]:
     p_beyond = result.estimate.p_beyond
     beyond = p_beyond is not None and p_beyond < result.claim.alpha_difference
     return result.result in ("equivalent", "holds"), beyond
-
-
-def _standard_errors_at_margin(
-    baseline: Array, treatment: Array, margin: Array | None, *, paired: bool
-) -> list[float]:
-    """Return the standard errors of treatment - (baseline ± margin); empty if the margin is not estimated."""
-    ends = [] if margin is None else [baseline + sign * margin for sign in (1, -1)]
-    return [estimate_difference(end, treatment, paired=paired)[1] for end in ends]
 
 
 def _estimate_power(
@@ -378,13 +361,10 @@ def _add_sigma_statistics(
         correlation=correlation, sd_ratio=mean_and_sd(treatment)[1] / test.sigma if test.sigma else 1.0
     )
     assert estimate.freedom is not None
+    low, high = sd_interval(1.0, estimate.freedom + 1)
     low, point, high = (
         sigma_pairs_needed(number, replace(model, sd_factor=sd_factor), alpha=alpha)
-        for sd_factor in (
-            sd_interval(1.0, estimate.freedom + 1)[0],
-            1.0,
-            sd_interval(1.0, estimate.freedom + 1)[1],
-        )
+        for sd_factor in (low, 1.0, high)
     )
     correlated_model = replace(model, correlation=ASSUMED_PAIR_CORRELATION)
     return replace(
@@ -404,7 +384,7 @@ def _add_sigma_statistics(
             if terms.paired
             else sigma_pairs_needed(number, correlated_model, alpha=alpha),
         ),
-        result=_outcome(test.equivalent),
+        result="equivalent" if test.equivalent else "undecided",
     )
 
 
@@ -449,8 +429,7 @@ def apply_holm_to_passes(results: Sequence[ClaimResult]) -> list[ClaimResult]:
 
 
 def _apply_mismatch(result: ClaimResult) -> ClaimResult:
-    """Set the result to "different" if a mismatch is shown; with only two pairs, or runs of an arm, warn
-    instead.
+    """Set the result to "different" if a mismatch is shown; with two pairs, or runs of an arm, warn instead.
 
     Two differences of one sign and size are no evidence: if half of all runs fail, equal arms show them in
     one experiment of eight.

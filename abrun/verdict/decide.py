@@ -52,6 +52,10 @@ PASSING: tuple[Verdict, ...] = ("MATCH", "PASS")
 FAILING: tuple[Verdict, ...] = ("MISMATCH", "FAIL")
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", *FAILING, "INCONCLUSIVE", *PASSING)
 _UNDECIDED_GUARDS = ("baseline too", "open")
+_DEVIATION = (  # fields of a step-one metric that its reasons show
+    *("arm", "metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from"),
+    *("tolerance", "tolerance_from"),
+)
 _MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
 
@@ -113,10 +117,6 @@ def judge(
     that of a mismatch; by default that of the comparison. `may_repeat`: bit-identical arms were expected.
     """
     alpha = experiment.compare.alpha if alpha is None else alpha
-    margins = [
-        resolve_margin(claim, experiment.reference) if claim.difference_kind is not None else None
-        for claim in claims
-    ]
     may_repeat = may_repeat or any(claim.exact for claim in claims)
     arms = experiment.treatments
     planned = planned_analyses(experiment, len(claims), alpha)
@@ -126,33 +126,10 @@ def judge(
     judged: dict[str, ArmVerdict] = {}
     analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
     for analysis in due_analyses:
-        rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
-        results = []
-        for arm in arms:
-            sides = experiment.sides(arm, analysis.num_pairs)
-            for claim, margin in zip(claims, margins, strict=True):
-                claim_sides, grid = select_units(sides, claim.metric), experiment.metric_steps(claim.metric)
-                unit = "seed" if claim_sides is sides else "prompt"
-                if margin:
-                    result = judge_equivalence(
-                        arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
-                    )
-                elif claim.target:
-                    result = judge_time_to_target(arm, claim_sides, claim, rates)
-                else:
-                    result = judge_limit(arm, claim_sides, claim, grid, rates)
-                results.append(result.over_scores(sides.axis, unit))
-        results = apply_holm(results)
-        if experiment.compare.require == "any":
-            results = [
-                result
-                for arm in arms
-                for result in apply_holm_to_passes([result for result in results if result.arm == arm])
-            ]
+        results = _test_claims(experiment, claims, analysis, may_repeat=may_repeat)
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
-                arm_results = [result for result in results if result.arm == arm]
-                arm_verdict = judge_arm(experiment, arm, claims, arm_results, analysis)
+                arm_verdict = judge_arm(experiment, arm, claims, results[arm], analysis)
                 judged[arm] = _add_new_runs(experiment, claims, arm_verdict)
                 analyses[arm].append(replace(analysis, verdict=judged[arm].verdict))
     if not experiment.compare.interim:
@@ -161,6 +138,34 @@ def judge(
         replace(verdict, interim_analyses=[*analyses[arm], *planned[len(analyses[arm]) :]])
         for arm, verdict in judged.items()
     ]
+
+
+def _test_claims(
+    experiment: RecordedExperiment, claims: Sequence[Claim], analysis: InterimAnalysis, *, may_repeat: bool
+) -> dict[str, list[ClaimResult]]:
+    """Return the results of all claims by treatment at one analysis, corrected over all treatments."""
+    rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
+    tested = []
+    for arm in experiment.treatments:
+        sides = experiment.sides(arm, analysis.num_pairs)
+        for claim in claims:
+            claim_sides, grid = select_units(sides, claim.metric), experiment.metric_steps(claim.metric)
+            unit = "seed" if claim_sides is sides else "prompt"
+            if claim.difference_kind is not None:
+                margin = resolve_margin(claim, experiment.reference)
+                result = judge_equivalence(
+                    arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
+                )
+            elif claim.target:
+                result = judge_time_to_target(arm, claim_sides, claim, rates)
+            else:
+                result = judge_limit(arm, claim_sides, claim, grid, rates)
+            tested.append(result.over_scores(sides.axis, unit))
+    corrected = apply_holm(tested)
+    results = {arm: [result for result in corrected if result.arm == arm] for arm in experiment.treatments}
+    if experiment.compare.require == "any":
+        return {arm: apply_holm_to_passes(arm_results) for arm, arm_results in results.items()}
+    return results
 
 
 def planned_analyses(
@@ -204,12 +209,9 @@ def judge_arm(
     results: Sequence[ClaimResult],
     analysis: InterimAnalysis,
 ) -> ArmVerdict:
-    """Return one treatment's verdict at one analysis, from the results of its claims and all other
-    evidence.
-    """
+    """Return one treatment's verdict at one analysis, from its claims' results and all other evidence."""
     # All runs: a failure after this analysis still counts.
-    sides = experiment.sides(arm)
-    pairs, compare = experiment.pairs(arm), experiment.compare
+    sides, pairs, compare = experiment.sides(arm), experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
@@ -236,7 +238,7 @@ def judge_arm(
     described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
-    reasons = [*reasons, *([Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else [])]
+    reasons += [Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else []
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
     return ArmVerdict(
@@ -303,10 +305,10 @@ def decide_verdict(
     baseline_arm: str = "baseline",
     require: Literal["all", "any"] = "all",
 ) -> tuple[Verdict, list[Reason]]:
-    """Return the verdict on one arm with its reasons: INVALID before MISMATCH before INCONCLUSIVE before
-    MATCH. If every claim is one-sided, FAIL and PASS instead of MISMATCH and MATCH.
+    """Return the verdict on one arm with its reasons: INVALID before MISMATCH, INCONCLUSIVE and MATCH.
 
-    `recorded` are the metrics of all runs; `no_shared_step` is the reason if the arms share no step.
+    If every claim is one-sided, FAIL and PASS instead of MISMATCH and MATCH. `recorded` are the metrics of
+    all runs; `no_shared_step` is the reason if the arms share no step.
     """
     if invalid:
         return "INVALID", _shorten_reasons(invalid)
@@ -321,39 +323,32 @@ def decide_verdict(
         is_one_sided(result.claim.kind, result.claim.metric) for result in claims
     )
     holding, broken, still_open = _sort_outcomes(outcomes, require)
-    mismatches = [
-        *(
-            Code.STEP_ONE_DIFFERS(**_deviation_values(step_one), baseline_arm=baseline_arm)
-            for step_one in first_steps
-            if step_one.result == "fail"
-        ),
-        *(
-            Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason)
-            for guard in guards
-            if guard.result == "fail"
-        ),
-        *broken,
-    ]
-    if mismatches:
-        return ("FAIL" if all_one_sided else "MISMATCH"), mismatches
-    open_questions = [
-        *(
-            Code.STEP_ONE_OPEN(**_deviation_values(step_one), baseline_arm=baseline_arm)
-            for step_one in first_steps
-            if step_one.result == "open"
-        ),
-        *(
-            Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result)
-            for guard in guards
-            if guard.result in _UNDECIDED_GUARDS
-        ),
-        *still_open,
-    ]
-    if not claims:
-        open_questions.append(Code.NOTHING_CLAIMED())
+    failing, undecided = _sort_checks(first_steps, guards, baseline_arm)
+    if failing or broken:
+        return ("FAIL" if all_one_sided else "MISMATCH"), [*failing, *broken]
+    open_questions = [*undecided, *still_open, *([] if claims else [Code.NOTHING_CLAIMED()])]
     if open_questions:
         return "INCONCLUSIVE", open_questions
     return ("PASS" if all_one_sided else "MATCH"), holding
+
+
+def _sort_checks(
+    first_steps: Sequence[StepOne], guards: Sequence[Guard], baseline_arm: str
+) -> tuple[list[Reason], list[Reason]]:
+    """Return the reasons of step one and of guards that fail, and of those that are open."""
+    failing, undecided = [], []
+    for step_one in first_steps:
+        values = {name: getattr(step_one, name) for name in _DEVIATION} | {"baseline_arm": baseline_arm}
+        if step_one.result == "fail":
+            failing.append(Code.STEP_ONE_DIFFERS(**values))
+        elif step_one.result == "open":
+            undecided.append(Code.STEP_ONE_OPEN(**values))
+    for guard in guards:
+        if guard.result == "fail":
+            failing.append(Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason))
+        elif guard.result in _UNDECIDED_GUARDS:
+            undecided.append(Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result))
+    return failing, undecided
 
 
 def _sort_outcomes(
@@ -377,12 +372,6 @@ def _sort_outcomes(
 
 def worst_verdict(verdicts: Sequence[Verdict]) -> Verdict:
     return min(verdicts, key=_WORST_FIRST.index)
-
-
-def _deviation_values(step_one: StepOne) -> dict[str, Any]:
-    """Return the values of a reason about a step-one metric."""
-    names = ("arm", "metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from")
-    return {name: getattr(step_one, name) for name in (*names, "tolerance", "tolerance_from")}
 
 
 def _shorten_reasons(reasons: Sequence[Reason]) -> list[Reason]:

@@ -30,7 +30,7 @@ from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
 from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
-from abrun.stats.series import Array, window_bounds
+from abrun.stats.series import Array, in_window, window_bounds
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import DetectedDifference, SampleUnit, detect
@@ -151,13 +151,9 @@ def count_metrics(sides: Sides) -> tuple[int, int]:
 
 def no_shared_metric_reason(sides: Sides) -> Reason:
     """Return which metrics each arm recorded, if none of them can be described."""
-    recorded = [
-        sorted({name for run in runs for name in run.metrics}) for runs in (sides.baselines, sides.treatments)
-    ]
-    recorded_metrics = {*recorded[0], *recorded[1]}
-    unread = [
-        problem for run in sides.runs for name, problem in run.unread.items() if name in recorded_metrics
-    ]
+    recorded = [sorted({name for run in runs for name in run.metrics}) for runs in sides.arms]
+    names = {*recorded[0], *recorded[1]}
+    unread = [problem for run in sides.runs for name, problem in run.unread.items() if name in names]
     return Code.NO_SHARED_METRIC(
         baseline=recorded[0][:4], treatment=recorded[1][:4], unread=unread[0] if unread else None
     )
@@ -205,7 +201,7 @@ def _describe_metric(
         first_step, last_step = window_bounds(window, grid, metric) if len(grid) else (0, -1)
     except ComparisonError:
         return None
-    inside = (first_step <= steps) & (steps <= last_step)
+    inside = in_window(steps, (first_step, last_step))
     if not inside.any():
         return None
     levels = reduce_window(values[:, inside], metric)
@@ -253,8 +249,9 @@ def _describe_metric(
 
 
 def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float, float] | None:
-    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S]; None if the arms
-    cross, have unlike numbers of runs, values of both signs, or too few steps.
+    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S].
+
+    None if the arms cross, have unlike numbers of runs, values of both signs, or too few steps.
     """
     if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
         return None
@@ -275,26 +272,23 @@ def _is_nearly_constant(mean: float, low: float, high: float) -> bool:
 def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
     """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
     unlearned = metrics_with_role("configured")
-    ratios = {
-        row.metric: row.ratio_at_each_step
+    ratios = [
+        (row.ratio_at_each_step, row)
         for row in described
-        if row.ratio_at_each_step is not None
-        and row.metric not in unlearned
-        and metric_unit(row.metric) != "bytes"
-    }
-    rows = {row.metric: row for row in described}
-    ranked = sorted(ratios, key=lambda metric: -abs(math.log(ratios[metric][0])))
+        if row.ratio_at_each_step and row.metric not in unlearned and metric_unit(row.metric) != "bytes"
+    ]
+    ratios.sort(key=lambda ratio_and_row: -abs(math.log(ratio_and_row[0][0])))
     return [
         Code.RATIO_AT_EACH_STEP(
-            metric=metric,
-            arm=rows[metric].arm,
+            metric=row.metric,
+            arm=row.arm,
             baseline=baseline,
-            ratio=ratios[metric],
-            steps=rows[metric].num_steps,
-            pairs=rows[metric].num_runs[0],
-            constant=_is_nearly_constant(*ratios[metric]),
+            ratio=ratio,
+            steps=row.num_steps,
+            pairs=row.num_runs[0],
+            constant=_is_nearly_constant(*ratio),
         )
-        for metric in ranked[:MAX_RATIOS]
+        for ratio, row in ratios[:MAX_RATIOS]
     ]
 
 
@@ -343,14 +337,10 @@ def _suggest_margin(sides: Sides, metric: str, level: float, last_step: int) -> 
 
 def _round_margin(share: float, of: str, size: float) -> tuple[float, Reason]:
     """Return a margin of one digit and its origin: rounded up, unless the share has one digit itself."""
-    margin = _round_up_to_one_digit(share * size)
+    digit = 10.0 ** math.floor(math.log10(share * size))
+    margin = float(f"{math.ceil(round(share * size / digit, 6)) * digit:.1g}")
     is_exact = f"{share * size:.3g}" == f"{margin:.3g}"
     return margin, Code.MARGIN_OFFERED(of=of, size=size, rounded_up_to=None if is_exact else margin)
-
-
-def _round_up_to_one_digit(value: float) -> float:
-    digit = 10.0 ** math.floor(math.log10(value))
-    return float(f"{math.ceil(round(value / digit, 6)) * digit:.1g}")
 
 
 def _count_runs_needed(

@@ -28,9 +28,7 @@ class UlpGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Distance of the arms in one metric, against the noise floor of same-seed baselines. Never gates a
-    verdict.
-    """
+    """Distance of the arms in one metric, against same-seed baselines' noise floor. Gates no verdict."""
 
     arm: str
     metric: str

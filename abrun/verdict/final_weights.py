@@ -120,9 +120,7 @@ def _rerun_distances(baseline: RecordedRun, reruns: Sequence[RecordedRun]) -> li
 
 
 def _relative_distance(baseline: RecordedRun, run: RecordedRun) -> float | None:
-    """Return the distance relative to the baseline's norm; None if sketches are missing or differ in
-    tensors.
-    """
+    """Return the distance relative to the baseline's norm; None if sketches are missing or differ."""
     baseline_sketch, run_sketch = baseline.final_sketch(), run.final_sketch()
     if not _is_comparable(baseline_sketch, run_sketch):
         return None

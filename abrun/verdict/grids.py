@@ -8,7 +8,7 @@ from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
-from abrun.stats.series import Steps, intersect_steps, window_bounds
+from abrun.stats.series import Steps, in_window, intersect_steps, window_bounds
 
 # Share of the sparsest run's steps in a window that all runs must have.
 MIN_SHARED_FRACTION = 0.75
@@ -46,7 +46,7 @@ def _find_recorded(
     """Return the runs that recorded a metric, and the steps at which any of them did, inside a window."""
     recorded = [run for run in runs if len(run.series(metric))]
     steps = union_steps(run.series(metric).steps for run in recorded)
-    return recorded, _clip_steps(steps, *bounds) if bounds else steps
+    return recorded, steps[in_window(steps, bounds)] if bounds else steps
 
 
 def find_text_values(
@@ -66,7 +66,8 @@ def find_text_values(
         bounds = [window_bounds(window, grid, metric) for grid in grids]
         first_step, last_step = min(start for start, _ in bounds), max(end for _, end in bounds)
         for run in finished:
-            inside = _clip_steps(dropped[run.name], first_step, last_step)
+            steps = dropped[run.name]
+            inside = steps[in_window(steps, (first_step, last_step))]
             if len(inside):
                 yield Code.TEXT_VALUES(
                     run=str(run),
@@ -91,17 +92,13 @@ def find_grid_problems(
     if not len(expected):
         return
     first_step, last_step = int(expected[0]), int(expected[-1])
-    inside = [_clip_steps(run.series(metric).steps, first_step, last_step) for run in recorded]
-    shared = intersect_steps(*inside)
-    if len(shared) < MIN_SHARED_FRACTION * min(map(len, inside)):
-        num_held = min(map(len, inside))
+    grids = [run.series(metric).steps for run in recorded]
+    inside = [grid[in_window(grid, (first_step, last_step))] for grid in grids]
+    shared, num_held = intersect_steps(*inside), min(map(len, inside))
+    if len(shared) < MIN_SHARED_FRACTION * num_held:
         yield Code.FEW_SHARED_STEPS(
             metric=metric, num_shared=len(shared), first=first_step, last=last_step, num_held=num_held
         )
-
-
-def _clip_steps(steps: Steps, first_step: int, last_step: int) -> Steps:
-    return steps[(first_step <= steps) & (steps <= last_step)]
 
 
 def _steps_missing_reason(
@@ -123,27 +120,19 @@ def _steps_missing_reason(
 
 
 def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Reason]:
-    """Return a note for each claimed metric that an arm recorded at other steps; without claims, for step
-    one.
-    """
+    """Return a note for each claimed metric that an arm recorded at other steps (no claims: for step one)."""
     claimed = [claim.metric for claim in experiment.compare.claims if not claim.target]
     notes = []
     for arm in arms:
         sides = experiment.sides(arm).finished
-        recorded = [
-            candidate
-            for candidate in claimed or STEP_ONE
-            if any(len(run.series(candidate)) for run in sides.runs)
-        ]
+        recorded = [name for name in claimed or STEP_ONE if any(len(run.series(name)) for run in sides.runs)]
         metrics = dict.fromkeys(recorded if claimed else recorded[:1])
-        notes += [describe_grid_difference((sides.baselines, sides.treatments), metric) for metric in metrics]
+        notes += [describe_grid_difference(sides.arms, metric) for metric in metrics]
     return [note for note in dict.fromkeys(notes) if note]
 
 
 def describe_grid_difference(arms: Sequence[Sequence[RecordedRun]], metric: str) -> Reason | None:
-    """Return how the arms' steps of a metric differ and on which they are compared; None if they are
-    equal.
-    """
+    """Return how the arms' steps of a metric differ and on which they are compared; None if they agree."""
     runs = [run for arm_runs in arms for run in arm_runs if len(run.series(metric)) and not run.thinned]
     grids = [run.series(metric).steps for run in runs]
     if len({grid.tobytes() for grid in grids}) < 2:
@@ -180,21 +169,13 @@ def _find_late_counter(arm_steps: dict[str, Steps]) -> str | None:
     if len(arm_steps) != 2:
         return None
     (baseline, baseline_steps), (treatment, treatment_steps) = arm_steps.items()
-    if (
-        len(baseline_steps) != len(treatment_steps)
-        or len(baseline_steps) < 2
-        or abs(int(treatment_steps[0] - baseline_steps[0])) != 1
-    ):
+    if len(baseline_steps) != len(treatment_steps) or len(baseline_steps) < 2:
         return None
-    if not np.array_equal(
-        treatment_steps - baseline_steps, np.full(len(baseline_steps), treatment_steps[0] - baseline_steps[0])
-    ):
-        return None
-    return treatment if treatment_steps[0] > baseline_steps[0] else baseline
+    offsets = {*(treatment_steps - baseline_steps).tolist()}
+    return treatment if offsets == {1} else baseline if offsets == {-1} else None
 
 
 def _step_interval(steps: Steps) -> int:
-    """Return the median interval between steps."""
     return int(np.median(np.diff(steps))) if len(steps) > 1 else 1
 
 

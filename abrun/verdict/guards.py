@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,16 +74,10 @@ def check_guards(
     watched = [*limits.finite, *(metric for metric, _ in windows)]
     baseline_arm = sides.baselines[0].name.arm if sides.baselines else "baseline"
     arms = {"arm": arm, "baseline_arm": baseline_arm}
+    find_more_often = partial(_find_more_non_finite, sides, alpha, arms)
     return [
         _check_finished(arm, pairs, paired=sides.paired),
-        _check_finite(
-            arm,
-            pairs,
-            windows,
-            watched,
-            partial(_find_more_non_finite, sides, alpha, arms),
-            paired=sides.paired,
-        ),
+        _check_finite(arm, pairs, windows, watched, find_more_often, paired=sides.paired),
         *_check_token_error(arms, sides, limits, alpha),
         *_check_ratio(arms, "step_time_ratio", "step time", limits.step_time_ratio, savings, alpha),
         *_check_ratio(arms, "peak_memory_ratio", "peak memory", limits.peak_memory_ratio, savings, alpha),
@@ -118,7 +112,7 @@ def measure_savings(arm: str, sides: Sides) -> list[Saving]:
     quantities: dict[str, Callable[[RecordedRun], float]] = {}
     samples_alike = len({run.trains_on_recording for run in runs}) == 1
     if samples_alike and all(STEP_TIME in run.metrics and run.runs_per_gpu == 1 for run in runs):
-        quantities["step time"] = _median_step
+        quantities["step time"] = lambda run: float(np.median(run.series(STEP_TIME).values))
     if counter:
         quantities["peak memory"] = lambda run: peak_memory(run, counter)
         for metric in shared_memory_metrics(runs, counter):
@@ -154,14 +148,10 @@ def largest_value(run: RecordedRun, metric: str) -> float:
     return float(run.series(metric).values.max())  # NaN stays NaN
 
 
-def _median_step(run: RecordedRun) -> float:
-    return float(np.median(run.series(STEP_TIME).values))
-
-
 def _measure_saving(
     arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRun], float]
 ) -> Saving | None:
-    values = [np.array([measure(run) for run in runs]) for runs in (sides.baselines, sides.treatments)]
+    values = [np.array([measure(run) for run in runs]) for runs in sides.arms]
     all_values = np.concatenate(values)
     if not (np.isfinite(all_values).all() and (all_values > 0).all()):
         return None
@@ -203,7 +193,7 @@ def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
     if failed:
         reason = Code.RUN_FAILED(
             run=str(failed[0]),
-            step=_last_step(failed[0]),
+            step=int(failed[0].steps[-1]) if len(failed[0].steps) else 0,
             failure=failed[0].failure,
             num_more=len(failed) - 1,
             paired=paired,
@@ -216,10 +206,6 @@ def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
         result=result,
         reason=reason,
     )
-
-
-def _last_step(run: RecordedRun) -> int:
-    return int(run.steps[-1]) if len(run.steps) else 0
 
 
 def _check_finite(
@@ -312,22 +298,16 @@ def _find_more_non_finite(
             [run.finished and metric in run.metrics for run in sides.baselines],
             [metric in run.metrics for run in sides.treatments],
         )
-        broken = [
-            [~np.isfinite(run.series(metric).values) for run in runs]
-            for runs in (recorded.baselines, recorded.treatments)
-        ]
+        broken = [[~np.isfinite(run.series(metric).values) for run in runs] for runs in recorded.arms]
         if not all(any(is_broken.any() for is_broken in arm_runs) for arm_runs in broken):
             continue
-        shares = [np.array([is_broken.mean() for is_broken in arm_runs]) for arm_runs in broken]
-        num_steps = [np.array([len(is_broken) for is_broken in arm_runs]) for arm_runs in broken]
-        p_value = _p_value_of_increase(
-            shares[0], shares[1], _binomial_error(shares, num_steps), paired_by_seed=sides.paired
-        )
+        p_value = _p_value_of_more_hits(broken, paired_by_seed=sides.paired)
         if p_value < alpha / len(watched):
+            baseline_share, share = (_run_shares(arm_runs).mean() for arm_runs in broken)
             yield Code.NOT_FINITE_MORE_OFTEN(
                 metric=metric,
-                share=shares[1].mean(),
-                baseline_share=shares[0].mean(),
+                share=share,
+                baseline_share=baseline_share,
                 p=p_value,
                 level=alpha / len(watched),
                 **arms,
@@ -361,10 +341,11 @@ def _check_token_error(
         [len(run.series(TOKEN_MULT_PROB_ERROR)) > 0 for run in sides.treatments],
     )
     start = _first_counted_index(recorded_sides.runs)
-    errors = [
-        [_token_errors(run, start) for run in runs]
-        for runs in (recorded_sides.baselines, recorded_sides.treatments)
+    curves = [
+        [run.series(TOKEN_MULT_PROB_ERROR).values[start:] for run in runs] for runs in recorded_sides.arms
     ]
+    # NaN and -Inf count as Inf, above every limit.
+    errors = [[np.where(np.isfinite(curve), curve, np.inf) for curve in runs] for runs in curves]
     medians = [np.array([np.median(run_values) for run_values in runs]) for runs in errors]
     baseline_excess, treatment_excess = (
         np.log(np.clip(run_values - 1, 0, MAX_EXCESS) + EXCESS_OFFSET) for run_values in medians
@@ -378,29 +359,13 @@ def _check_token_error(
         lambda: _p_value_of_increase(baseline_excess, treatment_excess, paired_by_seed=sides.paired),
         alpha,
     )
-    run_shares_above = [
-        np.array([float(np.mean(run_values > limit)) for run_values in runs]) for runs in errors
-    ]
-    num_steps = [np.array([len(run_values) for run_values in runs]) for runs in errors]
-    shares = (
-        [
-            (run_shares * run_steps).sum() / run_steps.sum()
-            for run_shares, run_steps in zip(run_shares_above, num_steps, strict=True)
-        ]
-        if recorded
-        else None
-    )
+    hits = [[run_values > limit for run_values in runs] for runs in errors]
     yield _judge_token_error(
         arms,
         limit,
         share,
-        None if shares is None else np.array(shares),
-        lambda: _p_value_of_increase(
-            run_shares_above[0],
-            run_shares_above[1],
-            _binomial_error(run_shares_above, num_steps),
-            paired_by_seed=sides.paired,
-        ),
+        np.array([np.concatenate(runs).mean() for runs in hits]) if recorded else None,
+        lambda: _p_value_of_more_hits(hits, paired_by_seed=sides.paired),
         alpha,
     )
 
@@ -414,12 +379,6 @@ def _first_counted_index(runs: Sequence[RecordedRun]) -> int:
     return int(bool(values) and unmeasured)
 
 
-def _token_errors(run: RecordedRun, start: int = 0) -> Array:
-    """Return the recorded errors; NaN and -Inf count as Inf, above every limit."""
-    values = run.series(TOKEN_MULT_PROB_ERROR).values[start:]
-    return np.where(np.isfinite(values), values, np.inf)
-
-
 def _p_value_of_increase(
     baseline: Array, treatment: Array, least_error: float = 0.0, *, paired_by_seed: bool
 ) -> float:
@@ -430,16 +389,20 @@ def _p_value_of_increase(
     return p_above(mean, max(error, least_error), dof)
 
 
-def _binomial_error(shares: Sequence[NDArray[Any]], num_steps: Sequence[NDArray[Any]]) -> float:
-    """Return the standard error of the difference of both arms' shares from counting alone.
+def _p_value_of_more_hits(hits: Sequence[Sequence[NDArray[np.bool_]]], *, paired_by_seed: bool) -> float:
+    """Return the one-sided p-value of a larger share of steps in the treatment, over the runs of both arms.
 
-    Three equal small counts would otherwise give an sd of 0.
+    The standard error is at least that of counting: three equal small counts would give an sd of 0.
     """
-    num_hits = sum(
-        float((run_shares * run_steps).sum()) for run_shares, run_steps in zip(shares, num_steps, strict=True)
-    )
-    pooled = num_hits / sum(run_steps.sum() for run_steps in num_steps)
-    return math.sqrt(pooled * (1 - pooled) * sum(1 / run_steps.sum() for run_steps in num_steps))
+    arms = [np.concatenate(runs) for runs in hits]
+    pooled = float(np.concatenate(arms).mean())
+    counting_error = math.sqrt(pooled * (1 - pooled) * sum(1 / len(steps) for steps in arms))
+    baseline, treatment = map(_run_shares, hits)
+    return _p_value_of_increase(baseline, treatment, counting_error, paired_by_seed=paired_by_seed)
+
+
+def _run_shares(hits: Sequence[NDArray[np.bool_]]) -> Array:
+    return np.array([run_hits.mean() for run_hits in hits])
 
 
 def _judge_token_error(

@@ -178,7 +178,6 @@ def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
 
 
 def _max_num_steps(experiment: RecordedExperiment) -> int:
-    """Return the number of steps of the longest run."""
     steps = [run.steps for run in (*experiment.runs.values(), *experiment.controls.values())]
     return max((int(run_steps[-1]) for run_steps in steps if len(run_steps)), default=0)
 

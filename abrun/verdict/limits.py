@@ -17,7 +17,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
-from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, window_bounds
+from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.verdict.claims import pairs_missing_reason
 from abrun.verdict.final_weights import measure_weight_distance
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
@@ -80,8 +80,7 @@ def judge_limit(
     ).over(finished)
     problem = _find_problem(claim, sides)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
-        steps_in_window = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
-        bounds = clip_to_shared_steps(claim.window, bounds, steps_in_window)
+        bounds = clip_to_shared_steps(claim.window, bounds, shared[in_window(shared, bounds)])
         terms = replace(terms, steps=bounds)
         finished = _restrict_to_steps(finished, claim.metric, shared)
     result = ClaimResult(arm=arm, claim=terms, problem=problem)
@@ -95,9 +94,7 @@ def judge_limit(
 
 
 def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
-    """Return why these runs cannot show that a limit holds or that arms are bit-identical; None if they
-    can.
-    """
+    """Return why these runs cannot show that a limit holds or that arms are bit-identical; else None."""
     finished, metric = sides.finished, claim.metric
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
@@ -124,7 +121,7 @@ def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
         cut_series = Series(series.steps[inside], series.values[inside])
         return replace(run, metrics={**run.metrics, metric: cut_series})
 
-    baselines, treatments = (tuple(map(cut, runs)) for runs in (sides.baselines, sides.treatments))
+    baselines, treatments = (tuple(map(cut, runs)) for runs in sides.arms)
     return replace(sides, baselines=baselines, treatments=treatments)
 
 
@@ -177,7 +174,7 @@ def _judge_level_or_ratio(
     counter = shared_peak_counter(sides.runs)
 
     def levels(transform: Transform) -> list[Array]:
-        arms = (sides.baselines, sides.treatments)
+        arms = sides.arms
         return [
             np.array([_run_level(run, result.claim, bounds, counter, transform) for run in runs])
             for runs in arms
@@ -239,7 +236,7 @@ def _averaged_values(terms: ClaimTerms, sides: Sides, bounds: tuple[int, int], *
     """Return the recorded values whose mean is limited [N, W]; for ratios of pairs, their differences."""
     runs = sides.runs if is_ratio else sides.treatments
     steps, values = stack_runs(runs, terms.metric)
-    values = values[:, (bounds[0] <= steps) & (steps <= bounds[1])]
+    values = values[:, in_window(steps, bounds)]
     if terms.reduction != "mean":
         return values[:, :0]
     num_baselines = len(runs) - len(sides.treatments)
@@ -313,8 +310,10 @@ def _run_level(
     metrics = [terms.metric]
     if terms.metric == MEMORY_PEAK:
         metrics = shared_memory_metrics([run], counter) if counter else []
-    series = [_clip_series(run.series(metric), bounds).values for metric in metrics]
-    window_values = np.concatenate([values for values in series if len(values)] or [np.array([np.nan])])
+    series = [run.series(metric) for metric in metrics]
+    window_values = np.concatenate([curve.values[in_window(curve.steps, bounds)] for curve in series] or [[]])
+    if not len(window_values):
+        return float("nan")
     return float(_REDUCTIONS[terms.reduction](transform_with_gaps(window_values, transform)))
 
 

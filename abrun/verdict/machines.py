@@ -15,9 +15,7 @@ PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
 def has_treated_machine(experiment: RecordedExperiment, arm: str) -> bool:
-    """Return True if the arms ran with other versions or devices by design; then not even step one
-    repeats.
-    """
+    """Return True if the arms' versions or devices differ by design; then not even step one repeats."""
     keys = treated_machine_keys(experiment)
     return any(
         find_machine_differences(pair.baseline, pair.treatment, keys) for pair in experiment.pairs(arm)
@@ -47,9 +45,7 @@ def find_machine_differences(
 
 
 def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Return packages that either run imports with different versions; None: not installed, or not
-    recorded.
-    """
+    """Return packages that either run imports with different versions; None: not installed, or unknown."""
     versions: list[dict[str, Any]] = [
         (run.environment or {}).get("versions") or {} for run in (baseline, treatment)
     ]
@@ -63,9 +59,7 @@ def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> 
 
 
 def versions_follow_arms(experiment: RecordedExperiment) -> bool:
-    """Return True if versions are constant within arms, differ between them, and are not a declared
-    treatment.
-    """
+    """Return True if versions are constant within arms and differ between them, with no declared reason."""
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
     all_recorded = all((run.environment or {}).get("versions") for runs in arms for run in runs)
     if (

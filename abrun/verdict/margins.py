@@ -11,7 +11,7 @@ from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare, Unit, describe_margin
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
 from abrun.stats.equivalence import mean_and_sd
-from abrun.stats.series import Array, window_bounds
+from abrun.stats.series import Array, in_window, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound
 from abrun.verdict.summaries import measure_climbs, summarize_runs
 
@@ -92,17 +92,15 @@ def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, 
 def summarize_window(runs: list[RecordedRun], claim: Claim) -> Array:
     """Return one number per run [R] for a claim's window."""
     grid = union_steps(run.series(claim.metric).steps for run in runs)
-    first_step, last_step = window_bounds(claim.window, grid, claim.metric)
+    bounds = window_bounds(claim.window, grid, claim.metric)
     steps, values = stack_runs(runs, claim.metric)
-    return summarize_runs(values[:, (first_step <= steps) & (steps <= last_step)], claim)
+    return summarize_runs(values[:, in_window(steps, bounds)], claim)
 
 
 def measure_yardstick(
     margin: Margin, baseline: Array, baselines: Sequence[RecordedRun], claim: Claim, last_step: int
 ) -> Array | None:
-    """Return the number that a relative margin is a share of, one per pair [P], positive in the mean;
-    else None.
-    """
+    """Return each pair's number [P] that a relative margin is a share of, positive in the mean; else None."""
     if margin.unit == "level":
         return baseline * np.sign(baseline.mean())
     if margin.unit == "climb":

@@ -31,7 +31,7 @@ def add_one_sided_statistics(
     arms, paired = (baseline, treatment), terms.paired
     if terms.margin_unit == "sigma":
         test = sigma_improvement_test(*arms, threshold, terms.alpha, resolution, sign=sign, paired=paired)
-        unit = test.sigma
+        unit = mean_and_sd(baseline)[1]
     else:
         test = improvement_test(
             *arms, threshold, terms.alpha, yardstick, resolution, sign=sign, paired=paired

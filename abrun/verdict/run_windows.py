@@ -9,7 +9,7 @@ import numpy as np
 from abrun.errors import ComparisonError
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedRun, union_steps
-from abrun.stats.series import Array, Steps, intersect_steps, window_bounds
+from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,14 @@ def select_window(runs: Sequence[RecordedRun], metric: str, window: str, grid: S
     if not usable:
         return replace(empty, bounds=bounds, left_out=left_out)
     shared = intersect_steps(*(run.series(metric).steps for run in usable))
-    shared = shared[(bounds[0] <= shared) & (shared <= bounds[1])]
+    shared = shared[in_window(shared, bounds)]
     values = np.array([run.series(metric).values_at(shared) for run in usable])
     recorded = union_steps(run.series(metric).steps for run in usable)
-    num_recorded = int(((bounds[0] <= recorded) & (recorded <= bounds[1])).sum())
+    num_recorded = int(in_window(recorded, bounds).sum())
     if 2 * len(shared) < num_recorded:
-        left_out = [
-            *left_out,
-            Code.FEW_STEPS_IN_COMMON(metric=metric, num_shared=len(shared), num_recorded=num_recorded),
-        ]
+        left_out.append(
+            Code.FEW_STEPS_IN_COMMON(metric=metric, num_shared=len(shared), num_recorded=num_recorded)
+        )
     return RunsInWindow(bounds=bounds, runs=usable, steps=shared, values=values, left_out=left_out)
 
 

@@ -215,9 +215,7 @@ def _widened_interval(levels: Array, sd: float) -> tuple[float, float]:
 
 
 def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: float) -> Iterator[Reason]:
-    """Yield a warning on levels that form two groups, or else on skewed ones: every interval is for normal
-    levels.
-    """
+    """Yield a warning on levels in two groups, or else on skewed ones: intervals are for normal levels."""
     groups = two_groups(levels)
     if groups is not None and groups[1] < GROUPS_P:
         split = groups[0]

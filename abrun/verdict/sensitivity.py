@@ -86,9 +86,10 @@ def check_learning(
         return Code.CLIMB_NOT_SHOWN(margin=margin, step=last_step, climb=mean, bound=lower_bound)
     learners = learning_metrics(baselines)
     # Any one suffices, so each is tested at its share of 5 %: many flat ones must not pass (Bonferroni).
+    claims = [Claim(metric=metric, margin=1.0, transform=default_transform(metric)) for metric in learners]
     bounds = {
-        metric: climb_lower_bound(_measure_metric_climbs(baselines, metric, last_step), len(learners))
-        for metric in learners
+        claim.metric: climb_lower_bound(measure_climbs(baselines, claim, last_step), len(learners))
+        for claim in claims
     }
     if not bounds or max(bounds.values()) > 0:
         return None
@@ -96,9 +97,7 @@ def check_learning(
 
 
 def count_dead_seeds(baselines: Sequence[RecordedRun], claim: Claim, last_step: int, margin: float) -> int:
-    """Count the seeds that climbed by no more than the margin; 0 if the metric has no direction or need
-    not climb.
-    """
+    """Count the seeds that climbed by at most the margin; 0 without a direction, or if none need climb."""
     return int((measure_climbs(baselines, claim, last_step) <= margin).sum()) if claim.climbs else 0
 
 
@@ -112,17 +111,9 @@ def learning_metrics(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def climb_lower_bound(values: Array, num_metrics: int = 1) -> float:
-    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if it is
-    unknown.
-    """
+    """Return the lower 95 % bound of the mean climb over seeds, jointly over metrics; -inf if unknown."""
     is_testable = len(values) > 1 and np.isfinite(values).all()
     return t_interval(values, 1 - 0.1 / num_metrics)[0] if is_testable else -np.inf
-
-
-def _measure_metric_climbs(runs: Sequence[RecordedRun], metric: str, last_step: int) -> Array:
-    return measure_climbs(
-        runs, Claim(metric=metric, margin=1.0, transform=default_transform(metric)), last_step
-    )
 
 
 def check_metric_of_runs(runs: Sequence[RecordedRun], metric: str) -> Reason | None:
@@ -184,7 +175,8 @@ def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | No
     """
     if sides.axis != "steps":
         return _find_repeated_scores(sides)
-    precision = cache(_measure_precision)  # computed once per curve, not per pair
+    # Distinct values of a curve, and the unit of its last digit: computed once per curve, not per pair
+    precision = cache(lambda series: (len(np.unique(series.values)), last_decimal_unit(series.values)))
     for run, other_run in _independent_runs(sides):
         if _has_same_numbers(run, other_run):
             return _repeated_run_reason(other_run, run)
@@ -211,9 +203,7 @@ def _repeated_run_reason(
 
 
 def _find_noisy_copy(sides: Sides, metric: str) -> Reason | None:
-    """Return two seeds whose claimed metric changes alike at every step; for a discrete one, all their
-    others.
-    """
+    """Return two seeds whose claimed metric changes alike at all steps; for a discrete one, all others do."""
     runs = sides.runs
     values = stack_runs(runs, metric)[1]
     detailed = bool(len(runs)) and bool(has_detail(values).all())
@@ -238,12 +228,7 @@ def _find_copies_in_other_metrics(
     for other_metric in runs[0].metrics if runs else ():
         definition = find_metric(other_metric)
         is_configured = definition is not None and "configured" in definition.roles
-        if (
-            other_metric == metric
-            or is_configured
-            or is_clock(other_metric)
-            or metric_unit(other_metric) == "bytes"
-        ):
+        if other_metric == metric or is_configured or not _is_learned(other_metric):
             continue
         values = stack_runs(runs, other_metric)[1]
         is_equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
@@ -253,48 +238,35 @@ def _find_copies_in_other_metrics(
     return compared_metrics, is_copy if compared_metrics else np.zeros_like(is_copy)
 
 
-def _measure_precision(series: Series) -> tuple[int, float]:
-    """Return the number of distinct values of a curve, and the unit of its last digit."""
-    return len(np.unique(series.values)), last_decimal_unit(series.values)
-
-
 def _has_same_curve(
     series: Series, other_series: Series, precision: Callable[[Series], tuple[int, float]]
 ) -> bool:
-    """Return True for ten or more steps that agree to the last digit of the coarser log, on a curve that
-    moves.
-    """
-    if (
-        len(series) < 10
-        or not np.array_equal(series.steps, other_series.steps)
-        or not np.isfinite(series.values).all()
-    ):
+    """Return True for ten or more steps of a moving curve that agree to the last digit of the coarser log."""
+    if len(series) < 10 or not np.array_equal(series.steps, other_series.steps):
         return False
-    distance, size = np.abs(series.values - other_series.values).max(), np.ptp(series.values)
-    if not distance <= size / 18 or min(precision(curve)[0] for curve in (series, other_series)) < 10:
-        # With ten distinct values, one digit is at most a ninth of their range.
+    if not np.isfinite(series.values).all():
         return False
-    if distance <= 1e-6 * size:
-        return True
-    digit, error = (
-        max(precision(curve)[1] for curve in (series, other_series)),
-        series.values - other_series.values,
-    )
-    if distance > 0.501 * digit:
+    error = series.values - other_series.values
+    distance, size = np.abs(error).max(), np.ptp(series.values)
+    if not distance <= size / 18:
+        return False
+    num_distinct, digits = zip(*map(precision, (series, other_series)), strict=True)
+    if min(num_distinct) < 10:  # with ten distinct values, one digit is at most a ninth of their range
         return False
     # Rounding errors jump from step to step; the difference of two smooth curves does not.
-    jumps = np.var(np.diff(error)) > np.var(error)
-    return bool(jumps)
+    is_rounding = distance <= 0.501 * max(digits) and np.var(np.diff(error)) > np.var(error)
+    return bool(distance <= 1e-6 * size or is_rounding)
 
 
 def _has_same_numbers(run: RecordedRun, other_run: RecordedRun) -> bool:
-    learned_metrics = [
-        metric
-        for metric in {*run.metrics, *other_run.metrics}
-        if not is_clock(metric) and metric_unit(metric) != "bytes"
-    ]
+    learned_metrics = list(filter(_is_learned, {*run.metrics, *other_run.metrics}))
     return bool(learned_metrics) and all(
         np.array_equal(run.series(metric).steps, other_run.series(metric).steps)
         and np.array_equal(run.series(metric).values, other_run.series(metric).values, equal_nan=True)
         for metric in learned_metrics
     )
+
+
+def _is_learned(metric: str) -> bool:
+    """Return True unless a metric measures time or memory."""
+    return not is_clock(metric) and metric_unit(metric) != "bytes"

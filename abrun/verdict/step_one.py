@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
+from itertools import compress
 from typing import Literal
 
 import numpy as np
@@ -125,16 +126,9 @@ def _check_metric(
         if is_certain or deviation > GROSS_DEVIATION:
             result = "fail"
         elif metric in RAISED_BY_ROUNDING:
-            counted_deviations = [
-                signed_deviation
-                for signed_deviation, (_, pair_deviation, _) in zip(
-                    signed_deviations, deviations, strict=True
-                )
-                if pair_deviation.seed in analysed_seeds
-            ]
-            result = (
-                "open" if counted_deviations and np.median(counted_deviations) > tolerance else "not tested"
-            )
+            is_analysed = [pair.seed in analysed_seeds for _, pair, _ in deviations]
+            counted = [*compress(signed_deviations, is_analysed)]
+            result = "open" if counted and np.median(counted) > tolerance else "not tested"
         else:
             result = "fail" if _is_shifted(signed_deviations, tolerance, alpha) else "not tested"
     return StepOne(
@@ -320,9 +314,7 @@ def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
 
 
 def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: float) -> bool:
-    """Return True if the pairs deviate in one direction by more than the tolerance: rounding goes either
-    way.
-    """
+    """Return True if pairs deviate beyond the tolerance in one direction: rounding goes either way."""
     if len(signed_deviations) < 2 or not np.isfinite(signed_deviations).all():
         return False
     return equivalence_test(np.zeros(len(signed_deviations)), signed_deviations, tolerance).p_beyond < alpha

@@ -42,9 +42,7 @@ def find_outside_domain(values: Array, transform: Transform) -> Reason | None:
 
 
 def transform_with_gaps(values: Array, transform: Transform) -> Array:
-    """Return the transformed values, with NaN for non-finite values and those outside the transform's
-    domain.
-    """
+    """Return the transformed values, with NaN for those that are not finite or outside its domain."""
     values = np.where(np.isfinite(values), values, np.nan)
     if transform == "identity":
         return values
@@ -53,7 +51,6 @@ def transform_with_gaps(values: Array, transform: Transform) -> Array:
 
 
 def _log_argument(values: Array, transform: Transform) -> Array:
-    """Return the argument of the logarithm."""
     return values - 1 + EXCESS_OFFSET if transform == "log_excess" else values
 
 
@@ -68,9 +65,7 @@ def summarize_runs(values: Array, claim: Claim) -> Array:
 
 
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:
-    """Return the values whose spread a claim tests: differences of pairs [P, W], or all runs' values [R,
-    W].
-    """
+    """Return the values whose spread a claim tests: pairs' differences [P, W], or all runs' values [R, W]."""
     return treatment - baseline if paired else np.concatenate([baseline, treatment])
 
 
@@ -116,9 +111,7 @@ def _find_smallest_step(values: Array) -> float:
 
 
 def last_decimal_unit(values: Array) -> float:
-    """Return the unit of the last decimal that any value has; 0 for more decimals than logs are rounded
-    to.
-    """
+    """Return the unit of the last decimal that any value has; 0 for more decimals than logs round to."""
     largest = float(np.abs(values).max())
     for decimals in range(MAX_DECIMALS + 1):
         if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # within float32 precision

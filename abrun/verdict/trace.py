@@ -32,7 +32,7 @@ def describe_trace(experiment: RecordedExperiment) -> Trace | None:
     stored = experiment.trace
     if not isinstance(stored, StoredTrace) or stored.arm not in experiment.treatments or stored.limit is None:
         return None
-    tensors = [_display_safe(tensor) for tensor in stored.tensors]
+    tensors = [replace(tensor, name=display_safe(tensor.name)) for tensor in stored.tensors]
     beyond = [index for index, tensor in enumerate(tensors) if tensor.ratio > stored.limit]
     values = {"step": stored.step, "seed": stored.seed, "num_tensors": len(tensors)}
     if beyond:
@@ -64,7 +64,3 @@ def describe_trace(experiment: RecordedExperiment) -> Trace | None:
         tensors=shown,
         reason=reason,
     )
-
-
-def _display_safe(tensor: TracedTensor) -> TracedTensor:
-    return replace(tensor, name=display_safe(tensor.name))

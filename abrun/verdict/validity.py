@@ -27,7 +27,7 @@ from abrun.recorded.experiment import (
     union_steps,
 )
 from abrun.redaction import yaml_text
-from abrun.stats.series import Array, Steps, intersect_steps, window_bounds
+from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter
 from abrun.verdict.machines import (
@@ -180,9 +180,7 @@ def _check_rollouts(experiment: RecordedExperiment, arm: str, sides: Sides) -> I
 
 
 def check_copies(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
-    """Yield copied runs: runs may repeat each other's numbers, but not their times. (References are
-    copies.)
-    """
+    """Yield copied runs: runs may repeat each other's numbers, but not times. (References are copies.)"""
     earlier: list[RecordedRun] = []
     for run in runs:
         if run.thinned:
@@ -290,7 +288,7 @@ def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
     """Return dotted key -> its values in both arms; empty if a run's configuration is unknown."""
     if any(run.config is None for run in sides.runs):
         return {}
-    baseline, treatment = (list(map(_compared_config, runs)) for runs in (sides.baselines, sides.treatments))
+    baseline, treatment = (list(map(_compared_config, runs)) for runs in sides.arms)
     keys = sorted({key for run_config in (*baseline, *treatment) for key in run_config})
     return {
         key: ([config.get(key) for config in baseline], [config.get(key) for config in treatment])
@@ -299,7 +297,6 @@ def _config_values(sides: Sides) -> dict[str, tuple[list[Any], list[Any]]]:
 
 
 def _is_constant(baseline: Sequence[Any], treatment: Sequence[Any]) -> bool:
-    """Return True if a key has one value in all runs of each arm."""
     return all(value == arm_values[0] for arm_values in (baseline, treatment) for value in arm_values)
 
 
@@ -384,7 +381,7 @@ def _check_reference_windows(
         held_steps: dict[bool, Steps] = {}
         for thinned in (True, False):
             steps = union_steps(run.series(metric).steps for run in finished if run.thinned == thinned)
-            held_steps[thinned] = steps[(first_step <= steps) & (steps <= last_step)]
+            held_steps[thinned] = steps[in_window(steps, (first_step, last_step))]
         if not np.array_equal(held_steps[True], held_steps[False]):
             yield Code.REFERENCE_STEPS_DIFFER(
                 metric=metric,

@@ -78,9 +78,7 @@ def _clipped_changes(values: Array, order: int) -> Array:
 
 
 def _robust_sd(changes: Array) -> Array:
-    """Return the median absolute deviation [R, 1], scaled to the standard deviation of a normal
-    distribution.
-    """
+    """Return the median absolute deviation [R, 1], scaled to the standard deviation of normal values."""
     middle = np.median(changes, axis=-1, keepdims=True)
     return 1.4826 * np.median(np.abs(changes - middle), axis=-1, keepdims=True)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from abrun.errors import StoreError
+from abrun.messages.numbers import more_text
 from abrun.reasons import Code
 from abrun.redaction import display_safe
 from abrun.regular_files import open_regular
@@ -24,8 +25,7 @@ ACTIVE_STATUSES = ("waiting", "running", "stalled")
 def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iterator[str]:
     """Yield the lines of a run's log; with `follow`, also new lines until the run has ended.
 
-    If the log is empty, yield the run's recorded status instead. Raise
-    StoreError if `directory` is not a run.
+    If the log is empty, yield the run's recorded status instead. Raise StoreError if it is not a run.
     """
     refuse_experiment(directory)
     run = RunDir(directory)
@@ -40,9 +40,7 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
 
     def is_active() -> bool:
         status = read_state().status
-        return status in ACTIVE_STATUSES or (
-            status == "pending" and describe_launcher(experiment_dir) is not None
-        )
+        return status in ACTIVE_STATUSES or (status == "pending" and bool(describe_launcher(experiment_dir)))
 
     position, partial_line = 0, b""
     while True:
@@ -51,9 +49,8 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
         position, content = _read_chunk(run, position)
         while content:
             *lines, partial_line = (partial_line + content).split(b"\n")
-            lines, partial_line = (
-                ([*lines, partial_line], b"") if len(partial_line) >= READ_BYTES else (lines, partial_line)
-            )
+            if len(partial_line) >= READ_BYTES:
+                lines, partial_line = [*lines, partial_line], b""
             yield from map(_decode_line, lines)
             position, content = _read_chunk(run, position)
         if is_last_read:
@@ -68,10 +65,8 @@ def refuse_experiment(directory: Path) -> None:
     """Raise StoreError, with the names of the runs, if `directory` is an experiment and not a run."""
     if is_experiment(directory):
         names = [str(directory / str(name)) for name in planned_runs(directory)]
-        num_more_text = f" and {len(names) - MAX_NAMED_RUNS} more" if len(names) > MAX_NAMED_RUNS else ""
-        raise StoreError(
-            Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=num_more_text)
-        )
+        omitted = more_text(len(names) - MAX_NAMED_RUNS)
+        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=omitted))
 
 
 def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:

@@ -1,12 +1,11 @@
-"""Which module a trace names for each fault of the library, and how many clean pairs it flags.
+"""Which module a trace names for each fault of the library, against the same run without it.
 
-python -m tests.bench.bench_trace faults [--only NAMES]      # each fault against the same run without it
-python -m tests.bench.bench_trace clean [--seeds 4]          # each layout against one rank, by seed and dtype
+python -m tests.bench.bench_trace [--only NAMES]
 
-Both train a tiny Qwen2 on CPU cores, from a short supervised warm start, so that rewards differ; layouts of
-experts a tiny Qwen3-MoE. A fault is traced at step 1 and, if nothing differs there, at step 2. Faults of the
-rollout engine that change what is sampled cannot be seen on recorded rollouts. With --work FOLDER a stopped
-command goes on: rows that the folder has are not measured again.
+It trains a tiny Qwen2 on CPU cores, from a short supervised warm start, so that rewards differ. A fault is
+traced at step 1 and, if nothing differs there, at step 2. Faults of the rollout engine that change what is
+sampled cannot be seen on recorded rollouts. With --work FOLDER a stopped command goes on: rows that the
+folder has are not measured again. Clean layouts: bench_trace_gpu.
 """
 
 import shutil
@@ -15,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.traces import TraceResult
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.diagnose.trace.captured import capture, config
-from tests.diagnose.trace.test_layouts import EXPERT_LAYOUTS, EXPERTS
 
 GRPO: dict[str, Any] = {
     "algorithm": {
@@ -84,7 +81,7 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "old_logprobs_from_current": ("loss", "loss.logprobs"),
     "dual_clip_everywhere": ("loss",),
     "gspo_padding": ("loss", "loss.logprobs"),
-    "sequence_weight_sum": ("loss",),
+    "sequence_weight_sum": ("batch.importance_weights", "loss"),
     "upstream_gradient_first": ("loss.logprobs",),
     "fused_drops_term": ("loss.entropy",),
     "attention_across_packed": ("model.layers.0.self_attn",),
@@ -99,19 +96,6 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "schedule_by_ranks": ("optimizer.learning_rate",),
     "local_grad_norm": ("optimizer.grad_norm",),
     "forced_eos": ("batch.token_ids",),
-}
-DTENSOR, MEGATRON = {"type": "dtensor"}, {"type": "megatron"}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "data": (2, {}),
-    "padded": (1, {"packing": False}),
-    "token budget": (1, {"micro_batch_size": None, "micro_batch_tokens": 200}),
-    "fused": (1, {"logprobs": {"impl": "chunked", "chunk_size": 32}}),
-    "checkpointed": (1, {"activation_checkpointing": "full"}),
-    "context": (2, {"backend": {**DTENSOR, "context_parallel": 2}}),
-    "tensor": (2, {"backend": {**DTENSOR, "tensor_parallel": 2, "sequence_parallel": True}}),
-    "megatron": (1, {"backend": MEGATRON}),
-    "megatron tensor": (2, {"backend": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}}),
-    "megatron context": (2, {"backend": {**MEGATRON, "context_parallel": 2}}),
 }
 TIMEOUT_S = 3600.0
 Row = tuple[bool, str]  # whether it counts, and its text
@@ -207,43 +191,15 @@ def fault_rows(bench: Bench, only: list[str]) -> Iterator[Row]:
             yield bench.row(f"fault-{fault.name}", partial(fault_row, bench, fault))
 
 
-def clean_row(bench: Bench, layout: str, dtype: str, seed: int) -> Row:
-    experts = EXPERTS if layout in EXPERT_LAYOUTS else {}
-    one = config({"policy": {"dtype": dtype}}, experts, base=GRPO)
-    ranks, policy = {**LAYOUTS, **EXPERT_LAYOUTS}[layout]
-    folder = bench.baseline(one, f"clean-{'experts-' if experts else ''}{dtype}", 1, seed)
-    run = config({"policy": {"dtype": dtype}}, experts, {"policy": policy}, base=GRPO, ranks=ranks)
-    result = bench.trace(folder, run, 1, seed)
-    worst = max(result.tensors, key=lambda tensor: tensor.ratio)
-    values = f"{worst.ratio:.3g} / {result.limit:.3g}"
-    found = f"`{result.first.name}`" if result.first else "agree"
-    return result.first is not None, markdown_row(layout, dtype, seed, values, f"`{worst.name}`", found)
-
-
-def clean_rows(bench: Bench, seeds: int, dtypes: list[str]) -> Iterator[Row]:
-    for dtype, seed, layout in product(dtypes, range(seeds), (*LAYOUTS, *EXPERT_LAYOUTS)):
-        key = f"clean-{dtype}-{seed}-{layout.replace(' ', '-')}"
-        yield bench.row(key, partial(clean_row, bench, layout, dtype, seed))
-
-
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("what", choices=("faults", "clean"))
     parser.add_argument("--only", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["float32", "bfloat16"])
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
-    work = options.work or Path(tempfile.mkdtemp(prefix="bench-trace-"))
-    bench = Bench(work)
-    if options.what == "faults":
-        print(heading("fault", "run", "step", "first difference", "ratio / limit", "right"))
-        rows = fault_rows(bench, options.only)
-    else:
-        print(heading("layout", "dtype", "seed", "largest ratio / limit", "of", "found"))
-        rows = clean_rows(bench, options.seeds, options.dtypes)
+    bench = Bench(options.work or Path(tempfile.mkdtemp(prefix="bench-trace-")))
+    print(heading("fault", "run", "step", "first difference", "ratio / limit", "right"))
     counts = []
-    for counted, row in rows:
+    for counted, row in fault_rows(bench, options.only):
         counts.append(counted)
         print(row, flush=True)
     print(f"\n{sum(counts)} of {len(counts)}")

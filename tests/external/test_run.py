@@ -39,7 +39,7 @@ from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.verdict.validity import invalid_reasons
-from tests.launch.fakes import FAKE, run_to_end
+from tests.launch.fakes import FAKE, FORKING, run_to_end
 from tests.snapshot import Snapshot
 
 HERE = Path(__file__).parent
@@ -105,6 +105,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "POLL_S", 0.02)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 

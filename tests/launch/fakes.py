@@ -1,7 +1,8 @@
 """Stand-ins around a launch: a quiet observer, and the local engine with a fake trainer."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
-from abrun.launch.local import LocalEngine
+from abrun.launch.local import ForkKey, LocalEngine
 from abrun.launch.submit import submit_plan
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
+from abrun.processes import MODULE_OPTIONS, Child
 from abrun.reasons import Reason
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
@@ -19,9 +21,12 @@ from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from tests.launch.forked import SHARED_SERVER
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
+FAKE_MODULE = "tests.launch.fake_trainer"
 FAKE = ("fake", "tests.launch.fakes:FakeEngine")  # to be set in LAUNCHERS
+FORKING = "tests.launch.fakes:ForkingEngine"  # to be set as "local" in LAUNCHERS
 FAKE_UNDER_AGENT = ("fake-under-agent", "tests.launch.fakes:FakesUnderAgent")
 STAND_IN = ("stand-in", "tests.launch.fakes:StandInForVllm")
 STAND_IN_HOST = ("tests.rollout.standin", "host")  # to be set as abrun.launch.hosts.HOST_COMMAND
@@ -72,12 +77,31 @@ def seen(experiment_dir: Path, arm: str = "baseline", seed: int = 0) -> RunState
     return jobs.state_of(read_run_state(experiment_dir, RunName(arm=arm, seed=seed)))
 
 
-class FakeEngine(LocalEngine):
+class ForkingEngine(LocalEngine):
+    """Starts Python modules as forks of a server that the whole test session shares."""
+
+    @contextlib.contextmanager
+    def prepare_for(
+        self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
+    ) -> Iterator[None]:
+        with SHARED_SERVER.in_use(), super().prepare_for(runs, say):
+            yield
+
+    def _start_process(
+        self, run: RunDir, command: list[str], env: Mapping[str, str], key: ForkKey | None
+    ) -> Child:
+        start = [sys.executable, *MODULE_OPTIONS]
+        if command[: len(start)] != start:
+            return super()._start_process(run, command, env, key)
+        return SHARED_SERVER.start(run, command[len(start) :], env)
+
+
+class FakeEngine(ForkingEngine):
     """Starts the fake trainer in place of ours; foreign ones as ever."""
 
     def command(self, run: RunDir, config: RunConfig, place: Devices) -> list[str]:
         if isinstance(config, OwnRunConfig):
-            return [sys.executable, str(FAKE_TRAINER), str(run.path)]
+            return [sys.executable, *MODULE_OPTIONS, FAKE_MODULE, str(run.path)]
         return super().command(run, config, place)
 
 

@@ -15,7 +15,7 @@ from abrun.experiment.designs import PairCost
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
-from abrun.report.planning import measure_spread, plan_json, render_plan
+from abrun.report.planning import PowerPlan, measure_spread
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run
 from abrun.stats.sigma_margin import sigma_lower_bound
@@ -44,7 +44,9 @@ def test_an_earlier_experiment_says_spread_and_correlation(simulated):
     assert spread.correlation == pytest.approx(np.corrcoef(windows["baseline"], windows["treatment"])[0, 1])
     difference = windows["treatment"] - windows["baseline"]
     assert spread.sd_difference == pytest.approx(difference.std(ddof=1))
-    text = shown(render_plan("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment))
+    text = shown(
+        PowerPlan("next", Compare(claims=[reward_margin(margin=0.02)]), 4, earlier=experiment).render()
+    )
     assert spread.num_pairs == 8 and f"({spread.source}" in " ".join(text.split())
     assert f"upper 80 % bound, {spread.planned_sd:.3g}; " in " ".join(text.split())
     assert re.search(r"\d+ pairs \(\d+ to \d+\)", text)  # a measured spread has a range
@@ -76,19 +78,19 @@ def test_both_designs_are_shown_with_their_cost(margin):
     """`tests/experiment/test_designs.py` checks the numbers."""
     claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
     compare = Compare(claims=[claim], interim=[3, 6, 12])
-    text = shown(render_plan("next", compare, 12, cost=PairCost(1800.0, "GPU")))
+    text = shown(PowerPlan("next", compare, 12, cost=PairCost(1800.0, "GPU")).render())
     assert "interim analyses at 3, 6, 12 pairs" in text and "one analysis" in text
     assert "Interim analyses are cheaper: " in text and text.count("GPU-hours") == 4
-    plan = plan_json("next", compare, 12, cost=PairCost(1800.0, "GPU"))
+    plan = PowerPlan("next", compare, 12, cost=PairCost(1800.0, "GPU")).as_json()
     designs = plan["designs"]
     assert 3 < designs["pairs_if_equal"] < designs["fixed_pairs"] < designs["pairs_at_margin"] <= 12
     assert plan["design_code"]["code"] == "interim_saves" and plan["pair_cost"]["device_s"] == 1800.0
-    undeclared = shown(render_plan("next", Compare(claims=[claim]), 12, seeds=range(12)))
+    undeclared = shown(PowerPlan("next", Compare(claims=[claim]), 12, seeds=range(12)).render())
     assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 1" in undeclared
 
 
 def test_margins_in_sigmas_need_no_sigma():
-    text = shown(render_plan("next", Compare(claims=[reward_margin(margin="1 sigma")]), 4))
+    text = shown(PowerPlan("next", Compare(claims=[reward_margin(margin="1 sigma")]), 4).render())
     assert "margin in sigmas" in text and "22 pairs" in text
 
 
@@ -100,7 +102,7 @@ def test_a_measure_spread_of_a_margin_in_sigmas_is_planned_with_its_upper_bound(
     assert spread and spread.law.sd_difference == pytest.approx(spread.planned_sd / (spread.sigma or 1.0))
     expected = plan_claim_power(claim, Compare(), spread)
     assert expected and expected.pairs_needed_range
-    text = shown(render_plan("next", Compare(claims=[claim]), 4, earlier=experiment))
+    text = shown(PowerPlan("next", Compare(claims=[claim]), 4, earlier=experiment).render())
     snapshot(text.splitlines()[2])
     low, high = expected.pairs_needed_range
     assert low and expected.pairs_needed and high and low < expected.pairs_needed < high
@@ -139,10 +141,12 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
     experiment = load_experiment(simulated(seeds=[*range(6)]))
     for text in (
-        shown(render_plan("next", compare, 5)),
-        shown(render_plan("next", compare, 5, earlier=experiment)),
+        shown(PowerPlan("next", compare, 5).render()),
+        shown(PowerPlan("next", compare, 5, earlier=experiment).render()),
         shown(
-            render_plan("next", compare.model_copy(update={"claims": [reward_margin(margin="2 sigma")]}), 5)
+            PowerPlan(
+                "next", compare.model_copy(update={"claims": [reward_margin(margin="2 sigma")]}), 5
+            ).render()
         ),
     ):
         assert text.startswith("next: 5 runs ") and " unpaired" in text

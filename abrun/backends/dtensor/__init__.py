@@ -38,13 +38,7 @@ from abrun.backends.policy import AuxLossInputs, PolicyBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import RouterLoad, check_routing, route_dtype
 from abrun.kernels import TokenLoss
-from abrun.models import (
-    Facts,
-    attention_in_place,
-    facts_of,
-    persistent_buffers,
-    published,
-)
+from abrun.models import Facts, attention_in_place, facts_of, persistent_buffers, published
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
 from abrun.rl.batch import Sequences, sequence_lengths
@@ -219,11 +213,18 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
         network = self._network
         names = {module: name for name, module in network.named_modules()}
         facts: Any = self.module.facts
-        parts = [part for layer in facts.layers for part in (*layer.children(), layer)]
+        layers, is_compiled = [*facts.layers], self.settings.compile
+        parts = layers if is_compiled else [part for layer in layers for part in (*layer.children(), layer)]
         norm = getattr(facts.base, "norm", None)
         modules = [facts.base.get_input_embeddings(), *parts, *([] if norm is None else [norm])]
         return [
-            TracedModule(name=names[module], module=module, full_states=full_states) for module in modules
+            TracedModule(
+                name=names[module],
+                module=module,
+                full_states=full_states,
+                is_compiled=is_compiled and module in layers,
+            )
+            for module in modules
         ]
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:

@@ -44,7 +44,6 @@ class WeightlessNetwork:
 
 @contextlib.contextmanager
 def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
-    """Open a decoder of a network with full weights."""
     facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
     step = partial(head.decode, facts.base, facts.head.weight)
     with attention_in_place(network) if in_place else contextlib.nullcontext():

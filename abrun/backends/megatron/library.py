@@ -108,5 +108,4 @@ def _define_missing_gemm() -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that a recipe names."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -66,8 +66,7 @@ class BisectionOutcome:
 
 
 def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
-    """Return the recipe whose baseline command every candidate runs. Raises RecipeError for abrun's
-    trainer."""
+    """Return the recipe whose baseline command all candidates run. Raises RecipeError for abrun's trainer."""
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
     if not (isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(BASELINE), CommandRunConfig)):
         raise RecipeError(Code.BISECT_NEEDS_COMMAND(recipe=path))
@@ -116,7 +115,6 @@ class Bisection:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Return the title of each arm."""
         return {
             AGAIN: "good against itself",
             **{candidate.arm: candidate.title for candidate in self.candidates},
@@ -124,8 +122,7 @@ class Bisection:
 
     @property
     def max_runs(self) -> int:
-        """Return the maximum number of runs: the good candidate, its reruns and all candidates to be
-        tested."""
+        """Return the maximum number of runs: the good candidate, its reruns and all that may be tested."""
         return self.design.counts[-1] * (2 + self.design.tests)
 
     def run(self, launch: Launch, say: Callable[[str], None]) -> BisectionOutcome:
@@ -350,8 +347,7 @@ class Bisection:
             raise LaunchError(Code.BISECTION_CHANGED(directory=self._dir, changed=changed[0], file=FILE))
 
     def _write(self, outcome: BisectionOutcome | None) -> None:
-        """Write levels, tests and the result so far; does nothing before the first run has made the
-        folder."""
+        """Write levels, tests and the result so far; nothing before the first run has made the folder."""
         if not is_experiment(self._dir):
             return
         content: dict[str, Any] = {"schema_version": 1, "declared": self._declared()}

@@ -133,8 +133,7 @@ class Environments:
 def environments_for(
     recipe: CommandRecipe, runs_dir: Path, repo: Path | None, setup: str | None
 ) -> Environments:
-    """Return the environments of a recipe. Raises RecipeError if its command does not depend on the
-    candidate."""
+    """Return a recipe's environments. Raises RecipeError if its command does not depend on the candidate."""
     trainer = recipe.trainer
     if repo is not None and setup is None and "checkout" not in trainer.parameters:
         raise RecipeError(Code.BISECT_NEEDS_CHECKOUT(recipe=recipe.name))

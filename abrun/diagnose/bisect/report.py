@@ -36,7 +36,6 @@ def render_plan(bisection: Bisection) -> RenderableType:
 
 
 def render_outcome(bisection: Bisection, outcome: BisectionOutcome) -> RenderableType:
-    """Return every test in order, then the result."""
     titles = bisection.titles
     rows = [(titles[test.candidate], test.answer, str(test.num_pairs), test.reason) for test in outcome.tests]
     table = Table(columns("candidate", "answer", "pairs", "why", fold=True), rows)

@@ -106,7 +106,6 @@ class _Chance:
         return min(1.0, *parts) if parts else None
 
     def is_red(self, judgement: Judgement) -> bool:
-        """Return True if the recipe is red by itself."""
         p_value = self.p_of_tests(judgement)
         is_beyond = p_value is not None and p_value <= ALPHA
         return judgement.verdict in FAILING or bool(judgement.failed_seeds) or is_beyond

@@ -105,7 +105,6 @@ def _reason_of(error: AbrunError | OSError) -> Reason:
 
 
 def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> RecordedExperiment:
-    """Return the runs in a folder as the treatment of the reference."""
     contents = read_sources([str(folder)], options.reading)
     experiment = contents.experiment(allows_one_arm=True, may_unpair=True)
     if options.arm is None and len(experiment.arms) > 1:
@@ -116,7 +115,6 @@ def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> Rec
 
 
 def _comparison_command(folder: Path, reference: Path, options: FleetOptions) -> str:
-    """Return the command that compares this recipe alone."""
     words = ["abrun", "compare", str(folder), "--reference", str(reference)]
     words += [] if options.arm is None else ["--arm", options.arm]
     return shlex.join([*words, *options.reading.to_words(), *([] if options.step_one else ["--no-step-one"])])

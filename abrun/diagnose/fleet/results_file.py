@@ -18,7 +18,6 @@ _SCHEMA_VERSION = 1
 
 
 def fleet_json(fleet: Fleet, summary: str, command: str) -> dict[str, Any]:
-    """Return the content of `fleet.json`."""
     return {
         "schema_version": _SCHEMA_VERSION,
         "command": command,

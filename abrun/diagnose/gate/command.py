@@ -29,7 +29,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_ste
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import find_stored_experiment, open_sources
 from abrun.stats.online import ALPHA, MAX_SEEDS, MIN_SEEDS, Sample, read_candidate, seeds_to_add
-from abrun.stats.series import window_bounds
+from abrun.stats.series import in_window, window_bounds
 from abrun.verdict.summaries import summarize_runs
 
 INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
@@ -112,7 +112,6 @@ def ask_gate(
 
 
 def answer_reason(answer: Answer, state: State) -> Reason:
-    """Return an answer as a reason."""
     start, candidate = state.start, answer.candidate
     codes: dict[Outcome, Code] = {
         "BETTER": Code.GATE_BETTER,
@@ -263,11 +262,7 @@ def _arm_runs(
     experiment: RecordedExperiment, arm: str | None, source: str, reading: ReadingOptions
 ) -> tuple[list[RecordedRun], str]:
     """Return the runs of the arm to judge, and its name in the ledger. Raises ComparisonError."""
-    if arm is None and len(experiment.arms) != 1:
-        raise ComparisonError(Code.ARM_NOT_NAMED(experiment=experiment.name, treatments=experiment.arms))
-    arm = arm or experiment.arms[0]
-    if arm not in experiment.arms:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
+    arm = experiment.choose_arm(arm, experiment.arms)
     is_stored = find_stored_experiment([source], reading.runs_dir) is not None
     return list(experiment.arm(arm).values()), f"{experiment.name}/{arm}" if is_stored else arm
 
@@ -284,8 +279,8 @@ def _read_runs(name: str, runs: Sequence[RecordedRun], claim: Claim, steps: tupl
             raise ComparisonError(
                 Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
             )
-        is_read = (steps[0] <= grid) & (grid <= steps[1])
-        values.append(float(summarize_runs(run.series(claim.metric).values[None, is_read], claim)[0]))
+        window = run.series(claim.metric).values[None, in_window(grid, steps)]
+        values.append(float(summarize_runs(window, claim)[0]))
     ends = [run.span_s[1] for run in runs if run.span_s]
     return Runs(
         name=name,

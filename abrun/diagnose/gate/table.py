@@ -35,7 +35,6 @@ def render_state(state: State) -> RenderableType:
 
 
 def state_as_json(state: State) -> dict[str, Any]:
-    """Return the state for `--json`."""
     return dict(_state_reason(state).values)
 
 

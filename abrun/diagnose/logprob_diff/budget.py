@@ -57,8 +57,7 @@ class Clusters:
         self._level = (1 - CONFIDENCE) / max(num_intervals, 1)
 
     def mean(self, values: Array, *, minimum: float = -math.inf) -> ClusteredMean:  # [N]
-        """Return the mean of `values`, its interval clipped to their range; no value can be below
-        `minimum`."""
+        """Return the mean of `values`, its interval clipped to their range; no value is below `minimum`."""
         mean, count = float(values.mean()), self.num_prompts
         if count < MIN_PROMPTS:
             return ClusteredMean(value=mean, low=None, high=None)

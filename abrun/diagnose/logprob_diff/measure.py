@@ -206,7 +206,6 @@ class RecordedRollouts:
         return {"logprobs": torch.tensor([value for row in logprobs for value in row])}
 
     def _prompts_and_completions(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the token ids of prompts and of completions."""
         mask = self.batch.token_mask
         starts, ends = mask.int().argmax(dim=1).tolist(), (mask.cumsum(dim=1).argmax(dim=1) + 1).tolist()
         rows = list(zip(self.batch.token_ids.tolist(), starts, ends, strict=True))

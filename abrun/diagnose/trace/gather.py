@@ -19,13 +19,7 @@ from torch import Tensor
 
 from abrun.backends.ranks import Ranks
 from abrun.backends.shards import Piece, ShardSpec, specs_to_metadata
-from abrun.diagnose.trace.observe import (
-    DATA_FIELDS,
-    GRAD_NORM,
-    LEARNING_RATE,
-    LOSS,
-    StepRecord,
-)
+from abrun.diagnose.trace.observe import DATA_FIELDS, GRAD_NORM, LEARNING_RATE, LOSS, StepRecord
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import EXACT, Capture, Kind, write_capture
 from abrun.train.branch import SavedTensors

@@ -6,6 +6,7 @@ They lie in the folder `recorded` of a job:
 
     state-RANK.safetensors  weights and optimizer state before the step, in the baseline's layout
     completions.json        the completions of the step; absent if no arm samples
+    loss-inputs.safetensors the baseline's log-probs, on which the other arm evaluates its loss too
 """
 
 import shutil
@@ -25,7 +26,8 @@ from abrun.backends.shards import specs_to_metadata
 from abrun.diagnose.trace.command import SCRATCH, write_replicas
 from abrun.diagnose.trace.gather import gather_capture
 from abrun.diagnose.trace.judge import errors_to_json, measure_errors
-from abrun.diagnose.trace.observe import Observer
+from abrun.diagnose.trace.loss_inputs import LossInputs
+from abrun.diagnose.trace.observe import INPUTS, Observer
 from abrun.diagnose.trace.perturb import perturb_weights
 from abrun.diagnose.trace.replay import FILE, Recording, record_with, replay_with
 from abrun.errors import AbrunError, RecipeError
@@ -74,6 +76,7 @@ class Tracer:
     def __init__(self, setup: RunSetup, job: Mapping[str, Any]) -> None:
         self._setup, self._step, self._folder = setup, int(job["step"]), Path(job["captures"])
         self._arm = job["arm"]
+        self._inputs: LossInputs | None = None  # None: the first capture is the baseline's
         self._observer = Observer(setup, job["max_tokens"])
         specs = setup.learner.shard_specs()
         local = {
@@ -100,6 +103,8 @@ class Tracer:
         specs = specs_to_metadata(setup.learner.shard_specs(), state)
         save_file(state, recorded / f"state-{setup.ranks.rank:06d}.safetensors", specs)
         baseline = self._capture(algorithm, self._arm, None)
+        if self._inputs and setup.ranks.is_first:
+            self._inputs.write(recorded)
         if engines:
             recording.write(recorded, setup.ranks)
         for engine in engines:
@@ -138,12 +143,16 @@ class Tracer:
         load_saved(sorted(recorded.glob("state-*.safetensors")), setup.learner, setup.ranks)
         if (recorded / FILE).exists():
             replay_with(setup.sampler, Recording.read(recorded))
+        self._inputs = LossInputs.read(recorded)
         self._capture(make_algorithm(setup), self._arm, None)
 
     def _capture(self, algorithm: Any, name: str, replica: int | None) -> Capture | None:
-        record = self._observer.observe(lambda: algorithm.step(self._step), replica)
+        record = self._observer.observe(lambda: algorithm.step(self._step), replica, self._inputs)
         if not record.tokens and self._setup.ranks.pipeline is None:
             raise RecipeError(f"step {self._step}: no forward pass to capture")
+        if self._inputs is None:
+            values = {key: rows for key, rows in record.activations.items() if key[1] in INPUTS}
+            self._inputs = LossInputs.gather(record.tokens, values, self._setup.ranks)
         return gather_capture(
             self._folder / name,
             record,

@@ -1,8 +1,9 @@
 """Observation of one training step: activations, gradients and updates, as each rank sees them.
 
 Nothing is replaced: hooks on modules see the states of forward passes, and torch's hooks on optimizers see
-gradients and weights. Modules, gradients and updates are kept up to the first optimizer step. Of later ones
-only what surrounds the network is kept: data, log-probs and losses, named `NAME@2` and so on.
+gradients and weights. The loss is evaluated once more, on the baseline's inputs (`loss_inputs`). Modules,
+gradients and updates are kept up to the first optimizer step. Of later ones only what surrounds the network
+is kept: data, log-probs and losses, named `NAME@2` and so on.
 
 Letters: b sequences and s positions of a micro-batch, n tokens that are kept, F features.
 """
@@ -21,16 +22,21 @@ from abrun.backends import Backend, Objective, TracedModule
 from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.shards import ShardSpec
+from abrun.diagnose.trace.loss_inputs import LossInputs
 from abrun.diagnose.trace.perturb import one_ulp_away
 from abrun.rl.batch import Sequences, sequence_lengths
 from abrun.rl.metrics import MetricParts
 from abrun.train.learner import VALUE_MODEL_PREFIX
+from abrun.train.policy_objective import PolicyObjective
 from abrun.train.setup import RunSetup
 
 MOMENT = "optimizer/exp_avg/"  # the optimizer's state that tells which parameter a shard belongs to
 # Fields of a batch that do not depend on the policy; all others are derived from its log-probs
 DATA_FIELDS = ("token_ids", "token_mask", "inference_logprobs")
 LOGPROBS, ENTROPY, LOSS = "lm_head.logprobs", "lm_head.entropy", "loss"
+# Fields of a batch that the loss reads and rounding changes
+INPUT_FIELDS = ("old_logprobs", "reference_logprobs", "advantages")
+INPUTS = (LOGPROBS, ENTROPY, *(f"batch.{name}" for name in INPUT_FIELDS))
 GRAD_NORM, LEARNING_RATE = "optimizer.grad_norm", "optimizer.learning_rate"
 
 
@@ -75,6 +81,7 @@ class Observer:
         self._setup, self._max_tokens = setup, max_tokens
         self._record: StepRecord | None = None
         self._replica: int | None = None
+        self._inputs: LossInputs | None = None
         self._is_forward = False
         self._microbatches: list[tuple[Microbatch[_Numbered], list[slice]]] = []
         self._current = -1  # index of the micro-batch whose forward pass began last
@@ -88,12 +95,15 @@ class Observer:
         for traced in setup.policy.traced_modules():
             traced.module.register_forward_hook(self._make_hook(traced))
 
-    def observe(self, step: Callable[[], Any], replica: int | None = None) -> StepRecord:
+    def observe(
+        self, step: Callable[[], Any], replica: int | None = None, inputs: LossInputs | None = None
+    ) -> StepRecord:
         """Run a step and return what this rank sees of it. Collective.
 
         `replica` perturbs the output of every module, and its gradient, by one ULP, with signs of its own.
+        The loss is evaluated on `inputs`, by default on the step's own.
         """
-        self._record, self._replica, self._stepped = StepRecord(), replica, {}
+        self._record, self._replica, self._inputs, self._stepped = StepRecord(), replica, inputs, {}
         self._current, self._num_updates = -1, 0
         record = self._record
         start = time.perf_counter()
@@ -179,11 +189,14 @@ class Observer:
         return hook
 
     def perturb_too(self, model: Backend, name: str) -> None:
-        """Let replicas perturb a model: the output of every traced module, and of every part with weights."""
+        """Let replicas perturb a model: the output of every traced module, and of every part with weights.
+
+        Of compiled layers only the layer's output: a hook inside would compile other code than the run's.
+        """
         parts = {
             part: None
             for traced in model.traced_modules()
-            for part in traced.module.modules()
+            for part in ([traced.module] if traced.is_compiled else traced.module.modules())
             if part is traced.module or part._parameters
         }
         for index, part in enumerate(parts):
@@ -232,9 +245,11 @@ class Observer:
         self._note(LOGPROBS, logprobs)
         if entropy is not None:
             self._note(ENTROPY, entropy)
+        batch, outputs = self._loss_inputs(objective, batch, logprobs, entropy)
+        if tensors.get("importance_weights") is not None:
+            tensors["importance_weights"] = batch.importance_weights
         for name, derived in tensors.items():
             self._note(f"batch.{name}", derived)
-        outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         leaves = {name: output.detach().clone().requires_grad_() for name, output in outputs.items()}
         with torch.enable_grad():
             shares = objective.losses(batch, leaves["logprobs"], leaves.get("entropy")).shares
@@ -243,6 +258,33 @@ class Observer:
         for (name, output), gradient in zip(outputs.items(), gradients, strict=True):
             kept = self._kept(torch.zeros_like(output) if gradient is None else gradient)
             self._record.loss_gradients.setdefault((self._num_updates, f"{LOSS}.{name}"), []).append(kept)
+
+    def _loss_inputs(
+        self, objective: Any, batch: Any, logprobs: Tensor, entropy: Tensor | None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Return a micro-batch, log-probs and entropy [b, s] with the baseline's values.
+
+        Importance weights are computed again from its old log-probs.
+        """
+        outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+        inputs = self._inputs
+        if inputs is None:
+            return batch, outputs
+        rows = self._microbatches[self._current][0].batch.row.tolist()
+        perturbation = None if self._replica is None else (self._setup.seed, self._replica)
+
+        def recorded(name: str, values: Tensor) -> Tensor:
+            return inputs.replace_rows(values, self._num_updates, name, rows, perturbation)
+
+        outputs = {name: recorded(f"lm_head.{name}", output) for name, output in outputs.items()}
+        present = {name: getattr(batch, name, None) for name in INPUT_FIELDS}
+        fields_of_batch = {name: recorded(f"batch.{name}", v) for name, v in present.items() if v is not None}
+        batch = replace(batch, **fields_of_batch)
+        if isinstance(objective, PolicyObjective) and batch.importance_weights is not None:
+            old_logprobs = batch.old_logprobs
+            batch = replace(batch, old_logprobs=None, importance_weights=None)
+            batch = objective.with_old_logprobs(batch, old_logprobs)
+        return batch, outputs
 
     # --- optimizer ---
 

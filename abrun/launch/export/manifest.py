@@ -61,9 +61,7 @@ class ExportedPlan:
             yield file, [(run.name.arm, str(run.name), run.config) for run in group]
 
     def node_script(self, run: str, config: RunConfig, *, node: str, first_host: str) -> str:
-        """Return the script of a node. `node` and `first_host` are shell expressions for its index and the
-        first host.
-        """
+        """Return a node's script. `node`, `first_host`: shell expressions for its index and that host."""
         settings: ManifestSettings = self.settings
         address = f'"{first_host}:{PORT}"' if config.cluster.nodes > 1 else f"127.0.0.1:{PORT}"
         grace_s = agent_grace_s(settings.save_s)
@@ -71,7 +69,6 @@ class ExportedPlan:
         return self._script(f"{shlex.join(module)} {node} {address} {grace_s:g}")
 
     def compare_script(self) -> str:
-        """Return the script that compares the runs."""
         sources = [self.directory, "--output", f"{self.directory}/{REPORT}"]
         return self._script(shlex.join([self.settings.python, *MODULE_OPTIONS, "abrun", "compare", *sources]))
 

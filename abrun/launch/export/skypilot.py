@@ -41,9 +41,7 @@ def make_manifests(export: ExportedPlan, *, compare: bool) -> dict[str, Any]:
 
 
 def submit_lines(export: ExportedPlan, documents: dict[str, Any]) -> list[str]:
-    """Return the shell lines that launch the tasks in order, each as a managed job that is followed to its
-    end.
-    """
+    """Return the shell lines that launch the tasks in order, each as a managed job followed to its end."""
     launch = shlex.join(
         ["sky", "jobs", "launch", "--yes", *(f"--secret={name}" for name in export.settings.secrets)]
     )

@@ -33,6 +33,7 @@ from abrun.launch.engine import Devices, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
+from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Ray
@@ -196,14 +197,12 @@ class GangEngine:
         needs = combine_resources([job.config for job in gang.jobs], self._settings)
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         availability = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
-        nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        nodes = count_text(num_nodes, "node")
         description = f"for {nodes} with {amounts} each; the cluster has {availability}"
         self._report_waiting(gang, description)
 
     def _report_waiting(self, gang: Gang | None = None, reason_text: str | None = None) -> None:
-        """Report why runs wait: those of `gang` for `reason_text` (None: they do not wait), others for their
-        turn.
-        """
+        """Report why runs wait: those of `gang` for `reason_text` (None: none do), others for their turn."""
         gang_jobs = gang.jobs if gang else []
         to_start = [job for job in self._jobs.values() if not (job.started or job.is_done)]
         reasons = {job.label: reason_text if job in gang_jobs else WAITS_FOR_TURN for job in to_start}

@@ -60,7 +60,6 @@ class RayCluster(ClusterJobs):
         return {content["job"]: json.dumps(job, indent=2)}
 
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
-        """Submit the job and return its id."""
         previous = record.read_job(self._experiment_dir)
         content = self._new_record(previous, git, compare=compare)
         record.write_job(self._experiment_dir, content)  # the job's driver reads it

@@ -43,7 +43,6 @@ class SlurmTask:
 
 
 def submit_script(script: str, *options: str) -> str:
-    """Submit a script and return the job id."""
     return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
 
 
@@ -79,7 +78,6 @@ def cancel_jobs(jobs: Sequence[str]) -> None:
 
 
 def kill_jobs(jobs: Sequence[str]) -> None:
-    """End jobs at once."""
     _scancel(*jobs)
 
 
@@ -90,7 +88,6 @@ def _scancel(*argv: str) -> None:
 
 
 def run_slurm(*argv: str) -> str:
-    """Return the output of a Slurm command."""
     process = _run(*argv)
     if process.returncode:
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(process.stderr)))

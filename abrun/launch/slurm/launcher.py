@@ -49,9 +49,7 @@ class SlurmCluster(ClusterJobs):
     # --- submission ---
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
-        """Return why no machine could run the plan or Slurm never would; records whether pairs fit an
-        allocation.
-        """
+        """Return why no machine could run the plan or Slurm never would; notes if pairs fit an allocation."""
         reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
@@ -197,7 +195,6 @@ class SlurmCluster(ClusterJobs):
 
     @property
     def active_job_ids(self) -> list[str]:
-        """Ids of the jobs that are queued or running."""
         return sorted({task.job for task in self._query_cached().values() if not task.is_over}, key=int)
 
     def state_of(self, state: RunState) -> RunState:

@@ -178,7 +178,6 @@ class EngineProcess:
         return kind, value
 
     def end(self) -> None:
-        """Close the socket."""
         self.channel.close()
 
     def _describe_ending(self) -> str:

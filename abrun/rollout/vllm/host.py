@@ -19,14 +19,7 @@ from pathlib import Path
 from abrun.errors import AbrunError
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.instance import VllmInstance
-from abrun.rollout.vllm.server import (
-    CLIENT_ENDED,
-    FAILED,
-    EngineServer,
-    EngineSetup,
-    serve,
-    start_vllm,
-)
+from abrun.rollout.vllm.server import CLIENT_ENDED, FAILED, EngineServer, EngineSetup, serve, start_vllm
 from abrun.rollout.vllm.startup import reserves_known_memory
 from abrun.runs.files import open_log
 from abrun.runs.rundir import RunDir

@@ -165,7 +165,6 @@ class VllmInstance:
         return self._is_asleep
 
     def close(self) -> None:
-        """End the engine."""
         # After a failure of the engine, errors in shutting it down must not hide the first error.
         errors = (
             contextlib.suppress(Exception)

@@ -1,5 +1,6 @@
 """A capture is the same in every layout, but for rounding."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_a_layout_changes_a_capture_by_rounding_alone(recorded: dict[str, Path],
     ranks, policy = LAYOUTS[layout]
     other = capture(recorded["dense"], config({"policy": policy}, ranks=ranks), layout.replace(" ", "-"))
     assert beyond_rounding(recorded["dense"], other) == {}
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_observed_from_outside(recorded: dict[str, Path]) -> None:
+    other = capture(recorded["dense"], config({"policy": {"compile": True}}), "compiled", timeout_s=600)
+    baseline = read_capture(recorded["dense"] / "baseline")
+    by_name = {tensor.name: tensor for tensor in other.tensors}
+    inside = {tensor.name for tensor in baseline.tensors} - by_name.keys()
+    parts = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    assert inside == {f"activation:model.layers.{layer}.{part}" for layer in range(3) for part in parts}
+    outside = replace(baseline, tensors=tuple(t for t in baseline.tensors if t.name in by_name))
+    found = differences(outside, replace(other, tensors=tuple(by_name[t.name] for t in outside.tensors)))
+    assert not {name for name, d in found.items() if not (d <= ROUNDING or name.startswith("update:"))}
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
