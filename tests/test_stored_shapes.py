@@ -264,7 +264,7 @@ def fuzz(recorded: Path, plan: ExperimentPlan, folder: Path, count: int) -> None
 
 
 def test_fuzz_a_sample_of_shapes(recorded: Path, plan: ExperimentPlan, tmp_path: Path) -> None:
-    fuzz(recorded, plan, tmp_path, 30)
+    fuzz(recorded, plan, tmp_path, 20)
 
 
 @pytest.mark.slow

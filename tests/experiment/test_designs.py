@@ -50,7 +50,7 @@ def judge_one_by_one(
         )
         count = 0
         for count, level, beyond_level in zip(interim, levels, beyond, strict=True):
-            for arm in range(num_treatments):
+            for arm in (arm for arm in range(num_treatments) if verdicts[arm] == "open"):
                 results = []
                 for index, margin in enumerate(margins):
                     baseline, treatment = draws[arm, index, :count].T
@@ -58,9 +58,9 @@ def judge_one_by_one(
                     test = sigma_test if isinstance(margin, str) else equivalence_test
                     result = test(baseline, treatment + share * size, size, level)
                     results.append((result.equivalent, result.p_beyond < beyond_level and count >= 3))
-                if verdicts[arm] == "open" and any(is_beyond for _, is_beyond in results):
+                if any(is_beyond for _, is_beyond in results):
                     verdicts[arm] = "mismatch"
-                elif verdicts[arm] == "open" and all(is_equivalent for is_equivalent, _ in results):
+                elif all(is_equivalent for is_equivalent, _ in results):
                     verdicts[arm] = "match"
             if "open" not in verdicts:
                 break
