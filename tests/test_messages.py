@@ -93,7 +93,6 @@ FOREIGN = {
     "\n\nExamples:\n": "docstrings of commands",
     " vs ": "Megatron-LM",
     "model name": "Linux",
-    "Read timed out": "requests",
     "status code 404": "Ray",
     "slurmstepd: error": "Slurm",
     "fatal: (Could": "Slurm",

@@ -304,9 +304,9 @@ def make_reading(
     step_column: str | None,
     seeds: str | None,
     exclude: list[str] | None,
-    **others: Any,
+    **fields: Any,
 ) -> "ReadingOptions":
-    """Return the reading settings from the options that several commands share, and `others`."""
+    """Return the reading settings from the options that several commands share, and `fields`."""
     from abrun.recorded.sources import ReadingOptions
 
     return ReadingOptions(
@@ -318,7 +318,7 @@ def make_reading(
         step_column=step_column,
         seeds=None if seeds is None else tuple(parse_seeds(seeds)),
         exclude=tuple(exclude or ()),
-        **others,
+        **fields,
     )
 
 

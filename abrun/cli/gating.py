@@ -107,14 +107,14 @@ def gate(
     if not start:
         start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
         refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
-    given = (pattern, group, alias, step_column, seeds, exclude)
-    reading = make_reading(runs_dir, None, *given, allows_one_arm=True)
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
     if start:
         if candidate is None or claim is None:
             raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))
         options = {"worth": worth, "alpha": alpha}
-        given = {option: value for option, value in options.items() if value is not None}
-        state = start_gate(against, candidate, reading, parse_claim(claim), arm=arm, name=name, **given)
+        levels = {option: value for option, value in options.items() if value is not None}
+        state = start_gate(against, candidate, reading, parse_claim(claim), arm=arm, name=name, **levels)
     elif candidate is None:
         state = read_state(against)
     else:

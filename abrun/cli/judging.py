@@ -108,8 +108,8 @@ def compare(
     """
     from abrun.report.comparing import compare_sources
 
-    others = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
-    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **others)
+    fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
+    reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
         options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}

@@ -99,8 +99,8 @@ def save(
 
     if budget is None:
         refuse_options({"--chain-alone": chain_alone}, Code.OPTION_NEEDS, needed="--budget")
-    given = (pattern, group, alias, step_column, seeds, exclude)
-    reading = make_reading(runs_dir, baseline, *given, allows_one_arm=True)
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, baseline, *selection, allows_one_arm=True)
     experiment = open_sources(sources, reading, parse_claims(claim))
     directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline

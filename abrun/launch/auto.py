@@ -132,11 +132,10 @@ def decide_values(
                 asked=request, tried=_describe_trials([choice]), device_gib=device_bytes / GIB
             )
         )
-    margin_text = f", of which {percent_text(choice.margin)} stay free"
-    if not choice.fits:
-        margin_text = (
-            f": nothing leaves {percent_text(choice.margin)} of it free, and runs may run out of memory"
-        )
+    free = percent_text(choice.margin)
+    margin_text = f": nothing leaves {free} of it free, and runs may run out of memory"
+    if choice.fits:
+        margin_text = f", of which {free} stay free"
     return _make_decisions(
         choice.values,
         why=f"auto resolves to {format_values(choice.values)}: {_describe_trials(candidates)}"
@@ -193,12 +192,9 @@ def _search(
         if not pool.has_started:
             when = f"by answers of {max(pool.days.values())}"
     basis = "measured" if trials[-1].measured else "predicted"
-    say(f"auto: {_name_values(trials[-1].values)}: {basis}, {when}")
+    values = ", ".join(f"{key}={json.dumps(value)}" for key, value in trials[-1].values.items())
+    say(f"auto: {values}: {basis}, {when}")
     return trials
-
-
-def _name_values(values: Values) -> str:
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
 def _announce(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], *, measures: bool) -> str:
@@ -264,23 +260,20 @@ def _group_candidates(
 ) -> list[list[Values]]:
     """Return the candidates in order of preference; the last one of each group needs the least memory."""
     closed = recipe.with_auto_values()
-    arm_configs = (
+    arm_configs = [
         closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm])
-    )
+    ]
+    own_configs = [config for config in arm_configs if isinstance(config, OwnRunConfig)]
     compiled = isinstance(recipe, Recipe) and recipe.policy.compile  # on CPU cores, too: it is refused there
-    compiled = compiled and all(
-        option.policy.compile for option in arm_configs if isinstance(option, OwnRunConfig)
-    )
+    compiled = compiled and all(config.policy.compile for config in own_configs)
     choices = {key: AUTO_SETTINGS[key].values for key in recipe.auto_keys}
     if CHECKPOINTING in choices and not compiled:
         choices[CHECKPOINTING] = tuple(option for option in choices[CHECKPOINTING] if option != "selective")
     small_budgets: list[int] = []
     if MICRO_BATCH_TOKENS in choices:
         budgets = _list_token_budgets(recipe, configs, longest)
-        fast_budgets = [
-            option for option in budgets if option >= min(choices[MICRO_BATCH_TOKENS])
-        ] or budgets[:1]
-        choices[MICRO_BATCH_TOKENS], small_budgets = tuple(fast_budgets), budgets[len(fast_budgets) :]
+        num_fast = sum(budget >= min(choices[MICRO_BATCH_TOKENS]) for budget in budgets) or 1
+        choices[MICRO_BATCH_TOKENS], small_budgets = tuple(budgets[:num_fast]), budgets[num_fast:]
     candidates = [
         dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
     ]
@@ -329,8 +322,8 @@ def _describe_trials(trials: Sequence[Trial]) -> str:
 
     For example `predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`.
     """
-    count_text = f" of the last {MAX_LISTED} of {len(trials)} tried:" if len(trials) > MAX_LISTED else ""
-    return f"predicted peaks{count_text} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
+    listed = f" of the last {MAX_LISTED} of {len(trials)} tried:" if len(trials) > MAX_LISTED else ""
+    return f"predicted peaks{listed} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
 
 
 def _describe_trial(trial: Trial) -> str:

@@ -6,7 +6,7 @@ Nothing is assumed: without an earlier run on the same kind of device there is n
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,26 +101,14 @@ def estimate_budget(
     if not paces:
         return Code.NO_BUDGET()
     first_pace = next(iter(paces.values()))
-    jobs = [
-        PlannedJob(
-            key,
-            None,
-            config,
-            paces_by_key[config_key(config)].run_s(config.steps)
-            if config_key(config) in paces_by_key
-            else 0.0,
-        )
-        for key, config in warm_starts.items()
-    ]
-    jobs += [
-        PlannedJob(
-            None,
-            run.warm_start if run.warm_start in warm_starts else None,
-            run.config,
-            paces.get(run.name.arm, first_pace).run_s(run.config.steps),
-        )
-        for run in plan.runs
-    ]
+    jobs = []
+    for key, config in warm_starts.items():
+        pace = paces_by_key.get(config_key(config))
+        jobs.append(PlannedJob(key, None, config, pace.run_s(config.steps) if pace else 0.0))
+    for run in plan.runs:
+        warm_start = run.warm_start if run.warm_start in warm_starts else None
+        seconds = paces.get(run.name.arm, first_pace).run_s(run.config.steps)
+        jobs.append(PlannedJob(None, warm_start, run.config, seconds))
     device_s, wall_s = sum(job.seconds * _num_devices(job.config) for job in jobs), None
     if machine is not None:
         wall_s, num_held = simulate_launch(jobs, Slots(machine, num_jobs))
@@ -251,33 +239,22 @@ def _measure_pace(run: RunDir, experiment: str, kinds: Mapping[bool, tuple[str, 
     if len(starts) != 1 or not num_steps:
         return []
     split = starts[0].seconds
-    if split.unknown_s:
-        steps_s, start_up_s, end_s = split.unknown_s, 0.0, 0.0
-    else:
-        steps_s, start_up_s, end_s = split.steps_s, split.start_up_s, split.other_s
-    device = devices[0] if devices else "an unnamed device"
     return [
         Pace(
-            step_s=steps_s / num_steps,
-            start_up_s=start_up_s,
-            end_s=end_s,
+            step_s=(split.unknown_s or split.steps_s) / num_steps,
+            start_up_s=split.start_up_s,
+            end_s=split.other_s,
             num_runs=1,
             experiment=experiment,
-            device=device,
+            device=devices[0] if devices else "an unnamed device",
         )
     ]
 
 
 def _mean_pace(paces: list[Pace]) -> Pace:
-    count = len(paces)
-    return Pace(
-        step_s=sum(pace.step_s for pace in paces) / count,
-        start_up_s=sum(pace.start_up_s for pace in paces) / count,
-        end_s=sum(pace.end_s for pace in paces) / count,
-        num_runs=count,
-        experiment=paces[0].experiment,
-        device=paces[0].device,
-    )
+    names = ("step_s", "start_up_s", "end_s")
+    means = {name: sum(getattr(pace, name) for pace in paces) / len(paces) for name in names}
+    return replace(paces[0], num_runs=len(paces), **means)
 
 
 def budget_as_json(budget: Budget | Reason) -> dict[str, Any]:

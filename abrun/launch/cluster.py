@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
+from abrun.messages.numbers import count_text
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import SCHEDULERS, load_implementation
 from abrun.recipe.launcher import LauncherSettings, ManifestSettings
@@ -175,7 +176,7 @@ def cancel_experiment(experiment_dir: Path) -> str:
     active = cluster_jobs.active_job_ids if cluster_jobs else []
     if cluster_jobs and active:
         cluster_jobs.cancel()
-        count = "1 job" if len(active) == 1 else f"{len(active)} jobs"
+        count = count_text(len(active), "job")
         return f"cancelled: {count} ({', '.join(active)}); running jobs save a checkpoint first"
     owner = find_owner(experiment_dir)
     if owner is None:

@@ -1,7 +1,7 @@
 """Preview of a launch as tables (`abrun launch --dry-run`). Writes nothing."""
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
-from abrun.messages.numbers import percent_text, sample_unit
+from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
 from abrun.reasons import Reason
@@ -125,7 +125,7 @@ def _render_plan(
     plan: ExperimentPlan, budget: Budget | Reason, *, can_stage: bool = False, is_staged: bool = False
 ) -> list[RenderableType]:
     recipe = plan.recipe
-    arms, seeds = _count_noun(recipe.arms, "arm"), _count_noun(recipe.seeds, "seed")
+    arms, seeds = count_text(len(recipe.arms), "arm"), count_text(len(recipe.seeds), "seed")
     title = f"{recipe.name}: {len(plan.runs)} runs, {arms} x {seeds}"
     if recipe.controls.aa_reruns:
         title += f" + {recipe.controls.aa_reruns} A/A"
@@ -138,11 +138,8 @@ def _render_plan(
         _heading("Resolved differences from the baseline"),
         *_render_diff(plan),
         *([_heading("Settings without effect"), *_bullet_list(sentences(inert))] if inert else []),
-        *(
-            [_heading("Values chosen for auto"), *map(Text, describe_decisions(plan.decided))]
-            if plan.decided
-            else []
-        ),
+        *([_heading("Values chosen for auto")] if plan.decided else []),
+        *map(Text, describe_decisions(plan.decided)),
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
         *_render_interim(plan, can_stage=can_stage, is_staged=is_staged),
@@ -190,21 +187,19 @@ def _render_commands(plan: ExperimentPlan) -> list[RenderableType]:
                 rerun=run.name.rerun,
                 run_dir="RUN_DIR",
             )
-            variables = "".join(f"{name}={_quote_value(value)} " for name, value in call.env.items())
+            variables = ""
+            for name, value in call.env.items():  # `${NAME}` stays a reference
+                quoted = f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
+                variables += f"{name}={quoted} "
             renderables.append(_heading(f"The command of {run.name}, with metrics in {call.metrics_path}"))
             renderables.append(Text(printable(variables + shlex.join(call.argv))))
     return renderables
 
 
-def _quote_value(value: str) -> str:
-    """Quote a value for a shell, in which `${NAME}` stays a reference."""
-    return f'"{value}"' if REFERENCE.fullmatch(value) else shlex.quote(value)
-
-
 def _describe_devices(config: RunConfig) -> str:
     cluster, engines = config.cluster, config.engine_devices
     kind = "GPU" if cluster.gpus_per_node else "CPU core"
-    devices = f"{config.devices_per_node} {kind}{'' if config.devices_per_node == 1 else 's'}"
+    devices = count_text(config.devices_per_node, kind)
     devices += f" ({cluster.ranks_per_node} + {engines} of vllm)" if engines else ""
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
@@ -214,13 +209,12 @@ def _render_machine(
 ) -> list[RenderableType]:
     machine, reasons = feasible.machine, feasible.problems
     assert machine is not None, "a scheduler's jobs are shown instead"
+    count = count_text(len(reasons), "reason")
     if reasons:
         return [
             _heading(f"Problems on this machine ({machine})"),
             *_bullet_list(sentences(reasons)),
-            Text(
-                f"This machine cannot run {plan.recipe.name}: {_count_noun(reasons, 'reason')}, listed above."
-            ),
+            Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above."),
         ]
     return [Text(f"\nThis machine ({machine}) runs {_count_parallel(plan, machine, num_jobs)} at once.")]
 
@@ -261,15 +255,8 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     levels = interim_levels(compare.interim, compare.alpha, compare.alpha_spending)
     level = (levels or [compare.alpha])[-1]
     counted = sample_unit(paired=compare.paired)
-    headings = [
-        "metric",
-        "window",
-        "margin",
-        "sigma",
-        "correlation",
-        f"power, {num_pairs} {counted}",
-        "80 % needs",
-    ]
+    headings = ["metric", "window", "margin", "sigma", "correlation"]
+    headings += [f"power, {num_pairs} {counted}", "80 % needs"]
     rows = []
     for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
@@ -330,7 +317,3 @@ def _bullet_list(lines: Sequence[str]) -> list[Text]:
 
 def _heading(text: str) -> Text:
     return Text(f"\n{text}", style="bold")
-
-
-def _count_noun(items: Collection[Any], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

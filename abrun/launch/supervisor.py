@@ -22,6 +22,7 @@ from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.messages import sentence
+from abrun.messages.numbers import count_text
 from abrun.processes import (
     StopRequests,
     catch_stop_signals,
@@ -267,7 +268,7 @@ class Supervisor:
                 job.started.stop(kill=False)
         if running:
             self._say(
-                f"stopping {len(running)} run{'s' if len(running) > 1 else ''}: up to {self._grace_s:.0f} s "
+                f"stopping {count_text(len(running), 'run')}: up to {self._grace_s:.0f} s "
                 "to save checkpoints; Ctrl-C again, after two seconds, kills them"
             )
         deadline = time.monotonic() + self._grace_s

@@ -95,7 +95,7 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     """Return the columns of a table of scores; None if no column names a run."""
     by_name = {column.strip().lower(): column for column in reversed(columns)}
 
-    def first(names: Sequence[str]) -> str | None:
+    def find_column(names: Sequence[str]) -> str | None:
         return next((by_name[name] for name in names if name in by_name), None)
 
     keys = {
@@ -105,27 +105,27 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     }
     if [*keys] == ["arm"] and keys["arm"].lower() in MODEL_COLUMNS:
         keys = {"run": keys["arm"]}  # a name such as `hf-s0` may hold the seed
-    step, prompt = first(STEP_COLUMNS), first(PROMPT_COLUMNS)
+    step, prompt = find_column(STEP_COLUMNS), find_column(PROMPT_COLUMNS)
     if prompt is not None and keys.keys() == {"arm", "run", "seed"}:
         del keys["run"]  # it numbers the samples of a prompt
     steps = {row.get(step, "") for _, row in rows} if step is not None else set()
     if not keys or (prompt is not None and len(steps) > 1):
         return None
-    score, metric = first(SCORE_COLUMNS), first(METRIC_COLUMNS)
-    named_by = [first([column]) for column in BENCHMARK_COLUMNS]
+    score, metric = find_column(SCORE_COLUMNS), find_column(METRIC_COLUMNS)
+    named_by = [find_column([column]) for column in BENCHMARK_COLUMNS]
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
     if all(isinstance(row.get(column), float) for _, row in rows for column in benchmarks):
         benchmarks = ()
     samples = {by_name[column] for column in SAMPLE_COLUMNS if column in by_name} if prompt else set()
-    known = {*keys.values(), *benchmarks, *samples, *([prompt] if prompt else []), *([step] if step else [])}
+    ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
     return Layout(
         keys=keys,
         benchmarks=benchmarks,
         score=score if benchmarks else None,
         prompt=prompt,
         step=step,
-        ignored=frozenset(known),
+        ignored=frozenset(ignored),
     )
 
 

@@ -125,6 +125,6 @@ def summarize_not_tested(reasons: Sequence[Reason]) -> str:
     ranks = {code: rank for rank, code in enumerate(SHORT_NAMES)}
     codes = sorted({reason.code for reason in reasons}, key=lambda code: ranks[code])
     names = list(dict.fromkeys(SHORT_NAMES[code] for code in codes))
-    more = ", ..." if len(names) > _MAX_NAMED else ""
+    omitted = ", ..." if len(names) > _MAX_NAMED else ""
     count = f"{len(reasons)} thing{'s' * (len(reasons) != 1)}"
-    return f"{count} ({', '.join(names[:_MAX_NAMED])}{more}); listed in the report"
+    return f"{count} ({', '.join(names[:_MAX_NAMED])}{omitted}); listed in the report"

@@ -44,7 +44,6 @@ CLAIM_NAMES: dict[DifferenceKind, str] = {
 Spending = Literal["equal", "rising"]  # how alpha is spent over interim analyses
 Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
 TimeUnit = Literal["steps", "samples", "seconds"]
-TIME_UNITS: tuple[TimeUnit, ...] = ("steps", "samples", "seconds")
 
 
 class Target(NamedTuple):
@@ -155,7 +154,8 @@ class Claim(Section):
                 f"got {' and '.join(fields) or 'no claim'} for {shortened(self.metric)}; allowed: one "
                 "of margin, not_worse, better, below, above and exact"
             )
-        if self.metric == FINAL_WEIGHTS and not self.exact and not _is_distance(self.below):
+        is_distance = isinstance(self.below, float | int) and self.below > 0
+        if self.metric == FINAL_WEIGHTS and not (self.exact or is_distance):
             raise FieldError(
                 f"got {fields[0]}: {getattr(self, fields[0])} for {FINAL_WEIGHTS}; "
                 "allowed: exact: true, or below: a distance above 0, in units of how far the baseline "
@@ -182,15 +182,9 @@ class Claim(Section):
     @property
     def kind(self) -> ClaimKind:
         """Return what is claimed: a difference (three kinds), a limit, or bit-identical arms."""
-        kinds: dict[ClaimField, ClaimKind] = {
-            "margin": "within",
-            "not_worse": "not_worse",
-            "better": "better",
-            "below": "limit",
-            "above": "limit",
-            "exact": "exact",
-        }
-        return kinds[self._declared_fields()[0]]
+        kinds: dict[Any, Any] = {"margin": "within", "below": "limit", "above": "limit"}
+        field = self._declared_fields()[0]
+        return kinds.get(field, field)
 
     @property
     def difference_kind(self) -> DifferenceKind | None:
@@ -407,17 +401,13 @@ def is_one_sided(kind: ClaimKind, metric: str) -> bool:
     return kind not in ("within", "exact") and metric != FINAL_WEIGHTS
 
 
-def _is_distance(limit: float | str | None) -> bool:
-    return limit is not None and not isinstance(limit, str) and limit > 0
-
-
 def window_target(window: str) -> Target | None:
     """Return the target of a window such as `reaches 0.6 in samples`; None for any other window."""
     match = re.fullmatch(TARGET_PATTERN, window)
     if match is None:
         return None
-    units: dict[str, TimeUnit] = {unit: unit for unit in TIME_UNITS}
-    return Target(float(match["value"]), units.get(match["unit"], "steps"))
+    unit: Any = match["unit"] or "steps"
+    return Target(float(match["value"]), unit)
 
 
 def describe_claim(claim: Claim) -> str:

@@ -56,13 +56,8 @@ CHECK_LABEL_KEY = _require_match(
 CHECK_LABEL_VALUES = _require_match(
     f"({LABEL_PATTERN})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
 )
+CHECK_DURATION = _require_match(TIME_PATTERN, "'90' (minutes), '2:00:00' or '1-12:00:00'")
 ObjectName = Annotated[Word, CHECK_OBJECT_NAME]
-
-
-def _check_duration(time: str) -> str:
-    if not re.fullmatch(TIME_PATTERN, time):
-        raise FieldError(f"got {shortened(time)}; allowed: '90' (minutes), '2:00:00' or '1-12:00:00'")
-    return time
 
 
 class Local(Section):
@@ -87,7 +82,7 @@ class Slurm(Section):
     qos: Line | None = None
     constraint: Line | None = None
     # Time limit of a job in sbatch's format ("2:00:00"). A longer run resumes in the next job
-    time: Annotated[str, AfterValidator(_check_duration)] | None = None
+    time: Annotated[str, CHECK_DURATION] | None = None
     # Seconds before the time limit at which runs save a checkpoint and stop
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120
     # Maximum restarts of a job after its time limit, preemption or a fault
@@ -274,11 +269,10 @@ def _read_profile(path: Path, kind: str) -> Mapping[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(Code.UNREADABLE(path=path, error=str(error))) from None
-    is_mapping_of_mappings = isinstance(content, dict) and all(
-        isinstance(settings, dict) for settings in content.values()
-    )
-    if content is not None and not (is_mapping_of_mappings and content.keys() <= LAUNCHER_TYPES.keys()):
+    content = {} if content is None else content
+    is_known = isinstance(content, dict) and content.keys() <= LAUNCHER_TYPES.keys()
+    if not is_known or not all(isinstance(settings, dict) for settings in content.values()):
         raise RecipeError(
             Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHER_TYPES])
         )
-    return (content or {}).get(kind, {})
+    return content.get(kind, {})

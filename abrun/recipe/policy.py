@@ -4,13 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.recipe.section import Count, FieldError, Fraction, NonNegative, PathText, Positive, Section
-from abrun.redaction import shortened
+from abrun.recipe.section import (
+    Count,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    is_count,
+    require,
+)
 
 
 class Shape(Section):
@@ -183,16 +191,10 @@ class Policy(Section):
         return {True: "full", False: "none"}[setting] if isinstance(setting, bool) else setting
 
 
-def _check_switch_or_auto(value: object) -> object:
-    if isinstance(value, bool) or value == "auto":
-        return value
-    raise FieldError(f"got {shortened(value)}; allowed: true, false or auto")
-
-
-def _check_count_or_auto(value: object) -> object:
-    if value is None or value == "auto" or (type(value) is int and 0 < value < 2**31):
-        return value
-    raise FieldError(f"got {shortened(value)}; allowed: a whole number from 1, null or auto")
+CHECK_SWITCH = require(lambda value: isinstance(value, bool) or value == "auto", "true, false or auto")
+CHECK_COUNT = require(
+    lambda value: value in (None, "auto") or is_count(value), "a whole number from 1, null or auto"
+)
 
 
 class RecipeDtensor(Dtensor):
@@ -200,7 +202,7 @@ class RecipeDtensor(Dtensor):
 
     # Keep weights and gradients unsharded over an update's micro-batches, at 6 bytes per parameter in
     # bfloat16. auto: true if all arms fit with it
-    keep_gathered: Annotated[bool | Literal["auto"], BeforeValidator(_check_switch_or_auto)] = False
+    keep_gathered: Annotated[bool | Literal["auto"], CHECK_SWITCH] = False
 
 
 class RecipePolicy(Policy):
@@ -209,9 +211,7 @@ class RecipePolicy(Policy):
     backend: Annotated[RecipeDtensor | Megatron, Field(discriminator="type")] = RecipeDtensor()
     # Maximum tokens of a packed micro-batch; a longer sequence gets its own. auto: 32768, or less if needed
     # for all arms to fit
-    micro_batch_tokens: Annotated[Count | Literal["auto"] | None, BeforeValidator(_check_count_or_auto)] = (
-        None
-    )
+    micro_batch_tokens: Annotated[Count | Literal["auto"] | None, CHECK_COUNT] = None
     # Activations recomputed in the backward pass; selective: those of compiled code, which is all but
     # attention. auto: the least with which all arms fit
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"

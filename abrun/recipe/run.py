@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from abrun.reasons import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
@@ -13,7 +13,7 @@ from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFaul
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
+from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section, is_count, require
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
 from abrun.redaction import REFERENCE
 
@@ -62,10 +62,6 @@ class ClusterConfig(Section):
     cpu_ranks: Count = 1
     runs_per_gpu: Count = 1  # see RecipeCluster
 
-    def share_of(self, device_bytes: int) -> int:
-        """Return the bytes of a device that one run may allocate."""
-        return share_of_device(device_bytes, self.runs_per_gpu)
-
     @property
     def ranks_per_node(self) -> int:
         return self.gpus_per_node or self.cpu_ranks
@@ -75,10 +71,7 @@ class ClusterConfig(Section):
         return self.nodes * self.ranks_per_node
 
 
-def _check_runs_per_gpu(value: object) -> object:
-    if value == "auto" or (type(value) is int and 0 < value < 2**31):
-        return value
-    raise FieldError(f"got {shortened(value)}; allowed: a whole number from 1, or auto")
+CHECK_SHARE = require(lambda value: value == "auto" or is_count(value), "a whole number from 1, or auto")
 
 
 class RecipeCluster(ClusterConfig):
@@ -86,7 +79,7 @@ class RecipeCluster(ClusterConfig):
 
     # Runs that share each GPU, with an equal share of its memory; times are then not compared. auto: as many
     # as fit by predicted peaks
-    runs_per_gpu: Annotated[Count | Literal["auto"], BeforeValidator(_check_runs_per_gpu)] = 1
+    runs_per_gpu: Annotated[Count | Literal["auto"], CHECK_SHARE] = 1
 
 
 class Wandb(Section):

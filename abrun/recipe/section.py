@@ -2,9 +2,10 @@
 
 import os
 import re
-from typing import Annotated, Self
+from collections.abc import Callable
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from abrun.recipe.rules import find_broken_rule
 from abrun.redaction import shortened
@@ -35,6 +36,21 @@ class Section(BaseModel):
             field, problem = broken
             raise FieldError(problem, field)
         return self
+
+
+def require(is_allowed: Callable[[Any], bool], allowed: str) -> BeforeValidator:
+    """Return a validator that refuses other values before they are matched with the types of a union."""
+
+    def check(value: Any) -> Any:
+        if is_allowed(value):
+            return value
+        raise FieldError(f"got {shortened(value)}; allowed: {allowed}")
+
+    return BeforeValidator(check)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
 
 
 def check_path(value: str) -> str:

@@ -213,6 +213,15 @@ class RecordedExperiment:
     def baseline(self) -> str:
         return self.arms[0]
 
+    def choose_arm(self, arm: str | None, arms: Sequence[str]) -> str:
+        """Return the arm of `--arm`, or the only one of `arms`. Raises ComparisonError."""
+        if arm is None and len(arms) != 1:
+            raise ComparisonError(Code.ARM_NOT_NAMED(experiment=self.name, treatments=arms))
+        arm = arm or arms[0]
+        if arm not in arms:
+            raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=arms))
+        return arm
+
     @property
     def treatments(self) -> tuple[str, ...]:
         return self.arms[1:]

@@ -55,8 +55,7 @@ def freeze(
     Raises ComparisonError if the arm does not exist, has fewer than two seeds or unfinished runs, or if the
     file exists and is not a reference.
     """
-    if arm not in experiment.arms:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
+    experiment.choose_arm(arm, experiment.arms)  # raises
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
     num_seeds = len(experiment.arm(arm))
     if num_seeds < 2:
@@ -184,8 +183,7 @@ def make_regression_experiment(
 
     Configuration keys that the reference does not hold, such as paths, are not compared.
     """
-    if arm not in experiment.arms:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
+    experiment.choose_arm(arm, experiment.arms)  # raises
     if reference.runs and reference.runs[0].axis != experiment.axis:
         places = {reference.runs[0].axis: reference.runs[0].place, experiment.axis: experiment.name}
         raise ComparisonError(Code.AXES_MIXED(places=places))

@@ -63,12 +63,12 @@ def _describe_environments(experiment: RecordedExperiment, content: VerdictFile)
     runs = experiment.runs.values()
     packages = [name for name in SHOWN_VERSIONS if any(run.uses_package(name) for run in runs)]
     machines = (_describe_machine(group.environment, packages) for group in content.environments)
-    description, *others = [text for text in dict.fromkeys(machines) if text] or [None]
+    description, *further = [text for text in dict.fromkeys(machines) if text] or [None]
     most_shared = max(runs, key=lambda run: run.runs_per_gpu)
     if description and most_shared.runs_per_gpu > 1:
         description += f", {most_shared.runs_per_gpu} runs on each GPU{' (MPS)' * most_shared.mps}"
-    more = f"; {len(others)} more environment{'s' * (len(others) > 1)}"
-    return f"{description}{more}" if others else description
+    count = f"; {len(further)} more environment{'s' * (len(further) > 1)}"
+    return f"{description}{count}" if further else description
 
 
 def _describe_machine(environment: Mapping[str, Any], packages: Sequence[str]) -> str:

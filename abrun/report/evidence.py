@@ -66,8 +66,8 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
             yield f"{label_prefix}cost", f"{arm} relative to {content.baseline}: {'; '.join(savings)}"
         if analyses := section.interim_analyses:
             planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
-            taken = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
-            text = f"declared at {planned} pairs; taken: {', '.join(taken) or 'none yet'}"
+            completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
+            text = f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
             yield f"{label_prefix}interim analyses", text
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
@@ -157,17 +157,17 @@ def _guards_text(guards: Sequence[Guard]) -> str:
 def _divergence_text(divergences: Sequence[Divergence]) -> str:
     if not divergences:
         return "no finished pair"
-    first = divergences[0]
+    main = divergences[0]
     repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
     measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]
     clauses = [f"{metric.metric}: {metric.ratio:.2g}x the A/A noise floor" for metric in measured]
     clauses += [_bitwise_reruns_text(repeating)] if repeating else []
     clauses = clauses or ["unknown noise floor (no A/A reruns)"]
-    if first.ulp:
-        clauses.append(f"{first.metric}: {_ulp_text(first.ulp)}")
-    if first.share_of_seed_spread is not None:
-        share = f"{first.share_of_seed_spread:.2g}x its sd over seeds"
-        clauses.append(f"over all steps, the mean |difference| of {first.metric} at a step is {share}")
+    if main.ulp:
+        clauses.append(f"{main.metric}: {_ulp_text(main.ulp)}")
+    if main.share_of_seed_spread is not None:
+        share = f"{main.share_of_seed_spread:.2g}x its sd over seeds"
+        clauses.append(f"over all steps, the mean |difference| of {main.metric} at a step is {share}")
     return "; ".join(clauses)
 
 
@@ -180,12 +180,12 @@ def _ulp_text(growth: UlpGrowth) -> str:
 
 def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
     """Return one clause for all metrics in which baseline reruns are bit-identical."""
-    apart = [(metric.first_step_apart, metric.metric) for metric in divergences]
-    steps = [step for step, _ in apart if step is not None]
+    divergence_steps = [(metric.first_step_apart, metric.metric) for metric in divergences]
+    steps = [step for step, _ in divergence_steps if step is not None]
     is_one = len(divergences) == 1
     treatment = "so is the treatment"
     if steps:
-        earliest = [metric for step, metric in apart if step == min(steps)]
+        earliest = [metric for step, metric in divergence_steps if step == min(steps)]
         where = "" if is_one else f", in {earliest[0]}{more_text(len(earliest) - 1)}"
         treatment = f"the arms first differ at step {min(steps)}{where}"
     metrics = divergences[0].metric if is_one else f"{len(divergences)} metrics"
@@ -197,10 +197,12 @@ def _final_weights_text(weights: FinalWeights) -> str:
     if weights.num_equal == weights.num_pairs or weights.seed is None:
         return equal_text
     controls = {"A/A": weights.aa_relative_difference, "one ULP": weights.ulp_relative_difference}
-    known = [f"; {name} {difference:.2g}" for name, difference in controls.items() if difference is not None]
+    distances = [
+        f"; {name} {difference:.2g}" for name, difference in controls.items() if difference is not None
+    ]
     return (
         f"{equal_text}; relative distance {weights.relative_difference:.2g} (seed {weights.seed}"
-        f"{''.join(known)}); estimated from a sketch, within 8 %"
+        f"{''.join(distances)}); estimated from a sketch, within 8 %"
     )
 
 

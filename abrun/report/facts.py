@@ -2,7 +2,6 @@
 
 import difflib
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -92,8 +91,8 @@ class NextStepFacts:
         if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
             return False
         configs = [run.config or {} for run in self.experiment.runs.values()]
-        own = all(config.get("trainer.type") != "command" for config in configs)
-        return own and self.experiment.has_recipe and not self.regression
+        is_own = all(config.get("trainer.type") != "command" for config in configs)
+        return is_own and self.experiment.has_recipe and not self.regression
 
     @property
     def has_completions(self) -> bool:
@@ -125,18 +124,15 @@ class NextStepFacts:
     @cached_property
     def treatment_seeds(self) -> list[int]:
         """Seeds of the treatment with the most pairs."""
-        seeds_by_arm = (
-            [pair.seed for pair in self.experiment.pairs(arm)] for arm in self.experiment.treatments
-        )
-        return max(seeds_by_arm, key=len)
+        arms = self.experiment.treatments
+        return max(([pair.seed for pair in self.experiment.pairs(arm)] for arm in arms), key=len)
 
     @property
     def seeds_to_come(self) -> list[int]:
         """Seeds that the next declared interim analysis needs, for runs not launched by abrun."""
-        missing = next(n for n in self.experiment.compare.interim if n > len(self.treatment_seeds)) - len(
-            self.treatment_seeds
-        )
-        return [*range(max(self.treatment_seeds) + 1, max(self.treatment_seeds) + 1 + missing)]
+        num_pairs, first_seed = len(self.treatment_seeds), max(self.treatment_seeds) + 1
+        needed = next(count for count in self.experiment.compare.interim if count > num_pairs)
+        return [*range(first_seed, first_seed + needed - num_pairs)]
 
     @cached_property
     def has_untestable_claims(self) -> bool:
@@ -164,16 +160,13 @@ class NextStepFacts:
         if len(needed) < len(undecided):
             return Code.MORE_THAN_1000_PAIRS(paired=paired), None
         count = max(needed)
-        observed = [claim.power.pairs_needed_observed for claim in undecided]
-        known_counts = [number for number in observed if number is not None]
-        count_if_differing = (
-            max(known_counts) if len(known_counts) == len(observed) and max(known_counts) > count else None
-        )
+        observed = [claim.power.pairs_needed_observed or math.inf for claim in undecided]
+        is_more = count < max(observed) < math.inf
         gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
         reason = Code.PAIRS_DECIDE(
             count=count,
             paired=paired,
-            if_differing=count_if_differing,
+            if_differing=max(observed) if is_more else None,
             gains=gains,
             if_equal=len(gains) < len(undecided),
         )
@@ -211,10 +204,8 @@ class NextStepFacts:
 
         The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
         """
-        untested = dict.fromkeys(
-            check.metric for check in self.content.step_one if check.result == "not tested"
-        )
-        return [metric for metric in untested if metric not in self.rounding_tolerances]
+        untested = (check.metric for check in self.content.step_one if check.result == "not tested")
+        return [metric for metric in dict.fromkeys(untested) if metric not in self.rounding_tolerances]
 
     # --- possible claims ---
 
@@ -268,22 +259,16 @@ class NextStepFacts:
         assert description
         if not self.has_several_runs:
             return None
-        return Code.PAIRS_DECIDE(
-            count=self.num_pairs_to_claim,
-            paired=description.paired,
-            if_differing=None,
-            gains=[],
-            if_equal=True,
-        )
+        count, paired = self.num_pairs_to_claim, description.paired
+        return Code.PAIRS_DECIDE(count=count, paired=paired, if_differing=None, gains=[], if_equal=True)
 
     @cached_property
     def testable_claims(self) -> list[Claim]:
         """Declared claims that these runs can test."""
-        untestable = {
-            (claim.claim.metric, claim.claim.window) for claim in self.content.claims if claim.problem
-        }
+        untestable = [claim.claim for claim in self.content.claims if claim.problem]
+        places = {(terms.metric, terms.window) for terms in untestable}
         declared = self.experiment.compare.claims
-        return [claim for claim in declared if (claim.metric, claim.window) not in untestable]
+        return [claim for claim in declared if (claim.metric, claim.window) not in places]
 
     @cached_property
     def replacement_claims(self) -> list[Claim]:
@@ -344,20 +329,12 @@ class NextStepFacts:
         if not runs:
             return {}
         config, recorded = runs[0].config or {}, runs[0].metrics
-        metrics = dict.fromkeys(claim.metric for claim in self.experiment.compare.claims)
-        aliases = {metric: config.get(f"trainer.aliases.{metric}") for metric in metrics}
-        wrong_aliases = {
-            metric: str(logged_name)
-            for metric, logged_name in aliases.items()
-            if logged_name and metric not in recorded
-        }
-        return {
-            metric: _closest_name(logged_name, [*recorded]) for metric, logged_name in wrong_aliases.items()
-        }
-
-
-def _closest_name(name: str, recorded: Sequence[str]) -> str:
-    return (difflib.get_close_matches(name, recorded, 1) or ["NAME"])[0]
+        aliases: dict[str, str] = {}
+        for metric in dict.fromkeys(claim.metric for claim in self.experiment.compare.claims):
+            alias = config.get(f"trainer.aliases.{metric}")
+            if alias and metric not in recorded:
+                aliases[metric] = (difflib.get_close_matches(str(alias), [*recorded], 1) or ["NAME"])[0]
+        return aliases
 
 
 def _is_beyond_margin(claim: ClaimResult) -> bool:

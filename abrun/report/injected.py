@@ -30,9 +30,8 @@ def write_sensitivity(
     `not_injected` maps a fault to what the recipe lacks for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / JSON_FILE, {**as_json(sensitivity), "not_injected": dict(not_injected)}, mode=PUBLIC_MODE
-    )
+    content = {**as_json(sensitivity), "not_injected": dict(not_injected)}
+    write_json(folder / JSON_FILE, content, mode=PUBLIC_MODE)
     page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
     write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
     return folder / MARKDOWN_FILE
@@ -43,9 +42,8 @@ def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
     if not sensitivity.num_judged:
         injected = count_text(len(sensitivity.faults), "injected fault")
         return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
-    pairs = (
-        count_text(sensitivity.num_pairs, "pair") if paired else f"{sensitivity.num_pairs} runs of each arm"
-    )
+    num_pairs = sensitivity.num_pairs
+    pairs = count_text(num_pairs, "pair") if paired else f"{num_pairs} runs of each arm"
     runs = f"{pairs} of {count_text(sensitivity.num_steps, 'step')}"
     text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
     for verdict, outcome in (
@@ -100,9 +98,8 @@ def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
 
 def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> RenderableType:
     """Return the table of injected faults for a terminal."""
-    return _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity)).to_rich(
-        padding=(0, 1)
-    )
+    table = _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity))
+    return table.to_rich(padding=(0, 1))
 
 
 def _markdown_lines(
@@ -120,9 +117,8 @@ def _markdown_lines(
         "the earliest test that makes the verdict MISMATCH, `at step` the step at which it does."
     )
     yield ""
-    yield from _make_table(
-        sensitivity_columns(paired=compare.paired), sensitivity_rows(sensitivity)
-    ).to_markdown()
+    titles = sensitivity_columns(paired=compare.paired)
+    yield from _make_table(titles, sensitivity_rows(sensitivity)).to_markdown()
     for title, lines in (
         ("Not caught", list(advice_lines(sensitivity))),
         ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
@@ -134,9 +130,8 @@ def _markdown_lines(
 def fault_library_table() -> RenderableType:
     """Return the table of all faults for a terminal; `fault_lines` adds sizes and sources."""
     cells = [(fault.name, fault.does, ", ".join(fault.needs) or "-", fault.shows) for fault in FAULTS]
-    return _make_table(("name", "what it does", "needs", "what should show it"), cells).to_rich(
-        padding=(0, 1)
-    )
+    titles = ("name", "what it does", "needs", "what should show it")
+    return _make_table(titles, cells).to_rich(padding=(0, 1))
 
 
 def fault_algorithms_text() -> str:

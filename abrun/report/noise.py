@@ -18,16 +18,16 @@ ALONE_NOTE = (
 def noise_tables(seed_noise: Sequence[SeedNoise]) -> list[Table]:
     """Return the table of metrics, and one of the power of claims with a margin, if there are any."""
     claimed = [noise for noise in seed_noise if noise.claim is not None]
-    others = [noise for noise in seed_noise if noise.claim is None and noise.gap is not None]
-    shown = [*claimed, *others[:MAX_METRICS]]
+    unclaimed = [noise for noise in seed_noise if noise.claim is None and noise.gap is not None]
+    listed = [*claimed, *unclaimed[:MAX_METRICS]]
     counts = [f"{count} pairs" for count in PAIR_COUNTS]
     tables = []
-    if shown:
+    if listed:
         heading = ["metric", "steps", "runs", "level", "sd over runs [90 % CI]", "gap"]
         shows = [f"shown by {PAIR_COUNTS[0]}", *(str(count) for count in PAIR_COUNTS[1:])]
-        tables.append(Table(columns(*heading, *shows), [_noise_cells(noise) for noise in shown]))
+        tables.append(Table(columns(*heading, *shows), [_noise_cells(noise) for noise in listed]))
     rows = [
-        [f"{noise.metric}: {noise.claim}", *_power_cells(noise), _needed_text(noise)]
+        [f"{noise.metric}: {noise.claim}", *_power_cells(noise)]
         for noise in claimed
         if any(prospect.match_power is not None for prospect in noise.prospects)
     ]
@@ -44,15 +44,8 @@ def _noise_cells(noise: SeedNoise) -> list[str]:
         spread += f" {interval_text(noise.sd_interval)}"
     gap = "-" if noise.gap is None else f"{noise.gap:.3g}"
     shows = [f"{prospect.difference:.3g}" for prospect in noise.prospects] or ["-"] * len(PAIR_COUNTS)
-    return [
-        f"{noise.metric}{scale}",
-        _steps_text(noise.steps),
-        str(len(noise.levels)),
-        level,
-        spread,
-        gap,
-        *shows,
-    ]
+    metric, steps = f"{noise.metric}{scale}", _steps_text(noise.steps)
+    return [metric, steps, str(len(noise.levels)), level, spread, gap, *shows]
 
 
 def _steps_text(steps: tuple[int, int] | None) -> str:
@@ -60,14 +53,9 @@ def _steps_text(steps: tuple[int, int] | None) -> str:
 
 
 def _power_cells(noise: SeedNoise) -> list[str]:
-    return [
-        "-" if prospect.match_power is None else percent_text(prospect.match_power)
-        for prospect in noise.prospects
-    ]
-
-
-def _needed_text(noise: SeedNoise) -> str:
-    return "more than 1000" if noise.pairs_needed is None else f"{noise.pairs_needed} pairs"
+    powers = [prospect.match_power for prospect in noise.prospects]
+    needed = "more than 1000" if noise.pairs_needed is None else f"{noise.pairs_needed} pairs"
+    return [*("-" if power is None else percent_text(power) for power in powers), needed]
 
 
 def new_run_tables(new_runs: Sequence[NewRun]) -> list[Table]:

@@ -78,9 +78,11 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     starts_runs = command.split()[1] in LAUNCH_COMMANDS
     if typed_recipe:
         options = ["--launcher", *["--seeds"] * (" --seeds " not in command)] if starts_runs else []
-        kept = _split_options(launch_words, options)[0]
-        has_seeds = any("--seeds" in text for text in (command, *kept))
-        arguments += _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept
+        kept_options = _split_options(launch_words, options)[0]
+        has_seeds = any("--seeds" in text for text in (command, *kept_options))
+        arguments += (
+            _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept_options
+        )
     if starts_runs and path.parent != RUNS_DIR:
         arguments += ["--runs-dir", str(path.parent)]
     return shlex.join(arguments)

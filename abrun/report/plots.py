@@ -105,9 +105,9 @@ def _draw_accepted(ax: Axes, terms: ClaimTerms, row: int, reach: float) -> None:
     if terms.accepted is None or not terms.margin:
         return
     low, high = terms.accepted
-    left = -reach if low is None else low / terms.margin
-    right = reach if high is None else high / terms.margin
-    ax.fill_between([left, right], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
+    start = -reach if low is None else low / terms.margin
+    stop = reach if high is None else high / terms.margin
+    ax.fill_between([start, stop], row - 0.45, row + 0.45, color=MARGIN_COLOR, alpha=0.35, linewidth=0)
 
 
 def _add_legend(figure: Figure) -> None:

@@ -228,8 +228,8 @@ def _comparison_note(content: VerdictFile) -> str:
     if not any(claim.estimate.certified_bound is not None for claim in content.claims):
         return note
     has_better = any(claim.claim.kind == "better" for claim in content.claims)
-    of_better = " (of 'better': the largest)" * has_better
-    return f"{note} The certified bound is the smallest margin that would have passed{of_better}."
+    better_note = " (of 'better': the largest)" * has_better
+    return f"{note} The certified bound is the smallest margin that would have passed{better_note}."
 
 
 def treatment_name(content: VerdictFile) -> str:

@@ -106,9 +106,8 @@ def watch(
         while True:
             statuses = {run.state.status for run in view.tick(now=True)}
             launcher = describe_launcher(experiment_dir)
-            if statuses <= set(ENDED_STATUSES) or not (
-                launcher or statuses & {"running", "waiting", "stalled"}
-            ):
+            is_active = launcher or statuses & {"running", "waiting", "stalled"}
+            if statuses <= set(ENDED_STATUSES) or not is_active:
                 break
             time.sleep(REFRESH_S)
     if not statuses & {"unreadable"} and not statuses <= {"finished"} and not launcher:

@@ -17,9 +17,8 @@ def describe_activity(run: WatchedRun, seconds: float | None = None) -> str | No
     """
     if run.warm_start:
         elapsed_s = run.warm_start.elapsed_s
-        return "waiting for the warm start" + (
-            "" if elapsed_s is None else f", {format_clock(elapsed_s)} so far"
-        )
+        elapsed_text = "" if elapsed_s is None else f", {format_clock(elapsed_s)} so far"
+        return f"waiting for the warm start{elapsed_text}"
     if run.since_step_s is None or not (run.is_starting or run.is_silent):
         return None
     progress, reason = run.state.progress, run.state.reason
@@ -45,14 +44,9 @@ def merge_activities(runs: Iterable[WatchedRun]) -> list[tuple[list[WatchedRun],
     """Return what the runs do, each activity once, with its runs and the longest of their times."""
     groups: dict[str, list[WatchedRun]] = {}
     for run in runs:
-        activity = describe_activity(run, 0.0)
-        if activity:
+        if activity := describe_activity(run, 0.0):
             groups.setdefault(activity, []).append(run)
-    merged = []
-    for group in groups.values():
-        longest_run = max(group, key=_silence_s)
-        merged.append((group, describe_activity(longest_run) or ""))
-    return merged
+    return [(group, describe_activity(max(group, key=_silence_s)) or "") for group in groups.values()]
 
 
 def format_clock(seconds: float) -> str:

@@ -65,8 +65,8 @@ def refuse_experiment(directory: Path) -> None:
     """Raise StoreError, with the names of the runs, if `directory` is an experiment and not a run."""
     if is_experiment(directory):
         names = [str(directory / str(name)) for name in planned_runs(directory)]
-        more = more_text(len(names) - MAX_NAMED_RUNS)
-        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=more))
+        omitted = more_text(len(names) - MAX_NAMED_RUNS)
+        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=omitted))
 
 
 def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +64,12 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
             continue
         reported, problem = _read_verdict(experiment_dir)
         problems += problem
-        num_steps_done = sum(
-            state.num_steps if state.status == "finished" else state.step for state in states
-        )
+        steps = (state.num_steps if state.status == "finished" else state.step for state in states)
         overviews.append(
             Overview(
                 experiment=experiment_dir.name,
                 runs=dict(Counter(state.status for state in states)),
-                step=num_steps_done,
+                step=sum(steps),
                 num_steps=sum(state.num_steps for state in states),
                 verdict=reported and reported.verdict,
                 is_verdict_old=reported is not None and reported.is_older_than(states),
@@ -112,12 +109,9 @@ def render_experiments(
         for overview in overviews
     ]
     table = Table(columns("experiment", "runs", "steps", "verdict", "launched by"), rows)
-    problem_lines = [Text(display_safe(line), style="red") for line in problems]
-    return (
-        Group(table, *problem_lines)
-        if overviews or problem_lines
-        else Text(f"{runs_dir}: no experiments yet")
-    )
+    if not (overviews or problems):
+        return Text(f"{runs_dir}: no experiments yet")
+    return Group(table, *(Text(display_safe(line), style="red") for line in problems))
 
 
 def status_json(
@@ -140,28 +134,25 @@ def status_json(
         "is_verdict_old": reported is not None and reported.is_older_than([run.state for run in runs]),
         "launched_by": describe_launcher(experiment_dir),
         "time_left_s": estimate_time_left_s(runs),
-        "runs": _runs_json(runs),
+        "runs": [_run_json(run) for run in runs],
     }
 
 
-def _runs_json(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    return [
-        {
-            "run": run.label,
-            "directory": str(run.state.directory),
-            "status": run.status,
-            "step": run.step,
-            "num_steps": run.state.num_steps,
-            "started_s": run.state.started_s,
-            "message": run.state.message,
-            "message_code": encode_reasons(run.state.reason),
-            "activity": describe_activity(run),
-            "since_step_s": run.since_step_s,
-            "stall_limit_s": run.state.progress and run.state.progress.limit_s,
-            "step_time_s": run.step_time_s,
-            "eta_s": run.eta_s,
-            "peak_memory_bytes": run.peak_bytes,
-            "latest": dict(run.latest),
-        }
-        for run in runs
-    ]
+def _run_json(run: WatchedRun) -> dict[str, Any]:
+    return {
+        "run": run.label,
+        "directory": str(run.state.directory),
+        "status": run.status,
+        "step": run.step,
+        "num_steps": run.state.num_steps,
+        "started_s": run.state.started_s,
+        "message": run.state.message,
+        "message_code": encode_reasons(run.state.reason),
+        "activity": describe_activity(run),
+        "since_step_s": run.since_step_s,
+        "stall_limit_s": run.state.progress and run.state.progress.limit_s,
+        "step_time_s": run.step_time_s,
+        "eta_s": run.eta_s,
+        "peak_memory_bytes": run.peak_bytes,
+        "latest": dict(run.latest),
+    }

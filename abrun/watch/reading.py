@@ -177,11 +177,9 @@ class _RunReader:
 def _measure_start_up_s(state: RunState, first_row: Mapping[str, Any]) -> float | None:
     """Return the seconds from the last attempt's start to the start of its first step; None before that."""
     step_end_s, step_time_s = first_row.get("time_s"), first_row.get(STEP_TIME)
-    if (
-        state.started_s is None
-        or not isinstance(step_end_s, int | float)
-        or not isinstance(step_time_s, int | float)
-    ):
+    if not isinstance(step_end_s, int | float) or not isinstance(step_time_s, int | float):
+        return None
+    if state.started_s is None:
         return None
     seconds = step_end_s - step_time_s - state.started_s
     # Negative if the row is one of an earlier attempt.
@@ -236,14 +234,13 @@ def estimate_time_left_s(runs: Sequence[WatchedRun]) -> float | None:
     start_ups = [run.start_up_s for run in runs if run.start_up_s is not None]
     start_up_s = statistics.median(start_ups) if start_ups else 0.0
     ends = [_estimate_seconds_left(run, runs, start_up_s) for run in runs if run.state.status == "running"]
-    runs_to_start = [
-        run for run in runs if run.state.status in ("pending", "waiting") and not run.is_warm_start
-    ]
     known_ends = [end for end in ends if end is not None]
     if not ends or len(known_ends) < len(ends):
         return None
     heapq.heapify(known_ends)
-    for run in runs_to_start:
+    for run in runs:
+        if run.is_warm_start or run.state.status not in ("pending", "waiting"):
+            continue
         seconds = _estimate_seconds_left(run, runs, start_up_s)
         if seconds is None:
             return None
@@ -256,11 +253,11 @@ def _estimate_seconds_left(run: WatchedRun, runs: Sequence[WatchedRun], start_up
     step_time_s = _estimate_step_time_s(run, runs)
     if step_time_s is None or (run.is_silent and not run.is_starting):
         return None
-    start_up_left_s = 0.0
+    seconds = step_time_s * (run.state.num_steps - run.step)
     if run.start_up_s is None:
         began_s = run.state.started_s if run.state.status == "running" else None
-        start_up_left_s = max(0.0, start_up_s - (time.time() - began_s if began_s else 0.0))
-    return start_up_left_s + step_time_s * (run.state.num_steps - run.step)
+        seconds += max(0.0, start_up_s - (time.time() - began_s if began_s else 0.0))
+    return seconds
 
 
 def _estimate_step_time_s(run: WatchedRun, runs: Sequence[WatchedRun]) -> float | None:

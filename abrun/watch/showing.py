@@ -99,19 +99,11 @@ def _select_runs(runs: Sequence[WatchedRun], max_rows: int | None) -> list[Watch
     """Select up to `max_rows` runs and keep their order: running, failed, then the last that finished."""
     if max_rows is None or len(runs) <= max_rows:
         return list(runs)
-    ranks = {
-        "running": 0,
-        "stalled": 0,
-        "failed": 1,
-        "interrupted": 1,
-        "unreadable": 1,
-        "finished": 2,
-        "waiting": 3,
-        "pending": 4,
-    }
+    ranks = {"running": 0, "stalled": 0, "failed": 1, "interrupted": 1, "unreadable": 1}
+    ranks |= {"finished": 2, "waiting": 3, "pending": 4}
+    statuses = [run.state.status for run in runs]
     order = sorted(
-        range(len(runs)),
-        key=lambda i: (ranks[runs[i].state.status], -i if runs[i].state.status == "finished" else i),
+        range(len(runs)), key=lambda i: (ranks[statuses[i]], -i if statuses[i] == "finished" else i)
     )
     return [runs[i] for i in sorted(order[:max_rows])]
 
@@ -122,11 +114,8 @@ def _title_line(name: str, runs: Sequence[WatchedRun]) -> Text:
     for status, count in counts.items():
         title.append("  ")
         title.append(f"{count} {status}", style=COLOURS.get(status, "yellow"))
-        silent_s = [
-            run.since_step_s or 0.0
-            for run in runs
-            if run.status == status and run.is_silent and not run.is_starting
-        ]
+        silent = [run for run in runs if run.status == status and run.is_silent and not run.is_starting]
+        silent_s = [run.since_step_s or 0.0 for run in silent]
         if silent_s:
             share = "" if len(silent_s) == count else f"{len(silent_s)}: "
             title.append(f" ({share}no step for {format_clock(max(silent_s))})", style="yellow")
@@ -143,12 +132,8 @@ def _runs_table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
         if rows[index][0] == rows[index - 1][0]:
             rows[index][0] = ""
     gap = 2 if width >= WIDE else 1
-    widths = [
-        max(
-            len(line) for text in (column.heading, *(row[index] for row in rows)) for line in text.split("\n")
-        )
-        for index, column in enumerate(columns)
-    ]
+    texts = zip((column.heading for column in columns), *rows, strict=True)
+    widths = [max(len(line) for text in cells for line in text.split("\n")) for cells in texts]
     curve_width = max(6, min(40, width - sum(widths) - gap * len(widths)))
     value_range = _value_range(runs, curve_metric)
     curve_index = next(index for index, column in enumerate(columns) if not column.heading)
@@ -156,13 +141,10 @@ def _runs_table(runs: Sequence[WatchedRun], width: int) -> RenderableType:
     cells = []
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if _is_suspect(run) else COLOURS.get(run.status, "yellow")
-        cells.append(
-            [
-                Text(text, style=_cell_style(text, colour, status=i == status_index))
-                for i, text in enumerate(row)
-            ]
-        )
-        cells[-1][curve_index] = _draw_curve(run, curve_metric, curve_width, value_range)
+        texts = [Text(text, style=_cell_style(text, colour)) for text in row]
+        texts[status_index].style = colour
+        texts[curve_index] = _draw_curve(run, curve_metric, curve_width, value_range)
+        cells.append(texts)
     aligned_columns = [
         Column(Text("\n" * ("\n" not in column.heading) + column.heading), column.align_right, no_wrap=True)
         for column in columns
@@ -197,12 +179,8 @@ def _run_columns(curve_metric: str, width: int) -> list[_RunColumn]:
         _RunColumn(heading="step\ntime", cell=lambda run: _format_seconds(run.step_time_s), is_optional=True),
     ]
     if width >= VERY_WIDE:
-        rate_heading = "tokens/s\nper device"
-        columns.append(
-            _RunColumn(
-                heading=rate_heading, cell=lambda run: _format_rate(run.tokens_per_s), is_optional=True
-            )
-        )
+        heading = "tokens/s\nper device"
+        columns.append(_RunColumn(heading=heading, cell=_format_rate, is_optional=True))
     if is_wide:
         columns.append(_RunColumn(heading="\nelapsed", cell=lambda run: _format_clock(run.elapsed_s)))
     return [*columns, _RunColumn(heading="\nETA", cell=lambda run: _format_clock(run.eta_s))]
@@ -217,8 +195,8 @@ def _draw_curve(run: WatchedRun, metric: str, width: int, value_range: tuple[flo
     return Text.assemble((curve, "cyan"), (pending, "dim"))
 
 
-def _cell_style(text: str, colour: str, *, status: bool) -> str:
-    if colour == "dim" or status:
+def _cell_style(text: str, colour: str) -> str:
+    if colour == "dim":
         return colour
     return "bold red" if text in ("nan", "inf", "-inf") else ""
 
@@ -237,7 +215,7 @@ def _progress_bar(runs: Sequence[WatchedRun], width: int) -> RichTable:
     planned = [run for run in runs if not run.is_warm_start]
     num_steps = sum(run.state.num_steps for run in planned)
     num_done = sum(min(run.step, run.state.num_steps) for run in planned)
-    elapsed_s, elapsed_text, seconds_left = compute_elapsed_s(planned), "", estimate_time_left_s(runs)
+    elapsed_s, seconds_left = compute_elapsed_s(planned), estimate_time_left_s(runs)
     if elapsed_s is not None:
         elapsed_text = f"  {_format_clock(elapsed_s)} elapsed"
     else:
@@ -277,15 +255,12 @@ def _value_range(runs: Sequence[WatchedRun], metric: str) -> tuple[float, float]
 
 def compute_elapsed_s(runs: Sequence[WatchedRun]) -> float | None:
     """Return the seconds from the first start to now or to the last step; None if no run has started."""
-    spans = [(run.state.started_s, run.elapsed_s) for run in runs]
-    known_spans = [
+    spans = [
         (start, start + elapsed_s)
-        for start, elapsed_s in spans
-        if start is not None and elapsed_s is not None
+        for run in runs
+        if (start := run.state.started_s) is not None and (elapsed_s := run.elapsed_s) is not None
     ]
-    return (
-        max(end for _, end in known_spans) - min(start for start, _ in known_spans) if known_spans else None
-    )
+    return max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
 
 
 # --- one line per run ---
@@ -316,15 +291,13 @@ def status_line(run: WatchedRun) -> str:
 def progress_line(run: WatchedRun) -> str:
     fields = [f"step {run.step}/{run.state.num_steps}"]
     curve_metric = _choose_curve_metric([run])
-    for key, label in (
-        (curve_metric, curve_metric.removeprefix("train/")),
-        (TOKEN_MULT_PROB_ERROR, "token_mult_prob_error"),
-        (GRAD_NORM, "grad norm"),
+    for key, label, decimals in (
+        (curve_metric, curve_metric.removeprefix("train/"), 3),
+        (TOKEN_MULT_PROB_ERROR, "token_mult_prob_error", 4),
+        (GRAD_NORM, "grad norm", 3),
     ):
         if isinstance(run.latest.get(key), int | float):
-            fields.append(
-                f"{label} {_format_number(run.latest[key], 4 if key == TOKEN_MULT_PROB_ERROR else 3)}"
-            )
+            fields.append(f"{label} {_format_number(run.latest[key], decimals)}")
     if run.step_time_s is not None:
         fields.append(f"{_format_seconds(run.step_time_s)} per step")
     return ", ".join(fields)
@@ -338,11 +311,7 @@ def format_bytes(num_bytes: float | None) -> str:
         return ""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}"
-                if num_bytes < 1000 * size
-                else f"{num_bytes / size:.0f} {unit}"
-            )
+            return f"{num_bytes / size:{'.3g' if num_bytes < 1000 * size else '.0f'}} {unit}"
     return f"{num_bytes / 2**10:.0f} KiB"
 
 
@@ -354,8 +323,9 @@ def _format_number(value: Any, decimals: int) -> str:
     return f"{value:.{decimals}f}" if 0.001 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
 
 
-def _format_rate(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) and math.isfinite(value) else ""
+def _format_rate(run: WatchedRun) -> str:
+    rate = run.tokens_per_s
+    return f"{rate:,.0f}" if rate is not None and math.isfinite(rate) else ""
 
 
 def _format_seconds(value: float | None) -> str:

@@ -262,11 +262,7 @@ def _arm_runs(
     experiment: RecordedExperiment, arm: str | None, source: str, reading: ReadingOptions
 ) -> tuple[list[RecordedRun], str]:
     """Return the runs of the arm to judge, and its name in the ledger. Raises ComparisonError."""
-    if arm is None and len(experiment.arms) != 1:
-        raise ComparisonError(Code.ARM_NOT_NAMED(experiment=experiment.name, treatments=experiment.arms))
-    arm = arm or experiment.arms[0]
-    if arm not in experiment.arms:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.arms))
+    arm = experiment.choose_arm(arm, experiment.arms)
     is_stored = find_stored_experiment([source], reading.runs_dir) is not None
     return list(experiment.arm(arm).values()), f"{experiment.name}/{arm}" if is_stored else arm
 

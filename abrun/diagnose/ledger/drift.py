@@ -228,14 +228,7 @@ def _ledger_and_arm(
         raise ComparisonError(Code.NO_LEDGER(reference=reference.name))
     if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
         raise ComparisonError(Code.NO_TREATMENT_DECLARED(experiment=experiment.name))
-    if arm is None and len(experiment.treatments) != 1:
-        raise ComparisonError(
-            Code.ARM_NOT_NAMED(experiment=experiment.name, treatments=experiment.treatments)
-        )
-    arm = arm or experiment.treatments[0]
-    if arm not in experiment.treatments:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=experiment.treatments))
-    return ledger, arm
+    return ledger, experiment.choose_arm(arm, experiment.treatments)
 
 
 def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) -> ClaimResult:

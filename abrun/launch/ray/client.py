@@ -113,8 +113,9 @@ def _raise_launch_errors(address: str) -> Iterator[None]:
         message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
         if isinstance(error, ConnectionError):
             raise LaunchError(Code.RAY_SILENT(address=address, error=message, remedy=START_HINT)) from None
-        if "Read timed out" in message:
-            message = (
-                f"listens, and has not answered for {REQUEST_TIMEOUT_S:g} s; its dashboard seems to hang"
-            )
+        from requests import ReadTimeout  # Ray's client imports it
+
+        if isinstance(error, ReadTimeout):
+            seconds = f"{REQUEST_TIMEOUT_S:g} s"
+            message = f"listens, and has not answered for {seconds}; its dashboard seems to hang"
         raise LaunchError(Code.RAY_FAILED(address=address, answer=message)) from None

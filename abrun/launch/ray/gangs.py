@@ -33,6 +33,7 @@ from abrun.launch.engine import Devices, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
+from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Ray
@@ -196,7 +197,7 @@ class GangEngine:
         needs = combine_resources([job.config for job in gang.jobs], self._settings)
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         availability = f"{large_enough} of that size, and not free" if large_enough else "none of that size"
-        nodes = f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+        nodes = count_text(num_nodes, "node")
         description = f"for {nodes} with {amounts} each; the cluster has {availability}"
         self._report_waiting(gang, description)
 

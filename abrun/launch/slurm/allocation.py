@@ -37,7 +37,6 @@ from abrun.recipe.refusals import validated
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import Lease
-from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
 
 RELEASE_TIMEOUT_S = 30.0
@@ -83,12 +82,8 @@ class StepEngine(LocalEngine):
             cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
         options = ["--overlap" if self._shared else "--exact"]
         options += [f"--nodes={cluster.nodes}", f"--ntasks={cluster.nodes}", "--ntasks-per-node=1"]
-        options += [
-            f"--cpus-per-task={cpus}",
-            "--kill-on-bad-exit=1",
-            "--quiet",
-            f"--job-name={_step_name(run)}",
-        ]
+        options += [f"--cpus-per-task={cpus}", "--kill-on-bad-exit=1", "--quiet"]
+        options.append(f"--job-name={_step_name(run)}")
         options += [f"--gres=gpu:{gpus}"] if gpus else []
         memory = os.environ.get("SLURM_MEM_PER_NODE", "")
         # Otherwise the first step would take all memory.
@@ -183,13 +178,9 @@ def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
         return queue
     for job in queue.jobs:
         if job.is_warm_start:
-            job.status = "finished" if job.run.finished else _warm_start_status(job)
+            status = "finished" if job.run.finished else job.run.state(WARM_START).status
+            job.status = status if status in ("finished", "interrupted") else "failed"
     return queue
-
-
-def _warm_start_status(job: LaunchJob) -> Status:
-    status = job.run.state(WARM_START).status
-    return status if status == "interrupted" else "failed"
 
 
 def _fail_runs(experiment_dir: Path, names: list[str], reason: Reason) -> None:

@@ -124,9 +124,8 @@ def render_script(
     argv = [settings.python if settings.python and not settings.container else sys.executable]
     argv += [*MODULE_OPTIONS, "abrun.launch.slurm.allocation", str(experiment_dir)]
     if script.warm_start:
-        return _render_lines(
-            experiment_dir, script.name, options, settings, [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
-        )
+        lines = [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
+        return _render_lines(experiment_dir, script.name, options, settings, lines)
     if max_parallel and script.need.runs_per_gpu > 1:
         max_parallel = max(max_parallel // script.need.runs, 1)
     options.insert(0, f"--array=0-{len(script.tasks) - 1}{f'%{max_parallel}' if max_parallel else ''}")

@@ -60,13 +60,14 @@ def chart_json(
     for arm in experiment.arms:
         notes += [note for curve in panel.curves if curve.arm == arm for note in _coverage_notes(curve)]
         notes += _missing_run_notes(experiment, arm, metric)
+    omitted = [f"and {len(notes) - MAX_NOTES} more such notes"] * (len(notes) > MAX_NOTES)
     return {
         "metric": metric,
         "unit": panel.unit,
         "arms": [_curve_json(rows, curve) for curve in panel.curves],
         "windows": panel.windows,
         "differences": [_difference_json(rows, difference) for difference in panel.differences],
-        "notes": notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], _omitted_notes_text(notes)],
+        "notes": [*notes[:MAX_NOTES], *omitted],
         **rows_json(rows, max_values),
     }
 
@@ -75,10 +76,8 @@ def _curve_json(rows: ChartRows, curve: Curve) -> dict[str, Any]:
     band = None
     if curve.sd is not None:
         with np.errstate(over="ignore", invalid="ignore"):
-            band = [
-                rows.add(curve.steps, end, over_runs=True)
-                for end in (curve.mean - curve.sd, curve.mean + curve.sd)
-            ]
+            ends = (curve.mean - curve.sd, curve.mean + curve.sd)
+            band = [rows.add(curve.steps, end, over_runs=True) for end in ends]
     return {
         "arm": curve.index,
         "seeds": [
@@ -191,7 +190,3 @@ def _coverage_notes(curve: Curve) -> Iterator[str]:
     num_steps, shared = curve.num_steps, len(curve.steps)
     if shared < num_steps:
         yield f"{curve.arm}: mean and band cover the {shared} of {num_steps} steps that all its runs recorded"
-
-
-def _omitted_notes_text(notes: Sequence[str]) -> str:
-    return f"and {len(notes) - MAX_NOTES} more such notes"

@@ -44,7 +44,7 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
         for arm in experiment.arms
     }
     baseline = by_arm[experiment.baseline]
-    row["baseline"] = _mean(baseline)
+    row["baseline"] = float(np.mean([*baseline.values()])) if baseline else None
     row["arms"] = [
         _compare_levels(experiment.arms.index(arm), baseline, by_arm[arm], paired=experiment.compare.paired)
         for arm in experiment.treatments
@@ -52,10 +52,6 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
     ]
     row["curves"] = list(_small_curves(experiment.arms, runs, steps, values))
     return row
-
-
-def _mean(levels: dict[int, float]) -> float | None:
-    return float(np.mean([*levels.values()])) if levels else None
 
 
 def _compare_levels(
@@ -73,11 +69,8 @@ def _compare_levels(
     larger = max(abs(treated_mean), abs(baseline_mean))
     if math.isfinite(difference) and abs(difference) <= ROUNDING * larger:
         difference = 0.0
-    spreads = [
-        float(np.std([*arm_levels.values()], ddof=1)) if len(arm_levels) > 1 else 0.0
-        for arm_levels in (baseline, treatment)
-    ]
-    spread = max(spreads)
+    several = [[*levels.values()] for levels in (baseline, treatment) if len(levels) > 1]
+    spread = max((float(np.std(levels, ddof=1)) for levels in several), default=0.0)
     score = abs(difference) / spread if spread > 0 else math.inf if difference else 0.0
     if not math.isfinite(difference):
         score = math.inf if math.isfinite(treated_mean) != math.isfinite(baseline_mean) else -1.0

@@ -23,7 +23,7 @@ from abrun.processes import progress
 from abrun.reasons import Code
 from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.redaction import one_line
 from abrun.rollout.vllm import support
 
@@ -271,7 +271,7 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     """
     cache, share_bytes = (
         cache_bytes(config, config.cluster.ranks, network),
-        config.cluster.share_of(device_bytes),
+        share_of_device(device_bytes, config.cluster.runs_per_gpu),
     )
     is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
     if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
