@@ -71,7 +71,12 @@ def judge_one_by_one(
 
 @pytest.mark.parametrize(
     ("margins", "interim", "num_treatments"),
-    [([1.5], [3, 6, 12], 1), (["1.5 sigma"], [4, 8, 12], 1), ([1.5, 2.0], [3, 5, 8], 2), ([0.8], [2, 4], 1)],
+    [
+        pytest.param([1.5], [3, 6, 12], 1, marks=pytest.mark.slow),
+        (["1.5 sigma"], [4, 8, 12], 1),
+        ([1.5, 2.0], [3, 5, 8], 2),
+        ([0.8], [2, 4], 1),
+    ],
 )
 def test_the_expected_pairs_are_those_of_experiments_judged_one_by_one(margins, interim, num_treatments):
     designs = designs_of([claim_of(margin) for margin in margins], interim, num_treatments)

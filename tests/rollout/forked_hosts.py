@@ -40,16 +40,20 @@ class ForkedHost:
             os.kill(self.pid, number)
 
 
+started: list[ForkedHost] = []
+
+
 def start_forked_host(
     argv: Sequence[str], env: Mapping[str, str], *, pass_fds: Sequence[int], stdout: TextIO, **_: Any
 ) -> ForkedHost:
     """Start the stand-in's host as `start_process` does, except for the signal at this process's death."""
-    *_, socket_fd, run_dir = argv
+    socket_fd, run_dir = argv[-2:]
     assert [int(socket_fd)] == list(pass_fds)
     with socket.socket(fileno=os.dup(int(socket_fd))) as listener, Connection(os.dup(stdout.fileno())) as log:
         process = processes.Process(target=_serve, args=(listener, log, dict(env), run_dir), daemon=True)
         process.start()
-    return ForkedHost(process)
+    started.append(ForkedHost(process))
+    return started[-1]
 
 
 def _serve(listener: socket.socket, log: Connection, env: dict[str, str], run_dir: str) -> None:

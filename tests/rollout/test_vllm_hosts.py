@@ -29,7 +29,7 @@ from abrun.rollout.vllm.hosted import HostedEngine
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import STAND_IN_HOST
 from tests.processes.test_fork_server import until
-from tests.rollout.forked_hosts import start_forked_host
+from tests.rollout.forked_hosts import start_forked_host, started
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
 from tests.train.runs import make_run, run_config, single_rank
@@ -100,6 +100,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     launch.hosts.close()
     living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
     assert not [child for child in living if "standin" in " ".join(child.cmdline())]
+    assert all(host.poll() is not None for host in started)
 
 
 def sampled(engine: Any, policy: Any) -> list[list[Completion]]:
