@@ -198,7 +198,7 @@ BAD = {
     "empty": (lambda folder: step_path(folder, 2).write_bytes(b""), "unusable rollouts: "),
     "missing": (lambda folder: step_path(folder, 2).unlink(), "No such file"),
     "steps": (lambda folder: step_path(folder, 4).unlink(), "it holds 3 steps, but the run takes 4"),
-    "format": (lambda folder: damage(folder, format=2), "format 2, but this version reads 1"),
+    "format": (lambda folder: damage(folder, format=2), "this version reads format 1, not 2"),
     "step": (lambda folder: damage(folder, step=7), "it holds step 7"),
     "seed": (lambda folder: damage(folder, seed=3), "recorded with seed 3, but the run has 0"),
     "tokenizer": (lambda folder: damage(folder, tokenizer="x"), "recorded with tokenizer x"),
