@@ -10,8 +10,10 @@ flagged if a step-one metric of any step so far is further from the baseline's, 
 distance, than any replica is from it in units of the others', over all metrics and steps so far. Each such
 analysis flags a clean pair in 1 of k + 1 cases at most.
 
-A recorded pair samples nothing, so it cannot have faults of samplers, such as forced_eos, which `abrun trace`
-shows at its first step. With --work FOLDER a stopped command goes on. The runs print to FOLDER/worker-N.log.
+A recorded pair samples nothing, so it cannot have faults of samplers, such as forced_eos, which a free pair
+and `abrun trace` show at the first step. Hard masks of importance weights (sequence_weight_sum) compare with
+the recording's sampler: in bfloat16 one ULP masks most sequences, so that a recorded pair is no sharper. With
+--work FOLDER a stopped command goes on. Runs of one rank print to worker-N.log in the folder of their base.
 """
 
 import argparse
