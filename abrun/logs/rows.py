@@ -244,11 +244,10 @@ def _parse_numbers(
                 numbers[name] = cell
             elif cell and not cell.isspace():
                 try:
-                    numbers[name] = (
-                        number_format.parse_step(cell, has_plain_steps=step_columns[name])
-                        if name in step_columns
-                        else number_format.parse_number(cell)
-                    )
+                    if name in step_columns:
+                        numbers[name] = number_format.parse_step(cell, has_plain_steps=step_columns[name])
+                    else:
+                        numbers[name] = number_format.parse_number(cell)
                 except ValueError:
                     texts[name].append((index, cell))
         rows.append(numbers)

@@ -24,15 +24,12 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
         if experiment and component in PIPELINERL_PARTS
     }
     complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
-    logs = merge_parts(
-        [
-            replace(log, name=split_names[log.name][0], is_part=True, run_id=None)
-            if log.name in part_names and split_names[log.name][0] in complete_runs
-            else log
-            for log in logs
-        ]
-    )
-    logs = _merge_splits(logs)
+    parts: list[Log] = []
+    for log in logs:
+        run = split_names[log.name][0]
+        is_part = log.name in part_names and run in complete_runs
+        parts.append(replace(log, name=run, is_part=True, run_id=None) if is_part else log)
+    logs = _merge_splits(merge_parts(parts))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         folder, _, leaf = log.name.rpartition("/")
