@@ -21,6 +21,7 @@ from abrun.present.figures import COLORS, figure_style, save_figure
 from abrun.present.markdown import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
 from abrun.recipe.reading import dotted
+from abrun.recipe.run import can_change_numbers
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import freeze_arm
 from abrun.report.context import make_context
@@ -69,6 +70,8 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
         "seeds": list(experiment.arm(BASELINE)),
         "no_reference": None,
     }
+    if (folder / RECORD).is_file():  # a sentence on the completions, written by hand
+        record["learned"] = read_json(folder / RECORD).get("learned")
     try:
         freeze_arm(experiment, BASELINE, folder / REFERENCE)
     except ComparisonError as error:
@@ -99,7 +102,7 @@ def _command(directory: Path, recipe: Path) -> str:
     written = dotted(load_recipe(recipe).model_dump(mode="json"))
     words = ["abrun", "launch", f"{RECIPES}/{recipe.name}"]
     for key, value in ran.items():
-        if key not in written or written[key] != value:
+        if can_change_numbers(key) and (key not in written or written[key] != value):
             text = value if isinstance(value, str) else json.dumps(value)
             words += ["--set", f"{key}={'FOLDER' if text.startswith('/') else text}"]
     return shlex.join(words)
@@ -206,8 +209,8 @@ def _rows(recipe: Path, content: VerdictFile) -> Iterator[list[str]]:
 
 
 def _claim_cells(claim: ClaimResult) -> list[str]:
-    metric, _, _, difference, margin, _, _ = claim_cells(claim)
-    return [escape_markdown(text) for text in (f"{metric} {margin}", difference)]
+    metric, steps, _, difference, margin, _, _ = claim_cells(claim)
+    return [escape_markdown(text) for text in (f"{metric}, steps {steps}: {margin}", difference)]
 
 
 def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -> str:
@@ -219,7 +222,11 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
     )
     sure = "; ".join(f"{prefix[claim.arm]}{_certainty(claim)}" for claim in content.claims) or "no claim"
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
-    injected = "; ".join(f"`{row[0]}`, {row[2]} ({row[3]})" for row in rows) or "nothing"
+    injected = "; ".join(
+        f"`{fault}`, not judged" if verdict == "INVALID" else f"`{fault}`, {verdict} ({caught})"
+        for fault, _, verdict, caught, *_ in rows
+    )
+    injected = injected or "nothing"
     questions = "; ".join(_open_questions(content))
     open_text = f"Open: {questions}. " if questions else ""
     facts = (record["spent"], record["hardware"], record["ran"])
@@ -237,6 +244,8 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
         f"{command}{escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
         f"{', '.join(f'[{file}](evidence/{recipe.stem}/{file})' for file in files)}.",
     ]
+    if record.get("learned"):
+        lines += ["", record["learned"]]
     if record["no_reference"] is not None:
         lines += ["", escape_markdown(f"No reference: {record['no_reference']}.")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
@@ -244,8 +253,8 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
 
 def _certainty(claim: ClaimResult) -> str:
     """Return what is certain of a claim, and how many pairs would decide it if it is open."""
-    _, _, _, difference, margin, bound, _ = claim_cells(claim)
-    metric, needed = claim.claim.metric, claim.power.pairs_needed
+    _, steps, _, difference, margin, bound, _ = claim_cells(claim)
+    metric, needed = f"{claim.claim.metric}, steps {steps},", claim.power.pairs_needed
     if claim.result == "equivalent":
         return f"{metric} differs by less than {bound} (margin {margin})"
     if claim.result == "undecided" and needed is not None:

@@ -74,7 +74,12 @@ def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: Mod
 def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generator: ModuleType) -> None:
     recipes = [load_recipe(path) for path in generator.recipes_of(ROOT)]
     for recipe in recipes:
-        assert len(recipe.seeds) >= 5 and recipe.controls.aa_reruns and recipe.controls.faults, recipe.name
+        is_exact = recipe.run_config("baseline").policy.dtype == "float32" or recipe.steps <= 10
+        assert (
+            len(recipe.seeds) >= (3 if is_exact else 4)
+            and recipe.controls.aa_reruns
+            and recipe.controls.faults
+        ), recipe.name
 
 
 def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType, site: Path) -> None:
@@ -84,12 +89,13 @@ def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType
     assert page.startswith("# Evidence\n\n## Results\n\n| experiment | claim |") and "old" not in page
     difference = r"\S+ \[\S+ \S+\]"
     row = (
-        rf"\| \[`demo`\]\(#demo\) \| train/reward ±0\.02 \| identical \| {difference} \| MATCH, as claimed \|"
+        rf"\| \[`demo`\]\(#demo\) \| train/reward, steps \d+-\d+: ±0\.02 \| identical \| {difference} "
+        r"\| MATCH, as claimed \|"
     )
     assert re.search(f"^{row}$", page, re.M)
     for part in (
         "### demo\n\n- Claim: Alike.\n- Answer: MATCH, as claimed.\n",
-        "- How sure (95 %, 5 seeds): train/reward differs by less than ",
+        "- How sure (95 %, 5 seeds): train/reward, steps 33-40, differs by less than ",
         "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
         "0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
         "2001-09-09 01:46 to 01:48 UTC.",

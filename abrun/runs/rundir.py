@@ -278,10 +278,12 @@ class RunDir:
     def identity(self) -> str:
         """Return the run's name and a hash of its config, which identify its files.
 
-        Limits are left out of the hash: they change how long the run may take, not what it computes.
+        Limits and the share of a GPU, which a resumed launch may change, have no part in the hash.
         """
         stored = read_stored_config(self.path / layout.CONFIG)
         relevant_config = {key: value for key, value in stored.config.items() if key != "limits"}
+        if isinstance(cluster := relevant_config.get("cluster"), dict) and "runs_per_gpu" in cluster:
+            relevant_config["cluster"] = {**cluster, "runs_per_gpu": 1}
         digest = hashlib.sha256(json.dumps(relevant_config, sort_keys=True).encode()).hexdigest()
         return f"{stored.name} {digest[:16]}"
 

@@ -1,22 +1,28 @@
 """How many faults of the library a recorded pair flags by step 3, against a free-running pair.
 
-python -m tests.bench.bench_recorded_faults [--only NAMES] [--replicas 19] [--dtype bfloat16]
+python -m tests.bench.bench_recorded_faults [--only NAMES] [--replicas 19] [--steps 3] [--dtype bfloat16]
+python -m tests.bench.bench_recorded_faults --device cuda --workers 6    # runs of one rank, on one GPU
 
-A tiny Qwen2 on CPU cores, from a short supervised warm start, trains three steps: a baseline, which records
-its rollouts, the baseline with initial weights moved by one ULP (replicas), and each fault. Recorded:
-replicas and faults train on the baseline's rollouts; free: they sample. The same rule judges both: a fault
-is flagged if a step-one metric of steps 1 to 3 is further from the baseline's, in units of the replicas'
-mean distance, than any replica is from it in units of the others', over all metrics and steps. A clean pair
-is flagged in 1 of k + 1 cases at most.
+A tiny Qwen2, from a short supervised warm start, trains three steps: a baseline, which records its rollouts,
+the baseline with initial weights moved by one ULP (replicas), and each fault. Recorded: replicas and faults
+train on the baseline's rollouts; free: they sample. The same rule judges both: a fault is flagged if a
+step-one metric of any step is further from the baseline's, in units of the replicas' mean distance, than any
+replica is from it in units of the others', over all metrics and steps. A clean pair is flagged in 1 of k + 1
+cases at most.
 
 A recorded pair samples nothing, so it cannot have faults of samplers, such as forced_eos, which `abrun trace`
-shows at its first step. With --work FOLDER a stopped command goes on.
+shows at its first step. With --work FOLDER a stopped command goes on. The runs print to FOLDER/worker-N.log.
 """
 
+import argparse
 import contextlib
 import io
 import math
+import multiprocessing
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from abrun.backends.ranks import join_ranks
 from abrun.diagnose.trace.judge import standardise
 from abrun.errors import RecipeError
 from abrun.metric_names import MEAN_GEN_TOKENS, REWARD, STEP_ONE
@@ -38,28 +45,44 @@ from tests.bench.launches import clockless_rows
 from tests.diagnose.trace.captured import config
 from tests.spawn import run_ranks
 
-STEPS = 3
 # Metrics that take few values jump where rounding does not
 METRICS = tuple(metric for metric in STEP_ONE if metric not in (REWARD, MEAN_GEN_TOKENS))
 FREE, RECORDED = "free", "recorded"
 Finding = tuple[int | None, str]  # the step that flags a fault, if any, and why
 
 
-def train_all(rank: int, world_size: int, folders: Sequence[Path]) -> None:
+def train_all(rank: int, world_size: int, folders: Sequence[Path], device: torch.device) -> None:
     """Train the runs in these folders, one after the other. Called by every rank."""
     from abrun.train.loop import train
 
     for folder in folders:
         run = RunDir(folder)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, run.record(), None if rank else run.begin_attempt(), torch.device("cpu"))
+        try:
+            train(run, run.record(), None if rank else run.begin_attempt(), device)
+        except Exception:
+            if world_size > 1:  # other ranks may wait for this one
+                raise
+            traceback.print_exc()
+
+
+def train_as_rank(rank: int, world_size: int, folders: Sequence[Path]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        train_all(rank, world_size, folders, torch.device("cpu"))
+
+
+def train_alone(folders: Sequence[Path], cluster: Mapping[str, Any], log: Path) -> None:
+    """Train runs of one rank in this process, which prints to a file."""
+    with log.open("a", buffering=1) as sys.stdout:
+        sys.stderr = sys.stdout
+        train_all(0, 1, folders, join_ranks(cluster))
+        torch.distributed.destroy_process_group()
 
 
 class Pairs:
     """The runs of one base below a folder."""
 
-    def __init__(self, work: Path, base: OwnRunConfig, weights: Path | None) -> None:
-        self._work, self._weights, self.base = work, weights, base
+    def __init__(self, work: Path, base: OwnRunConfig, weights: Path | None, steps: int) -> None:
+        self._work, self._weights, self.base, self._steps = work, weights, base, steps
         self._planned: list[Path] = []
 
     def plan(self, design: str, arm: str, changes: Mapping[str, Any]) -> Path:
@@ -69,9 +92,11 @@ class Pairs:
         if design == RECORDED:
             source = {"engine": "recorded", "from": str(self._work / FREE / "baseline")}
         content = self.base.model_dump(mode="json", by_alias=True)
-        settings = {"steps": STEPS, "rollout": source, "checkpoint": {"every": 100, "final_weights": False}}
+        never = {"every": 100, "final_weights": False}
+        settings = {"steps": self._steps, "rollout": source, "checkpoint": never}
+        cluster = {"cluster": content["cluster"]}
         try:
-            run = config(settings, changes, base=content, ranks=self.base.cluster.ranks)
+            run = config(settings, cluster, changes, base=content, ranks=self.base.cluster.ranks)
         except ValueError as error:
             raise RecipeError(str(error)) from error
         if not (folder / "result.json").exists():
@@ -86,22 +111,47 @@ class Pairs:
             self._planned.append(folder)
         return folder
 
-    def train(self) -> None:
+    def train(self, num_workers: int) -> None:
         """Train what is planned; the baseline comes first."""
-        if self._planned:
-            run_ranks(train_all, self.base.cluster.ranks, self._planned, timeout_s=TIMEOUT_S)
+        cluster = self.base.cluster
+        first = [folder for folder in self._planned if folder.parent.name == "baseline"]
+        for folders in (first, [folder for folder in self._planned if folder not in first]):
+            if not folders:
+                continue
+            if cluster.ranks > 1:
+                run_ranks(train_as_rank, cluster.ranks, folders, timeout_s=TIMEOUT_S)
+                continue
+            context = multiprocessing.get_context("spawn")
+            shares = [folders[worker::num_workers] for worker in range(num_workers)]
+            workers = [
+                context.Process(
+                    target=train_alone,
+                    args=(share, cluster.model_dump(), self._work / f"worker-{number}.log"),
+                    daemon=True,
+                )
+                for number, share in enumerate(filter(None, shares))
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
         self._planned = []
 
 
-def read_values(folder: Path) -> np.ndarray:  # [steps, metrics]; NaN: not recorded
+def read_values(folder: Path, steps: int) -> np.ndarray:  # [steps, metrics]; NaN: not recorded
     rows = clockless_rows(folder)
     return np.array(
-        [[float(rows[step].get(metric, math.nan)) for metric in METRICS] for step in range(1, STEPS + 1)]
+        [
+            [float(rows.get(step, {}).get(metric, math.nan)) for metric in METRICS]
+            for step in range(1, steps + 1)
+        ]
     )
 
 
-def find(baseline: Path, replicas: Sequence[Path], faulty: Path) -> Finding:
-    values, other = read_values(baseline), read_values(faulty)
+def find(baseline: Path, replicas: Sequence[Path], faulty: Path, steps: int) -> Finding:
+    if not (faulty / "result.json").exists():
+        return None, "failed"
+    values, other = read_values(baseline, steps), read_values(faulty, steps)
     recorded = np.isfinite(values)
     floor = np.spacing(np.float32(1)) * np.maximum(np.abs(np.where(recorded, values, 0)).max(axis=0), 1)
 
@@ -109,7 +159,7 @@ def find(baseline: Path, replicas: Sequence[Path], faulty: Path) -> Finding:
         difference = np.nan_to_num(np.abs(rows - values), nan=math.inf) + floor
         return difference[recorded][:, None]
 
-    spread = np.stack([distances(read_values(replica)) for replica in replicas])
+    spread = np.stack([distances(read_values(replica, steps)) for replica in replicas])
     ratios, limit = standardise(distances(other), spread)
     beyond = np.full(values.shape, -math.inf)
     beyond[recorded] = ratios
@@ -122,15 +172,15 @@ def find(baseline: Path, replicas: Sequence[Path], faulty: Path) -> Finding:
 
 
 def measure(
-    bench: Bench, name: str, base: OwnRunConfig, faults: Sequence[Fault], replicas: int, work: Path
-) -> Any:
+    bench: Bench, base: OwnRunConfig, faults: Sequence[Fault], work: Path, options: argparse.Namespace
+) -> dict[str, list[Finding | None]]:
     """Return the findings of faults by design; None: the design cannot have the fault."""
-    pairs = Pairs(work / name, base, bench.weights)
+    pairs = Pairs(work, base, bench.weights, options.steps)
     baseline = pairs.plan(FREE, "baseline", {})
     moved = {
         design: [
             pairs.plan(design, f"ulp-{draw}", {"injected_fault": {"name": ONE_ULP, "draw": draw}})
-            for draw in range(replicas)
+            for draw in range(options.replicas)
         ]
         for design in (FREE, RECORDED)
     }
@@ -142,58 +192,73 @@ def measure(
             except RecipeError:
                 folder = None
             faulty[fault.name, design] = folder
-    pairs.train()
+    pairs.train(options.workers)
     return {
         fault.name: [
-            None if (folder := faulty[fault.name, design]) is None else find(baseline, moved[design], folder)
+            None if folder is None else find(baseline, moved[design], folder, options.steps)
             for design in (FREE, RECORDED)
+            for folder in [faulty[fault.name, design]]
         ]
         for fault in faults
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--replicas", type=int, default=19)
-    parser.add_argument("--dtype", help="of all bases; default: their own")
-    parser.add_argument("--work", type=Path)
-    asked = parser.parse_args()
-    work = asked.work or Path(tempfile.mkdtemp(prefix="recorded-faults-"))
-    bench, by_base = Bench(work), dict[str, list[Fault]]()
-    for fault in FAULTS:
-        if asked.only and fault.name not in asked.only:
-            continue
-        fitting = [name for name, run in BASES.items() if unmet_need(fault, run) is None]
+def bases_of(faults: Sequence[Fault], device: str) -> dict[str, list[Fault]]:
+    """Return the faults by the run that has them; under "" those that no run can have."""
+    bases = {name: run for name, run in BASES.items() if device == "cpu" or run.cluster.ranks == 1}
+    by_base: dict[str, list[Fault]] = {}
+    for fault in faults:
+        fitting = [name for name, run in bases.items() if unmet_need(fault, run) is None]
         base = "truncated" if fault.name == "forced_eos" else next(iter(fitting), "")
         by_base.setdefault(base, []).append(fault)
-    print(
-        heading(
-            "fault", "run", "free: step", "metric, ratio / limit", "recorded: step", "metric, ratio / limit"
-        )
-    )
-    counts, total = [0, 0], 0
-    for name, faults in by_base.items():
-        run = BASES.get(name)
-        if run is None:
-            total += len(faults)
-            print(*(markdown_row(f"`{fault.name}`", "none", "", "", "", "") for fault in faults), sep="\n")
+    return by_base
+
+
+def with_machine(run: OwnRunConfig, device: str, dtype: str | None) -> OwnRunConfig:
+    """Return a base for a device, in its own dtype if none is given."""
+    changes: dict[str, Any] = {"policy": {"dtype": dtype}} if dtype else {}
+    if device == "cuda":
+        changes["cluster"] = {"gpus_per_node": 1}
+    return config(changes, base=run.model_dump(mode="json", by_alias=True), ranks=run.cluster.ranks)
+
+
+def row(fault: str, base: str, findings: Sequence[Finding | None]) -> str:
+    cells: list[Any] = []
+    for finding in findings:
+        cells += ["-", "cannot have it"] if finding is None else [finding[0] or "no", finding[1]]
+    return markdown_row(f"`{fault}`", base, *cells)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, devices=("cpu", "cuda"))
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--replicas", type=int, default=19)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dtype", help="of all bases; default: their own")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train runs of one rank")
+    parser.add_argument("--work", type=Path)
+    options = parser.parse_args()
+    began_s = time.monotonic()
+    work = options.work or Path(tempfile.mkdtemp(prefix="recorded-faults-"))
+    bench = Bench(work)
+    titles = "free: step", "metric, ratio / limit", "recorded: step", "metric, ratio / limit"
+    print(heading("fault", "run", *titles), flush=True)
+    found: list[list[Finding | None]] = []
+    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    for name, faults in bases_of(chosen, options.device).items():
+        if not name:
+            print(*(row(fault.name, "none", [None, None]) for fault in faults), sep="\n")
             continue
-        if asked.dtype:
-            run = config(
-                {"policy": {"dtype": asked.dtype}},
-                base=run.model_dump(mode="json", by_alias=True),
-                ranks=run.cluster.ranks,
-            )
-        found = measure(bench, f"{name}-{run.policy.dtype}", run, faults, asked.replicas, work)
-        for fault_name, findings in found.items():
-            total += 1
-            cells: list[Any] = []
-            for index, finding in enumerate(findings):
-                counts[index] += bool(finding and finding[0])
-                cells += ["-", "cannot have it"] if finding is None else [finding[0] or "no", finding[1]]
-            print(markdown_row(f"`{fault_name}`", name, *cells), flush=True)
-    print(f"\nby step {STEPS}: free-running {counts[0]}, recorded {counts[1]} of {total}")
+        run = with_machine(BASES[name], options.device, options.dtype)
+        folder = work / f"{name}-{options.device}-{run.policy.dtype}-{options.steps}"
+        for fault, findings in measure(bench, run, faults, folder, options).items():
+            found.append(findings)
+            print(row(fault, name, findings), flush=True)
+    free, recorded = (sum(bool(side and side[0]) for side in sides) for sides in zip(*found, strict=True))
+    print(
+        f"\nby step {options.steps}: free-running {free}, recorded {recorded} of {len(chosen)}; "
+        f"{time.monotonic() - began_s:.0f} s"
+    )
 
 
 if __name__ == "__main__":

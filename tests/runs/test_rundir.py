@@ -418,6 +418,20 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) 
             snapshot(refusal.value)
 
 
+def test_a_resumed_launch_may_change_limits_and_the_share_of_a_gpu_and_checkpoints_stay_valid(
+    tmp_path: Path,
+) -> None:
+    def identity(config: dict) -> str:
+        run = RunDir(tmp_path / "run")
+        run.write_record(RunRecord(experiment="e", name=NAME, initial_weights=None, config=config))
+        return run.identity()
+
+    config = {"steps": 2, "cluster": {"gpus_per_node": 1, "runs_per_gpu": 1}, "limits": {}}
+    shared = {**config, "cluster": {"gpus_per_node": 1, "runs_per_gpu": 5}, "limits": {"run_s": 9.0}}
+    assert identity(config) == identity(shared)
+    assert identity(config) != identity({**config, "cluster": {"gpus_per_node": 2, "runs_per_gpu": 1}})
+
+
 def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path, snapshot: Snapshot) -> None:
     with pytest.raises(StoreError) as refusal:
         open_experiment(tmp_path / "mine")

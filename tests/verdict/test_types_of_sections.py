@@ -1,4 +1,4 @@
-"""Arms that give a section another type: the keys of the two types differ, which that change explains."""
+"""Arms that give a section another type: the change of type explains the keys that only one type has."""
 
 import pytest
 

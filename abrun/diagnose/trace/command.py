@@ -25,7 +25,9 @@ from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
+from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
+from abrun.redaction import shortened
 from abrun.regular_files import is_directory
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.captures import is_capture, read_capture
@@ -38,6 +40,16 @@ from abrun.runs.traces import FOLDER, RESULT, StoredTrace, TraceResult, read_tra
 
 MODULE, DUMPS_MODULE = "abrun.diagnose.trace.measure", "abrun.diagnose.trace.dumps"
 SCRATCH, REPLICAS = ".scratch", "replicas.json"
+# Fields, or the sections that they are in, which two arms of one batch and model have in common
+BATCH_FIELDS = (
+    "algorithm.type.",
+    "algorithm.prompts_per_step.",
+    "algorithm.group_size.",
+    "algorithm.batch_size.",
+    "model.preset.",
+    "model.shape.",
+    "task.",
+)
 MAX_TOKENS = 2048  # of whole sequences, whose activations are kept
 
 
@@ -60,6 +72,7 @@ def trace_recipe(
     arm = _choose_arm(recipe, arm)
     seed = recipe.seeds[0]
     configs = {name: _traced_config(recipe, name, step) for name in (BASELINE, arm)}
+    _check_same_batch(configs[BASELINE], configs[arm], arm)
     weights = _initial_weights(recipe, experiment, seed)
     run = run_dir(experiment, RunName(arm=BASELINE, seed=seed))  # beside which recorded rollouts may lie
     output = output or experiment / FOLDER
@@ -154,8 +167,19 @@ def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRu
     for line in unsupported_settings(config):
         raise RecipeError(f"{source}: {line}")
     if step > config.steps:
-        raise RecipeError(f"--step: got {step}, but {arm} has {config.steps} steps; give one of them")
+        raise RecipeError(f"--step: got {step}, but {arm} ends at step {config.steps}; give one up to it")
     return config
+
+
+def _check_same_batch(baseline: OwnRunConfig, config: OwnRunConfig, arm: str) -> None:
+    """Raise RecipeError if two arms train on different batches, or have no weights in common."""
+    own, others = (dotted(of.model_dump(mode="json")) for of in (config, baseline))
+    for key in [*own, *(key for key in others if key not in own)]:
+        if f"{key}.".startswith(BATCH_FIELDS) and own.get(key) != others.get(key):
+            raise RecipeError(
+                f"arms.{arm}.{key}: got {shortened(own.get(key))}, but baseline has "
+                f"{shortened(others.get(key))}; trace arms that train the same model on the same batch"
+            )
 
 
 def _on_rollouts_of(config: OwnRunConfig, baseline: OwnRunConfig) -> OwnRunConfig:

@@ -126,15 +126,21 @@ def _load(path: Path) -> Tensor | None:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:
             raise StoreError(
-                f"{path}: holds objects other than tensors, which could run code; dump only tensors"
+                f"{path}: damaged, or holds objects other than tensors, which could run code; dump tensors "
+                "alone"
             ) from error
-        except (RuntimeError, ValueError, EOFError, TypeError, KeyError) as error:
+        except (RuntimeError, ValueError, EOFError, TypeError, LookupError, AttributeError) as error:
             raise StoreError(f"{path}: damaged; dump it again") from error
     value = content.get("value") if isinstance(content, dict) else content
-    if not isinstance(value, Tensor) or value.is_sparse:
+    if not isinstance(value, Tensor) or not _has_plain_values(value):
         return None
     value = value.detach()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _has_plain_values(tensor: Tensor) -> bool:
+    is_special = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return not is_special and tensor.layout == torch.strided
 
 
 # --- SGLang's dumper ---

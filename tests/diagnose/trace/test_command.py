@@ -15,7 +15,7 @@ from tests.diagnose.trace.captured import GRPO, config
 from tests.train.runs import make_run, single_rank, train_here
 
 
-def run(tmp_path: Path, *words: str, **changes: Any) -> Any:
+def run(tmp_path: Path, *words: str, arms: Any = None, **changes: Any) -> Any:
     recipe = {
         **GRPO,
         "name": "small",
@@ -23,6 +23,7 @@ def run(tmp_path: Path, *words: str, **changes: Any) -> Any:
             "baseline": {"policy.logprobs.impl": "logits"},
             "fused": {"policy.logprobs.impl": "chunked"},
             "faulty": {"injected_fault": "microbatch_mean"},
+            **(arms or {}),
         },
         "seeds": [0],
         **changes,
@@ -50,10 +51,30 @@ def test_a_faulty_arm_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "changes", "problem"),
     [
-        (["--arm", "other"], {}, "--arm: got 'other'; give one of fused, faulty"),
+        (["--arm", "no"], {}, "--arm: got 'no'; give one of fused, faulty"),
         ([], {}, "--arm: got none; give one of fused, faulty"),
-        (["--arm", "fused", "--step", "9"], {}, "--step: got 9, but baseline has 3 steps"),
+        (["--arm", "fused", "--step", "9"], {}, "--step: got 9, but baseline ends at step 3"),
         (["--arm", "fused"], {"warm_start": {"steps": 2}}, "no warm-started weights; launch the recipe"),
+        (
+            ["--arm", "short", "--step", "2"],
+            {"arms": {"short": {"steps": 1}}},
+            "--step: got 2, but short ends",
+        ),
+        *(
+            (["--arm", "other"], {"arms": {"other": {key: value}}}, f"arms.other.{key}: got {value!r}, but")
+            for key, value in (
+                ("algorithm.prompts_per_step", 2),
+                ("algorithm.group_size", 4),
+                ("model.preset", "qwen2-tiny-128"),
+                ("model.shape.num_hidden_layers", 2),
+                ("task.max_operand", 5),
+            )
+        ),
+        (
+            ["--arm", "other"],
+            {"arms": {"other": {"algorithm": {"type": "ppo", "prompts_per_step": 4}}}},
+            "arms.other.algorithm.type: got 'ppo', but baseline has 'grpo'; trace arms that train the same",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_refused_in_one_line(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.diagnose.trace.dumps import main, read_dump
+from abrun.errors import StoreError
 from abrun.runs.traces import TraceResult, read_trace
 
 Dumper = Callable[..., Path]
@@ -216,3 +217,29 @@ def test_values_keep_their_dtypes(tmp_path: Path) -> None:
     dump = read_dump(dump_sglang(tmp_path / "a", values))
     assert [tensor.dtype for tensor in dump.tensors] == ["bfloat16", "float16", "float32", "exact"]
     assert dump.tensors[1].ulps(np.array([1.0, 1e-7])).tolist() == [2.0**-10, 2.0**-24]
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_torn_file_is_refused_wherever_it_ends(tmp_path: Path, is_zip: bool) -> None:
+    path = tmp_path / "step=0___rank=0___dump_index=1___name=a.pt"
+    torch.save({"value": torch.ones(4, 3)}, path, _use_new_zipfile_serialization=is_zip)
+    whole = path.read_bytes()
+    assert len(read_dump(tmp_path).tensors) == 1
+    for length in (0, 1, 2, 10, *range(40, len(whole), 61), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(StoreError, match="damaged") as raised:
+            read_dump(tmp_path)
+        assert "\n" not in str(raised.value)
+
+
+def test_tensors_without_plain_values_are_left_out(tmp_path: Path) -> None:
+    values = {
+        "plain": torch.ones(2),
+        "empty": torch.empty(0),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "sparse": torch.ones(2).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+    }
+    dump = read_dump(dump_sglang(tmp_path, values))
+    assert [tensor.shape for tensor in dump.tensors] == [(2,), (0,), (2, 2)]
+    assert dump.read(dump.tensors[2]).tolist() == [[1, 0], [1, 0]]

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from abrun.diagnose.trace.command import REPLICAS, read_replicas
 from abrun.diagnose.trace.judge import judge_trace, measure_errors, standardise
-from abrun.errors import ComparisonError
+from abrun.errors import ComparisonError, StoreError
 from abrun.runs.captures import Capture, Kind, write_capture
 from abrun.runs.traces import TraceResult
 
@@ -84,6 +85,23 @@ def test_errors_are_in_ulps_and_relative(tmp_path: Path) -> None:
     assert found.relative_error == pytest.approx(moved / np.linalg.norm(values))
 
 
+def test_an_update_that_its_gradient_explains_does_not_count(tmp_path: Path) -> None:
+    """A gradient that rounding moves across 0 reverses its element of AdamW's first update."""
+    values, draw = clean_values(), np.random.default_rng(1)
+    values[2][0, 0], values[3] = 1e-9, np.sign(values[2]) * np.float32(1e-3)
+    baseline, errors = written(tmp_path / "baseline", values), []
+    for number in range(19):
+        replica = [v + size * draw.normal(size=v.shape) for v, size in zip(values, SIZES, strict=True)]
+        replica[2][0, 0] = values[2][0, 0] - 2e-9 * (number == 3)
+        replica[3] = np.sign(replica[2]) * 1e-3
+        errors.append(measure_errors(baseline, written(tmp_path / "replica", replica)))
+    smaller = [*values[:3], values[3] * np.float32(0.99)]
+    result = judge_trace(baseline, written(tmp_path / "treatment", smaller), errors)
+    assert result.limit is not None and result.limit < 10
+    assert result.first is not None and result.first.name == ":".join(NAMES[3])
+    assert result.first.relative_error == pytest.approx(0.01, rel=1e-3)
+
+
 @pytest.mark.parametrize("what", ["nan", "shape", "one value of an exact tensor"])
 def test_what_no_rounding_gives_is_a_difference(tmp_path: Path, what: str) -> None:
     treatment = clean_values()
@@ -105,4 +123,14 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     baseline, treatment = written(tmp_path / "a", values), written(tmp_path / "b", values, **facts)
     with pytest.raises(ComparisonError, match=problem) as raised:
         judge_trace(baseline, treatment, [measure_errors(baseline, baseline)] * 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rep', "[]", "{}", '{"replicas": {"a": 1}}', '{"replicas": [{"a": {"largest": "x"}}]}']
+)
+def test_a_torn_file_of_replicas_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / REPLICAS).write_text(text)
+    with pytest.raises(StoreError, match=REPLICAS) as raised:
+        read_replicas(tmp_path)
     assert "\n" not in str(raised.value)
