@@ -169,9 +169,15 @@ def draw_claims(claims: Sequence[tuple[str, ClaimResult]]) -> Figure:
         color = COLORS[1] if claim.result == "different" else COLORS[0]
         if ends is not None:
             ax.plot(ends, [row, row], color=color, linewidth=2, marker="|", markersize=9)
-            ax.plot([sum(ends) / 2], [row], "D", color=color, markersize=4)
+            middle = sum(ends) / 2
+            if abs(middle) < REACH:
+                ax.plot([middle], [row], "D", color=color, markersize=4)
+            else:  # beyond the figure
+                marker, edge = (">", REACH) if middle > 0 else ("<", -REACH)
+                ax.plot([edge], [row], marker, color=color, markersize=7, clip_on=False)
         ax.annotate(claim.result, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
-        names.append(f"{name}: {claim.claim.metric.removeprefix('train/')}")
+        steps = claim_cells(claim)[1]
+        names.append(f"{name}: {claim.claim.metric.removeprefix('train/')}, steps {steps}")
     ax.set_yticks(range(len(claims)), names, fontsize=8)
     ax.set_ylim(len(claims) - 0.5, -0.5)
     ax.set_xlim(-REACH, REACH)

@@ -21,6 +21,9 @@ if not torch.cuda.is_available():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)  # this process has read its environment
+# Hundreds of processes import abrun: compiled once. A container's environment often forbids it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)

@@ -91,13 +91,11 @@ class Experiment:
         """Return one row per recorded value: arm, seed, rerun, step, metric, value."""
         pandas = _import_pandas()
         columns = ["arm", "seed", "rerun", "step", "metric", "value"]
-        frames = [
-            pandas.DataFrame(
-                {**asdict(run.name), "step": series.steps, "metric": metric, "value": series.values}
-            )
-            for run in self.recorded.runs.values()
-            for metric, series in run.metrics.items()
-        ]
+        frames = []
+        for run in self.recorded.runs.values():
+            for metric, series in run.metrics.items():
+                values = {"step": series.steps, "metric": metric, "value": series.values}
+                frames.append(pandas.DataFrame({**asdict(run.name), **values}))
         if not frames:
             return pandas.DataFrame(columns=columns)
         return pandas.concat(frames, ignore_index=True).reindex(columns=columns)
@@ -283,11 +281,8 @@ def compare(
         raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())
     if experiment and reading:
         raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
-    contents = (
-        experiment.contents
-        if experiment
-        else _read_contents([str(source) for source in sources], runs_dir, reading)
-    )
+    paths = [str(source) for source in sources]
+    contents = experiment.contents if experiment else _read_contents(paths, runs_dir, reading)
     claim_texts = [claim] if isinstance(claim, str) else claim
     options = CompareOptions(
         claims=[parse_claim(text) for text in claim_texts] if claim_texts else None,
@@ -317,15 +312,13 @@ def _read_contents(
     aliases = options.get("aliases", ())
     if isinstance(aliases, Mapping):
         aliases = (f"{ours}={theirs}" for ours, theirs in aliases.items())
-    return read_sources(
-        sources, ReadingOptions(runs_dir=Path(runs_dir), **{**options, "aliases": tuple(aliases)})
-    )
+    settings = {**options, "runs_dir": Path(runs_dir), "aliases": tuple(aliases)}
+    return read_sources(sources, ReadingOptions(**settings))
 
 
 def _make_experiment(contents: "SourceContents", exit_code: int = 0) -> Experiment:
-    return Experiment(
-        contents, contents.experiment(allows_one_arm=True, may_be_one_arm=True, interim=()), exit_code
-    )
+    recorded = contents.experiment(allows_one_arm=True, may_be_one_arm=True, interim=())
+    return Experiment(contents, recorded, exit_code)
 
 
 def _make_frame(

@@ -95,9 +95,8 @@ def _list_files(folder: Path) -> Iterator[str]:
     """Yield the paths of a folder's files, without those that a killed demo was writing."""
     for parent, _, names in os.walk(folder):
         unfinished = partial_files(names)
-        yield from (
-            os.path.relpath(os.path.join(parent, name), folder) for name in names if name not in unfinished
-        )
+        paths = (os.path.join(parent, name) for name in names if name not in unfinished)
+        yield from (os.path.relpath(path, folder) for path in paths)
 
 
 def _read_archive() -> dict[str, str]:
@@ -147,9 +146,8 @@ def _render_commands(directories: Sequence[str]) -> Iterator[Text]:
         ("train these runs", "pip install 'abrun[train]' && abrun launch quickstart"),
     ]
     for purpose, command in commands:
-        yield Text.assemble(
-            (f"  {purpose:<18}", "dim"), display_safe(command), no_wrap=True, overflow="ignore"
-        )
+        label = (f"  {purpose:<18}", "dim")
+        yield Text.assemble(label, display_safe(command), no_wrap=True, overflow="ignore")
 
 
 def _render_verdict(verdict: DemoVerdict, width: int) -> RenderableType:

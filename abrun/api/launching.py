@@ -86,9 +86,8 @@ def plan_launch(
     else:
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
         find_problems = engine.find_problems
-    plan = resolve_auto(
-        recipe, draft, options, find_problems, is_local=cluster is None, dry_run=dry_run, say=say
-    )
+    is_local = cluster is None
+    plan = resolve_auto(recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say)
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 
@@ -143,11 +142,8 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
     undecided = [arm for arm in arms if arm.verdict == "INCONCLUSIVE"]
     if not undecided:
         return "decided"
-    if not any(
-        analysis.num_pairs == num_pairs and analysis.verdict
-        for arm in arms
-        for analysis in arm.interim_analyses
-    ):
+    completed = (i.num_pairs for arm in arms for i in arm.interim_analyses if i.verdict)
+    if num_pairs not in completed:
         return "not taken"
     by_step_one = all(any(metric.result == "open" for metric in arm.step_one) for arm in undecided)
     return "step one" if by_step_one else "open"
@@ -225,10 +221,8 @@ def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult
         from abrun.recorded.sources import ReadingOptions
         from abrun.report.comparing import compare_sources
 
-        directory = launched.experiment_dir
-        comparison = compare_sources(
-            [str(directory)], ReadingOptions(), output=directory / REPORT, command=command
-        )
+        directory, reading = launched.experiment_dir, ReadingOptions()
+        comparison = compare_sources([str(directory)], reading, output=directory / REPORT, command=command)
     except AbrunError as error:
         return _add_problem(launched, str(error))
     except KeyboardInterrupt:

@@ -248,10 +248,8 @@ def completions(
         raise StoreError(f"{run}: got no completions{f' of step {step}' if step else ''}; kept: {steps}")
     console().print(render_samples(names, pairs))
     if against is not None and not any(pair.left and pair.right for pair in pairs):
-        console().print(
-            "The runs have no saved prompt in common: only runs with the same seed draw the same prompts.",
-            style="dim",
-        )
+        note = "The runs have no saved prompt in common: only runs with the same seed draw the same prompts."
+        console().print(note, style="dim")
 
 
 @app.command()
@@ -347,11 +345,11 @@ def _dry_run(
     if as_json:
         print_json(preview_as_json(plan, feasible, budget, options.jobs))
     else:
-        screen.print(
-            render_jobs_preview(plan, feasible, budget, cluster)
-            if cluster
-            else render_preview(plan, feasible, budget, options.jobs, is_staged=options.until_decided)
-        )
+        if cluster:
+            screen.print(render_jobs_preview(plan, feasible, budget, cluster))
+        else:
+            is_staged = options.until_decided
+            screen.print(render_preview(plan, feasible, budget, options.jobs, is_staged=is_staged))
         _show_memory(screen, plan, options.device_memory)
     return 2 if feasible.is_refused else 0
 

@@ -115,18 +115,16 @@ class _Run:
         call, trainer, writer = self._call, self._config.trainer, self._writer
         self._follower.mark_written(self._run_dir.metrics_reader().read())
         cores = self._config.cluster.cpu_ranks
-        writer.environment(
-            describe_environment(call.argv, trainer.python, trainer.versions_of, self._env, cores)
-        )
+        packages = trainer.versions_of
+        writer.environment(describe_environment(call.argv, trainer.python, packages, self._env, cores))
         started = "resumed" if writer.attempt > 1 else "started"
         writer.event(started, step=self._follower.last_step, command=shlex.join(call.argv))
         # From here on, the log is the command's output.
         self._log_start = self._run_dir.log_size()
+        log, log_bytes = self._run_dir.log, int(self._config.limits.log_mib * 2**20)
         with (
             catch_stop_signals() as requests,
-            capture_output(
-                self._run_dir.log, int(self._config.limits.log_mib * 2**20), current_mask().hide_bytes
-            ) as pass_on,
+            capture_output(log, log_bytes, current_mask().hide_bytes) as pass_on,
             self._run_command() as process,
         ):
             pass_on()

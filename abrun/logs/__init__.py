@@ -5,7 +5,7 @@ A source is a file, a folder that may hold many runs, or a project on a wandb se
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -103,13 +103,10 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     """
     if format not in FORMATS:
         raise StoreError(f"format: got {format!r}; allowed: {', '.join(FORMATS)}")
-    name = path.name
-    sources = (
-        [source for source in _find_in_folder(path, path) if source.format == format]
-        if is_directory(path)
-        else []
-    )
-    files = [file for source in sources for file in source.files] if is_directory(path) else [path]
+    name, files = path.name, [path]
+    if is_directory(path):
+        sources = (source for source in _find_in_folder(path, path) if source.format == format)
+        files = [file for source in sources for file in source.files]
     if not exists(path) or not files:
         problem = "holds nothing of that format yet" if exists(path) else "does not exist yet"
         return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {problem}",))
@@ -153,27 +150,19 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
         contents = f"; it holds {list_names(names, 3)}" if names else ""
         raise StoreError(f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}")
     by_format = {form: [run for run in runs if run.format == form] for form in FORMATS_BY_PREFERENCE}
-    forms = sorted(
-        (form for form in FORMATS_BY_PREFERENCE if by_format[form]),
-        key=lambda form: (
-            form in FALLBACK_FORMATS and FORMATS_BY_PREFERENCE.index(form),
-            -len(by_format[form]),
-        ),
-    )
-    ignored = (
-        [f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"]
-        if unsupported
-        else []
-    )
-    return {form: by_format[form] for form in forms}, ignored
+
+    def preference(form: str) -> tuple[int, int]:
+        is_fallback = form in FALLBACK_FORMATS
+        return is_fallback and FORMATS_BY_PREFERENCE.index(form), -len(by_format[form])
+
+    forms = sorted((form for form in FORMATS_BY_PREFERENCE if by_format[form]), key=preference)
+    note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
+    return {form: by_format[form] for form in forms}, [note] * bool(unsupported)
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
     kind = _file_format(path) or ("mlperf" if is_mlperf_log(path) else find_tracker(path))
-    if (kind is None and format in ("csv", "jsonl", "parquet", "mlperf", "wandb")) or (kind, format) == (
-        "json",
-        "jsonl",
-    ):
+    if (kind is None and format in FORMATS[1:]) or (kind == "json" and format == "jsonl"):
         kind = format  # the user's prefix decides for an unknown suffix
     if kind is None or (format is not None and kind != format):
         raise StoreError(
@@ -234,11 +223,8 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
     folders = [subfolder for subfolder in folders if subfolder.name not in DUMP_FOLDERS]
     for file in files:
         kind = kinds[file]
-        if (
-            kind in TABLE_FORMATS
-            and not DUMP_FILE.fullmatch(strip_suffix(file.name))
-            and (kind != "json" or _is_json_list(file))
-        ):
+        is_table = kind in TABLE_FORMATS and not DUMP_FILE.fullmatch(strip_suffix(file.name))
+        if kind and is_table and (kind != "json" or _is_json_list(file)):
             yield RunFiles(format=kind, name=_relative_name(file, top), path=file, files=(file,))
         elif kind is None and is_mlperf_log(file):
             run_name = _relative_name(file.with_suffix(""), top)
@@ -312,11 +298,7 @@ def _read_fullest_format(
             logs = [(run, log) for run, log in logs if log.axis == "steps"] if has_steps else []
             ignored = [*ignored, *(f"{len(scored)} runs' final scores, not read" for _ in scored[:has_steps])]
         if any(log.metrics for _, log in logs):
-            other_formats = [
-                other_format
-                for other_format in FORMATS_BY_PREFERENCE
-                if other_format in by_format and other_format != format
-            ]
+            other_formats = [form for form in FORMATS_BY_PREFERENCE if form in by_format and form != format]
             note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
@@ -350,26 +332,20 @@ def _read_runs(
         raise errors[0][1]
     names = {_name_without_digits(source) for source, _ in runs}
     num_runs = Counter(source.path.parent for source, _ in runs)
-    ignored: dict[str, list[str]] = {}
+    ignored: dict[str, list[str]] = defaultdict(list)
     for source, log in logs:
         if log.metrics or source.format not in TABLE_FORMATS or _name_without_digits(source) in names:
             continue
         if num_runs[source.path.parent] == 1:  # the folder is one run; its other files are not runs
             logs = [(other_source, other_log) for other_source, other_log in logs if other_log is not log]
-            ignored.setdefault(_name_without_digits(source), []).append(
-                f"{log.place}: {'; '.join(log.notes)}"
-            )
+            ignored[_name_without_digits(source)].append(f"{log.place}: {'; '.join(log.notes)}")
     for source, error in errors:
         if _name_without_digits(source) in names:
             place = printable(str(source.path))
-            logs.append(
-                (
-                    source,
-                    Log(name=source.name, place=place, metrics={}, status="unreadable", failure=str(error)),
-                )
-            )
+            log = Log(name=source.name, place=place, metrics={}, status="unreadable", failure=str(error))
+            logs.append((source, log))
         else:
-            ignored.setdefault(_name_without_digits(source), []).append(str(error))
+            ignored[_name_without_digits(source)].append(str(error))
     return logs, [
         f"ignored: {problems[0]}{f' (and {len(problems) - 1} more of that name)' * (len(problems) > 1)}"
         for problems in ignored.values()
@@ -411,16 +387,18 @@ def _merge_hparams_runs(logs: Sequence[tuple[RunFiles, Log]]) -> list[Log]:
     runs_by_folder = {run.path: log for run, log in logs if run.format == "tensorboard"}
     for folder, log in list(runs_by_folder.items()):
         parent = next((ancestor for ancestor in folder.parents if ancestor in runs_by_folder), None)
-        if parent is not None and (not log.metrics or re.fullmatch(HPARAMS_RUN, folder.name)):
-            del runs_by_folder[folder]
-            config = {**(runs_by_folder[parent].config or {}), **(log.config or {})}
-            runs_by_folder[parent] = replace(runs_by_folder[parent], config=config or None)
-        elif parent is not None and (key := _scalar_key(folder, log)):
-            del runs_by_folder[folder]
+        if parent is None:
+            continue
+        run = runs_by_folder[parent]
+        if not log.metrics or re.fullmatch(HPARAMS_RUN, folder.name):
+            config = {**(run.config or {}), **(log.config or {})}
+            runs_by_folder[parent] = replace(run, config=config or None)
+        elif key := _scalar_key(folder, log):
             series = {key: next(iter(log.metrics.values()))}
-            runs_by_folder[parent] = replace(
-                runs_by_folder[parent], metrics={**series, **runs_by_folder[parent].metrics}
-            )
+            runs_by_folder[parent] = replace(run, metrics={**series, **run.metrics})
+        else:
+            continue
+        del runs_by_folder[folder]
     return [*runs_by_folder.values(), *(log for run, log in logs if run.format != "tensorboard")]
 
 

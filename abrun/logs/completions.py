@@ -48,12 +48,8 @@ class CompletionFiles(Mapping[int, tuple[Sample, ...]]):
 
 def read_completions(folder: Path) -> CompletionFiles:
     """Return the completions in a folder, or else in the first usual subfolder that has any."""
-    for candidate in (
-        folder,
-        *(folder / subfolder for subfolder in ("completions/train", "completions", "rollout_data")),
-    ):
-        files = dict(_find_files(candidate))
-        if files:
+    for subfolder in ("", "completions/train", "completions", "rollout_data"):
+        if files := dict(_find_files(folder / subfolder)):
             return CompletionFiles(files)
     return CompletionFiles({})
 
@@ -129,9 +125,8 @@ def _read_trl(path: Path) -> Iterator[Sample]:
     for row in rows:
         if not {"prompt", "completion"} <= row.keys():
             raise StoreError(f"{printable(str(path))}: expected columns prompt and completion, as TRL writes")
-        yield _make_sample(
-            _conversation_text(row["prompt"]), _conversation_text(row["completion"]), _single_reward(row)
-        )
+        prompt, text = _conversation_text(row["prompt"]), _conversation_text(row["completion"])
+        yield _make_sample(prompt, text, _single_reward(row))
 
 
 def _conversation_text(value: Any) -> str:

@@ -40,14 +40,8 @@ def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -
     """Return the runs of a CSV file. Most files hold one, named `name`; with `one_run` all do."""
     lines, unended, torn = read_csv_lines(path)
     if not lines:
-        return [
-            Log(
-                name=name,
-                place=printable(str(path)),
-                metrics={},
-                notes=(TORN_NOTE if torn else NOTHING_RECORDED,),
-            )
-        ]
+        note = TORN_NOTE if torn else NOTHING_RECORDED
+        return [Log(name=name, place=printable(str(path)), metrics={}, notes=(note,))]
     header = [cell.strip() for cell in lines[0][1]]
     if one_run:
         logs = [replace(log_from_csv_lines(path, lines, step_column), name=name)]
@@ -106,9 +100,7 @@ def _parse_chart_columns(header: Sequence[str]) -> dict[int, tuple[str, str]]:
     candidates = []
     for pattern in CHART:  # the name of a run or metric may itself contain " - "
         matches = {index: pattern.fullmatch(name) for index, name in columns.items()}
-        candidates.append(
-            {index: (match["run"], match["metric"]) for index, match in matches.items() if match}
-        )
+        candidates.append({index: (m["run"], m["metric"]) for index, m in matches.items() if m})
     chart_columns = min(candidates, key=lambda candidate: len({metric for _, metric in candidate.values()}))
     return chart_columns if len(chart_columns) == len(columns) - 1 > 0 else {}
 
@@ -180,28 +172,19 @@ def _read_long_table(
     """
     keys = find_key_columns(columns or [*rows[0][1]], rows) if rows else {}
     identity_columns = {kind: column for kind, column in keys.items() if kind != "metric"}
+    key_names = [*identity_columns.values()]
     runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
     for number, row in rows if keys else ():
-        cells = (row.get(column, "") for column in identity_columns.values())
-        values = tuple(map(key_text, cells))
-        other_cells = {
-            column: cell for column, cell in row.items() if column not in identity_columns.values()
-        }
+        values = tuple(key_text(row.get(column, "")) for column in key_names)
+        other_cells = {column: cell for column, cell in row.items() if column not in key_names}
         runs.setdefault(values, []).append((number, other_cells))
     if not min_runs <= len(runs) <= min(MAX_RUNS, (len(rows) + 1) // 2) or not all(map(all, runs)):
         return []
-    metric_columns = (
-        [] if "metric" in keys else [column for column in columns if column not in identity_columns.values()]
-    )
-    column_names = ", ".join(identity_columns.values())
-    guess_text = (
-        f"a long table: runs from columns {column_names}"
-        if column_names
-        else "a long table: one metric per name"
-    )
+    metric_columns = [] if "metric" in keys else [column for column in columns if column not in key_names]
+    origin = f"runs from columns {', '.join(key_names)}" if key_names else "one metric per name"
     logs = []
     for values, run_rows in runs.items():
         log = log_from_rows(path, widen_rows(run_rows, step_column), step_column, metric_columns)
-        guess = guess_text if len(runs) > 1 or "metric" in keys else ""
+        guess = f"a long table: {origin}" if len(runs) > 1 or "metric" in keys else ""
         logs.append(name_log(log, name, dict(zip(identity_columns, values, strict=True)), guess))
     return logs

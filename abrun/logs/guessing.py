@@ -20,18 +20,8 @@ SEED_WORDS = ("seed", "s")
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
-BASELINE_NAMES = (
-    "baseline",
-    "base",
-    "control",
-    "reference",
-    "ref",
-    "main",
-    "master",
-    "old",
-    "before",
-    "vanilla",
-)
+BASELINE_NAMES = {"baseline", "base", "control", "reference", "ref"}
+BASELINE_NAMES |= {"main", "master", "old", "before", "vanilla"}
 MAX_ARMS = 16
 
 
@@ -66,16 +56,15 @@ def guess_runs(
         guessed = [] if arms else [Code.ARMS_FROM_NAMES(num_arms=len(set(groups)))]
         if not has_one_run_per_arm:
             guessed.append(Code.NOTHING_SAYS_SEEDS())
-        return Guess(
-            names=names, paired=has_one_run_per_arm, seeds_known=has_one_run_per_arm, guessed=guessed
-        )
+        is_known = has_one_run_per_arm
+        return Guess(names=names, paired=is_known, seeds_known=is_known, guessed=guessed)
     return None
 
 
 def guess_baseline(arms: Sequence[str]) -> str:
     """Return the only arm with a baseline-like name, else the first arm."""
     baseline_like = [
-        arm for arm in arms if {word.lower() for word in re.split(SEPARATORS, arm)} & {*BASELINE_NAMES}
+        arm for arm in arms if {word.lower() for word in re.split(SEPARATORS, arm)} & BASELINE_NAMES
     ]
     return baseline_like[0] if len(baseline_like) == 1 else arms[0]
 

@@ -41,13 +41,7 @@ def read_run_folder(folder: Path) -> Log | None:
     if meta.get("lifecycle_stage") == DELETED:
         return None
     points = {name: list(_parse_points(path)) for name, path in _files_below(folder / "metrics")}
-    params, tags = (
-        {
-            name: read_regular(path).decode(errors="replace").strip()
-            for name, path in _files_below(folder / kind)
-        }
-        for kind in ("params", "tags")
-    )
+    params, tags = (dict(_read_texts(folder / kind)) for kind in ("params", "tags"))
     experiment_meta = folder.parent / META
     experiment = _read_meta(experiment_meta).get("name") if is_file(experiment_meta) else None
     return _make_log(

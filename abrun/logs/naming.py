@@ -2,7 +2,7 @@
 
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
@@ -64,11 +64,9 @@ def name_runs(
         needs_seed = not unpaired or "seed" in _pattern_fields(pattern)
         matcher = _make_matcher(pattern, needs_arm=True, needs_seed=needs_seed)
         names = [_match_or_raise(log, matcher, pattern) for log in logs]
-        return (
-            _check_distinct(logs, names, run_filter)
-            if needs_seed
-            else _number_runs([name.arm for name in names])
-        )
+        if not needs_seed:
+            return _number_runs([name.arm for name in names])
+        return _check_distinct(logs, names, run_filter)
     if logs and all(log.identity for log in logs):
         return _check_distinct(logs, [log.identity for log in logs if log.identity], run_filter)
     job_types = [log.job_type for log in logs if log.job_type]
@@ -109,9 +107,8 @@ def name_seeds(
     """
     if pattern is not None:
         matcher = _make_matcher(pattern, needs_arm=False)
-        return _check_distinct(
-            logs, [_match_or_raise(log, matcher, pattern, arm) for log in logs], run_filter
-        )
+        names = [_match_or_raise(log, matcher, pattern, arm) for log in logs]
+        return _check_distinct(logs, names, run_filter)
     names = _name_by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
     if names is None:
         unnamed = [log.name for log in logs if _find_seed(log) is None]
@@ -163,9 +160,8 @@ def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
         matches = [matcher(without_times(strip_suffix(log.name))) for log in logs]
         if logs and all(match or log.identity for match, log in zip(matches, logs, strict=True)):
             names = [log.identity or _to_run_name(match) for match, log in zip(matches, logs, strict=True)]
-            candidates.append(
-                (sum(match.folders for match in matches if match), [name for name in names if name])
-            )
+            num_folders = sum(match.folders for match in matches if match)
+            candidates.append((num_folders, [name for name in names if name]))
     return [names for _, names in sorted(candidates, key=lambda match: match[0])]
 
 
@@ -188,12 +184,10 @@ def _find_seed(log: Log) -> tuple[int, int] | None:
 
 
 def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
+    name = without_times(strip_suffix(log.name))
     for pattern in patterns:
         for prefix in ("", "*/", "*-", "*_", "*."):
-            match = _make_matcher(prefix + pattern, needs_arm=False, allows_reruns=True)(
-                without_times(strip_suffix(log.name))
-            )
-            if match:
+            if match := _make_matcher(prefix + pattern, needs_arm=False, allows_reruns=True)(name):
                 return match.seed, match.rerun
     return None
 
@@ -261,16 +255,11 @@ def _make_matcher(
         raise ComparisonError(
             f"--pattern: got {pattern!r}, which lacks {{{missing[0]}}}; example: '{{arm}}-s{{seed}}'"
         )
-    groups: Mapping[str, str] = {
-        "arm": "(?P<arm>.+)",
-        "seed": r"(?P<seed>\d{1,10})",
-        "rerun": r"(?P<rerun>\d{1,9})",
-    }
+    groups = {"arm": "(?P<arm>.+)", "seed": r"(?P<seed>\d{1,10})", "rerun": r"(?P<rerun>\d{1,9})"}
     regex = ""
     for literal, name, _, _ in string.Formatter().parse(pattern):
-        regex += ".*".join(re.escape(fragment) for fragment in literal.split("*")) + (
-            groups[name] if name else ""
-        )
+        regex += ".*".join(re.escape(fragment) for fragment in literal.split("*"))
+        regex += groups[name] if name else ""
     if allows_reruns and "rerun" not in fields:
         regex += r"(?:-aa(?P<rerun>\d{1,9}))?"
     compiled = re.compile(regex, re.DOTALL | re.ASCII)

@@ -21,33 +21,13 @@ from abrun.stats.series import Series, series_from_rows
 # The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
 # which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
 STEP_COLUMNS = (
-    "step",
-    "training_step",
-    "global_step",
-    "train/global_step",
-    "trainer/global_step",
-    "training/global_step",
-    "train/step",
-    "current_steps",
-    "global_step/max_steps",
-    "_step",
-    "iteration",
-    "iter",
-    "steps",
-    "update",
-    "training_iteration",
+    *("step", "training_step", "global_step", "train/global_step", "trainer/global_step"),
+    *("training/global_step", "train/step", "current_steps", "global_step/max_steps", "_step"),
+    *("iteration", "iter", "steps", "update", "training_iteration"),
 )
 # Columns of wandb and TensorBoard, counters, clock readings and abrun's checksums
-NON_METRIC_COLUMNS = {
-    CHECKSUM,
-    "_step",
-    "_runtime",
-    "_timestamp",
-    "Wall time",
-    "percentage",
-    "elapsed_time",
-    "remaining_time",
-}
+NON_METRIC_COLUMNS = {CHECKSUM, "_step", "_runtime", "_timestamp", "Wall time"}
+NON_METRIC_COLUMNS |= {"percentage", "elapsed_time", "remaining_time"}
 SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # the name of a data split, such as train or eval
 MAX_SPLITS = 8
 CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every row
@@ -169,11 +149,8 @@ def build_series(
     check_number_of_metrics(len(names), place)
     column = step_column if step_column is not None else _find_step_column(filled_rows, names, texts)
     num_without_step = sum(math.isnan(row.get(column or "", math.nan)) for row in filled_rows)
-    if (
-        column is None
-        or column not in {*names, *texts}
-        or (filled_rows and num_without_step == len(filled_rows))
-    ):
+    is_empty = filled_rows and num_without_step == len(filled_rows)
+    if column is None or column not in {*names, *texts} or is_empty:
         if column and column in unread:
             raise NoStepError(f"{unread[column]}; or name the step column with --step-column")
         problem = f"no step in column '{printable(column[:80])}'" if column else "no column has the step"
@@ -181,16 +158,14 @@ def build_series(
             f"{place}: {problem}; columns: {list_names(names, 12)}; name the step column with --step-column"
             f"{'' if column else SCORES_HINT}"
         )
-    _refuse_unreadable_steps(column, texts, cells, rows, [f"{place}, {row_place}" for row_place in places])
-    dropped = {column, *NON_METRIC_COLUMNS}
+    row_places = [f"{place}, {row_place}" for row_place in places]
+    _refuse_unreadable_steps(column, texts, cells, rows, row_places)
     steps = [
-        None
-        if math.isnan(row.get(column, math.nan))
-        else check_step(row[column], f"{place}, {row_place}", column)
-        for row, row_place in zip(rows, places, strict=True)
+        None if math.isnan(row.get(column, math.nan)) else check_step(row[column], row_place, column)
+        for row, row_place in zip(rows, row_places, strict=True)
     ]
     config = _constant_config(cells)
-    excluded = dropped | config.keys()
+    excluded = {column, *NON_METRIC_COLUMNS, *config}
     metrics, num_replaced = series_from_rows(
         (step, {name: row[name] for name in row if name not in excluded and not name.startswith(UNNAMED)})
         for step, row in zip(steps, rows, strict=True)
@@ -269,11 +244,10 @@ def _parse_numbers(
                 numbers[name] = cell
             elif cell and not cell.isspace():
                 try:
-                    numbers[name] = (
-                        number_format.parse_step(cell, has_plain_steps=step_columns[name])
-                        if name in step_columns
-                        else number_format.parse_number(cell)
-                    )
+                    if name in step_columns:
+                        numbers[name] = number_format.parse_step(cell, has_plain_steps=step_columns[name])
+                    else:
+                        numbers[name] = number_format.parse_number(cell)
                 except ValueError:
                     texts[name].append((index, cell))
         rows.append(numbers)
@@ -289,12 +263,9 @@ def _refuse_unreadable_steps(
 ) -> None:
     """Raise StoreError for a row whose step is text: it would vanish. Rows without values are ignored."""
     for index, text in texts.get(column, ()):
-        other_texts = (
-            cell for name, cell in cells[index].items() if name != column and isinstance(cell, str)
-        )
-        if not rows[index].keys() <= NON_METRIC_COLUMNS or any(
-            re.search(r"\d", cell) for cell in other_texts
-        ):
+        other_cells = (cell for name, cell in cells[index].items() if name != column)
+        has_digits = any(isinstance(cell, str) and re.search(r"\d", cell) for cell in other_cells)
+        if has_digits or not rows[index].keys() <= NON_METRIC_COLUMNS:
             raise StoreError(
                 f"{places[index]}, column {printable(column[:80])}: "
                 f"got '{printable(text[:40])}' as the step; {FIX_STEP}"
@@ -339,11 +310,8 @@ def _constant_config(cells: Sequence[Cells]) -> dict[str, Any]:
         for name, cell in row.items():
             if name.startswith(CONFIG) and cell != "":
                 values[name][cell] = None
-    return {
-        name: _parse_config_value(next(iter(distinct)))
-        for name, distinct in values.items()
-        if len(distinct) == 1
-    }
+    constant = {name: [*distinct] for name, distinct in values.items() if len(distinct) == 1}
+    return {name: _parse_config_value(cell) for name, (cell,) in constant.items()}
 
 
 def _parse_config_value(cell: float | str) -> Any:

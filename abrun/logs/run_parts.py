@@ -11,14 +11,8 @@ from abrun.logs.naming import strip_suffix
 from abrun.logs.starts import START_FOLDER, merge_continued_starts
 
 PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
-SPLIT_NAMES = {
-    "train",
-    "validation",
-    "valid",
-    "val",
-    "eval",
-    "test",
-}  # splits of one run, each with its own log
+# Splits of one run, each with its own log
+SPLIT_NAMES = {"train", "validation", "valid", "val", "eval", "test"}
 
 
 def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
@@ -30,15 +24,12 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
         if experiment and component in PIPELINERL_PARTS
     }
     complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
-    logs = merge_parts(
-        [
-            replace(log, name=split_names[log.name][0], is_part=True, run_id=None)
-            if log.name in part_names and split_names[log.name][0] in complete_runs
-            else log
-            for log in logs
-        ]
-    )
-    logs = _merge_splits(logs)
+    parts: list[Log] = []
+    for log in logs:
+        run = split_names[log.name][0]
+        is_part = log.name in part_names and run in complete_runs
+        parts.append(replace(log, name=run, is_part=True, run_id=None) if is_part else log)
+    logs = _merge_splits(merge_parts(parts))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         folder, _, leaf = log.name.rpartition("/")
@@ -46,11 +37,8 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
         starts.setdefault(key, []).append(log)
     merged_runs: list[Log] = []
     for folder, run_starts in starts.items():
-        run = (
-            merge_continued_starts(run_starts, str(Path(run_starts[0].place).parent))
-            if len(run_starts) > 1
-            else None
-        )
+        place = str(Path(run_starts[0].place).parent)
+        run = merge_continued_starts(run_starts, place) if len(run_starts) > 1 else None
         merged_runs += [replace(run, name=folder)] if run else run_starts
     return merged_runs
 
@@ -63,11 +51,8 @@ def _merge_splits(logs: Sequence[Log]) -> list[Log]:
     run_and_split = {
         log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
     }
-    training = {
-        run_and_split[log.name][0]: log
-        for log in logs
-        if run_and_split[log.name][0] and run_and_split[log.name][1] == "train"
-    }
+    by_place = {run_and_split[log.name]: log for log in logs}
+    training = {run: log for (run, split), log in by_place.items() if run and split == "train"}
     num_splits = Counter(
         run for run, split_name in run_and_split.values() if run in training and split_name in SPLIT_NAMES
     )

@@ -22,10 +22,8 @@ from abrun.regular_files import exists, open_regular
 MAGIC = b"SQLite format 3\x00"
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
 TABLES = {"mlflow": {"experiments", "runs", "metrics", "params", "tags"}, "trackio": {"metrics", "configs"}}
-COLUMNS = {
-    "mlflow": {"run_uuid", "key"},
-    "trackio": {"run_name", "step", "metrics"},
-}  # of the table `metrics`
+# Of the table `metrics`
+COLUMNS = {"mlflow": {"run_uuid", "key"}, "trackio": {"run_name", "step", "metrics"}}
 
 
 def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:

@@ -106,9 +106,7 @@ def read_csv_lines(path: Path) -> tuple[list[CsvLine], list[CsvLine], bool]:
 def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
     """Merge later headers, which a resumed writer may repeat with other columns, into the first."""
     first_header = lines[0][1] if lines else []
-    header_indices = [
-        index for index, (_, cells) in enumerate(lines) if index and _is_header(cells, first_header)
-    ]
+    header_indices = {i for i, (_, cells) in enumerate(lines) if i and _is_header(cells, first_header)}
     if not header_indices:
         return lines
     header, rows = [name.strip() for name in first_header], []
@@ -155,10 +153,8 @@ def _skip_comments(text: str) -> tuple[str, int, str]:
         delimiter = excel[1] if excel else delimiter
     first_line, second_line = [*text.split("\n", 2), ""][:2]
     if not delimiter:  # equally frequent in the header and below it, else most frequent in the header
-        counts = {mark: (first_line.count(mark), second_line.count(mark)) for mark in DELIMITERS}
-        delimiter = max(
-            DELIMITERS, key=lambda mark: (0 < counts[mark][0] == counts[mark][1], counts[mark][0])
-        )
+        counts = {mark: first_line.count(mark) for mark in DELIMITERS}
+        delimiter = max(counts, key=lambda mark: (0 < counts[mark] == second_line.count(mark), counts[mark]))
     cells = first_line.split(delimiter)
     header = last_comment.removeprefix(COMMENT).strip()
     if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first_line):
@@ -328,14 +324,8 @@ def read_parquet_rows(path: Path) -> tuple[list[dict[str, float | str]], list[st
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
-            numeric = [
-                column.name
-                for column in schema
-                if pa.types.is_integer(column.type)
-                or pa.types.is_floating(column.type)
-                or pa.types.is_decimal(column.type)
-                or pa.types.is_boolean(column.type)
-            ]
+            is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean
+            numeric = [column.name for column in schema if any(test(column.type) for test in is_number)]
             text_types = (pa.string(), pa.large_string())
             texts = [column.name for column in schema if column.type in text_types]
             _check_unique_columns(path, schema.names)

@@ -71,23 +71,20 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
     merged = {tag: build_series(*steps_and_values) for tag, steps_and_values in points.items()}
     metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
     notes = replaced_notes(sum(replaced for _, replaced in merged.values())) + notes
+    # Several runs in one folder look the same.
+    restart_note = (
+        f"{printable(str(place))}: its {len(files)} event files were read as one run, restarted "
+        f"{num_restarts} time(s), and the last values count; if they are several runs, put each into its own "
+        "folder"
+    )
     return Log(
         name=name,
         place=printable(str(place)),
         metrics=metrics,
         config=config or None,
-        guesses=tuple(_restart_notes(printable(str(place)), len(files), num_restarts)),
+        guesses=(restart_note,) if num_restarts else (),
         notes=tuple(notes if metrics or notes else [NOTHING_RECORDED]),
     )
-
-
-def _restart_notes(place: str, num_files: int, num_restarts: int) -> Iterator[str]:
-    """Yield a note if files restart at earlier steps: several runs in one folder look the same."""
-    if num_restarts:
-        yield (
-            f"{place}: its {num_files} event files were read as one run, restarted {num_restarts} time(s), "
-            "and the last values count; if they are several runs, put each into its own folder"
-        )
 
 
 def start_key(path: Path) -> tuple[int, str]:

@@ -30,28 +30,9 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 NO_EXIT_NOTE = "it has no end record: it is still running, or was killed"
 # Packages of requirements.txt that determine whether two runs used the same software.
 RECORDED_PACKAGES = (
-    "accelerate",
-    "bitsandbytes",
-    "deepspeed",
-    "flash-attn",
-    "liger-kernel",
-    "megatron-core",
-    "nemo-rl",
-    "numpy",
-    "peft",
-    "ray",
-    "sglang",
-    "skyrl",
-    "skyrl-train",
-    "tokenizers",
-    "torch",
-    "transformer-engine",
-    "transformers",
-    "triton",
-    "trl",
-    "unsloth",
-    "verl",
-    "vllm",
+    *("accelerate", "bitsandbytes", "deepspeed", "flash-attn", "liger-kernel", "megatron-core", "nemo-rl"),
+    *("numpy", "peft", "ray", "sglang", "skyrl", "skyrl-train", "tokenizers", "torch"),
+    *("transformer-engine", "transformers", "triton", "trl", "unsloth", "verl", "vllm"),
 )
 
 
@@ -80,12 +61,11 @@ def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None =
     place = printable(str(files[-1]))
     recorded = _build_series(contents, place, step_column)
     run, code = contents.run, contents.exit_code
+    status, end_notes = "failed" if code else "finished", list[str]()
     if run is None:
         status, end_notes = "unknown", [NOTHING_RECORDED]
-    else:
-        status, end_notes = (
-            ("running", [NO_EXIT_NOTE]) if code is None else ("failed" if code else "finished", [])
-        )
+    elif code is None:
+        status, end_notes = "running", [NO_EXIT_NOTE]
     config = {key: value for key, value in contents.config.items() if key != "_wandb"}
     return recorded.as_log(
         name=(run.display_name if run else "") or name,
@@ -242,11 +222,8 @@ def _update_config(config: dict[str, Any], change: Any) -> None:
 
 def _add_environment(environment: dict[str, Any], record: Any) -> None:
     gpus = [gpu.name for gpu in record.gpu_nvidia] or [record.gpu_type] * min(record.gpu_count, MAX_GPUS)
-    metadata = {
-        "python": record.python,
-        "host": record.host,
-        "gpu_devices": [{"name": name} for name in gpus if name],
-    }
+    devices = [{"name": name} for name in gpus if name]
+    metadata = {"python": record.python, "host": record.host, "gpu_devices": devices}
     environment.update(parse_environment(metadata, ""))
 
 

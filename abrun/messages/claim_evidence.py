@@ -35,7 +35,6 @@ def _one_run_as_two_seeds(run: str, other: str, metrics: Sequence[str], correlat
 
 
 def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> str:
-    """The runs do not show that the baseline learns enough."""
     return (
         f"the baseline is not shown to climb by more than the margin of {margin:.3g} up to step {step}: it "
         f"climbs by {climb:.3g} (95 % lower bound {bound:.3g}), so arms that learn nothing would also agree; "
@@ -45,13 +44,11 @@ def _climb_not_shown(margin: float, step: int, climb: float, bound: float) -> st
 
 
 def _outside_domain(transform: str, value: float) -> str:
-    """The transform does not accept a value."""
     allowed = "of at least 1" if transform == "log_excess" else "above 0"
     return f"transform {transform!r} got the value {value:.6g}, but takes only values {allowed}"
 
 
 def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) -> str:
-    """A sample is more skewed than chance explains."""
     sign = f"skewness {skewness:+.2g}" if skewness is not None else _OUTLIERS[num_far or 1]
     return (
         f"{_SAMPLES[sample]} skewed ({sign}; p = {p:.2g} if they were normal), so the t-test may err more "
@@ -60,7 +57,6 @@ def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) 
 
 
 def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
-    """Eighths of training differ by more than the margin."""
     size = f"most by {difference:+.3g} in {largest}" if len(blocks) > 1 else f"by {difference:+.3g}"
     return f"the arms differ by more than the margin in steps {', '.join(blocks)} ({size})"
 
@@ -75,7 +71,6 @@ def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
 
 
 def _values_unfit(needed: str) -> str:
-    """Values in the window are missing, or not of the kind that the limit needs."""
     return f"its values in the window are missing, or not all {_NEEDED_VALUES[needed]}"
 
 

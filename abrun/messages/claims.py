@@ -87,7 +87,6 @@ def _change(arm: str, baseline_arm: str, change: str) -> str:
 
 
 def _not_tested(metric, window, problem, detected, arm, baseline_arm) -> str:
-    """The claim could not be tested on these runs."""
     difference = ""
     if detected:
         change = _change(arm, baseline_arm, detected["direction"])

@@ -7,7 +7,6 @@ from abrun.reasons import Code
 
 
 def _budget_refused(budget: str, metrics: list[str]) -> str:
-    """--budget does not name a claim and a number."""
     examples = ", ".join(f"{metric}=0.05" for metric in metrics)
     return (
         f"--budget: got {budget}; allowed: a number above 0 in units of the claim, for a claim with a "
@@ -26,7 +25,6 @@ _AXES = {"steps": "training steps", "final": "final scores", "prompts": "scores 
 
 
 def _axes_mixed(places: Mapping[str, str]) -> str:
-    """Some runs have curves, others only scores."""
     kinds = " and ".join(f"{_AXES[axis]} ({place})" for axis, place in places.items())
     return f"sources: got {kinds}, which have no values in common; compare runs of one kind"
 

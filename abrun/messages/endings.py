@@ -14,7 +14,6 @@ OUT_OF_MEMORY = (
 
 
 def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
-    """A collective failed because other ranks ended, hang, or cannot be reached."""
     waited = "timed out" if waited_s is None else f"timed out after {waited_s:g} s"
     return (
         f"waiting for other ranks {waited}, in a collective during {doing or 'the start'}: they ended, hang, "
@@ -25,7 +24,6 @@ def _ranks_lost(waited_s: float | None, doing: str, error: str) -> str:
 def _memory_ran_out(
     on_gpu: bool, doing: str, others: Mapping[str, int] | None, error: str, runs_per_gpu: int = 1
 ) -> str:
-    """A GPU, a run's share of one, or the machine ran out of memory."""
     remedy = (
         "use a smaller policy.micro_batch_size (with packing: micro_batch_tokens), or find what takes the "
         "memory: abrun memory-profile RECIPE"
@@ -67,26 +65,22 @@ def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
 
 
 def _nodes_silent(nodes: Sequence[Mapping[str, Any]], silent_s: float) -> str:
-    """The agents of some nodes do not report."""
     names = ", ".join(f"node {node['node']} ({node['host']})" for node in nodes)
     return f"no report from {names} for {silent_s:.0f} s"
 
 
 def _alias_not_logged(name, metric, num_steps, logged, num_more, close) -> str:
-    """The metric of an alias is missing from the first logged steps."""
     names = ", ".join(logged) + ", ..." * bool(num_more)
     hint = f"; did you mean {close!r}?" if close else ""
     return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {names}{hint}"
 
 
 def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str], log: str) -> str:
-    """A command ended and its log holds no metrics."""
     reason = problem or "; ".join(notes) or "it holds no numbers"
     return f"no metrics: trainer.metrics: {format} at {path}: {reason}; correct format or path, or read {log}"
 
 
 def _job_ended(job: str, state: str) -> str:
-    """The cluster reports that a job ended."""
     return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
 
 

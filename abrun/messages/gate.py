@@ -17,7 +17,6 @@ def _evidence(
 
 
 def _alike(candidate: str, incumbent: str, worth: float, evidence: str) -> str:
-    """An improvement that is worth finding is ruled out."""
     return (
         f"ALIKE: {candidate} does not improve on {incumbent} by {bound_text(worth)} or more: {evidence}; "
         "discard it"

@@ -17,7 +17,6 @@ def _finite(clean: list[str], broken: list[str], paired: bool) -> str:
 
 
 def _not_finite_more_often(metric, share, baseline_share, p, level, arm, baseline_arm) -> str:
-    """A metric is NaN or Inf at more steps than in the baseline."""
     treatment, baseline = arm_texts(arm, baseline_arm)
     return (
         f"{metric} is NaN or Inf at {100 * share:.3g} % of the steps of {treatment} and at "
@@ -32,7 +31,6 @@ def _token_error_kept(metric: str, above: float | None, value: float, limit: flo
 
 
 def _token_error_exceeded(metric, above, value, limit, baseline, p, level, arm, baseline_arm) -> str:
-    """The train-inference mismatch exceeds its limit."""
     value_text = _token_error_kept(metric, above, value, limit)
     baseline_text = f"{_finite_text(baseline)} in {arm_texts(arm, baseline_arm)[1]}"
     return f"{value_text}, {baseline_text} ({_p_value(p, level, arm)})"
@@ -43,7 +41,6 @@ def _p_value(p: float, level: float, arm: str) -> str:
 
 
 def _ratio_exceeded(quantity, ratio, limit, p, level, arm, baseline_arm) -> str:
-    """The ratio of the arms exceeds its limit."""
     return f"{quantity}: {arm} / {baseline_arm} is {ratio:.3g} (limit {limit:g}; {_p_value(p, level, arm)})"
 
 

@@ -5,7 +5,6 @@ from abrun.reasons import Code
 
 
 def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
-    """Checks before the launch have found these problems."""
     hint = ": see --dry-run" if shown_by_dry_run else ""
     omitted = f" (and {len(problems) - 1} more{hint})" if len(problems) > 1 else ""
     return f"{recipe}: {problems[0]}{omitted}"

@@ -17,7 +17,6 @@ def _judged(mean, limit, reference_mean, batch_size, point_batch_size, interpola
 
 
 def _without_spread(num: int, batch_size: float, value: float, share: float, rate: float) -> str:
-    """All reference runs converged at the same evaluation."""
     return (
         f"the {num} reference runs at batch size {batch_size:g} are all {value:.10g}, so their sd is 0 and "
         f"the limit is their mean: up to {percent_text(share)} of such runs may be an evaluation earlier "

@@ -10,7 +10,6 @@ SURPRISING_SDS = 3  # a distance that would be unusual if the sd were known
 
 
 def _seed_noise(metric, transform, level, num_runs, steps, sd, interval) -> str:
-    """Level of one arm and its spread over seeds."""
     value = f"{level:.4g}{difference_unit(transform)}"
     return (
         f"{metric} is {value} over {num_runs} runs ({_window(steps)}); from run to run it varies by "
@@ -23,7 +22,6 @@ def _window(steps: Sequence[int] | None) -> str:
 
 
 def _normal_gap(metric, transform, arm, gap, level) -> str:
-    """Gap between two runs that seed noise explains."""
     has_share = transform == "identity" and gap < abs(level)
     share = f" ({_percent(gap / abs(level))} of the level)" if has_share else ""
     return (
@@ -37,7 +35,6 @@ def _percent(share: float) -> str:
 
 
 def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
-    """Differences that numbers of pairs would show."""
     shown = ", ".join(f"{difference:.3g}" for difference in differences[:-1])
     numbers = ", ".join(map(str, counts[:-1]))
     return (
@@ -47,7 +44,6 @@ def _pairs_show(counts: Sequence[int], differences: Sequence[float]) -> str:
 
 
 def _level_alone(arm, metric, level, steps, num_runs) -> str:
-    """Level of one arm without a spread."""
     if level is None:
         return f"{metric}: {arm} has no level"
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
@@ -55,7 +51,6 @@ def _level_alone(arm, metric, level, steps, num_runs) -> str:
 
 
 def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
-    """Levels that form two groups."""
     groups = " and ".join(
         f"{level:.3g} ({', '.join(names[:4])}{' ...' * (len(names) > 4)})"
         for names, level in zip(runs, levels, strict=True)
@@ -67,7 +62,6 @@ def _two_groups(runs: Sequence[Sequence[str]], levels: Sequence[float]) -> str:
 
 
 def _new_run(run, several, num_runs, metric, transform, difference, num_sds, p, is_outside) -> str:
-    """A single run beside the spread of several."""
     if difference == 0:
         return f"{metric} of {run} is exactly the mean of {several}"
     direction = "below" if difference < 0 else "above"

@@ -33,12 +33,10 @@ def _step_one_not_settled(
 
 
 def _no_reruns(has_recipe: bool) -> str:
-    """No same-seed rerun shows the noise floor."""
     return f"divergence against the noise floor: no A/A reruns ({how_to_rerun(has_recipe)})"
 
 
 def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
-    """Upper bound on the failure rate of runs, none of which failed."""
     runs = f"{num_runs} {'seed' if paired else 'treatment run'}{'s' * (num_runs != 1)}"
     return (
         f"rare failures: 0 of {runs} failed, but a failure rate of up to {100 * rate:.0f} % is still "
@@ -47,7 +45,6 @@ def _rare_failures(num_runs: int, paired: bool, rate: float) -> str:
 
 
 def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
-    """Seeds that --seeds leaves out."""
     listed = ", ".join(broken[:_MAX_LISTED]) + more_text(len(broken) - _MAX_LISTED)
     endings = f" ({listed})" if broken else ""
     return f"left out by --seeds: seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}{endings}"

@@ -9,7 +9,6 @@ from abrun.reasons import Code
 
 
 def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
-    """The step counters of the arms differ by one."""
     counts = ", ".join(f"{name} counts {grid['first']}-{grid['last']}" for name, grid in grids.items())
     return (
         f"{metric}: the step counters differ by one ({counts}), so at the same step {late} has made one "
@@ -18,7 +17,6 @@ def _counters_differ(metric, grids, late, num_shared, first, last) -> str:
 
 
 def _grids_differ(metric, grids, averaged, num_shared, first, last) -> str:
-    """Runs recorded a metric at different steps."""
     ranges = ", ".join(f"{name} {_step_range(**grid)}" for name, grid in grids.items())
     caution = "; the runs that log less often may log averages" * averaged
     return (
@@ -35,7 +33,6 @@ def _compared_on(num_shared: int, first: int, last: int) -> str:
 
 
 def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
-    """The runs were compared several times."""
     *earlier, latest = map(str, num_pairs)
     return (
         f"{_arm_prefix(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
@@ -87,19 +84,16 @@ def _ledger(
 
 
 def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
-    """Runs, or attempts of one run, used different code."""
     groups = (f"{', then '.join(group['code'])} ({first_and_more(group['runs'])})" for group in versions)
     return f"the runs used different code: {', '.join(groups)}"
 
 
 def _precision_differs(arm: str, precisions: Mapping[str, list[str]]) -> str:
-    """An arm computes the LM head or logits in another precision than the baseline."""
     differences = [f"{label} in {dtype} instead of {usual}" for label, (usual, dtype) in precisions.items()]
     return f"{arm}: {', '.join(differences)}"
 
 
 def _trace_differs(step, seed, num_tensors, num_beyond, first, relative_error, ulps, last_agreeing) -> str:
-    """A traced step of the arms differs by more than rounding."""
     before = f"up to {last_agreeing} they agree" if last_agreeing else "nothing before it is compared"
     return (
         f"step {step} of seed {seed}, on the same rollouts: the arms first differ in {first}, by "

@@ -102,11 +102,9 @@ def margin_text(number: float, unit: str) -> str:
     """Return a margin: `±0.05`, `±5 % of the baseline's level` or `±1 sigma of the baseline`."""
     if unit == "":
         return f"±{number:g}"
-    return (
-        f"±{number:g} sigma of the baseline"
-        if unit == "sigma"
-        else f"±{100 * number:g} % of the baseline's {unit}"
-    )
+    if unit == "sigma":
+        return f"±{number:g} sigma of the baseline"
+    return f"±{100 * number:g} % of the baseline's {unit}"
 
 
 def margin_of_reference_text(margin: float, sigmas: float, reference: str) -> str:

@@ -13,7 +13,6 @@ def _yaml_text(got: str | bool) -> str:
 
 
 def _without_package(field: str, got: str | bool, package: str, install: str, instead: str | None) -> str:
-    """A setting needs a package that is not installed."""
     remedy = f"{install}, or use {instead}" if instead else install
     return f"{field}: got {_yaml_text(got)}, but the package {package} is missing; {remedy}"
 
@@ -23,7 +22,6 @@ def _devices(ranks: int, engines: int) -> str:
 
 
 def _too_few_gpus(ranks: int, engines: int, gpus: int) -> str:
-    """A run needs more GPUs than this machine has."""
     remedy = f"use at most {gpus}{' in total' if engines else ''}" if gpus else "use a machine with GPUs"
     return (
         f"cluster.gpus_per_node: got {_devices(ranks, engines)}, but this machine has "
@@ -32,7 +30,6 @@ def _too_few_gpus(ranks: int, engines: int, gpus: int) -> str:
 
 
 def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
-    """A run needs more CPU cores than this machine has."""
     return (
         f"cluster.cpu_ranks: got {_devices(ranks, engines)}, but this machine has "
         f"{count_text(cores, 'usable CPU core')}; use at most {cores}{' in total' if engines else ''}"
@@ -40,7 +37,6 @@ def _too_few_cores(ranks: int, engines: int, cores: int) -> str:
 
 
 def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int, runs_per_gpu: int) -> str:
-    """--jobs asks for more runs at once than fit on the GPUs."""
     shared = f" and {runs_per_gpu} runs to a GPU" * (runs_per_gpu > 1)
     return (
         f"--jobs: got {jobs} runs at once with {count_text(gpus_per_run, 'GPU')} each{shared}, but this "
@@ -49,13 +45,11 @@ def _too_many_jobs(jobs: int, gpus_per_run: int, gpus: int, runs_per_gpu: int) -
 
 
 def _unset_variable(field: str, variable: str, is_placeholder: bool) -> str:
-    """A run's `env` refers to a variable that is not set in the launcher's environment."""
     hint = f" (the placeholder is {{{variable}}}, without $)" if is_placeholder else ""
     return f"{field}: got ${{{variable}}}, but {variable} is not set here; export {variable} first{hint}"
 
 
 def _clipping(settings: dict[str, Any]) -> str:
-    """Clip ranges are given, but with one update per step nothing is ever clipped."""
     got = ", ".join(f"{name} {json.dumps(value)}" for name, value in settings.items())
     return (
         f"algorithm.{next(iter(settings))}: got {got}, but with one update per step nothing is ever clipped; "
@@ -74,12 +68,10 @@ UNITS = {
 
 
 def _sharded_unevenly(field: str, got: int, size: int, dimension: str) -> str:
-    """A degree of parallelism does not divide the model's size."""
     return f"{field}: got {got} with a model of {size} {UNITS[dimension]}; use a divisor of {size}"
 
 
 def _start_after_last_step(folder: str, step: int, steps: int) -> str:
-    """A run would start from a checkpoint of its last step, or of a later one."""
     return (
         f"checkpoint.start_from: got {folder!r} of step {step}, but steps is {steps} and counts from the "
         f"start of that run; use steps: {step + 1} or more"

@@ -42,66 +42,55 @@ def _line(source: str, field: str, problem: str, others: list[str]) -> str:
 
 
 def _unknown_key(source: str, field: str, nearest: str | None, allowed: list[str], others: list[str]) -> str:
-    """A recipe has an unknown key."""
     remedy = f"did you mean {nearest!r}?" if nearest else f"allowed: {', '.join(allowed)}"
     return _line(source, field, f"unknown key; {remedy}", others)
 
 
 def _key_of_other_type(source: str, field: str, types: list[str], others: list[str]) -> str:
-    """A section of this type has no such key."""
     names = ", ".join(map(repr, types))
     problem = f"not a key of this type; use type: {names}, or drop it (null if it is inherited)"
     return _line(source, field, problem, others)
 
 
 def _missing_type(source: str, field: str, allowed: list[str], others: list[str]) -> str:
-    """A section has no type."""
     return _line(source, field, f"missing; allowed: {', '.join(map(repr, allowed))}", others)
 
 
 def _unknown_type(source: str, field: str, got: str, expected: str, others: list[str]) -> str:
-    """A section's type does not exist."""
     return _line(source, field, f"got {got}; allowed: {expected}", others)
 
 
 def _length(source: str, field: str, got: str, kind: str, limit: int, others: list[str]) -> str:
-    """A list is too short or too long."""
     allowed = f"at least {limit}" if kind == "too_short" else f"at most {limit}"
     return _line(source, field, f"got {got}; allowed: a list of {allowed}", others)
 
 
 def _not_allowed(source, field, got, kind, limits, advice, others) -> str:
-    """A value has the wrong kind, or is out of range."""
     allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
     instead = f"; {advice}" if advice else ", such as [4, 8]" if kind == "number_list_type" else ""
     return _line(source, field, f"got {got}; allowed: {allowed}{instead}", others)
 
 
 def _index(source: str, field: str, got: str, length: int) -> str:
-    """--set names an entry that a list does not have."""
     allowed = f"0 to {length - 1}" if length > 1 else "0" if length else "none, it is empty"
     return f"{source}: got index {got} for {field}; allowed: {allowed}; or give the whole list: {field}=[...]"
 
 
 def _yaml_line(source: str, line: int | None, unquoted: bool, problem: str) -> str:
-    """A line is not readable as YAML."""
     place = "" if line is None else f", line {line}"
     hint = " ('${NAME}' inside {...} needs quotes)" if unquoted else ""
     return f"{source}{place}{hint}: not readable as YAML: {problem}"
 
 
 def _value_missing(source: str, field: str, others: list[str]) -> str:
-    """A recipe lacks a value without a default."""
     return _line(source, field, "missing; add it to the recipe", others)
 
 
 def _secret_in_command(source: str, field: str, word: str) -> str:
-    """A command line contains what looks like a secret."""
     return f"{source}: {field}: {word} looks like a secret; {_SECRET_BY_VARIABLE}"
 
 
 def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
-    """A recipe contains what looks like a secret."""
     return (
         f"{source}: {field}: looks like a secret; {_SECRET_OF_NODES if of_launcher else _SECRET_BY_VARIABLE}"
     )

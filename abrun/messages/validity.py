@@ -45,7 +45,6 @@ def alias_hint(recorded: Sequence[str]) -> str:
 
 
 def _no_shared_seed(baseline, baseline_seeds, arm, arm_seeds, can_unpair) -> str:
-    """The arms have no seed in common."""
     return (
         f"no common seed: {baseline} has {_seeds(baseline_seeds)}, {arm} has {_seeds(arm_seeds)}"
         f"{UNPAIRED_HINT * can_unpair}"
@@ -59,7 +58,6 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def _unpaired_seeds(seeds: list[int], arm: str, can_unpair: bool) -> str:
-    """An arm has no run of these seeds."""
     return (
         f"unpaired {_seeds(seeds)}: {arm} has no such run, but every seed needs both arms"
         f"{UNPAIRED_HINT * can_unpair}"
@@ -67,26 +65,22 @@ def _unpaired_seeds(seeds: list[int], arm: str, can_unpair: bool) -> str:
 
 
 def _run_not_finished(run: str, status: str) -> str:
-    """A run has not finished, or is missing."""
     state = "its directory is missing" if status == "missing" else status
     return f"{run} is not finished ({state}); launch with --resume"
 
 
 def _runs_exchanged(run: str, identity: Mapping[str, Any]) -> str:
-    """A run directory contains a different run."""
     fields = ", ".join(f"{key} {value}" for key, value in identity.items())
     return f"{run}: its config.json belongs to another run ({fields}); run directories were swapped"
 
 
 def _config_mixed(key: str, values: list[list[tuple[str, str]]], paired: bool) -> str:
-    """A configuration key differs within an arm."""
     groups = (" / ".join(f"{run} {value}" for run, value in group) for group in values)
     problem = "within an arm, which its seeds do not explain" if paired else "between some runs of an arm"
     return f"config {key} differs {problem}: {', '.join(groups)[:_MAX_CHARACTERS]}"
 
 
 def _environment_differs(key: str, baseline: str, run: str, values: Any) -> str:
-    """Versions, devices, prompts or initial weights of two runs differ."""
     if isinstance(values, Mapping):
         changes = [
             f"{name} {baseline_version} against {version}"
@@ -106,7 +100,6 @@ def _short_text(value: Any) -> str:
 
 
 def _no_shared_step(grids: list[Mapping[str, Any]]) -> str:
-    """No step is in all runs."""
     ranges = [
         f"{first_and_more(grid['runs'])}: {grid['num_steps']} steps, {grid['first']}-{grid['last']}"
         for grid in grids[:_MAX_GRIDS]
@@ -117,7 +110,6 @@ def _no_shared_step(grids: list[Mapping[str, Any]]) -> str:
 
 
 def _steps_missing(runs, metric, num_missing, num_expected, first, last, step, run_ends, unread) -> str:
-    """Runs lack steps of a window that others have."""
     if step > run_ends:
         problem = f"{runs[0]} ends at step {run_ends}, but {metric} is compared over steps {first}-{last}"
     else:
@@ -131,7 +123,6 @@ def _steps_missing(runs, metric, num_missing, num_expected, first, last, step, r
 
 
 def _metric_missing(metric, role, run, step, unread, alias) -> str:
-    """A metric of a claim or a guard is not recorded."""
     if run is None:
         reason = unread_text(unread) or (_mistaken_alias(**alias) if alias else "")
         return f"missing metric: no run recorded {metric} ({role}){reason}"
@@ -144,7 +135,6 @@ def _mistaken_alias(name: str, logged: list[str]) -> str:
 
 
 def _first_step_missing(recorded: list[str]) -> str:
-    """No step-one metric is recorded in both arms at the first step."""
     return (
         "missing metric: step one needs a reward, loss or gradient norm that both arms record at step 0 or 1"
         f"{alias_hint(recorded)}; or leave step one out: --no-step-one"
@@ -152,7 +142,6 @@ def _first_step_missing(recorded: list[str]) -> str:
 
 
 def _first_step_not_recorded(recorded: list[str]) -> str:
-    """No metric of step one is recorded in both arms."""
     return f"no reward, loss, gradient norm or entropy is recorded in both arms{alias_hint(recorded)}"
 
 

@@ -98,7 +98,6 @@ def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) ->
 
 
 def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
-    """Other metrics in which the arms differ, and those in which they do not."""
     clauses = []
     if apart:
         differences = ", ".join(f"{metric} {difference:+.3g}" for metric, difference in apart.items())
@@ -112,7 +111,6 @@ def _other_metrics(apart: Mapping[str, float], alike: Sequence[str]) -> str:
 
 
 def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread: str | None) -> str:
-    """No metric is recorded in every run."""
     if unread is not None:
         return f"no metric is recorded in every run: {unread}"
     baseline_names, treatment_names = (", ".join(names) or "nothing" for names in (baseline, treatment))
@@ -123,7 +121,6 @@ def _no_shared_metric(baseline: Sequence[str], treatment: Sequence[str], unread:
 
 
 def _margin_offered(of: str, size: float, rounded_up_to: float | None) -> str:
-    """Origin of a suggested margin."""
     origin = _MARGINS[of].format(size=size)
     return origin if rounded_up_to is None else f"{origin}, rounded up to {rounded_up_to:.3g}"
 

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,14 +30,27 @@ from safetensors.numpy import save
 
 from abrun.errors import StoreError
 from abrun.reasons import Code
-from abrun.regular_files import is_directory
+from abrun.redaction import printable
+from abrun.regular_files import is_directory, is_file, open_regular
 from abrun.runs import layout
 from abrun.runs.files import wrap_read_errors
 
 FORMAT = 1
 MAX_BYTES = 1 << 34  # of a file
-INTEGERS = ("fetch", "prompt_lengths", "group_sizes", "prompt_ids", "completion_lengths", "completion_ids")
+MAX_PROBLEM = 200  # characters
 LOGPROBS = "inference_logprobs"
+DTYPES = {
+    "fetch": "int64",
+    "prompt_lengths": "int64",
+    "group_sizes": "int64",
+    "prompt_ids": "int64",
+    "completion_lengths": "int64",
+    "completion_ids": "int64",
+    LOGPROBS: "float32",
+    "rewards": "float64",
+    "truncated": "bool",
+}
+HEADER_TYPES = {"seed": int, "model": str, "tokenizer": str, "temperature": (int, float), "framework": str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +179,9 @@ def find_rollouts(source: str, run_path: Path, seed: int) -> Path:
         base / seed_name,
     ]
     for folder in folders:
-        if step_path(folder, 1).is_file():
-            return folder
+        with wrap_read_errors(folder):
+            if is_file(step_path(folder, 1)):
+                return folder
     raise StoreError(Code.ROLLOUTS_MISSING(source=str(base), seed=seed))
 
 
@@ -178,7 +193,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def _read_header(path: Path) -> dict[str, Any]:
     with _reading(path):
-        size = path.stat().st_size
+        with open_regular(path) as regular:
+            size = os.fstat(regular.fileno()).st_size
         if size > MAX_BYTES:
             raise _damaged(path, f"{size} bytes, more than {MAX_BYTES}")
         with safe_open(path, framework="numpy") as file:
@@ -186,7 +202,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise _damaged(path, "no header of abrun")
     if header.get("format") != FORMAT:
-        raise _damaged(path, f"format {header.get('format')!r}, but this version reads {FORMAT}")
+        raise _damaged(path, f"this version reads format {FORMAT}, not {header.get('format')!r}")
     return header
 
 
@@ -196,29 +212,39 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         with wrap_read_errors(path):
             yield
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
 
 
 def _damaged(path: Path, problem: str) -> StoreError:
-    return StoreError(Code.ROLLOUTS_DAMAGED(path=path, problem=problem))
+    return StoreError(Code.ROLLOUTS_DAMAGED(path=path, problem=printable(problem[:MAX_PROBLEM])))
 
 
 def _find_problem(header: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> str | None:
     """Return what is wrong with the content of a file; None if nothing is."""
-    missing = {*INTEGERS, "rewards", "truncated"} - arrays.keys()
+    missing = DTYPES.keys() - {LOGPROBS} - arrays.keys()
     if missing:
         return f"without {', '.join(sorted(missing))}"
+    for name in DTYPES.keys() & arrays.keys():
+        dtype, shape = arrays[name].dtype, arrays[name].shape
+        if (dtype, len(shape)) != (DTYPES[name], 1):
+            return f"{name} is {dtype} of shape {list(shape)}, not a list of {DTYPES[name]}"
     if header.get("sha256") != _digest(arrays):
         return "its checksum does not match its content"
     if header.get("step") != step:
         return f"it holds step {header.get('step')!r}"
+    for name, allowed in HEADER_TYPES.items():
+        if header.get(name) is not None and not isinstance(header[name], allowed):
+            return f"its header has {name} {header[name]!r}"
     sums = [
-        ("prompt_lengths", int(arrays["prompt_lengths"].sum()), len(arrays["prompt_ids"])),
-        ("group_sizes", int(arrays["group_sizes"].sum()), len(arrays["rewards"])),
-        ("completion_lengths", int(arrays["completion_lengths"].sum()), len(arrays["completion_ids"])),
+        ("prompt_lengths", _total(arrays["prompt_lengths"]), len(arrays["prompt_ids"])),
+        ("group_sizes", _total(arrays["group_sizes"]), len(arrays["rewards"])),
+        ("group_sizes", _total(arrays["group_sizes"]), len(arrays["completion_lengths"])),
+        ("completion_lengths", _total(arrays["completion_lengths"]), len(arrays["completion_ids"])),
         ("fetch", len(arrays["fetch"]), len(arrays["prompt_lengths"])),
+        ("group_sizes", len(arrays["group_sizes"]), len(arrays["prompt_lengths"])),
         ("truncated", len(arrays["truncated"]), len(arrays["rewards"])),
+        (LOGPROBS, len(arrays.get(LOGPROBS, arrays["completion_ids"])), len(arrays["completion_ids"])),
     ]
     for name, got, expected in sums:
         if got != expected:
@@ -233,6 +259,11 @@ def _find_problem(header: dict[str, Any], arrays: dict[str, np.ndarray], step: i
     if LOGPROBS in arrays and not (np.isfinite(arrays[LOGPROBS]).all() and arrays[LOGPROBS].max() <= 1e-3):
         return "a log-prob that is positive or not finite"
     return None
+
+
+def _total(lengths: np.ndarray) -> int:
+    """Return a sum that does not overflow."""
+    return sum(lengths.tolist())
 
 
 def _split(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:

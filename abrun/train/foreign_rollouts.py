@@ -31,10 +31,12 @@ import torch
 from abrun.errors import StoreError
 from abrun.models import Text
 from abrun.reasons import Code
+from abrun.redaction import printable
 from abrun.regular_files import is_directory, iter_lines, open_regular
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.rollouts import MAX_BYTES, Origin, RecordedCompletion, RecordedGroup, RecordedStep
 
+LOWEST = -3e38  # log-probs become float32
 FILE_NAMES = {
     "slime": re.compile(r"(?!.*eval_\d+\.pt$).*?(\d+)\.pt"),
     "nemo-rl": re.compile(r"train_data_step(\d+)\.jsonl"),
@@ -90,14 +92,13 @@ class ForeignRollouts:
                 samples = [_verl_sample(row, text, max_new_tokens) for row in _read_rows(path)]
             if not samples:
                 raise ValueError("no completions")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = f"without {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            groups = _make_groups(samples, group_size)
+        except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+            problem = f"without {error}" if isinstance(error, KeyError) else printable(str(error))
             raise StoreError(
-                Code.ROLLOUTS_DAMAGED(path=path, problem=f"as a dump of {self.framework}: {problem}")
+                Code.ROLLOUTS_DAMAGED(path=path, problem=f"as a dump of {self.framework}: {problem:.300}")
             ) from error
-        return RecordedStep(
-            step=step, groups=_make_groups(samples, group_size), origin=Origin(framework=self.framework)
-        )
+        return RecordedStep(step=step, groups=groups, origin=Origin(framework=self.framework))
 
 
 def find_foreign_rollouts(source: str, run_path: Path, seed: int) -> ForeignRollouts | None:
@@ -164,13 +165,13 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _read_slime(path: Path) -> list[_Sample]:
     """Load a file of torch.save without running the code that a pickle can hold."""
     try:
-        with wrap_read_errors(path):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with wrap_read_errors(path), open_regular(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             "it holds Python objects, which are not loaded because they can run code; save lists and numbers"
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, ArithmeticError, AssertionError, AttributeError, LookupError) as error:
         raise ValueError("torn, or not written by torch.save") from error
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
         raise ValueError("no list 'samples'")
@@ -185,10 +186,10 @@ def _slime_sample(sample: dict[str, Any]) -> _Sample:
         raise ValueError("a sample that slime left out of the loss (remove_sample)")
     if sample.get("multimodal_inputs"):
         raise ValueError("a sample with multimodal_inputs; only text can be trained")
-    if not isinstance(length, int):
-        raise TypeError(f"response_length {length!r} is no integer")
-    _require_whole_mask(sample.get("loss_mask") or [])
     token_ids = _token_ids(sample["tokens"])
+    _require_length("response_length", length, len(token_ids))
+    if mask := sample.get("loss_mask"):
+        _require_whole_mask(mask, length)
     prompt = token_ids[: len(token_ids) - length]
     group = sample.get("group_index")
     return _Sample(
@@ -207,14 +208,13 @@ def _nemo_sample(row: dict[str, Any], text: Text) -> _Sample:
     # With dynamic sampling, `rewards` are those before the filter.
     rewards = "filtered_rewards" if "filtered_rewards" in row else "rewards"
     length = _only_value(row, "input_lengths")
-    if not isinstance(length, int):
-        raise TypeError(f"input_lengths {length!r} is no integer")
+    _require_length("input_lengths", length, len(_token_ids(_only_value(row, "token_ids"))))
     if not _only_value(row, "sample_loss_mask"):
         raise ValueError("a sample that NeMo RL left out of the loss (sample_loss_mask)")
     token_ids = _token_ids(_only_value(row, "token_ids")[:length])
-    mask = [bool(value) for value in _only_value(row, "token_loss_mask")[:length]]
-    start = mask.index(True) if True in mask else len(mask)
-    _require_whole_mask(mask[start:])
+    mask = _only_value(row, "token_loss_mask")[:length]
+    start = mask.index(1) if 1 in mask else length
+    _require_whole_mask(mask[start:], length - start)
     prompt, completion = token_ids[:start], token_ids[start:]
     return _Sample(
         group=tuple(prompt),
@@ -264,9 +264,16 @@ def _token_ids(values: Any) -> list[int]:
     return values
 
 
-def _require_whole_mask(mask: Sequence[Any]) -> None:
-    if not all(mask):
+def _require_length(name: str, length: Any, num_tokens: int) -> None:
+    if type(length) is not int or not 0 < length <= num_tokens:
+        raise ValueError(f"{name} {str(length)[:40]} of {num_tokens} tokens")
+
+
+def _require_whole_mask(mask: Sequence[Any], num_tokens: int) -> None:
+    if any(value != 1 for value in mask):
         raise ValueError("a completion with tokens masked out of the loss, such as answers of a tool")
+    if len(mask) != num_tokens:
+        raise ValueError(f"a loss mask of {len(mask)} values for {num_tokens} tokens")
 
 
 def _make_completion(
@@ -275,9 +282,11 @@ def _make_completion(
     if type(reward) not in (int, float) or not math.isfinite(reward):
         raise ValueError(f"a reward of {str(reward)[:40]}, which is no finite number")
     if logprobs is not None:
+        if not isinstance(logprobs, list):
+            raise TypeError("log-probs that are no list of numbers")
         if len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} log-probs of {len(token_ids)} tokens")
-        if not all(type(value) in (int, float) and -math.inf < value <= 1e-3 for value in logprobs):
+        if not all(type(value) in (int, float) and LOWEST < value <= 1e-3 for value in logprobs):
             raise ValueError("a log-prob that is positive or not finite")
     return RecordedCompletion(
         token_ids=token_ids, logprobs=logprobs, reward=float(reward), truncated=truncated

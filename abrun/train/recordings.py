@@ -10,6 +10,7 @@ from abrun.errors import StoreError
 from abrun.models import Text, config_of
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
+from abrun.redaction import printable
 from abrun.rollout import Completion
 from abrun.runs.rollouts import (
     Origin,
@@ -40,7 +41,8 @@ class RecordedRollouts:
             self.folder, recorded = self._foreign.folder, self._foreign.num_steps
         else:
             self.folder = find_rollouts(source, run_path, seed)
-            recorded = next(step for step in range(last, 0, -1) if step_path(self.folder, step).exists())
+            steps = range(last, 0, -1)
+            recorded = next((step for step in steps if step_path(self.folder, step).exists()), 0)
         if recorded < last:
             raise self._unfit(
                 f"it holds {recorded} steps, but the run takes {last}", f"use steps: {recorded}"
@@ -85,7 +87,7 @@ class RecordedRollouts:
         for name, remedy in problems.items():
             got, needed = getattr(recorded.origin, name), getattr(self._origin, name)
             if got is not None and got != needed:
-                raise self._unfit(f"recorded with {name} {got}, but the run has {needed}", remedy)
+                raise self._unfit(f"recorded with {name} {str(got)[:40]}, but the run has {needed}", remedy)
 
     def _to_group(self, group: RecordedGroup, step: int) -> Group:
         rollout, limit = self._config.rollout, self._text.max_positions
@@ -130,7 +132,7 @@ class RecordedRollouts:
         )
 
     def _unfit(self, problem: str, remedy: str) -> StoreError:
-        return StoreError(Code.ROLLOUTS_UNFIT(path=self.folder, problem=problem, remedy=remedy))
+        return StoreError(Code.ROLLOUTS_UNFIT(path=self.folder, problem=printable(problem), remedy=remedy))
 
 
 def origin_of(config: OwnRunConfig, text: Text, seed: int) -> Origin:

@@ -51,6 +51,7 @@ from abrun.verdict.summaries import (
     find_resolution,
     measure_climbs,
     spread_values,
+    summarize_differences,
     summarize_runs,
 )
 from abrun.verdict.whole_curve import curve_warnings
@@ -149,6 +150,8 @@ def _test_claim(
     bounds = result.claim.steps
     assert bounds is not None
     arms = [summarize_runs(values, claim) for values in in_window]
+    if sides.paired and all(run.trains_on_recording for run in sides.treatments):
+        arms[1] = arms[0] + summarize_differences(*in_window, claim)
     last_step, baselines, is_testable = bounds[1], sides.baselines, min(sides.sizes) > 1
     yardstick = measure_yardstick(margin, arms[0], baselines, claim, last_step)
     yardstick_problem = _yardstick_problem(margin, yardstick, arms[0]) if is_testable else None

@@ -64,6 +64,17 @@ def summarize_runs(values: Array, claim: Claim) -> Array:
     return reduce_window(transform_values(values, _claim_transform(claim), claim.metric), claim.metric)
 
 
+def summarize_differences(baseline: Array, treatment: Array, claim: Claim) -> Array:
+    """Return one number per pair [P]: the mean or median of its differences at each step of a window [P, W].
+
+    For pairs whose steps see the same data. Their medians may lie at different steps, so the difference of
+    medians varies with the data, which the median of differences does not.
+    """
+    transform = _claim_transform(claim)
+    curves = (transform_values(values, transform, claim.metric) for values in (baseline, treatment))
+    return reduce_window(np.subtract(*reversed([*curves])), claim.metric)
+
+
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:
     """Return the values whose spread a claim tests: pairs' differences [P, W], or all runs' values [R, W]."""
     return treatment - baseline if paired else np.concatenate([baseline, treatment])

@@ -33,9 +33,8 @@ def main() -> int:
         assert isinstance(config, OwnRunConfig) and config.wandb
         os.umask(make_private_folder(run.path / "wandb"))
         rows = AttemptRows(run)
-        mirror = WandbRun(
-            run, run.record(), config.wandb, print_reason, mode="online" if options.all else None
-        )
+        mode = "online" if options.all else None
+        mirror = WandbRun(run, run.record(), config.wandb, print_reason, mode=mode)
         num_sent, ended = 0, False
         while mirror.is_alive and not ended:
             # Nobody writes to standard input, so readable means closed.

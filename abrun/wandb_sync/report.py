@@ -42,9 +42,8 @@ def upload_report(verdict: "VerdictFile", files: Sequence[Path], experiment_dir:
         "files": [str(path.resolve()) for path in files],
         "summary": summarize_verdict(verdict),
     }
-    code, reasons = timed_process.run_module(
-        ["abrun.wandb_sync.report"], UPLOAD_TIMEOUT_S, stdin_text=json.dumps(request)
-    )
+    module, text = ["abrun.wandb_sync.report"], json.dumps(request)
+    code, reasons = timed_process.run_module(module, UPLOAD_TIMEOUT_S, stdin_text=text)
     if code == 0 and reasons:
         return sentence(reasons[-1])
     cause = f"no answer within {UPLOAD_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
@@ -60,21 +59,15 @@ def summarize_verdict(verdict: "VerdictFile") -> dict[str, Any]:
     }
     for claim in verdict.claims:
         estimate = claim.estimate
-        values = {
-            "result": claim.result,
-            "mean_difference": estimate.mean_difference,
-            "certified_bound": estimate.certified_bound,
-        }
-        for field, value in values.items():
+        values = {"result": claim.result, "mean_difference": estimate.mean_difference}
+        for field, value in {**values, "certified_bound": estimate.certified_bound}.items():
             if value is not None:
                 summary[f"{claim.arm}/{claim.claim.metric}/{field}"] = value
     return summary
 
 
 def _find_project(experiment_dir: Path | None) -> dict[str, str | None]:
-    """Return the wandb project of the experiment's runs, or else the one that wandb's environment variables
-    name.
-    """
+    """Return the wandb project of the experiment's runs, or else the one that the environment names."""
     declared: Any = None
     if experiment_dir is not None:
         recipe = open_experiment(experiment_dir).get("recipe")
@@ -91,17 +84,9 @@ def main() -> int:
 
         if is_experiment(Path(request["dir"])):
             os.umask(make_private_folder(Path(request["dir"]) / "wandb"))
-        run = wandb.init(
-            project=request["project"],
-            entity=request["entity"],
-            group=request["group"],
-            job_type=JOB_TYPE,
-            name=request["name"],
-            id=request["id"],
-            resume="allow",
-            dir=request["dir"],
-            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S),
-        )
+        named = {key: request[key] for key in ("project", "entity", "group", "name", "id", "dir")}
+        settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S)
+        run = wandb.init(**named, job_type=JOB_TYPE, resume="allow", settings=settings)
         if run.disabled:
             print_reason(Code.WANDB_SWITCHED_OFF())
             return 1

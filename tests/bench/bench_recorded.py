@@ -58,7 +58,9 @@ class Design:
         pairs = [
             (run, runs[other])
             for name, run in sorted(runs.items(), key=lambda item: item[0].seed)
-            if name.arm == BASELINE and (other := RunName(arm=self.arm, seed=name.seed)) in runs
+            if name.arm == BASELINE
+            and not name.rerun
+            and (other := RunName(arm=self.arm, seed=name.seed)) in runs
         ]
         return [pair for pair in pairs if all(run.finished for run in pair)]
 

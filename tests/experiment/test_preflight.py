@@ -317,9 +317,9 @@ def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path
     os.mkfifo(tmp_path / "pipe.jsonl")
     for task, validation, code, values in (
         ("gone", "here", Code.PROBLEMS_UNREADABLE, {"field": "task.path"}),
-        ("long", "gone", Code.PROBLEMS_UNREADABLE, {"field": "validation.path"}),
+        ("here", "gone", Code.PROBLEMS_UNREADABLE, {"field": "validation.path"}),
         ("pipe", "here", Code.PROBLEMS_UNREADABLE, {"field": "task.path"}),
-        ("long", "bad", Code.PROBLEM_INVALID, {"field": "validation.path", "line": 2}),
+        ("here", "bad", Code.PROBLEM_INVALID, {"field": "validation.path", "line": 2}),
         ("half", "here", Code.PROBLEM_INVALID, {"field": "task.path", "line": 1}),
         ("deep", "here", Code.PROBLEM_TOO_DEEP, {"field": "task.path", "line": 1}),
         ("long", "here", None, {}),

@@ -11,11 +11,11 @@ from torch import Tensor
 from abrun.kernels import linear_logprobs, linear_policy_loss
 from abrun.rl.losses import clipped_policy_loss, kl_penalty
 from tests.kernels.test_linear_logprobs import (
-    DTYPES,
     EPSILON,
     IGNORE,
     IMPLS,
     SETTINGS,
+    SIZES_AND_DTYPES,
     TILED,
     Answer,
     Problem,
@@ -55,9 +55,8 @@ def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("num_tokens, num_vocabulary", [(1, 151), (7, 151), (513, 151), (7, 32003)])
-def test_agrees_with_the_oracle(impl: str, dtypes: str, num_tokens: int, num_vocabulary: int) -> None:
+@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes", SIZES_AND_DTYPES)
+def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int, dtypes: str) -> None:
     problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
     answer = one_pass_answer(problem, impl)
     check(answer, oracle, naive, rounding(impl, problem, oracle))
@@ -76,7 +75,8 @@ def test_agrees_under_each_setting(impl: str, name: str) -> None:
 @pytest.mark.parametrize("impl", TILED)
 @pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
 def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
-    for dtypes in ("float32", "bfloat16", "mixed", "float32_head"):
+    others = ("mixed", "float32_head") if budget_bytes > 2**13 else ()  # fewer, larger slices take less time
+    for dtypes in ("float32", "bfloat16", *others):
         problem, oracle, naive = expected(7, 151, dtypes)
         slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
         answer = one_pass_answer(problem, impl, memory_budget_bytes=budget_bytes)

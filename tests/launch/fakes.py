@@ -26,6 +26,7 @@ from tests.launch.forked import SHARED_SERVER
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"
 FAKE_MODULE = "tests.launch.fake_trainer"
 FAKE = ("fake", "tests.launch.fakes:FakeEngine")  # to be set in LAUNCHERS
+FRESH_FAKES = "tests.launch.fakes:FreshFakes"  # to be set as "fake" in LAUNCHERS
 FORKING = "tests.launch.fakes:ForkingEngine"  # to be set as "local" in LAUNCHERS
 FAKE_UNDER_AGENT = ("fake-under-agent", "tests.launch.fakes:FakesUnderAgent")
 STAND_IN = ("stand-in", "tests.launch.fakes:StandInForVllm")
@@ -103,6 +104,12 @@ class FakeEngine(ForkingEngine):
         if isinstance(config, OwnRunConfig):
             return [sys.executable, *MODULE_OPTIONS, FAKE_MODULE, str(run.path)]
         return super().command(run, config, place)
+
+
+class FreshFakes(FakeEngine):
+    """Starts each fake trainer in a new interpreter, as the product does."""
+
+    _start_process = LocalEngine._start_process
 
 
 class FakesUnderAgent(LocalEngine):

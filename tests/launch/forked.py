@@ -44,13 +44,14 @@ class SharedForkServer:
     def start(self, run: RunDir, words: Sequence[str], env: Mapping[str, str]) -> ForkedChild:
         """Start a run's process, which prints into the run's log."""
         with self._lock, run.open_log() as output:
-            server = self._find_server()
+            server = self.find_server()
             changed = {name: env.get(name) for name, _ in self._env.items() ^ env.items()}
             child = server.fork([os.getcwd(), *words], changed, output)
         assert child, "the fork server does not answer"
         return child
 
-    def _find_server(self) -> fork_server.ForkServer:
+    def find_server(self) -> fork_server.ForkServer:
+        """Return the server, which outlives tests."""
         if not (self._server and self._server.is_alive):
             self._env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
             self._server = fork_server.ForkServer("tests.launch.forked", [], self._env)

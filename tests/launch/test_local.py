@@ -39,7 +39,7 @@ from abrun.runs.lines import read_json_lines
 from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher
 from abrun.runs.records import Launch, RunState, recorded_reason
 from abrun.runs.rundir import RunDir
-from tests.launch.fakes import FAKE, Silent, run_to_end
+from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
 
@@ -112,7 +112,8 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 # --- a launch that goes well ---
 
 
-def test_every_run_is_done_in_order_and_recorded(tmp_path: Path) -> None:
+def test_every_run_is_done_in_order_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "fake", FRESH_FAKES)
     outcome = launch(tmp_path, jobs=1)
     assert outcome.exit_code == 0 and outcome.stopped_by is None
     names = [str(name) for name in outcome.statuses]
@@ -404,22 +405,28 @@ def test_an_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+# Imports neither this module nor torch: a launcher needs neither.
 LAUNCH = """
 import json, resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(sys.argv[1]).parent.parent.parent))
 from abrun.errors import AbrunError
-from tests.launch import test_local
+from abrun.experiment.plan import make_plan
+from abrun.launch import supervisor
+from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
+from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
 options = json.loads(sys.argv[3])
 if "limit" in options:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (options["limit"],) * 2)
-test_local.supervisor.POLL_S = 0.02
-test_local.LOCAL_LAUNCHERS.update([test_local.FAKE])
+supervisor.POLL_S = 0.02
+LOCAL_LAUNCHERS["fake"] = FRESH_FAKES if options.get("fresh") else FAKE[1]
 try:
-    outcome = test_local.launch(
-        Path(sys.argv[2]), *options.get("set", []), jobs=4, resume=options.get("resume", False),
-        grace_s=options.get("grace_s", 10), tick=lambda: print("tick", flush=True),
+    recipe = load_recipe(Path(sys.argv[1]).with_name("small.yaml"), options.get("set", []))
+    outcome = run_to_end(
+        make_plan(recipe), Path(sys.argv[2]), launcher="fake", jobs=4, resume=options.get("resume", False),
+        grace_s=options.get("grace_s", 10), observer=Silent(lambda: print("tick", flush=True)),
     )
 except AbrunError as error:
     print(error)
@@ -581,7 +588,7 @@ def test_a_killed_launcher_takes_its_runs_along_and_nothing_is_run_twice(
     tmp_path: Path, behave: Callable[..., None]
 ) -> None:
     behave(step_s=0.05)
-    launcher = start(tmp_path, set=["steps=400"])
+    launcher = start(tmp_path, set=["steps=400"], fresh=True)
     until(lambda: steps(tmp_path, "treatment/seed-1") > 2)
     with pytest.raises(StoreError, match=f"process {launcher.pid} on .* is already launching this; wait"):
         launch(tmp_path, "steps=400", resume=True)

@@ -13,8 +13,10 @@ from abrun.experiment.plan import compare_hash
 from abrun.launch.stages import add_interim_analyses, refuse_other_interim
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
+from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import planned_runs, read_run_state, write_experiment
+from tests.launch.fakes import FORKING
 from tests.snapshot import Snapshot
 
 # A curve that a seed shares between arms; `own` is the sd of what each run adds, `shift` the treatment's.
@@ -59,6 +61,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Run) -> Run:
     """`abrun launch` of the recipe in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
     in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
     monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)

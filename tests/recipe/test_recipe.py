@@ -23,6 +23,7 @@ from abrun.recipe.policy import Policy
 from abrun.recipe.reading import Loader, dotted, nested
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.layout import RUN_FILES
+from tests.fuzzing import rounds
 from tests.snapshot import Snapshot
 
 SMALL = Path(__file__).parents[1] / "launch" / "small.yaml"
@@ -808,7 +809,7 @@ PYDANTICS = (
 )
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=rounds(150), derandomize=True, deadline=None)
 @given(data=st.data())
 def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     """Any field of a resolved recipe with any value: a line of ours, or none."""

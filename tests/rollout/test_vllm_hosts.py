@@ -20,7 +20,7 @@ from abrun.errors import LaunchError
 from abrun.launch import hosts as launching
 from abrun.launch import local
 from abrun.launch.hosts import EngineHosts, HostSet, engine_hosts_for, engine_settings
-from abrun.processes import ENGINE_HOST_VARIABLE, RUN_DIR_VARIABLE, progress
+from abrun.processes import ENGINE_HOST_VARIABLE, RUN_DIR_VARIABLE, progress, start_process
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout import Completion
 from abrun.rollout import vllm as library
@@ -29,6 +29,7 @@ from abrun.rollout.vllm.hosted import HostedEngine
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import STAND_IN_HOST
 from tests.processes.test_fork_server import until
+from tests.rollout.forked_hosts import start_forked_host, started
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
 from tests.train.runs import make_run, run_config, single_rank
@@ -58,6 +59,7 @@ def policy() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "HOST_COMMAND", STAND_IN_HOST)
+    monkeypatch.setattr(launching, "start_process", start_forked_host)
     monkeypatch.setattr(colocated, "VllmInstance", StandIn)
 
 
@@ -98,6 +100,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     launch.hosts.close()
     living = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
     assert not [child for child in living if "standin" in " ".join(child.cmdline())]
+    assert all(host.poll() is not None for host in started)
 
 
 def sampled(engine: Any, policy: Any) -> list[list[Completion]]:
@@ -123,7 +126,10 @@ def expected(policy: Any) -> list[list[Completion]]:
     return sampled(colocated.ColocatedEngine(CONFIG, policy, TEXT), policy)
 
 
-def test_one_process_serves_run_after_run_and_ends_with_the_last(launch: Launch, policy: Any) -> None:
+def test_one_process_serves_run_after_run_and_ends_with_the_last(
+    launch: Launch, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "start_process", start_process)  # a new interpreter, as for a user
     right, pids = expected(policy), []
     for index in range(3):
         launch.begin(index)
@@ -224,13 +230,13 @@ def test_a_host_that_hangs_ends_the_run_before_its_stall_limit(
 
 
 def test_while_it_samples_it_is_heard(launch: Launch, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN_S", "0.4")
+    monkeypatch.setenv("STAND_IN_S", "0.25")
     launch.begin(0)
     engine = hosted(policy)
     engine.sync(policy.gather_weights())
-    engine._host.silence_s, heard = 2.0, []
+    engine._host.silence_s, heard = 1.5, []
     monkeypatch.setattr(progress, "report", lambda *_, **__: heard.append(time.monotonic()))
-    assert len(engine.generate(PROMPTS, draws())) == len(PROMPTS)  # 3.2 s
+    assert len(engine.generate(PROMPTS, draws())) == len(PROMPTS)  # 2 s
     assert len(heard) >= 3
 
 

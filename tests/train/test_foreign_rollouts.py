@@ -181,7 +181,7 @@ def test_without_the_samplers_logprobs_only_the_metrics_against_it_are_missing(
         assert baseline[step]["train/grad_norm"] > 0
         for metric in ("train/grad_norm", "train/entropy", "train/reward"):
             assert treatment[step][metric] == pytest.approx(baseline[step][metric], rel=1e-3)
-    verdict = abrun.compare(tmp_path / "pair", output=tmp_path / "report").content
+    verdict = abrun.compare(tmp_path / "pair", output=tmp_path / "report", formats=["json"]).content
     assert verdict["verdict"] != "INVALID"
 
 

@@ -19,6 +19,7 @@ import abrun
 from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import make_plan
 from abrun.experiment.preflight.checks import separate_job_refusals
+from abrun.launch.prepare import own_experiment
 from abrun.messages import sentence
 from abrun.models import load_text
 from abrun.reasons import Code
@@ -65,8 +66,9 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs_dir = tmp_path_factory.mktemp("runs")
-    assert abrun.launch(recipe_file, runs_dir=runs_dir).exit_code == 0
+    runs_dir, plan = tmp_path_factory.mktemp("runs"), make_plan(load_recipe(recipe_file))
+    with own_experiment(plan, runs_dir / "pair", resume=False):
+        train_plan(plan, runs_dir)
     return runs_dir / "pair"
 
 
@@ -95,7 +97,7 @@ def test_the_recording_has_what_the_run_counted(launched: Path) -> None:
 
 
 def test_the_verdict_is_about_the_trainers_alone(launched: Path) -> None:
-    verdict = abrun.compare(launched, output=launched.parent / "report").content
+    verdict = abrun.compare(launched, output=launched.parent / "report", formats=["json"]).content
     assert verdict["verdict"] != "INVALID"
     assert "on_recorded_rollouts" in [note["code"] for note in verdict["note_codes"]]
     assert "sampler_not_tested" in [reason["code"] for reason in verdict["not_tested_codes"]]
@@ -115,7 +117,7 @@ def test_the_verdict_is_about_the_trainers_alone(launched: Path) -> None:
 def test_later_claims_cannot_use_what_the_recording_fixes(
     claim: str, code: str, launched: Path, tmp_path: Path
 ) -> None:
-    content = abrun.compare(launched, claim=[claim], output=tmp_path / "report").content
+    content = abrun.compare(launched, claim=[claim], output=tmp_path / "report", formats=["json"]).content
     assert content["verdict"] != "MATCH"
     (result,) = content["claims"]
     assert result["result"] == "not tested" and code in json.dumps(result)
@@ -126,7 +128,7 @@ def test_arms_with_different_recordings_are_invalid(launched: Path, tmp_path: Pa
     path = copied / "treatment" / "seed-0" / "result.json"
     sha256 = json.loads((copied / "baseline" / "seed-0" / "result.json").read_text())["rollouts_sha256"]
     path.write_text(path.read_text().replace(sha256, "0" * 64))
-    verdict = abrun.compare(copied, output=tmp_path / "report").content
+    verdict = abrun.compare(copied, output=tmp_path / "report", formats=["json"]).content
     assert verdict["verdict"] == "INVALID"
     assert [reason["code"] for reason in verdict["reason_codes"]] == ["rollouts_differ"]
 
@@ -196,7 +198,7 @@ BAD = {
     "empty": (lambda folder: step_path(folder, 2).write_bytes(b""), "unusable rollouts: "),
     "missing": (lambda folder: step_path(folder, 2).unlink(), "No such file"),
     "steps": (lambda folder: step_path(folder, 4).unlink(), "it holds 3 steps, but the run takes 4"),
-    "format": (lambda folder: damage(folder, format=2), "format 2, but this version reads 1"),
+    "format": (lambda folder: damage(folder, format=2), "this version reads format 1, not 2"),
     "step": (lambda folder: damage(folder, step=7), "it holds step 7"),
     "seed": (lambda folder: damage(folder, seed=3), "recorded with seed 3, but the run has 0"),
     "tokenizer": (lambda folder: damage(folder, tokenizer="x"), "recorded with tokenizer x"),

@@ -4,9 +4,6 @@ The tolerance is the baseline's own: replicas of its step, in which every weight
 and its gradient, moves by one ULP, up or down at random. An arm that only sums in another order rounds
 outputs and gradients of modules differently, by less than a replica moves all three together.
 
-AdamW's first update is the sign of a gradient: one near 0 that rounding moves across it changes an update by
-twice the learning rate. An update therefore counts with what its gradient's change does not explain.
-
 A tensor's error has two measures, the root mean square and the maximum of the absolute differences. One ULP
 of the tensor itself is added to both, because its own last rounding is not perturbed. An error counts in
 units of the replicas' mean error of the same tensor and measure. The limit is the largest value that any
@@ -17,7 +14,7 @@ others and the arm with k, which makes the limit slightly larger.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +26,6 @@ from abrun.runs.captures import CapturedTensor
 from abrun.runs.files import decode_non_finite
 from abrun.runs.traces import TracedTensor, TraceResult
 
-UPDATE_SENSITIVITY = 4.0  # relative change of an update over that of its gradient, at most
 NUM_REPLICAS = 19  # the fewest whose largest value is exceeded by one more with a probability of 5 %
 
 
@@ -65,10 +61,8 @@ class Captured(Protocol):
         ...
 
 
-def measure_error(
-    baseline: np.ndarray, other: np.ndarray, explained: np.ndarray | float = 0.0
-) -> TensorError:
-    """Return the error of a tensor against the baseline's; `explained` differences do not count."""
+def measure_error(baseline: np.ndarray, other: np.ndarray) -> TensorError:
+    """Return the error of a tensor against the baseline's."""
     if baseline.shape != other.shape:
         return TensorError(root_mean_square=math.inf, largest=math.inf)
     same = (baseline == other) | (np.isnan(baseline) & np.isnan(other))
@@ -78,60 +72,19 @@ def measure_error(
         return TensorError(root_mean_square=math.inf, largest=math.inf)
     if not difference.size:
         return TensorError(root_mean_square=0.0, largest=0.0)
-    difference = np.maximum(np.abs(difference) - explained, 0.0)
     return TensorError(
-        root_mean_square=float(np.sqrt(np.mean(difference**2))), largest=float(difference.max())
+        root_mean_square=float(np.sqrt(np.mean(difference**2))), largest=float(np.abs(difference).max())
     )
 
 
 def measure_errors(baseline: Captured, other: Captured) -> dict[str, TensorError]:
     """Return the error of every tensor that both have, by name."""
-    return {
-        pair.tensor.name: measure_error(pair.values, pair.other, pair.explained)
-        for pair in _read_pairs(baseline, other)
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """The values of a tensor in two captures."""
-
-    tensor: CapturedTensor
-    values: np.ndarray
-    other: np.ndarray
-    explained: np.ndarray | float  # differences that another tensor of the captures explains
-
-
-def _read_pairs(baseline: Captured, other: Captured) -> Iterator[_Pair]:
-    """Yield every tensor that both have, in the baseline's order."""
-    names = {tensor.name: tensor for tensor in baseline.tensors}
     others = {tensor.name: tensor for tensor in other.tensors}
-    for tensor in baseline.tensors:
-        if tensor.name in others:
-            values, changed = baseline.read(tensor), other.read(others[tensor.name])
-            explained, gradient = 0.0, f"gradient:{tensor.module}"
-            if tensor.kind == "update" and gradient in names and gradient in others:
-                gradients = baseline.read(names[gradient]), other.read(others[gradient])
-                explained = _explain_update(values, changed, *gradients)
-            yield _Pair(tensor=tensor, values=values, other=changed, explained=explained)
-
-
-def _explain_update(
-    update: np.ndarray, other_update: np.ndarray, gradient: np.ndarray, other_gradient: np.ndarray
-) -> np.ndarray | float:
-    """Return the largest difference of each element of an update that its gradient's change may cause.
-
-    With the root of the second moment at least sqrt(1 - beta2) times the gradient, a relative change d of the
-    gradient moves AdamW's update (arXiv:1711.05101, algorithm 2) by a few times d of the largest update.
-    """
-    if not update.shape == other_update.shape == gradient.shape == other_gradient.shape or not update.size:
-        return 0.0
-    size = np.maximum(np.abs(gradient), np.abs(other_gradient)).astype(np.float64)
-    change = np.abs(gradient.astype(np.float64) - other_gradient)
-    largest = max(float(np.abs(update).max()), float(np.abs(other_update).max()))
-    if not math.isfinite(largest) or not np.isfinite(size).all():
-        return 0.0
-    return UPDATE_SENSITIVITY * largest * _ratios(change, size)
+    return {
+        tensor.name: measure_error(baseline.read(tensor), other.read(others[tensor.name]))
+        for tensor in baseline.tensors
+        if tensor.name in others
+    }
 
 
 def errors_to_json(errors: Mapping[str, TensorError]) -> dict[str, Any]:
@@ -154,24 +107,27 @@ def judge_trace(
     steps or models.
     """
     _check_comparable(baseline, treatment)
+    others = {tensor.name: tensor for tensor in treatment.tensors}
     of_replicas = [replica.keys() for replica in replicas]
-    differences = {
-        pair.tensor: _Difference.measure(pair)
-        for pair in _read_pairs(baseline, treatment)
-        if all(pair.tensor.name in names for names in of_replicas)
-    }
-    if not differences:
+    shared = [
+        tensor
+        for tensor in baseline.tensors
+        if tensor.name in others and all(tensor.name in names for names in of_replicas)
+    ]
+    if not shared:
         raise ComparisonError(
             f"{treatment.folder}: no tensor in common with {baseline.folder}; compare dumps of one model, "
             "made in the same way"
         )
-    measured = differences.values()
-    floors = np.array([difference.ulp.measures for difference in measured])  # [tensors, measures]
-    errors = floors + np.array([difference.error.measures for difference in measured])
-    spread = np.array([[replica[tensor.name].measures for tensor in differences] for replica in replicas])
+    differences = [
+        _Difference.measure(tensor, baseline.read(tensor), treatment.read(others[tensor.name]))
+        for tensor in shared
+    ]
+    floors = np.array([difference.ulp.measures for difference in differences])  # [tensors, measures]
+    errors = floors + np.array([difference.error.measures for difference in differences])
+    spread = np.array([[replica[tensor.name].measures for tensor in shared] for replica in replicas])
     ratios, limit = standardise(errors, floors + spread) if replicas else (_largest(errors, floors), None)
-    names = {tensor.name for tensor in differences}
-    all_names = {tensor.name for captured in (baseline, treatment) for tensor in captured.tensors}
+    names = {tensor.name for tensor in shared}
     return TraceResult(
         step=baseline.step,
         num_replicas=len(replicas),
@@ -183,9 +139,9 @@ def judge_trace(
                 ulps=difference.ulps,
                 ratio=math.inf if math.isinf(difference.ulps) else float(ratio),
             )
-            for tensor, difference, ratio in zip(differences, measured, ratios, strict=True)
+            for tensor, difference, ratio in zip(shared, differences, ratios, strict=True)
         ),
-        missing=tuple(sorted(all_names - names)),
+        missing=tuple(sorted(({tensor.name for tensor in baseline.tensors} | others.keys()) - names)),
     )
 
 
@@ -199,16 +155,14 @@ class _Difference:
     ulps: float
 
     @classmethod
-    def measure(cls, pair: _Pair) -> "_Difference":
-        values, other = pair.values, pair.other
-        error, sizes = measure_error(values, other, pair.explained), pair.tensor.ulps(values)
+    def measure(cls, tensor: CapturedTensor, values: np.ndarray, other: np.ndarray) -> "_Difference":
+        error, sizes = measure_error(values, other), tensor.ulps(values)
         ulp = measure_error(np.zeros(values.shape), sizes)
         if math.isinf(error.largest):
             return cls(error=error, ulp=ulp, relative=math.inf, ulps=math.inf)
         difference = np.where(values == other, 0.0, np.abs(other.astype(np.float64) - values))
         norm = float(np.sqrt(np.mean(values.astype(np.float64) ** 2))) if values.size else 0.0
-        size = float(np.sqrt(np.mean(difference**2))) if difference.size else 0.0
-        relative = 0.0 if size == 0 else size / norm if norm else math.inf
+        relative = 0.0 if error.root_mean_square == 0 else error.root_mean_square / norm if norm else math.inf
         ulps = float(_ratios(np.nan_to_num(difference), sizes).max(initial=0.0))
         return cls(error=error, ulp=ulp, relative=relative, ulps=ulps)
 

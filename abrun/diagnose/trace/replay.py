@@ -1,4 +1,8 @@
-"""The completions of a step, recorded by one arm and replayed to the other."""
+"""The completions of a step, recorded by one arm and replayed to the other.
+
+Recordings of whole runs (abrun.train.recordings) hold groups after rewards and filters. A trace replays the
+engine alone, with the support of each token, so that faults of verifiers, filters and grouping stay visible.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
