@@ -86,12 +86,10 @@ def git_environment(repo: Path) -> dict[str, str] | None:
     query = ("config", "--null", "--show-scope", "--get-regexp", FILTERS_AND_CHECK)
     output, cut_reason = _read_output(MAX_CONFIGURATION_BYTES, environment, "-C", str(repo), *query)
     fields = os.fsdecode(output or b"").split("\0")
-    settings = [
-        (scope, *text.partition("\n")) for scope, text in zip(fields[::2], fields[1::2], strict=False)
-    ]
-    if (
-        cut_reason or ("command", "core.hookspath", "\n", "/dev/null") not in settings
-    ):  # git before 2.31 ignores these variables
+    pairs = zip(fields[::2], fields[1::2], strict=False)
+    settings = [(scope, *text.partition("\n")) for scope, text in pairs]
+    # Git before 2.31 ignores these variables.
+    if cut_reason or ("command", "core.hookspath", "\n", "/dev/null") not in settings:
         return None
     user_settings, repository_keys = dict[str, str](), set[str]()
     for scope, key, equals, value in settings:

@@ -104,22 +104,17 @@ class EngineHosts:
         self._waiting.pop(run.path, None)
         environment = {name: value for name, value in env.items() if name != RUN_DIR_VARIABLE}
         # The memory of idle hosts that cannot serve the run is the run's.
-        on_gpu = set(devices) - {"cpu"}
-        self._end_idle(
-            lambda hosts: (
-                not hosts.is_alive
-                or (
-                    bool(on_gpu & set(hosts.environment["CUDA_VISIBLE_DEVICES"].split(",")))
-                    and (hosts.settings, hosts.environment) != (settings, environment)
-                )
-            )
-        )
+        on_gpu, served = set(devices) - {"cpu"}, (settings, environment)
+
+        def is_useless(hosts: HostSet) -> bool:
+            is_beside = bool(on_gpu & set(hosts.environment["CUDA_VISIBLE_DEVICES"].split(",")))
+            return not hosts.is_alive or (is_beside and (hosts.settings, hosts.environment) != served)
+
+        self._end_idle(is_useless)
         if settings is None or self._num_runs[settings] == 1:
             return {}
-        hosts = next(
-            (idle for idle in self._idle if (idle.settings, idle.environment) == (settings, environment)),
-            None,
-        )
+        fitting = (idle for idle in self._idle if (idle.settings, idle.environment) == served)
+        hosts = next(fitting, None)
         if hosts:
             self._idle.remove(hosts)
         else:

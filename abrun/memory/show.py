@@ -193,13 +193,11 @@ def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
 
 def make_prediction_table(prediction: "SweepPrediction") -> Table:
     """Return the table of predicted peaks: a row per point and arm, then a row per phase with its kinds."""
-    highest_bytes = max(arm_prediction.highest_peak[1] for arm_prediction in prediction.peaks)
-    phase_peaks = [kinds for arm_prediction in prediction.peaks for kinds in arm_prediction.by_phase.values()]
-    kinds = [
-        kind
-        for kind in dict.fromkeys(kind for kinds in phase_peaks for kind in kinds)
-        if max(kinds.get(kind, 0) for kinds in phase_peaks) > MIN_SHARE * highest_bytes
-    ]
+    highest_bytes = max(peak.highest_peak[1] for peak in prediction.peaks)
+    largest: dict[str, int] = {}  # bytes of each kind
+    for bytes_by_kind in (kinds for peak in prediction.peaks for kinds in peak.by_phase.values()):
+        largest |= {kind: max(size, largest.get(kind, 0)) for kind, size in bytes_by_kind.items()}
+    kinds = [kind for kind, size in largest.items() if size > MIN_SHARE * highest_bytes]
     unit, device_text = choose_unit([highest_bytes]), ""
     if prediction.device_bytes is not None:
         device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"

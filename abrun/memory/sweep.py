@@ -156,9 +156,8 @@ def microbatch_size(config: OwnRunConfig) -> int:
     if has_microbatches(config):
         return policy.micro_batch_size or sequences_per_pair
     sequences = algorithm.batch_size * getattr(algorithm, "group_size", sequences_per_pair)
-    return max(
-        sequences // config.data_parallel // getattr(algorithm, "minibatches_per_step", 1), sequences_per_pair
-    )
+    minibatches = getattr(algorithm, "minibatches_per_step", 1)
+    return max(sequences // config.data_parallel // minibatches, sequences_per_pair)
 
 
 def largest_microbatch(

@@ -81,17 +81,10 @@ def start_process(argv: Sequence[str], env: Mapping[str, str], *, death_signal: 
         return Popen(argv, **options)
     error_read_end, error_write_end = os.pipe()
     try:
-        starter_argv = (
-            sys.executable,
-            "-IS",
-            str(STARTER_SCRIPT),
-            str(int(death_signal)),
-            str(os.getpid()),
-            str(error_write_end),
-            *argv,
-        )
+        starter = [sys.executable, "-IS", str(STARTER_SCRIPT)]
+        starter += map(str, (int(death_signal), os.getpid(), error_write_end))
         inherited_fds = (error_write_end, *options.pop("pass_fds", ()))
-        process = Popen(starter_argv, pass_fds=inherited_fds, **options)
+        process = Popen([*starter, *argv], pass_fds=inherited_fds, **options)
     except BaseException:
         os.close(error_read_end)
         raise
@@ -259,17 +252,12 @@ def ending_reason(exit_status: int, printed: str, oom_kills_before: int | None) 
     killed_by = signal_name(exit_status)
     # A shell reports the SIGKILL of its child as an exit code.
     if killed_by == "SIGKILL" or exit_status == shell_exit_code(-signal.SIGKILL):
-        oom_kills_now = count_oom_kills()
-        is_counted = (
-            oom_kills_now is not None and oom_kills_before is not None and oom_kills_now > oom_kills_before
-        )
+        kills = count_oom_kills()
+        is_counted = kills is not None and oom_kills_before is not None and kills > oom_kills_before
         if is_slurm_oom(printed) or is_counted:
             return Code.OUT_OF_MEMORY_KILLED(signal=killed_by, exit_code=None if killed_by else exit_status)
-        return (
-            Code.KILLED(signal=killed_by)
-            if killed_by
-            else Code.EXIT_CODE(exit_code=exit_status, last_line=None)
-        )
+        if not killed_by:
+            return Code.EXIT_CODE(exit_code=exit_status, last_line=None)
     if killed_by:
         return Code.KILLED(signal=killed_by)
     error_lines = re.findall(PYTHON_ERROR, printed, re.MULTILINE) or re.findall(r"\S[^\r\n]*", printed)

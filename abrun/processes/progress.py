@@ -59,11 +59,7 @@ def report_to_agent() -> None:
 
     Must be the first call of a rank, before any large import. Does nothing without an agent.
     """
-    folder, agent, rank = (
-        os.environ.get(FOLDER_VARIABLE),
-        os.environ.get(AGENT_PID_VARIABLE),
-        os.environ.get("RANK"),
-    )
+    folder, agent, rank = map(os.environ.get, (FOLDER_VARIABLE, AGENT_PID_VARIABLE, "RANK"))
     if not (folder and agent and rank):
         return
     die_with_parent(signal.SIGKILL, int(agent))

@@ -85,9 +85,8 @@ def drop_foreign_nulls(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> 
     key = ".".join(above)
     model, foreign = _model_of(key, tree.get("type")), set[str]()
     if model is not None:
-        foreign = {name for section in TYPES[key].values() for name in section.model_fields} - {
-            *model.model_fields
-        }
+        foreign = {name for section in TYPES[key].values() for name in section.model_fields}
+        foreign -= model.model_fields.keys()
     return {
         name: drop_foreign_nulls(value, (*above, name)) if isinstance(value, Mapping) else value
         for name, value in tree.items()

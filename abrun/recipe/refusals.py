@@ -30,14 +30,9 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        first_error, *other_errors = error.errors(include_url=False)
-        fields = [
-            *dict.fromkeys(
-                ".".join(_locate_field(field_error["loc"], model)[0])
-                for field_error in (first_error, *other_errors)
-            )
-        ][1:]
-        raise RecipeError(_reason(first_error, model, {"source": source, "others": fields})) from None
+        errors = error.errors(include_url=False)
+        fields = dict.fromkeys(".".join(_locate_field(each["loc"], model)[0]) for each in errors)
+        raise RecipeError(_reason(errors[0], model, {"source": source, "others": [*fields][1:]})) from None
 
 
 def _reason(error: Any, model: type[BaseModel], context: Mapping[str, Any]) -> Reason:
@@ -76,11 +71,8 @@ def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> Reason |
     """Return the spelling to use instead if the value makes it clear, else None."""
     if kind == "int_type" and isinstance(got, float) and got.is_integer() and abs(got) < 2**31:
         return Code.WRITE_INSTEAD(value=str(_drop_zero_fraction(got)))
-    if (
-        kind in ("int_type", "float_type", "bool_type")
-        and isinstance(got, str)
-        and re.fullmatch(SCALAR_PATTERN, got)
-    ):
+    is_scalar = isinstance(got, str) and re.fullmatch(SCALAR_PATTERN, got)
+    if is_scalar and kind in ("int_type", "float_type", "bool_type"):
         return Code.WRITE_UNQUOTED()
     if kind == "string_type" and isinstance(got, bool | int | float):
         return Code.WRITE_QUOTED()
@@ -102,11 +94,8 @@ def _suggest_number_list(got: Any) -> Reason | None:
     if match := re.fullmatch(r"\s*(\d{1,9})\s*-\s*(\d{1,9})\s*", str(got)):
         numbers = [*range(int(match[1]), int(match[2]) + 1)[:1000]]
     else:
-        numbers = [
-            int(digits)
-            for digits in re.split(r"[\s,]+", str(got).strip())
-            if re.fullmatch(r"\d{1,9}", digits)
-        ]
+        words = re.split(r"[\s,]+", str(got).strip())
+        numbers = [int(word) for word in words if re.fullmatch(r"\d{1,9}", word)]
     return Code.WRITE_INSTEAD(value=str(numbers)) if 0 < len(numbers) <= 20 else None
 
 

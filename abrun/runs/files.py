@@ -89,11 +89,7 @@ def create_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _write_partial(
-    path: Path,
-    content: bytes,
-    mode: int,
-    durable: bool,
-    access: Access | None = None,
+    path: Path, content: bytes, mode: int, durable: bool, access: Access | None = None
 ) -> Iterator[Path]:
     """Write a temporary file next to `path`, named after host and process; remove it after an error.
 

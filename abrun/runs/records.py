@@ -452,6 +452,17 @@ class SavedState:
     files: Mapping[PathText, dict[str, Any]]  # by name, each a runs.files.fingerprint
 
 
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the folders of checkpoints by step, ascending; empty without a folder. Raises OSError."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return {}
+    steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{6,18}", name))
+    paths = {step: folder / f"step-{step:06d}" for step in steps}
+    return {step: path for step, path in paths.items() if os.path.lexists(path)}
+
+
 def read_saved_state(path: Path) -> SavedState:
     """Return the saved state in a checkpoint's folder. Raises StoreError; its text omits the folder."""
     if not exists(path / SAVED_STATE):

@@ -153,12 +153,7 @@ def read_candidate(
 
 
 def seeds_to_add(
-    candidate: Sample,
-    incumbent: Sample,
-    noise: Noise,
-    *,
-    max_seeds: int = MAX_SEEDS,
-    **settings: Any,
+    candidate: Sample, incumbent: Sample, noise: Noise, *, max_seeds: int = MAX_SEEDS, **settings: Any
 ) -> NDArray[np.int64]:
     """Return how many seeds to add to an open candidate before it is judged again.
 

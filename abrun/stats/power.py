@@ -73,11 +73,7 @@ def power_at(
 
 
 def tost_power(
-    margin: float,
-    standard_error: float,
-    dof: float,
-    alpha: float = ALPHA,
-    true_difference: float = 0.0,
+    margin: float, standard_error: float, dof: float, alpha: float = ALPHA, true_difference: float = 0.0
 ) -> float:
     """Return P(TOST passes) for a normal mean difference with this standard error (approximate for Welch).
 

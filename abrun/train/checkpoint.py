@@ -12,7 +12,6 @@ and sampling are functions of seed and step, so the step is the only position to
 import contextlib
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -40,7 +39,7 @@ from abrun.runs.files import (
     wrap_write_errors,
     write_json,
 )
-from abrun.runs.records import SAVED_STATE, SavedState, read_saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, list_checkpoints, read_saved_state
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 
@@ -87,19 +86,14 @@ def _save_into(
     writer: RunWriter | None,
 ) -> None:
     with _collective_section(ranks, partial) as shared:
-        state = {
-            name: tensor.contiguous() for name, tensor in (trained.local_state() | _get_rng_state()).items()
-        }
+        tensors = trained.local_state() | _get_rng_state()
+        state = {name: tensor.contiguous() for name, tensor in tensors.items()}
         path = partial / f"rank-{ranks.rank}.safetensors"
         save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
         shared.local = {path.name: _sync_and_fingerprint(path)}
     with _collective_section(ranks, partial):
         if writer:
-            files = {
-                name: file_fingerprint
-                for rank_files in shared.by_rank
-                for name, file_fingerprint in rank_files.items()
-            }
+            files = {name: content for files in shared.by_rank for name, content in files.items()}
             content = SavedState(
                 run=RunDir(writer.path).identity(),
                 step=step,
@@ -110,7 +104,7 @@ def _save_into(
             write_json(partial / SAVED_STATE, asdict(content))
             writer.sync()
             _publish(partial, directory / f"step-{step:06d}", writer)
-            checkpoints = _list_checkpoints(directory)
+            checkpoints = list_checkpoints(directory)
             steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
             # Later steps are removed too: `restore` has skipped their checkpoints.
             for old_step in checkpoints.keys() - steps_to_keep:
@@ -130,7 +124,7 @@ def restore(
         if writer:
             _remove_partial(directory)
             run_dir = RunDir(writer.path)
-            shared.local = _list_checkpoints(directory), run_dir.step_attempts(), run_dir.identity()
+            shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identity()
     checkpoints, recorded, run = shared.by_rank[0]
     damages: list[str] = []
     for step in sorted(checkpoints, reverse=True):
@@ -259,26 +253,11 @@ def _remove(path: Path) -> None:
 
 def _remove_partial(directory: Path) -> None:
     """Remove incomplete folders from attempts that were killed while saving."""
-    for name in _names_in(directory):
-        if name.startswith(".") and name.endswith(".partial"):
-            _remove(directory / name)
+    for path in sorted(directory.glob(".*.partial")):
+        _remove(path)
 
 
 # --- reading ---
-
-
-def _names_in(directory: Path) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except FileNotFoundError:
-        return []
-
-
-def _list_checkpoints(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, ascending."""
-    steps = sorted(int(name[5:]) for name in _names_in(directory) if re.fullmatch(r"step-\d{6,18}", name))
-    named = {step: directory / f"step-{step:06d}" for step in steps}
-    return {step: path for step, path in named.items() if os.path.lexists(path)}
 
 
 def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:

@@ -246,9 +246,8 @@ def _minibatch_rows(batch: RolloutBatch, settings: Grpo | Ppo) -> Iterator[slice
     if num_minibatches == 1:
         yield slice(None)
         return
-    minibatch_index = (
-        torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size % num_minibatches
-    )
+    groups = torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size
+    minibatch_index = groups % num_minibatches
     for index in range(num_minibatches):
         rows = (minibatch_index == index).nonzero()[:, 0]
         if len(rows):  # in memory profiles, a step may have fewer sequences

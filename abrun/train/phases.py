@@ -282,14 +282,10 @@ class Phases:
     def _end_peak(self) -> None:
         if self.tracker is None:
             allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
-            self._record_peak(
-                self._memory_label, "peak_allocated_bytes", allocated(self._device) - self.absent_bytes
-            )
-            self._record_peak(
-                self._memory_label, "peak_reserved_bytes", reserved(self._device) - self.absent_bytes
-            )
+            self._record_peak("peak_allocated_bytes", allocated(self._device) - self.absent_bytes)
+            self._record_peak("peak_reserved_bytes", reserved(self._device) - self.absent_bytes)
         else:
-            self._record_peak(self._memory_label, "peak_live_tensor_bytes", self.tracker.peak_bytes)
+            self._record_peak("peak_live_tensor_bytes", self.tracker.peak_bytes)
 
     def add_resident(self, resident: Callable[[], Iterable[Tensor]]) -> None:
         """Add a source of tensors that live between steps, such as a reference's weights."""
@@ -334,6 +330,6 @@ class Phases:
             "memory/inactive_bytes": counters["inactive_split_bytes.all.current"],
         }
 
-    def _record_peak(self, phase: str, kind: str, num_bytes: int) -> None:
-        key = f"memory/{phase}/{kind}"
+    def _record_peak(self, kind: str, num_bytes: int) -> None:
+        key = f"memory/{self._memory_label}/{kind}"
         self._peaks[key] = max(self._peaks.get(key, 0), num_bytes)

@@ -144,11 +144,7 @@ def _test_method(claim: Claim, margin: Margin, *, paired: bool) -> TestMethod:
 
 
 def _test_claim(
-    result: ClaimResult,
-    sides: Sides,
-    claim: Claim,
-    margin: Margin,
-    in_window: tuple[Array, Array],
+    result: ClaimResult, sides: Sides, claim: Claim, margin: Margin, in_window: tuple[Array, Array]
 ) -> ClaimResult:
     """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps

@@ -82,6 +82,8 @@ def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFau
     (judged,) = judge(fault_experiment, fault_experiment.compare.claims)
     caught_by, metric, step, figures = _find_evidence(judged, fault_experiment)
     fault = LIBRARY[injected.name]
+    differing = (reason for reason in judged.reasons if reason.code is Code.STEP_ONE_DIFFERS)
+    shown = [reason for reason in differing if reason["metric"] == metric]
     is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
     return FaultResult(
         fault=fault.name,
@@ -95,14 +97,7 @@ def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFau
         num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
         figures=figures,
         advice=_advise(fault, injected.amount, judged, _max_num_steps(experiment)) if is_missed else None,
-        reason=next(
-            (
-                reason
-                for reason in judged.reasons
-                if reason.code is Code.STEP_ONE_DIFFERS and reason["metric"] == metric
-            ),
-            judged.reasons[0],
-        ),
+        reason=next(iter(shown), judged.reasons[0]),
     )
 
 
@@ -157,12 +152,11 @@ def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> 
     num_pairs = min(judged.num_runs) if judged.num_runs else judged.num_pairs
     undecided_metrics = [step_one.metric for step_one in judged.step_one if step_one.result == "open"]
     within_tolerance = [
-        step_one
-        for step_one in judged.step_one
-        if step_one.aa_deviation is not None
-        and step_one.aa_deviation < step_one.deviation <= step_one.tolerance
+        check
+        for check in judged.step_one
+        if check.aa_deviation is not None and check.aa_deviation < check.deviation <= check.tolerance
     ]
-    worst = max(within_tolerance, key=lambda step_one: step_one.deviation, default=None)
+    worst = max(within_tolerance, key=lambda check: check.deviation, default=None)
     can_grow = fault.size is not None and (fault.most is None or amount < fault.most)
     return Code.FAULT_MISSED(
         num_pairs=num_pairs if judged.verdict == "INCONCLUSIVE" else None,

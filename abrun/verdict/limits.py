@@ -45,11 +45,7 @@ _REDUCTIONS = {"mean": np.mean, "median": np.median, "maximum": np.max, "minimum
 
 
 def judge_limit(
-    arm: str,
-    sides: Sides,
-    claim: Claim,
-    grid: Steps,
-    rates: ErrorRates = ONE_TEST,
+    arm: str, sides: Sides, claim: Claim, grid: Steps, rates: ErrorRates = ONE_TEST
 ) -> ClaimResult:
     """Test a limit or an exact claim over the pairs, before `apply_holm`; it needs every planned pair (run).
 
@@ -297,11 +293,7 @@ def _test_limit(
 
 
 def _run_level(
-    run: RecordedRun,
-    terms: ClaimTerms,
-    bounds: tuple[int, int],
-    counter: str | None,
-    transform: Transform,
+    run: RecordedRun, terms: ClaimTerms, bounds: tuple[int, int], counter: str | None, transform: Transform
 ) -> float:
     """Return a run's window, transformed and reduced to one number; for `memory` the largest of all phases.
 

@@ -240,10 +240,8 @@ def check_mixed_configs(sides: Sides) -> Iterator[Reason]:
     """Yield the keys that follow neither the arm nor the seed, and do not name the run."""
     for key, (baseline, treatment) in _config_values(sides).items():
         if _is_mixed(baseline, treatment, paired=sides.paired):
-            values = [
-                (str(run), yaml_text(value))
-                for run, value in zip(sides.runs, [*baseline, *treatment], strict=True)
-            ]
+            texts = map(yaml_text, [*baseline, *treatment])
+            values = list(zip(map(str, sides.runs), texts, strict=True))
             groups = [[value] for value in values]
             if sides.paired:
                 halves = values[: len(baseline)], values[len(baseline) :]
@@ -361,9 +359,7 @@ def _check_steps(
     windows: dict[str, tuple[int, int] | None] = {}
     trained_here = any((run.config or {}).get("trainer.type") == "abrun" for run in finished)
     if trained_here:
-        recorded = [
-            metric_name for metric_name in STEP_ONE if all(len(run.series(metric_name)) for run in finished)
-        ]
+        recorded = [name for name in STEP_ONE if all(len(run.series(name)) for run in finished)]
         windows = dict.fromkeys(recorded[:1])
     for metric, bounds in _claim_windows(experiment, claims):
         windows.setdefault(metric, bounds)

@@ -188,10 +188,7 @@ def _was_red(recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow]) -> bool:
 
 
 def _make_row(
-    recipe: RecipeEvidence,
-    earlier: Mapping[str, EarlierRow],
-    chance: _Chance,
-    adjusted: Mapping[str, float],
+    recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow], chance: _Chance, adjusted: Mapping[str, float]
 ) -> FleetRow:
     judgement = recipe.judgement
     status, reason = "not judged", recipe.problem
@@ -217,12 +214,7 @@ def _make_row(
 
 
 def _decide_status(
-    recipe: RecipeEvidence,
-    judgement: Judgement,
-    chance: _Chance,
-    adjusted_p: float | None,
-    *,
-    was_red: bool,
+    recipe: RecipeEvidence, judgement: Judgement, chance: _Chance, adjusted_p: float | None, *, was_red: bool
 ) -> tuple[Status, Reason]:
     cause, passes, is_red = chance.cause(judgement), chance.passes(judgement), chance.is_red(judgement)
     if judgement.reference_problem and not passes:

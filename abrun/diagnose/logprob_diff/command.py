@@ -1,8 +1,6 @@
 """abrun logprob-diff: choose run and weights, score the tokens in processes, and compute the budget."""
 
 import contextlib
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ from abrun.runs.experiment import find_experiment, is_experiment, list_experimen
 from abrun.runs.files import decode_non_finite, wrap_read_errors, wrap_write_errors, write_json
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
-from abrun.runs.records import SAVED_STATE, read_saved_state
+from abrun.runs.records import SAVED_STATE, list_checkpoints, read_saved_state
 from abrun.runs.rundir import RunDir
 
 MODULE = "abrun.diagnose.logprob_diff.measure"
@@ -246,12 +244,6 @@ def _checked_choice(run: RunDir, step: int | None) -> ChosenRun:
 
 def _checkpoints(run: RunDir) -> dict[int, Path]:
     """Return the complete checkpoints by step."""
-    try:
-        names = os.listdir(run.checkpoints)
-    except OSError:
-        return {}
-    checkpoints = {}
-    for name in names:
-        if re.fullmatch(r"step-\d{6,18}", name) and is_file(run.checkpoints / name / SAVED_STATE):
-            checkpoints[int(name[5:])] = run.checkpoints / name
-    return checkpoints
+    with wrap_read_errors(run.checkpoints):
+        checkpoints = list_checkpoints(run.checkpoints)
+    return {step: path for step, path in checkpoints.items() if is_file(path / SAVED_STATE)}

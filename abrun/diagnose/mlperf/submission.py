@@ -121,8 +121,7 @@ def _first_passing(evaluations: Sequence[Event], axis: str, path: Path) -> float
 
 
 def _meets_target(scores: Mapping[str, float]) -> bool:
-    for metric, (bound, is_upper) in STABLE_DIFFUSION_TARGET.items():
-        score = scores.get(metric)
-        if score is None or not (score <= bound if is_upper else score >= bound):
-            return False
-    return True
+    return all(
+        metric in scores and (scores[metric] <= bound if is_upper else scores[metric] >= bound)
+        for metric, (bound, is_upper) in STABLE_DIFFUSION_TARGET.items()
+    )

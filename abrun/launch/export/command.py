@@ -12,6 +12,7 @@ from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_re
 from abrun.launch.export import jobset, skypilot
 from abrun.launch.export.manifest import ExportedPlan, dump_yaml
 from abrun.launch.prepare import refuse_impossible
+from abrun.messages.numbers import count_text
 from abrun.reasons import Code
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.regular_files import exists, is_directory
@@ -49,7 +50,7 @@ def export_plan(plan: ExperimentPlan, engine: str, folder: Path, name: str, *, c
                 (Path(partial) / folder.name).rename(folder)  # fails if another process was faster
     except OSError as error:
         raise LaunchError(Code.EXPORT_FOLDER_UNWRITABLE(folder=folder, error=error.strerror)) from None
-    count = f"{len(documents)} manifest{'' if len(documents) == 1 else 's'}"
+    count = count_text(len(documents), "manifest")
     return (
         f"{folder}: {count}, {NEVER_LAUNCHED}: no {engine} has seen them. "
         f"Submit them with: sh {shlex.quote(str(folder / 'submit.sh'))}"

@@ -128,10 +128,8 @@ class EngineClient:
         answers: dict[int, Any] = {}
         awake, last_message_s = PauseDetector(), time.monotonic()
         while len(answers) < len(self._processes):
-            pending = [
-                engine_process for engine_process in self._processes if engine_process.number not in answers
-            ]
-            readable = wait([engine_process.channel for engine_process in pending], POLL_S)
+            pending = [process for process in self._processes if process.number not in answers]
+            readable = wait([process.channel for process in pending], POLL_S)
             for process in pending:
                 if process.channel not in readable:
                     continue

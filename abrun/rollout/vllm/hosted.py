@@ -91,11 +91,7 @@ class HostedEngine:
         folder = host.make_folder()
         log = engine_log(rank, folder)
         setup = EngineSetup(
-            end_ids=text.end_ids,
-            folder=folder,
-            shares_device=on_gpu,
-            log=log,
-            patience_s=host.silence_s,
+            end_ids=text.end_ids, folder=folder, shares_device=on_gpu, log=log, patience_s=host.silence_s
         )
         try:
             host.add(HostProcess(paths[rank], log), setup)

@@ -41,11 +41,7 @@ class VllmInstance:
     """
 
     def __init__(
-        self,
-        config: OwnRunConfig,
-        device: torch.device,
-        num_ranks: int,
-        end_ids: frozenset[int],
+        self, config: OwnRunConfig, device: torch.device, num_ranks: int, end_ids: frozenset[int]
     ) -> None:
         self._rollout, self.device = config.rollout, device
         self._runs_per_gpu = config.cluster.runs_per_gpu
@@ -103,13 +99,7 @@ class VllmInstance:
                 self._llm.llm_engine.add_request(str(row), {"prompt_token_ids": token_ids}, parameters)
             prompt_logprobs = [list(output.prompt_logprobs) for output in self._run_requests(len(sequences))]
         return [
-            [
-                0.0,
-                *(
-                    token_logprobs[token].logprob
-                    for token, token_logprobs in zip(tokens[1:], rows[1:], strict=True)
-                ),
-            ]
+            [0.0, *(row[token].logprob for token, row in zip(tokens[1:], rows[1:], strict=True))]
             for tokens, rows in zip(sequences, prompt_logprobs, strict=True)
         ]
 

@@ -146,8 +146,7 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         if config.rollout.records_support:
             os.environ.update(support.ENVIRONMENT)
-        for name, value in DEFAULT_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**DEFAULT_ENVIRONMENT, **os.environ})
         vllm: Any = importlib.import_module("vllm")
         _configure_log()
         _listen(tail)
@@ -269,10 +268,8 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     Raises LaunchError if vLLM would size the cache of a run alone by the GPU, or if it takes most of the
     share.
     """
-    cache, share_bytes = (
-        cache_bytes(config, config.cluster.ranks, network),
-        share_of_device(device_bytes, config.cluster.runs_per_gpu),
-    )
+    cache = cache_bytes(config, config.cluster.ranks, network)
+    share_bytes = share_of_device(device_bytes, config.cluster.runs_per_gpu)
     is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
     if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
         raise LaunchError(

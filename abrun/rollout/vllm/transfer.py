@@ -58,10 +58,13 @@ class GroupTransfer:
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, patience_s: float) -> None:
         store = FileStore(str(folder / STORE), size)
         self._device = device
-        on_gpu, timeout = device.type == "cuda", timedelta(seconds=patience_s)
-        self._group: Any = (
-            _make_nccl_group(store, rank, size) if on_gpu else _make_gloo_group(store, rank, size, timeout)
-        )
+        library: Any = dist  # whose stubs lack the classes of groups
+        if device.type == "cuda":
+            options = library.ProcessGroupNCCL.Options()
+            options._timeout = COLLECTIVE_TIMEOUT  # ends this process; the wait for an answer ends earlier
+            self._group: Any = library.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = library.ProcessGroupGloo(store, rank, size, timedelta(seconds=patience_s))
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))  # NCCL connects on first use
 
     def prepare(self, chunk: Chunk) -> ChunkMetadata:
@@ -216,13 +219,3 @@ def split_into_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Chunk]:
 
 def _view_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _make_nccl_group(store: Any, rank: int, size: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = COLLECTIVE_TIMEOUT  # ends this process; the wait for an answer times out earlier
-    return dist.ProcessGroupNCCL(store, rank, size, options)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)  # pyright: ignore[reportAttributeAccessIssue]
