@@ -74,7 +74,9 @@ def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: Mod
 def test_every_recipe_of_evidence_has_seeds_a_rerun_and_a_fault_to_find(generator: ModuleType) -> None:
     recipes = [load_recipe(path) for path in generator.recipes_of(ROOT)]
     for recipe in recipes:
-        is_exact = recipe.run_config("baseline").policy.dtype == "float32" or recipe.steps <= 10
+        is_exact = (
+            recipe.run_config("baseline").model_dump()["policy"]["dtype"] == "float32" or recipe.steps <= 10
+        )
         assert (
             len(recipe.seeds) >= (3 if is_exact else 4)
             and recipe.controls.aa_reruns
