@@ -126,7 +126,8 @@ def implied_by_types(base: Mapping[str, Any], changed: Mapping[str, Any]) -> set
     for section in TYPES:
         tags = [config.get(f"{section}.type") for config in (base, changed)]
         if None not in tags and tags[0] != tags[1]:
-            defaults |= defaults_of_type(section, tags[0]) | defaults_of_type(section, tags[1])
+            old, new = (defaults_of_type(section, tag) for tag in tags)
+            defaults |= {key: (old | new)[key] for key in old.keys() ^ new.keys()}
     values = {**base, **changed}
     return {key for key in base.keys() ^ changed.keys() if key in defaults and defaults[key] == values[key]}
 

@@ -263,7 +263,8 @@ def _check_config(run: RecordedRun, reference: RecordedRun, declared: dict[str, 
         yield Code.CONFIG_MISSING(run=str(run))
         return
     config, reference_config = _compared_config(run), _compared_config(reference)
-    for key in sorted({*config, *reference_config} - implied_by_types(reference_config, config)):
+    implied = implied_by_types(reference_config, config) - declared.keys()
+    for key in sorted({*config, *reference_config} - implied):
         actual, expected = config.get(key), declared.get(key, reference_config.get(key))
         if actual != expected and expected is not ...:
             value, expected_text = yaml_text(actual), yaml_text(expected)

@@ -31,3 +31,22 @@ def test_a_key_of_the_other_type_that_is_not_at_its_default_is_not(simulated, ju
     )
     assert judged(experiment_dir).verdict == "INVALID"
     assert "distributed_optimizer is false" in (experiment_dir / "report/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("treatment", "change"),
+    [
+        ({**MEGATRON, "policy.backend.distributed_optimizer": False}, {"distributed_optimizer": True}),
+        (MEGATRON, {"tensor_parallel": 2}),  # a key of both types
+    ],
+)
+def test_a_change_of_type_explains_neither_declared_keys_nor_those_of_both(
+    simulated, judged, treatment, change
+):
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment})
+
+    edit(
+        experiment_dir / "treatment/seed-1/config.json",
+        lambda content: content["config"]["policy"]["backend"].update(change),
+    )
+    assert judged(experiment_dir).verdict == "INVALID"
