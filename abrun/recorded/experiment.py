@@ -150,6 +150,11 @@ class Sides:
         return len(self.baselines), len(self.treatments)
 
     @property
+    def share_rollouts(self) -> bool:
+        """True if the pairs see the same rollouts at each step, recorded by their baselines."""
+        return self.paired and all(run.trains_on_recording for run in self.treatments)
+
+    @property
     def finished(self) -> "Sides":
         """The pairs whose runs both finished; for independent arms, every finished run."""
         return self.select(

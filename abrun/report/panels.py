@@ -19,7 +19,7 @@ from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.guards import largest_value, peak_memory, shared_memory_metrics, shared_peak_counter
-from abrun.verdict.summaries import reduce_window, transform_with_gaps
+from abrun.verdict.summaries import reduce_arms, transform_with_gaps
 
 NUM_WINDOWS = 8  # number of Bonferroni-t intervals
 MAX_LINES = 32  # drawn per kind, so that they do not hide each other; statistics include all
@@ -188,7 +188,7 @@ def _make_difference(
     lines = (_make_line(pair.treatment, steps, pair_difference) for pair, pair_difference in drawn)
     has_steps = len(steps) > 0
     finite_values = steps[finite], baselines[:, finite], treatments[:, finite]
-    windows = _make_windows(*finite_values, metric, paired_by_seed=sides.paired) if has_steps else ()
+    windows = _make_windows(*finite_values, metric, sides) if has_steps else ()
     return Difference(
         arm=arm,
         index=index,
@@ -215,18 +215,19 @@ def _rerun_lines(pairs: Sequence[Pair], metric: str, transform: Transform) -> It
 
 
 def _make_windows(
-    steps: Steps, baselines: Array, treatments: Array, metric: str, *, paired_by_seed: bool
+    steps: Steps, baselines: Array, treatments: Array, metric: str, sides: Sides
 ) -> Iterator[Window]:
     windows = np.array_split(np.arange(len(steps)), min(NUM_WINDOWS, len(steps))) if len(steps) else []
     for window in windows:
-        baseline_values = reduce_window(baselines[:, window], metric)
-        treatment_values = reduce_window(treatments[:, window], metric)
-        differences = treatment_values - baseline_values if paired_by_seed else np.empty(0)
+        baseline_values, treatment_values = reduce_arms(
+            baselines[:, window], treatments[:, window], metric, stepwise=sides.share_rollouts
+        )
+        differences = treatment_values - baseline_values if sides.paired else np.empty(0)
         with np.errstate(over="ignore", invalid="ignore"):
             interval = None
             if min(len(baseline_values), len(treatment_values)) > 1:
                 mean, error, degrees_of_freedom = estimate_difference(
-                    baseline_values, treatment_values, paired=paired_by_seed
+                    baseline_values, treatment_values, paired=sides.paired
                 )
                 reach = float(special.stdtrit(degrees_of_freedom, 1 - 0.025 / len(windows))) * error
                 interval = mean - reach, mean + reach

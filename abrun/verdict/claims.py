@@ -50,9 +50,9 @@ from abrun.verdict.summaries import (
     find_outside_domain,
     find_resolution,
     measure_climbs,
+    reduce_arms,
     spread_values,
-    summarize_differences,
-    summarize_runs,
+    transform_values,
 )
 from abrun.verdict.whole_curve import curve_warnings
 
@@ -149,9 +149,10 @@ def _test_claim(
     """Add a claim's statistics to its result, with the problems and warnings that qualify them."""
     bounds = result.claim.steps
     assert bounds is not None
-    arms = [summarize_runs(values, claim) for values in in_window]
-    if sides.paired and all(run.trains_on_recording for run in sides.treatments):
-        arms[1] = arms[0] + summarize_differences(*in_window, claim)
+    baseline, treatment = (
+        transform_values(values, result.claim.transform, claim.metric) for values in in_window
+    )
+    arms = reduce_arms(baseline, treatment, claim.metric, stepwise=sides.share_rollouts)
     last_step, baselines, is_testable = bounds[1], sides.baselines, min(sides.sizes) > 1
     yardstick = measure_yardstick(margin, arms[0], baselines, claim, last_step)
     yardstick_problem = _yardstick_problem(margin, yardstick, arms[0]) if is_testable else None

@@ -64,15 +64,16 @@ def summarize_runs(values: Array, claim: Claim) -> Array:
     return reduce_window(transform_values(values, _claim_transform(claim), claim.metric), claim.metric)
 
 
-def summarize_differences(baseline: Array, treatment: Array, claim: Claim) -> Array:
-    """Return one number per pair [P]: the mean or median of its differences at each step of a window [P, W].
+def reduce_arms(baseline: Array, treatment: Array, metric: str, *, stepwise: bool) -> tuple[Array, Array]:
+    """Return one number per run of each arm, of transformed values [R, W].
 
-    For pairs whose steps see the same data. Their medians may lie at different steps, so the difference of
-    medians varies with the data, which the median of differences does not.
+    `stepwise`: pairs see the same rollouts at each step. Medians of two curves may lie at different steps, so
+    the treatment's number is then its baseline's plus the median of their differences.
     """
-    transform = _claim_transform(claim)
-    curves = (transform_values(values, transform, claim.metric) for values in (baseline, treatment))
-    return reduce_window(np.subtract(*reversed([*curves])), claim.metric)
+    level = reduce_window(baseline, metric)
+    if stepwise:
+        return level, level + reduce_window(treatment - baseline, metric)
+    return level, reduce_window(treatment, metric)
 
 
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:

@@ -14,7 +14,13 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps
-from abrun.verdict.summaries import find_outside_domain, learning_direction, reduce_window, transform_values
+from abrun.verdict.summaries import (
+    find_outside_domain,
+    learning_direction,
+    reduce_arms,
+    reduce_window,
+    transform_values,
+)
 
 COPY_CORRELATION = 0.99  # of two runs' step changes; distinct seeds in docs/evidence reach 0.76
 REPEAT_CORRELATION = 0.9999  # the same if all runs move alike: noise below 1 % of the shared change
@@ -130,7 +136,12 @@ def curve_warnings(
             yield from _find_collapse(
                 arm, steps, values[rows], scaled[rows], metric, bounds, margin, direction
             )
-    baseline_levels, treatment_levels = (_block_levels(scaled[rows], metric) for rows in arms.values())
+    baseline, treatment = (scaled[rows] for rows in arms.values())
+    levels = [
+        reduce_arms(baseline[:, block], treatment[:, block], metric, stepwise=sides.share_rollouts)
+        for block in _blocks(scaled.shape[1])
+    ]
+    baseline_levels, treatment_levels = (np.stack(arm, axis=1) for arm in zip(*levels, strict=True))
     yield from _find_differing_blocks(
         steps, baseline_levels, treatment_levels, margin, is_paired=sides.paired, only=only
     )

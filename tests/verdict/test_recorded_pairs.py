@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.layout import RunName
@@ -47,3 +48,20 @@ def test_a_difference_of_the_margin_is_rarely_called_equivalent() -> None:
     shift = float(np.log(1.02))
     results = [judge(experiment(rng, shift, "recorded"), [CLAIM])[0].claims[0].result for _ in range(num)]
     assert results.count("equivalent") <= 12  # 5 % are 5; more than 12 have a probability of 0.1 %
+
+
+def test_the_warning_on_the_whole_curve_subtracts_step_by_step_as_the_claim_does() -> None:
+    recorded = experiment(np.random.default_rng(2), 0.0, "recorded")
+    steps = np.arange(1, 41)
+    rng = np.random.default_rng(3)
+    for seed in range(5):
+        baseline = np.exp(0.3 * rng.standard_normal(40))
+        # Two steps of five are far lower, which moves the median of a curve, and not that of differences
+        noise = np.exp(0.001 * rng.standard_normal(40))
+        treatment = baseline * np.where(np.isin(steps % 5, (1, 3)), 0.7, noise)
+        for arm, values in (("baseline", baseline), ("treatment", treatment)):
+            run = recorded.runs[RunName(arm=arm, seed=seed)]
+            assert isinstance(run.metrics, dict)
+            run.metrics[CLAIM.metric] = Series(steps, values)
+    claim = judge(recorded, [CLAIM])[0].claims[0]
+    assert claim.result == "equivalent" and Code.DIFFERS_EARLIER not in [one.code for one in claim.warnings]
