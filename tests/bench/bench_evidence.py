@@ -32,13 +32,13 @@ from tests.bench.common import make_parser
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
     "grpo-fused-float32",
+    "levers-float32",
     "grpo-fused",
     "ppo-word-problems",
     "gspo-documents",
     "levers-apart",
     "grpo-fused-gym",
     "megatron-ppo-recorded",
-    "context-parallel",
     "gspo-microbatches-recorded",
     "megatron-ppo-validation",
     "levers-gym",
