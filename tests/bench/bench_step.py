@@ -25,6 +25,7 @@ training. The chart has the seconds in which the GPU works for each part, reward
 which it does for none; without a GPU all seconds.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -35,9 +36,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from abrun.errors import AbrunError
 from abrun.launch.auto import decide_values
@@ -146,6 +150,7 @@ class Bench:
     overrides: list[str]
     limit_s: float
     work: Path
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # of abrun's processes
 
     @property
     def rows(self) -> int:
@@ -218,7 +223,7 @@ class Bench:
         run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
-        row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
+        row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s, self.env)
         return row | {"note": "; ".join(filter(None, (decided, row["note"])))}
 
     def of_trl(self, name: str) -> dict[str, Any]:
@@ -269,14 +274,23 @@ def words(draws: random.Random, count: int) -> str:
     return " ".join(str(draws.randrange(10)) for _ in range(count))
 
 
-def finish(command: list[str], limit_s: float) -> dict[str, Any]:
+def finish(command: list[str], limit_s: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The row that a process has printed. Raises RuntimeError, one line."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **(env or {})},
     )
     try:
         out, told = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
+        # Ranks that torchrun has started are in sessions of their own
+        for descendant in [*psutil.Process(process.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                descendant.kill()
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
         told = f"not done after {limit_s:.0f} s"

@@ -123,7 +123,7 @@ class Watch:
             "tokens": tokens,
             "through": through,
             "parameters": num_parameters(self._setup.policy, self._setup.value_model),
-            "peak": self._peak,
+            "peak": ranks.all_reduce_max_world([self._peak])[0],
         }
         if ranks.is_first:
             print("ROW " + json.dumps(row), flush=True)
@@ -131,7 +131,7 @@ class Watch:
 
 def num_parameters(policy: Any, value_model: Any) -> int:
     """That a token is multiplied with: of a tied embedding, and of none that only a value model looks up."""
-    count = sum(parameter.numel() for parameter in policy.module.parameters())
+    count = sum(parameter.numel() for parameter in policy._network.parameters())
     if value_model is None:
         return count
     backbone = value_model._hidden_states
