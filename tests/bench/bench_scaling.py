@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -287,12 +287,15 @@ class Predictions:
                 for candidate in candidates
             }
 
-    def add_to(self, row: Row, *, wait: bool = False) -> None:
-        """Write the prediction, or why there is none, into a row, if it is known."""
+    def add_to(self, row: Row, *, wait_s: float = 0.0) -> None:
+        """Write the prediction, or why there is none, into a row, if it is known by then."""
         future = self._futures.get(row.candidate)
-        if future is None or row.predicted_bytes is not None or not (wait or future.done()):
+        if future is None or row.predicted_bytes is not None:
             return
-        error = None if future.cancelled() else future.exception()
+        wait([future], timeout=wait_s)
+        if not future.done():
+            return
+        error = future.exception()
         if isinstance(error, AbrunError) and error.reason.code is Code.BACKEND_NOT_PREDICTED:
             return
         if isinstance(error, AbrunError):
@@ -300,7 +303,7 @@ class Predictions:
             row.note = row.note if reason in row.note else "; ".join(filter(None, [row.note, reason]))
         elif error is not None:
             raise error
-        elif not future.cancelled():
+        else:
             row.predicted_bytes = future.result()
 
     def close(self) -> None:
@@ -308,14 +311,18 @@ class Predictions:
 
 
 def measure_all(
-    settings: Settings, candidates: Sequence[Candidate], predictions: Predictions, gpus: int, limit_s: float
+    settings: Settings,
+    candidates: Sequence[Candidate],
+    predictions: Predictions,
+    gpus: int,
+    deadline_s: float,
 ) -> list[Row]:
-    """Measure the candidates in order, and print each row when it is known."""
+    """Measure the candidates in order until the deadline, and print each row when it is known."""
     rows: list[Row] = []
-    pool, printing, began_s = GpuPool(gpus), threading.Lock(), time.monotonic()
+    pool, printing = GpuPool(gpus), threading.Lock()
 
     def finish(candidate: Candidate, taken: Sequence[int]) -> None:
-        row = measure(settings, candidate, taken, limit_s - (time.monotonic() - began_s))
+        row = measure(settings, candidate, taken, deadline_s - time.monotonic())
         pool.put_back(taken)
         with printing:
             rows.append(row)
@@ -327,9 +334,9 @@ def measure_all(
         for candidate in candidates:
             taken = pool.take(candidate.gpus)
             shortest_s = min((row.took_s for row in rows if row.figures), default=0.0)
-            if limit_s - (time.monotonic() - began_s) < shortest_s:
+            if deadline_s - time.monotonic() < shortest_s:
                 pool.put_back(taken)
-                rows.append(Row(candidate=candidate, note=f"not begun: --limit {limit_s:g} is spent"))
+                rows.append(Row(candidate=candidate, note="not begun: --limit"))
                 continue
             threads.submit(finish, candidate, taken)
     return [row for candidate in candidates for row in rows if row.candidate == candidate]
@@ -347,6 +354,7 @@ def main() -> int:
     parser.add_argument("--memory", help="of a GPU to predict for, such as 80GiB or h200")
     parser.add_argument("--output", type=Path, help="JSON file of the rows")
     asked = parser.parse_args()
+    deadline_s = time.monotonic() + asked.limit
     on_gpu = asked.device == "cuda"
     cards = query_gpus("name,driver_version,memory.total") if on_gpu else []
     host_gpus = len(cards) if on_gpu else 2
@@ -373,16 +381,15 @@ def main() -> int:
             rows = [Row(candidate=candidate) for candidate in candidates]
         else:
             make_model(shapes.preset, Path(work) / "model", asked.device, vocab_size=shapes.vocab_size)
-            rows = measure_all(settings, candidates, predictions, gpus, asked.limit)
+            rows = measure_all(settings, candidates, predictions, gpus, deadline_s)
         for row in rows:
-            predictions.add_to(row, wait=True)
+            predictions.add_to(row, wait_s=max(deadline_s - time.monotonic(), 0.0))
+        records = [as_json(row, rows) for row in rows]
+        print("\n".join(["", heading(*HEADER), *map(markdown, records)]), flush=True)
+        if asked.output:
+            table = {"cards": cards, "preset": shapes.preset, "rows": records}
+            asked.output.write_text(json.dumps(table, indent=1))
         predictions.close()
-    records = [as_json(row, rows) for row in rows]
-    print("\n".join(["", heading(*HEADER), *map(markdown, records)]))
-    if asked.output:
-        asked.output.write_text(
-            json.dumps({"cards": cards, "preset": shapes.preset, "rows": records}, indent=1)
-        )
     return sum(row.figures is None for row in rows) if not asked.predict_only else 0
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from abrun.runs.rundir import RunDir
@@ -102,8 +103,18 @@ def test_what_fails_is_one_line() -> None:
     command = [sys.executable, "-c", "import warnings; warnings.warn('w'); raise ValueError('of\\nits own')"]
     with pytest.raises(RuntimeError, match=r"failed: ValueError: of$"):
         bench_step.finish(command, 60)
+
+
+def test_ranks_in_sessions_of_their_own_end_with_a_candidate_that_takes_too_long(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    rank = f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    starter = (
+        f"subprocess.run([sys.executable, '-c', {'import os, time; ' + rank!r}], start_new_session=True)"
+    )
     with pytest.raises(RuntimeError, match="failed: not done after 1 s"):
-        bench_step.finish([sys.executable, "-c", "import time; time.sleep(60)"], 1)
+        bench_step.finish([sys.executable, "-c", f"import subprocess, sys; {starter}"], 1)
+    pid = int(pid_file.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
