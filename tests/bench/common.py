@@ -74,32 +74,46 @@ def sync_of(device: str) -> Callable[[], Any]:
 def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100) -> None:
     """Write random weights of a preset's architecture, with a tokenizer that has a token a word.
 
+    Raises RuntimeError.
+    """
+    from abrun.models.presets import preset_config
+    from abrun.recipe.policy import Model
+
+    write_weights(preset_config(Model.model_validate({"preset": preset})), folder, device)
+    write_tokenizer(folder, vocab_size)
+
+
+def write_weights(architecture: Any, folder: Path, device: str) -> None:
+    """Write random weights in bfloat16 with their transformers configuration.
+
     On a GPU a process of its own does it, which leaves none of the memory in use. Raises RuntimeError.
     """
     if device == "cpu":
-        _write_model(preset, folder, device, vocab_size)
+        _write_weights(architecture, folder, device)
         return
-    arguments = (preset, folder, device, vocab_size)
-    process = multiprocessing.get_context("spawn").Process(target=_write_model, args=arguments)
+    arguments = (architecture, folder, device)
+    process = multiprocessing.get_context("spawn").Process(target=_write_weights, args=arguments)
     process.start()
     process.join()
     if process.exitcode:
         raise RuntimeError(f"the model was not written, exit code {process.exitcode}")
 
 
-def _write_model(preset: str, folder: Path, device: str, vocab_size: int) -> None:
+def _write_weights(architecture: Any, folder: Path, device: str) -> None:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    from abrun.models.presets import preset_config
-    from abrun.recipe.policy import Model
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    shape = preset_config(Model.model_validate({"preset": preset}))
     with torch.device(device):
-        network: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        network: Any = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
     network.save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, vocab_size: int, *, chat_template: str | None = None) -> None:
+    """Write a tokenizer that has a token a word, of which all but three are numbers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = ["<pad>", "<eos>", "<unk>", *(str(number) for number in range(vocab_size - 3))]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -109,4 +123,5 @@ def _write_model(preset: str, folder: Path, device: str, vocab_size: int) -> Non
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",
+        chat_template=chat_template,
     ).save_pretrained(folder)

@@ -112,7 +112,7 @@ def test_ranks_in_sessions_of_their_own_end_with_a_candidate_that_takes_too_long
         f"subprocess.run([sys.executable, '-c', {'import os, time; ' + rank!r}], start_new_session=True)"
     )
     with pytest.raises(RuntimeError, match="failed: not done after 1 s"):
-        bench_step.finish([sys.executable, "-c", f"import subprocess, sys; {starter}"], 1)
+        bench_step.finish([sys.executable, "-c", f"import subprocess, sys; {starter}"], 2)
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
