@@ -5,7 +5,7 @@ Letters: T tokens of this rank, K keys (T without context parallelism), D head s
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from abrun.backends.context import Span, Spans
+from abrun.backends.context import Order, Spans
 from abrun.backends.packing import Packing
 from abrun.backends.stream_check import measure_stream_deviation
 from abrun.errors import RecipeError
@@ -28,6 +28,8 @@ TRACED_ATTENTION, EAGER_ATTENTION = "abrun_packed", "abrun_packed_apart"
 NO_MASK_SHAPE = (1, 1, 0, 0)
 # torch 2.11 has no such argument: it shares key and value heads by itself.
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# [N, heads, queries, D], keys and values [N, key heads, keys, D], mask -> [N, queries, heads, D]
+AttendSpans = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class PackingHandle:
@@ -144,10 +146,10 @@ def _eager_attention(
             raise ValueError(f"{type(module).__name__} does not pass on the argument `packing`")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
 
-    def attend_span(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_spans(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **settings)[0]
 
-    return attend_in_stream(query, key, value, packing, scaling, attend_span), None
+    return attend_in_stream(query, key, value, packing, scaling, attend_spans), None
 
 
 def attend_in_stream(
@@ -156,12 +158,12 @@ def attend_in_stream(
     value: Tensor,
     packing: Packing,
     scaling: float | None,
-    attend_span: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    attend_spans: AttendSpans,
 ) -> Tensor:  # [1, T, heads, D]
     """Compute causal attention of this rank's tokens within each sequence.
 
     Collective if ranks share the stream. Half precision on a GPU uses FlashAttention's variable-length
-    kernel. Everything else loops over spans, with `attend_span` returning [1, queries, heads, D] for each.
+    kernel. Everything else calls `attend_spans` once for all N spans with equal numbers of queries and keys.
     Results agree to rounding.
     """
     if packing.split is not None:
@@ -169,12 +171,29 @@ def attend_in_stream(
         key, value = packing.split.gather_keys(torch.cat([key, value], dim=-1)).split(widths, dim=-1)
     if _can_use_varlen_kernel(query):
         return _varlen_attention(query, key, value, packing.spans, scaling)[None]
+    return _attend_by_shape(query, key, value, packing.spans, attend_spans)[None]
+
+
+def _attend_by_shape(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, attend_spans: AttendSpans
+) -> Tensor:  # [T, heads, D]
+    sorted_spans = spans.by_shape
+    keys_and_values = (
+        _reorder(states[: sorted_spans.num_keys], sorted_spans.key_order)
+        for states in _select_keys(key, value, spans)
+    )
+    q, k, v = _reorder(_flatten(query), sorted_spans.query_order), *keys_and_values
+    query_sizes = [count * num_queries for count, num_queries, _ in sorted_spans.shapes]
+    key_sizes = [count * num_keys for count, _, num_keys in sorted_spans.shapes]
     outputs = []
-    for span in packing.spans.spans:
-        q = query[:, :, span.query_start : span.query_stop]
-        k, v = span.select_keys(key), span.select_keys(value)
-        outputs.append(attend_span(q, k, v, _causal_mask(span, query.device)))
-    return torch.cat(outputs, dim=1)
+    for (count, num_queries, num_keys), *states in zip(
+        sorted_spans.shapes, q.split(query_sizes), k.split(key_sizes), v.split(key_sizes), strict=True
+    ):
+        queries, keys, values = (each.unflatten(0, (count, -1)).transpose(1, 2) for each in states)
+        mask = _causal_mask(num_queries, num_keys, query.device)
+        outputs.append(attend_spans(queries, keys, values, mask).flatten(0, 1))
+    order = sorted_spans.query_order
+    return _reorder(torch.cat(outputs), order and order.invert())
 
 
 def _can_use_varlen_kernel(query: Tensor) -> bool:
@@ -184,8 +203,20 @@ def _can_use_varlen_kernel(query: Tensor) -> bool:
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None
 ) -> Tensor:  # [T, heads, D]
+    q, (k, v) = _flatten(query), _select_keys(key, value, spans)
+    causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
+    lengths = spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key
+    return varlen_attn(q, k, v, *lengths, **causal)  # pyright: ignore[reportReturnType]
+
+
+def _flatten(states: Tensor) -> Tensor:  # [1, heads, T or K, D] -> [T or K, heads, D]
     # `states[0]` would add a scatter into zeros to the backward pass.
-    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T or K, heads, D]
+    return states.squeeze(0).transpose(0, 1)
+
+
+def _select_keys(key: Tensor, value: Tensor, spans: Spans) -> Sequence[Tensor]:
+    """Return the keys and the values of all spans, [keys of all spans or more, heads, D] each."""
+    keys_and_values = _flatten(key), _flatten(value)
     if spans.repeated is not None:
         key_layout = (
             spans.key_index,
@@ -193,22 +224,39 @@ def _varlen_attention(
             spans.repeated.repeated_keys,
             spans.repeated.repeat_positions,
         )
-        k, v = _SelectKeys.apply(k, *key_layout), _SelectKeys.apply(v, *key_layout)
-    elif spans.key_index is not None:
-        k, v = k[spans.key_index], v[spans.key_index]
-    causal: Any = {"window_size": (-1, 0), "scale": scaling} | SHARED_HEADS
-    lengths = spans.query_starts, spans.key_starts, spans.longest_query, spans.longest_key
-    return varlen_attn(q, k, v, *lengths, **causal)  # pyright: ignore[reportReturnType]
+        return [_SelectKeys.apply(states, *key_layout) for states in keys_and_values]
+    if spans.key_index is not None:
+        return [states[spans.key_index] for states in keys_and_values]
+    return keys_and_values
 
 
-def _causal_mask(span: Span, device: torch.device) -> Tensor | None:  # [1, 1, queries, keys] bool
-    """Return None if queries and keys are the same tokens: then plain causal attention is right."""
-    num_queries, num_keys = span.query_stop - span.query_start, span.num_keys
+def _reorder(states: Tensor, order: Order | None) -> Tensor:
+    return states if order is None else _Reorder.apply(states, order)
+
+
+def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+    """Return the mask [1, 1, queries, keys] bool, or None if plain causal attention is right.
+
+    It is if queries and keys are the same tokens.
+    """
     if num_queries == num_keys:
         return None
     return torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril(
         num_keys - num_queries
     )
+
+
+class _Reorder(torch.autograd.Function):
+    """Permutes the first dimension. Its gradient is permuted back, where plain indexing would add."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, order: Order) -> Tensor:
+        ctx.inverse = order.inverse
+        return states[order.positions]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.inverse], None
 
 
 class _SelectKeys(torch.autograd.Function):

@@ -12,6 +12,7 @@ sliced, not summed. FSDP sums the parameters' gradients over the ranks; nothing 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -34,17 +35,15 @@ class Span(NamedTuple):
     prefix_stop: int = 0
 
     @property
+    def num_queries(self) -> int:
+        return self.query_stop - self.query_start
+
+    @property
     def num_keys(self) -> int:
         return self.prefix_stop - self.prefix_start + self.key_stop - self.key_start
 
-    def select_keys(self, states: Tensor) -> Tensor:  # [..., T, D] -> [..., keys, D]
-        sequence_keys = states[..., self.key_start : self.key_stop, :]
-        if self.prefix_start == self.prefix_stop:
-            return sequence_keys
-        return torch.cat([states[..., self.prefix_start : self.prefix_stop, :], sequence_keys], dim=-2)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Spans:
     """Spans that follow one another in the queries, and the arguments of a variable-length kernel."""
 
@@ -55,6 +54,49 @@ class Spans:
     longest_key: int
     key_index: Tensor | None  # [keys of all spans] int64; None: all keys, in order
     repeated: "RepeatedKeys | None" = None  # None if no span has a prefix
+
+    @cached_property
+    def by_shape(self) -> "SpansByShape":
+        members: dict[tuple[int, int], list[int]] = {}
+        for index, span in enumerate(self.spans):
+            members.setdefault((span.num_queries, span.num_keys), []).append(index)
+        order = [index for indices in members.values() for index in indices]
+        device = self.query_starts.device
+
+        def make_order(counts: Sequence[int]) -> Order | None:
+            if order == sorted(order):
+                return None
+            stops = list(accumulate(counts))
+            starts = [stop - count for stop, count in zip(stops, counts, strict=True)]
+            positions = concatenate_ranges([starts[i] for i in order], [stops[i] for i in order])
+            return Order(positions.to(device), positions.argsort().to(device))
+
+        return SpansByShape(
+            shapes=tuple((len(indices), *shape) for shape, indices in members.items()),
+            num_keys=sum(span.num_keys for span in self.spans),
+            query_order=make_order([span.num_queries for span in self.spans]),
+            key_order=make_order([span.num_keys for span in self.spans]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpansByShape:
+    """Spans sorted by their numbers of queries and keys, so that those of one shape form a batch."""
+
+    shapes: tuple[tuple[int, int, int], ...]  # number of spans, and each one's queries and keys
+    num_keys: int  # of all spans
+    query_order: "Order | None"  # None: all are in order
+    key_order: "Order | None"
+
+
+class Order(NamedTuple):
+    """A permutation and its inverse."""
+
+    positions: Tensor  # [queries or keys] int64: where each was before
+    inverse: Tensor
+
+    def invert(self) -> "Order":
+        return Order(self.inverse, self.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +164,7 @@ def _local_spans(starts: Sequence[int], chunk_size: int, chunks: Sequence[int]) 
 
 def make_spans(spans: Sequence[Span], device: torch.device) -> Spans:
     """Make the kernel arguments of spans that follow one another in the queries."""
-    queries = [span.query_stop - span.query_start for span in spans]
+    queries = [span.num_queries for span in spans]
     keys = [span.num_keys for span in spans]
     starts = [
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (queries, keys)

@@ -112,6 +112,41 @@ def test_a_stream_of_shared_prompts_by_hand() -> None:
     assert [keys[place] for place in spans.repeated.first_positions] == list(range(17))
 
 
+def test_sequences_of_one_shape_are_attended_to_at_once() -> None:
+    """One call for each number of queries and keys, with the results and gradients of one call a sequence."""
+    lengths, shared = [7, 5, 7, 9, 9, 5, 9], [0, 0, 0, 0, 4, 0, 4]
+    packing = make_packing(lengths, max(lengths), torch.device("cpu"), shared=shared)
+    calls = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        calls.append(tuple(q.shape))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        ).transpose(1, 2)
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outputs = []
+        for span in packing.spans.spans:
+            parts = slice(span.prefix_start, span.prefix_stop), slice(span.key_start, span.key_stop)
+            keys, values = (torch.cat([each[:, :, part] for part in parts], dim=2) for each in (k, v))
+            causal = torch.ones(span.num_queries, span.num_keys).tril(span.num_keys - span.num_queries) > 0
+            outputs.append(attend(q[:, :, span.query_start : span.query_stop], keys, values, causal))
+        return torch.cat(outputs, dim=1)
+
+    draw = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, packing.num_local_tokens, 8, generator=draw) for heads in (4, 2, 2)]
+
+    def with_gradients(attend_all: Any) -> tuple[Tensor, ...]:
+        leaves = [each.clone().requires_grad_() for each in states]
+        output = attend_all(*leaves)
+        return output, *torch.autograd.grad(output.square().sum(), leaves)
+
+    found = with_gradients(lambda q, k, v: attention.attend_in_stream(q, k, v, packing, None, attend))
+    assert sorted(calls) == [(1, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 7, 8)]
+    for one, other in zip(found, with_gradients(one_by_one), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_what_is_no_common_prompt_is_not_shared() -> None:
     batch = of_prompts([(4, [2, 3, 1, 2])])
     ids, mask = batch.token_ids.clone(), batch.token_mask.clone()
