@@ -19,6 +19,7 @@ import re
 import statistics
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,9 +321,16 @@ def differences(trial: Trial, runs: Mapping[str, RunDir]) -> list[str]:
     return lines
 
 
+def device_sizes(parser: ArgumentParser, names: Sequence[str]) -> dict[str, int]:
+    try:
+        return {name: resolve_device_memory(name) or 0 for name in names}
+    except AbrunError as error:
+        parser.error(f"--memory: {error}")
+
+
 def main() -> int:
     parser = make_parser(__doc__, devices=["cuda", "cpu"])
-    parser.add_argument("--recipes", nargs="*", help="names of shipped recipes")
+    parser.add_argument("--recipes", nargs="*", choices=multi_gpu_recipes(), metavar="NAME")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--layers", type=int, help="of the model, for one that does not fit")
@@ -334,7 +342,7 @@ def main() -> int:
     names = asked.recipes or (multi_gpu_recipes() if asked.predict_only else LAUNCHED)
     print(f"{asked.device} x {asked.gpus}: {'; '.join(query_gpus('name,driver_version')) or 'no GPU'}\n")
     if asked.predict_only:
-        memories = {name: resolve_device_memory(name) or 0 for name in asked.memory}
+        memories = device_sizes(parser, asked.memory)
         devices = [title for name in memories for title in (f"{name}: sampling GiB", "share of memory")]
         print(heading(*PREDICTED_HEADER, *devices), flush=True)
     else:
