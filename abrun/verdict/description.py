@@ -38,7 +38,7 @@ from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
     measure_climbs,
-    reduce_window,
+    reduce_arms,
     spread_values,
 )
 
@@ -204,11 +204,11 @@ def _describe_metric(
     inside = in_window(steps, (first_step, last_step))
     if not inside.any():
         return None
-    levels = reduce_window(values[:, inside], metric)
-    baseline, treatment = levels[: sides.sizes[0]], levels[sides.sizes[0] :]
+    first, second = np.split(values[:, inside], [sides.sizes[0]])
+    baseline, treatment = reduce_arms(first, second, metric, stepwise=sides.share_rollouts)
     one_run_per_arm = sides.sizes == (1, 1)
     distance = np.abs(values[-1] - values[0])
-    varying = spread_values(*np.split(values[:, inside], [sides.sizes[0]]), paired=sides.paired)
+    varying = spread_values(first, second, paired=sides.paired)
     step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
         equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)

@@ -95,6 +95,9 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), True),
         (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error ... Last error:\nFailed to CUDA calloc async 24 bytes"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), None),  # may be anything
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you"

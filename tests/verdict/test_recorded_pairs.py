@@ -6,6 +6,7 @@ import pytest
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.report.page.metrics import metric_rows
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.decide import judge
@@ -50,7 +51,7 @@ def test_a_difference_of_the_margin_is_rarely_called_equivalent() -> None:
     assert results.count("equivalent") <= 12  # 5 % are 5; more than 12 have a probability of 0.1 %
 
 
-def test_the_warning_on_the_whole_curve_subtracts_step_by_step_as_the_claim_does() -> None:
+def test_warnings_descriptions_and_the_page_subtract_step_by_step_as_the_claim_does() -> None:
     recorded = experiment(np.random.default_rng(2), 0.0, "recorded")
     steps = np.arange(1, 41)
     rng = np.random.default_rng(3)
@@ -63,5 +64,10 @@ def test_the_warning_on_the_whole_curve_subtracts_step_by_step_as_the_claim_does
             run = recorded.runs[RunName(arm=arm, seed=seed)]
             assert isinstance(run.metrics, dict)
             run.metrics[CLAIM.metric] = Series(steps, values)
+    (row,) = metric_rows(recorded, [CLAIM.metric])
+    assert abs(row["arms"][0]["difference"]) < 0.01
+    section = judge(recorded, [])[0]
+    (description,) = [each for each in section.descriptions if each.metric == CLAIM.metric]
+    assert abs(description.difference) < 0.01
     claim = judge(recorded, [CLAIM])[0].claims[0]
     assert claim.result == "equivalent" and Code.DIFFERS_EARLIER not in [one.code for one in claim.warnings]

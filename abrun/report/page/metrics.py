@@ -8,8 +8,9 @@ import numpy as np
 
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
 from abrun.report.panels import display_unit
+from abrun.runs.layout import RunName
 from abrun.stats.series import Array, Steps, window_bounds
-from abrun.verdict.summaries import reduce_window
+from abrun.verdict.summaries import reduce_arms
 
 WINDOW = "last 20%"
 NUM_POINTS = 40  # of a small curve
@@ -38,9 +39,9 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
     if not len(steps):
         return row
     first_step, _ = window_bounds(WINDOW, steps, metric)
-    levels = reduce_window(values[:, steps >= first_step], metric) / divisor
+    levels = _levels(experiment, runs, values[:, steps >= first_step] / divisor, metric)
     by_arm = {
-        arm: {run.name.seed: level for run, level in zip(runs, levels, strict=True) if run.name.arm == arm}
+        arm: {name.seed: level for name, level in levels.items() if name.arm == arm}
         for arm in experiment.arms
     }
     baseline = by_arm[experiment.baseline]
@@ -52,6 +53,22 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
     ]
     row["curves"] = list(_small_curves(experiment.arms, runs, steps, values))
     return row
+
+
+def _levels(
+    experiment: RecordedExperiment, runs: Sequence[RecordedRun], values: Array, metric: str
+) -> dict[RunName, float]:
+    """Return one number per run of values [R, W]: its level, as reduce_arms defines it for pairs."""
+    rows = {run.name: row[None] for run, row in zip(runs, values, strict=True)}
+    levels = {}
+    for run in runs:
+        own, baseline = rows[run.name], rows.get(RunName(arm=experiment.baseline, seed=run.name.seed))
+        if baseline is None or not (experiment.compare.paired and run.trains_on_recording):
+            (level,), _ = reduce_arms(own, own, metric, stepwise=False)
+        else:
+            _, (level,) = reduce_arms(baseline, own, metric, stepwise=True)
+        levels[run.name] = float(level)
+    return levels
 
 
 def _compare_levels(
