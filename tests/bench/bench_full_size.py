@@ -8,7 +8,7 @@
 Each recipe is launched by `abrun launch` with one seed on one host, whose number of GPUs is `--gpus`. Weights
 are random, of the architecture that the recipe names; they end no completion before its limit. Prompts have
 128 tokens, SFT's completions 512. Claims, validation, A/A runs and uploads are off. Seconds are medians of
-the steps after the first two. Peaks and predictions are those of training.
+the steps after the first two, each part's on its slowest rank. Peaks and predictions are those of training.
 
 megatron's memory has no prediction. In its place stands that of dtensor with the same layout, or as much
 expert parallelism as dtensor allows.

@@ -10,11 +10,11 @@
 Each candidate is `python -m abrun.train` on one set of ranks: random weights in bfloat16 products with
 float32 masters, packed, Triton log-probs in one pass, nothing compiled. Every GPU has the same work whatever
 the layout: 96 sequences of 512 tokens (SFT), or 8 prompts of 128 tokens with 8 completions of 64 tokens from
-the torch engine (GRPO), in micro-batches of so many tokens a GPU. Medians of three steps after two; one more
-tells how long a GPU runs kernels. Tokens/s are those of training: generation is left out. Their ratio is to
-one GPU with the same algorithm and backend, or, where its step does not fit, to the fewest GPUs measured.
-The peak is the highest of all ranks; the prediction is that of `abrun launch --dry-run`, which has none for
-megatron.
+the torch engine (GRPO), in micro-batches of so many tokens a GPU. Seconds are those of the median of three
+steps after two; one more tells how long a GPU runs kernels. Tokens/s are those of training, without
+generation. Their ratio is to one GPU with the same algorithm and backend, or, where its step does not fit, to
+the fewest GPUs measured. The peak is the highest of all ranks; the prediction is that of `abrun launch
+--dry-run`, which has none for megatron.
 
 Candidates on one GPU run side by side. A row is printed when it is known, the whole table at the end.
 """
