@@ -339,6 +339,8 @@ def main() -> int:
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--memory", nargs="*", default=["h100", "h200"], help="of GPUs to predict for")
     asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps: got {asked.steps}, but the first {WARM_UP} are not measured; use more")
     names = asked.recipes or (multi_gpu_recipes() if asked.predict_only else LAUNCHED)
     print(f"{asked.device} x {asked.gpus}: {'; '.join(query_gpus('name,driver_version')) or 'no GPU'}\n")
     if asked.predict_only:
