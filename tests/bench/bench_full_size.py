@@ -8,7 +8,7 @@
 Each recipe is launched by `abrun launch` with one seed on one host, whose number of GPUs is `--gpus`. Weights
 are random, of the architecture that the recipe names; they end no completion before its limit. Prompts have
 128 tokens, SFT's completions 512. Claims, validation, A/A runs and uploads are off. Seconds are medians of
-the steps after the first two. Peaks and predictions are those of training.
+the steps after the first two, each part's on its slowest rank. Peaks and predictions are those of training.
 
 megatron's memory has no prediction. In its place stands that of dtensor with the same layout, or as much
 expert parallelism as dtensor allows.
@@ -19,6 +19,7 @@ import re
 import statistics
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,9 +321,16 @@ def differences(trial: Trial, runs: Mapping[str, RunDir]) -> list[str]:
     return lines
 
 
+def device_sizes(parser: ArgumentParser, names: Sequence[str]) -> dict[str, int]:
+    try:
+        return {name: resolve_device_memory(name) or 0 for name in names}
+    except AbrunError as error:
+        parser.error(f"--memory: {error}")
+
+
 def main() -> int:
     parser = make_parser(__doc__, devices=["cuda", "cpu"])
-    parser.add_argument("--recipes", nargs="*", help="names of shipped recipes")
+    parser.add_argument("--recipes", nargs="*", choices=multi_gpu_recipes(), metavar="NAME")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--layers", type=int, help="of the model, for one that does not fit")
@@ -331,10 +339,12 @@ def main() -> int:
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--memory", nargs="*", default=["h100", "h200"], help="of GPUs to predict for")
     asked = parser.parse_args()
+    if asked.steps <= WARM_UP:
+        parser.error(f"--steps: got {asked.steps}, but the first {WARM_UP} are not measured; use more")
     names = asked.recipes or (multi_gpu_recipes() if asked.predict_only else LAUNCHED)
     print(f"{asked.device} x {asked.gpus}: {'; '.join(query_gpus('name,driver_version')) or 'no GPU'}\n")
     if asked.predict_only:
-        memories = {name: resolve_device_memory(name) or 0 for name in asked.memory}
+        memories = device_sizes(parser, asked.memory)
         devices = [title for name in memories for title in (f"{name}: sampling GiB", "share of memory")]
         print(heading(*PREDICTED_HEADER, *devices), flush=True)
     else:

@@ -10,11 +10,11 @@
 Each candidate is `python -m abrun.train` on one set of ranks: random weights in bfloat16 products with
 float32 masters, packed, Triton log-probs in one pass, nothing compiled. Every GPU has the same work whatever
 the layout: 96 sequences of 512 tokens (SFT), or 8 prompts of 128 tokens with 8 completions of 64 tokens from
-the torch engine (GRPO), in micro-batches of so many tokens a GPU. Medians of three steps after two; one more
-tells how long a GPU runs kernels. Tokens/s are those of training: generation is left out. Their ratio is to
-one GPU with the same algorithm and backend, or, where its step does not fit, to the fewest GPUs measured.
-The peak is the highest of all ranks; the prediction is that of `abrun launch --dry-run`, which has none for
-megatron.
+the torch engine (GRPO), in micro-batches of so many tokens a GPU. Seconds are those of the median of three
+steps after two; one more tells how long a GPU runs kernels. Tokens/s are those of training, without
+generation. Their ratio is to one GPU with the same algorithm and backend, or, where its step does not fit, to
+the fewest GPUs measured. The peak is the highest of all ranks; the prediction is that of `abrun launch
+--dry-run`, which has none for megatron.
 
 Candidates on one GPU run side by side. A row is printed when it is known, the whole table at the end.
 """
@@ -35,6 +35,7 @@ from abrun.errors import AbrunError
 from abrun.memory.cells import GIB
 from abrun.memory.predict import predict_steps, query_gpus, resolve_device_memory
 from abrun.reasons import Code
+from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
 from tests.bench.bench_step import SHAPES, Bench, Shapes
 from tests.bench.common import heading, make_model, make_parser, markdown_row
@@ -347,7 +348,7 @@ def main() -> int:
     parser.add_argument("--algorithm", nargs="*", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), help="these layouts and their baselines")
     parser.add_argument("--gpus", type=int, help="use so many [default: those of this host; CPU: 2]")
-    parser.add_argument("--preset", help="another architecture")
+    parser.add_argument("--preset", choices=list(ARCHITECTURES), help="another architecture")
     parser.add_argument("--set", action="append", default=[], help="key=value for all candidates")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of all candidates together")
     parser.add_argument("--predict-only", action="store_true", help="predicted peaks alone, on any machine")
@@ -361,15 +362,19 @@ def main() -> int:
     gpus = asked.gpus or host_gpus
     if on_gpu and not asked.predict_only:
         gpus = min(gpus, host_gpus)
-    if not gpus:
-        print("no GPU on this machine; add --device cpu, or --predict-only --gpus N --memory SIZE")
-        return 2
+    if gpus < 1:
+        parser.error("no GPU to use; add --device cpu, or --predict-only --gpus N --memory SIZE")
     shapes = replace(SHAPES[asked.device], completion_tokens=COMPLETION_TOKENS[asked.device])
     shapes = replace(shapes, preset=asked.preset or shapes.preset)
     layouts = with_baselines(asked.only or [layout for layout in LAYOUTS if layout not in LEFT_OUT])
     candidates = make_candidates(asked.algorithm, layouts, gpus)
     left_out = [count for count in (1, 2, 4, 8) if count > gpus]
-    device_bytes = resolve_device_memory(asked.memory) if on_gpu else None
+    try:
+        device_bytes = resolve_device_memory(asked.memory) if on_gpu else None
+    except AbrunError as error:
+        parser.error(f"--memory: {error}")
+    if asked.predict_only and device_bytes is None:
+        parser.error("--predict-only has no device to predict for; add --memory SIZE, without --device cpu")
     with tempfile.TemporaryDirectory() as work:
         settings = Settings(
             device=asked.device, preset=shapes.preset, shapes=shapes, work=Path(work), overrides=asked.set

@@ -16,8 +16,8 @@ then in bfloat16. Random weights end a completion about never, so that all have 
 whole runs of `python -m abrun.train`, Triton log-probs throughout; what has another name than "all on"
 differs from it by what it is named after. TRL: activation checkpointing, its default.
 
-A candidate is a process of its own, in which some methods are followed from outside. Seconds are medians of
-three steps after two that compile; a last one tells where they go. Tokens are those of the sequences that
+A candidate is a process of its own, in which some methods are followed from outside. Seconds are those of the
+median of three steps after two that compile; a last one tells where they go. Tokens are of sequences that
 were trained on, a device. Utilisation is 6 x parameters x tokens that go through the model (a shared prompt's
 once) over the seconds of forward and backward passes, over those of the step, and over 989 TFLOP/s (dense
 bfloat16 of an H100 or H200). Busy is the share of a step in which the GPU runs a kernel; peaks are those of

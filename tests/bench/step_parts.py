@@ -1,7 +1,6 @@
 """Where the time of a training step goes, whoever trains: which part runs, and whether the GPU works."""
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,12 +101,12 @@ class Steps:
         setattr(owner, method, followed)
 
     def row(self) -> dict[str, Any]:
-        """Medians of the parts of the steps between, and what the last one has shown."""
-        usual, last = self.rows[WARM_UP:-1], self.rows[-1]
-        names = {name for row in usual for name in row}
+        """Return the parts of the step of median length, and what the last step has shown."""
+        usual, last = sorted(self.rows[WARM_UP:-1], key=lambda row: sum(row.values())), self.rows[-1]
+        median = usual[len(usual) // 2]
         return {
-            "step": statistics.median(sum(row.values()) for row in usual),
-            "parts": {name: statistics.median(row.get(name, 0.0) for row in usual) for name in names},
+            "step": sum(median.values()),
+            "parts": median,
             "last": last,
             "busy": self.busy,
             "note": self.note,

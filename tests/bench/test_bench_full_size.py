@@ -1,6 +1,8 @@
 """The benchmark of full-size recipes: the recipes that it launches, and what it says of their runs."""
 
 import argparse
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,23 @@ def test_differences_that_a_header_lacks_are_named(tmp_path: Path) -> None:
     assert line.endswith(": the header lacks policy.micro_batch_tokens")
     del runs[BASELINE]
     assert full_size.differences(trial, runs) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--steps", "2"], "--steps: got 2, but the first 2 are not measured; use more"),
+        (["--predict-only", "--memory", "big"], "--memory: .*big"),
+        (["--recipes", "quickstart"], "--recipes: invalid choice: 'quickstart'"),
+    ],
+)
+def test_impossible_options_are_one_line(
+    arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_full_size", *arguments])
+    with pytest.raises(SystemExit) as end:
+        full_size.main()
+    assert end.value.code == 2 and re.search(problem, capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.slow

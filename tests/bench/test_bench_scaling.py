@@ -1,6 +1,7 @@
 """The benchmark of weak scaling: its candidates, their work, and its table."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -119,6 +120,24 @@ def test_a_candidate_that_fails_is_a_row_and_none_begins_after_the_limit(
     late = scaling.measure_all(settings(tmp_path), candidates, predictions, 2, time.monotonic() - 1)
     assert [row.note for row in late[2:]] == ["not begun: --limit"] * 2
     assert "| sft | FSDP2 | 1 | 1,000 | 1.000 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--gpus", "-1"], "no GPU to use"),
+        (["--predict-only", "--gpus", "2", "--memory", "big"], "--memory: .*big"),
+        (["--device", "cpu", "--predict-only"], "no device to predict for; add --memory"),
+    ],
+)
+def test_impossible_options_are_one_line(
+    arguments: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_scaling", *arguments])
+    with pytest.raises(SystemExit) as end:
+        scaling.main()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and re.search(problem, error)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from abrun.runs.rundir import RunDir
 from tests.bench import bench_step
-from tests.bench.step_parts import busy_seconds, shares
+from tests.bench.step_parts import Steps, busy_seconds, shares
 
 SEQUENCES = 8  # a step's, on a CPU
 OF_ALL = {"forward", "head", "backward", "optimizer", "all else"}
@@ -35,6 +35,15 @@ def test_kernels_that_overlap_are_busy_once_and_those_between_parts_count_elsewh
     row = {"busy": busy, "step": 12.0, "parts": {"rewards": 1.5}}
     found = shares(row)
     assert found["idle"] == 12 - 7 - 1.5 and sum(found.values()) == row["step"]
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    steps = Steps("cpu")
+    unusual = {"forward": 9.0, "all else": 9.0}
+    usual = [{"forward": 3.0, "all else": 1.0}, {"forward": 1.0}, {"forward": 1.0, "sync": 2.0}]
+    steps.rows = [unusual, unusual, *usual, unusual]
+    row = steps.row()
+    assert (row["step"], row["parts"], row["last"]) == (3.0, {"forward": 1.0, "sync": 2.0}, unusual)
 
 
 def test_a_row_of_the_table(tmp_path: Path) -> None:
@@ -107,12 +116,10 @@ def test_what_fails_is_one_line() -> None:
 
 def test_ranks_in_sessions_of_their_own_end_with_a_candidate_that_takes_too_long(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    rank = f"open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    starter = (
-        f"subprocess.run([sys.executable, '-c', {'import os, time; ' + rank!r}], start_new_session=True)"
-    )
-    with pytest.raises(RuntimeError, match="failed: not done after 1 s"):
-        bench_step.finish([sys.executable, "-c", f"import subprocess, sys; {starter}"], 2)
+    rank = f"os.setsid(); open({str(pid_file)!r}, 'w').write(str(os.getpid()))"
+    code = f"import os, time\nif not os.fork(): {rank}\ntime.sleep(60)"
+    with pytest.raises(RuntimeError, match="failed: not done after 2 s"):
+        bench_step.finish([sys.executable, "-I", "-S", "-c", code], 2)
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
