@@ -1,4 +1,4 @@
-"""Shipped references, one for each set of claimed metrics: their runs, as they are and moved, against them."""
+"""Shipped references, one for each set of claimed metrics, against their runs, as they are and moved."""
 
 import json
 import shutil
