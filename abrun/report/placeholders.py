@@ -75,17 +75,23 @@ def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> st
     typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
     path = _relative_path(directory)
     arguments = typed_recipe or [str(path)]
-    starts_runs = command.split()[1] in LAUNCH_COMMANDS
+    command_words = shlex.split(command)
+    starts_runs = command_words[1] in LAUNCH_COMMANDS
     if typed_recipe:
-        options = ["--launcher", *["--seeds"] * (" --seeds " not in command)] if starts_runs else []
+        options = ["--launcher", *["--seeds"] * (not _has_seeds(command_words))] if starts_runs else []
         kept_options = _split_options(launch_words, options)[0]
-        has_seeds = any("--seeds" in text for text in (command, *kept_options))
+        has_seeds = _has_seeds([*command_words, *kept_options])
         arguments += (
             _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept_options
         )
     if starts_runs and path.parent != RUNS_DIR:
         arguments += ["--runs-dir", str(path.parent)]
     return shlex.join(arguments)
+
+
+def _has_seeds(words: Sequence[str]) -> bool:
+    """Return whether the words set --seeds; the same text inside the value of another option does not."""
+    return any(word.partition("=")[0] == "--seeds" for word in words)
 
 
 def _set_keys(command: str) -> list[str]:

@@ -87,6 +87,11 @@ def test_a_next_command_has_what_was_typed_in_it(simulated, judged, here):
     assert fill_placeholders(
         suggested, load_experiment(experiment_dir), f"abrun launch quickstart {keys}".split()
     ) == suggested.replace("RECIPE", "quickstart --set policy.seed=2")
+    typed_seeds = ["abrun", "launch", "quickstart", "--set", "seeds=[1]", "--seeds", "0-3"]
+    quoted = "abrun launch RECIPE --set 'trainer.command=train --seeds 9'"
+    assert fill_placeholders(quoted, load_experiment(experiment_dir), typed_seeds) == quoted.replace(
+        "RECIPE", "quickstart --seeds 0-3"
+    )
     own = load_experiment(experiment_dir)
     foreign_runs = {name: replace(run, config={"trainer.type": "command"}) for name, run in own.runs.items()}
     (only,) = next_steps(replace(own, runs=foreign_runs), content)  # nothing can be injected in those
