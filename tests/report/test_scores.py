@@ -53,7 +53,7 @@ def prompt_rows(*, seeds: int, prompts: int, shift: float, samples: int = 1, ran
 def test_five_megatron_runs_below_the_reference_in_one_command(tmp_path: Path, snapshot: Snapshot) -> None:
     """The situation of NeMo-RL #1293: a table of final scores, in which one backend is always worse.
 
-    The thread shows its scores as a picture; these are of its kind.
+    The thread shows its scores as a picture; these are made up in its shape.
     """
     scores = {"dtensor": (0.634, 0.629, 0.631), "megatron": (0.612, 0.608, 0.611, 0.609, 0.611)}
     rows = [(arm, seed, score) for arm, runs in scores.items() for seed, score in enumerate(runs)]
@@ -71,7 +71,7 @@ def test_five_megatron_runs_below_the_reference_in_one_command(tmp_path: Path, s
 
 
 def test_one_run_is_set_against_the_spread_of_the_others(tmp_path: Path, snapshot: Snapshot) -> None:
-    """The same thread as its author wrote it: one run of the reference, and five that are all worse."""
+    """The same thread, with made-up scores: one run of the reference, and five that are all worse."""
     scores = [("dtensor", 0, 0.634), *(("megatron", seed, 0.608 + 0.001 * (seed % 3)) for seed in range(5))]
     table = write(tmp_path / "scores.csv", "config,seed,ifeval", scores)
     comparison = compare(table, claims=[claim("ifeval", 0.01)])

@@ -117,7 +117,10 @@ def write_scores(path: Path, **scores: list[float]) -> str:
 def test_a_published_score_four_points_above_mine(
     tmp_path: Path, mine: list[float], is_outside: bool
 ) -> None:
-    """The same gap of about 4 points is normal where seeds vary, and not where they hardly do."""
+    """The same gap of about 4 points is normal if seeds vary, and not if they hardly do.
+
+    The scores are made up in the shape of verl #626.
+    """
     found = compared(write_scores(tmp_path / "scores.csv", mine=mine, published=[0.79]))
     reason = found.content.reasons[0]
     assert reason.code is Code.NEW_RUN and reason["is_outside"] == is_outside
@@ -126,6 +129,7 @@ def test_a_published_score_four_points_above_mine(
 
 
 def test_reruns_of_one_configuration_say_which_gap_is_normal(tmp_path: Path) -> None:
+    """The scores are made up in the shape of open-instruct #648: reruns of one configuration."""
     found = compared(write_scores(tmp_path / "reruns.csv", grpo=[0.612, 0.602, 0.607, 0.615]))
     reason, noise = found.content.reasons[0], found.content.seed_noise[0]
     assert reason.code is Code.NORMAL_GAP and 0.01 < reason["gap"] < 0.04  # a gap of one point is normal
