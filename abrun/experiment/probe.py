@@ -98,7 +98,7 @@ class ProbeServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeControl:
-    """How a probe starts, and when it is given up."""
+    """The server that a probe starts from, and the test of whether it is cancelled."""
 
     server: ProbeServer | None = None
     is_cancelled: Callable[[], bool] = lambda: False

@@ -38,7 +38,7 @@ class NotMeasured(Exception):
 
 
 class Pool(Protocol):
-    """What a search needs of abrun.memory.probes.ProbePool."""
+    """The part of abrun.memory.probes.ProbePool that a search needs."""
 
     def answer(self, probe: Probe) -> Answer | None: ...
 

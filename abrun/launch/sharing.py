@@ -29,7 +29,7 @@ FREE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingLimits:
-    """What limits the number of runs on a GPU, apart from its memory."""
+    """Limits on the number of runs on a GPU, apart from its memory."""
 
     num_runs: int  # of the experiment
     num_jobs: int | None  # maximum number of parallel runs

@@ -48,7 +48,7 @@ class _Tested:
 
     @property
     def pair(self) -> str:
-        """What the claim was tested on: pairs of runs, or the prompts of two runs."""
+        """Unit on which the claim was tested: pairs of runs, or the prompts of two runs."""
         return "prompt" if self.over.get("unit") == "prompt" else "pair"
 
 

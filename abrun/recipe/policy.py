@@ -275,7 +275,7 @@ class Rollout(_Source):
 
     @property
     def source(self) -> str | None:
-        """Where recorded rollouts come from."""
+        """Return the recording or experiment that recorded rollouts come from."""
         return getattr(self, "from")
 
     @property

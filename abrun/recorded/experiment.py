@@ -142,7 +142,7 @@ class Sides:
 
     @property
     def axis(self) -> Axis:
-        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        """Unit of the positions of the runs' series: steps, prompts, or one final score."""
         return self.runs[0].axis if self.runs else "steps"
 
     @property
@@ -233,7 +233,7 @@ class RecordedExperiment:
 
     @property
     def axis(self) -> Axis:
-        """What the positions of the runs' series are: steps, prompts, or one final score."""
+        """Unit of the positions of the runs' series: steps, prompts, or one final score."""
         for run in self.runs.values():
             return run.axis
         return "steps"

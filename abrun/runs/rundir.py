@@ -448,7 +448,7 @@ class RunDir:
 
     @property
     def result(self) -> RunResult:
-        """What the run recorded at its end; empty until then."""
+        """Return the result that the run recorded at its end; empty until then."""
         return read_as(RunResult, self.path / layout.RESULT)
 
     def final_sketch(self) -> "dict[str, Array]":

@@ -22,7 +22,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(256)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decisions:
-    """What simulated experiments [N] decide on a claim at each analysis [C]."""
+    """Decisions of simulated experiments [N] on a claim at each analysis [C]."""
 
     matches: NDArray[np.bool_]  # [C, N]
     mismatches: NDArray[np.bool_]  # [C, N]

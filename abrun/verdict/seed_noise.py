@@ -37,7 +37,7 @@ GROUPS_P = 0.01  # levels that split this clearly are two groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What a number of pairs would show, planned with the upper 80 % bound of the sd."""
+    """Smallest difference and margin that a number of pairs would show, at the upper 80 % bound of the sd."""
 
     num_pairs: int
     difference: float  # smallest true difference that is detected with 80 % power

@@ -1,4 +1,4 @@
-"""Whether two captured steps differ by more than rounding, and in which tensor first.
+"""Test whether two captured steps differ by more than rounding, and find the first tensor that does.
 
 The tolerance is the baseline's own: replicas of its step, in which every weight, and every module's output
 and its gradient, moves by one ULP, up or down at random. An arm that only sums in another order rounds

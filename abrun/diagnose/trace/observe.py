@@ -49,7 +49,7 @@ class _Numbered(Sequences):
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """What this rank has seen of a step."""
+    """Record of a step as this rank has seen it."""
 
     # [n, 2] of each micro-batch, row and position, by optimizer step
     tokens: dict[int, list[Tensor]] = field(default_factory=dict)
