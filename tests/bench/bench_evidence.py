@@ -31,17 +31,17 @@ from tests.bench.common import make_parser
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 ORDER = (  # the most valuable first
+    "gspo-documents",
+    "megatron-ppo-validation",
+    "levers-gym",
+    "gspo-microbatches-recorded",
     "grpo-fused-float32",
     "levers-float32",
     "grpo-fused",
     "ppo-word-problems",
-    "gspo-documents",
     "levers-apart",
     "grpo-fused-gym",
     "megatron-ppo-recorded",
-    "gspo-microbatches-recorded",
-    "megatron-ppo-validation",
-    "levers-gym",
     "fp32-head",
     "sft-fused-float32",
     "grpo-fused-recorded",
