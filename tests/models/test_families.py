@@ -249,11 +249,12 @@ def test_every_family_is_right_or_refused_in_one_line(kind: str) -> None:
     network, ran = tiny_network(kind, noise=noise), []
     try:
         facts = facts_of(network)
-        published = network.eval()(input_ids=TOKENS, use_cache=False).logits
         check_network(network.train(), facts)
     except RecipeError as error:
         assert "\n" not in str(error)
         return
+    published = network.eval()(input_ids=TOKENS, use_cache=False).logits
+    network.train()
     for layer in facts.layers:
         layer.register_forward_pre_hook(lambda module, _: ran.append(module))
     for seed in range(3):
