@@ -3,7 +3,9 @@
 import importlib
 import json
 import re
+import shlex
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from abrun.experiment.plan import diff_configs
 from abrun.recipe.experiment import load_recipe
+from abrun.recipe.reading import dotted
+from abrun.recipe.run import can_change_numbers
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from tests.verdict.simulate import RECIPE, edit, write, write_experiment
@@ -55,6 +60,28 @@ def page_of(generator: ModuleType, site: Path) -> str:
     recipe = site / "recipes/evidence/demo.yaml"
     generator.write_record(site.parent / "runs/demo", recipe, site / "docs/evidence/demo")
     return generator.page(site)
+
+
+RECORDS = sorted((ROOT / "docs/evidence").glob("*/record.json"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.parent.name)
+def test_a_command_trains_the_arms_that_ran(record: Path) -> None:
+    """A recipe that others inherit must not change after it ran."""
+    words = shlex.split(json.loads(record.read_text())["command"])
+    overrides = [word for option, word in pairwise(words) if option == "--set"]
+    recipe = load_recipe(ROOT / words[2], overrides)
+    baseline = recipe.run_config("baseline")
+    ran = json.loads((record.parent / "reference.json").read_text())["config"]
+    now = dotted(baseline.model_dump(mode="json"))
+    assert {key: now.get(key) for key in ran if can_change_numbers(key)} == {
+        key: value for key, value in ran.items() if can_change_numbers(key)
+    }
+    for arm, section in json.loads((record.parent / "verdict.json").read_text())["arms"].items():
+        config, differed = recipe.run_config(arm), section["treatment_diff"]
+        assert diff_configs(baseline, config).keys() <= differed.keys()
+        arm_now = dotted(config.model_dump(mode="json"))
+        assert {key: arm_now.get(key) for key in differed} == {key: pair[1] for key, pair in differed.items()}
 
 
 def test_the_committed_page_is_what_the_committed_records_give(generator: ModuleType) -> None:
