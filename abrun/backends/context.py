@@ -57,14 +57,15 @@ class Spans:
 
     @cached_property
     def by_shape(self) -> "SpansByShape":
+        """Return the spans in batches of one shape, in the order of their first spans."""
         members: dict[tuple[int, int], list[int]] = {}
         for index, span in enumerate(self.spans):
             members.setdefault((span.num_queries, span.num_keys), []).append(index)
         order = [index for indices in members.values() for index in indices]
-        device = self.query_starts.device
+        device, is_sorted = self.query_starts.device, order == sorted(order)
 
         def make_order(counts: Sequence[int]) -> Order | None:
-            if order == sorted(order):
+            if is_sorted:
                 return None
             stops = list(accumulate(counts))
             starts = [stop - count for stop, count in zip(stops, counts, strict=True)]

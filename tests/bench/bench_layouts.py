@@ -1,4 +1,6 @@
-"""Weak scaling: tokens a second and GPU, utilisation and peak memory of a step, by backend and layout.
+"""Weak scaling of one long sequence a GPU, by backend and layout: tokens/s, utilisation, peak memory.
+
+Whole runs on short sequences: bench_scaling.
 
     python -m tests.bench.bench_layouts                    # 2 GPUs, Qwen2.5-1.5B's architecture in bfloat16
     python -m tests.bench.bench_layouts --device cpu       # the script's own logic, on a tiny model
