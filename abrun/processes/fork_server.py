@@ -156,10 +156,10 @@ def fork_child(run: Callable[[], object], death_signal: int) -> ForkedChild:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setsid()
     die_with_parent(death_signal, parent_pid)
-    _run_to_end(run)
+    run_to_end(run)
 
 
-def _run_to_end(run: Callable[[], object]) -> NoReturn:
+def run_to_end(run: Callable[[], object]) -> NoReturn:
     """Exit as the interpreter does after a program, without returning through the forked frames."""
     status: object = 1
     try:

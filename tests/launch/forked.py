@@ -68,7 +68,8 @@ def main() -> None:
     folder, *sys.argv = fork_server.serve_forks(socket.socket(fileno=int(sys.argv[1])), lambda: True)
     # From here on this is a fork.
     os.chdir(folder)
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # A regular exit costs the fork 0.12 CPU seconds, four times its work: it would copy all modules to free them.
+    fork_server.run_to_end(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
 
 
 if __name__ == "__main__":
