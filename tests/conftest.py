@@ -2,11 +2,14 @@
 inherited by every process that a test starts. So is that each has one thread: ranks share few cores; and that
 nobody asks a model hub."""
 
+import atexit
 import gc
 import importlib.util
+import multiprocessing.util
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +29,14 @@ torch.set_num_threads(1)  # this process has read its environment
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until `pytest_runtestloop`
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Called last, so that a worker exits without freeing its modules; and what that would leave out.
+    atexit.register(os._exit, 0)
+    for cleanup in (
+        weakref.finalize._exitfunc,  # pyright: ignore[reportAttributeAccessIssue]
+        multiprocessing.util._exit_function,  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        atexit.register(cleanup)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +106,7 @@ def pytest_runtestloop() -> None:
     """
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaked classes at exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
