@@ -16,7 +16,9 @@ from abrun.api.demo import run_demo as run_demo_here
 from abrun.errors import RecipeError
 from abrun.experiment.starter.shipped import find_recipe
 from abrun.present.terminal import Terminal
+from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe, parse_stored_recipe
+from abrun.report import commands
 from abrun.runs.files import write_file
 from tests.commands import commands_in, problem_of
 from tests.snapshot import Snapshot
@@ -152,3 +154,21 @@ def test_bundled_runs_are_small_and_of_the_built_in_recipes(tmp_path: Path) -> N
     for name in EXPERIMENTS:
         stored = json.loads((tmp_path / name / "experiment.json").read_text())["recipe"]
         assert parse_stored_recipe(stored) == load_recipe(find_recipe(Path(name)))
+
+
+@pytest.mark.parametrize("packages", [True, False], ids=["with torch", "without torch"])
+def test_next_commands_of_the_demo_can_work_on_its_runs(
+    tmp_path: Path, abrun: Command, monkeypatch: pytest.MonkeyPatch, packages: bool
+) -> None:
+    """The demo's runs come without the weights that a trace starts from; faults need none of them."""
+    monkeypatch.chdir(tmp_path)
+    unpack_runs(Path("abrun-demo"))
+    lacking = None if packages else Code.PACKAGE_MISSING(package="torch", extra="train")
+    monkeypatch.setattr(commands, "missing_package", lambda extra: lacking)
+    texts = [abrun("compare", f"abrun-demo/{name}")[1] for name in EXPERIMENTS]
+    match, mismatch = (" ".join(text.partition("\nnext ")[2].split()) for text in texts)
+    install = "" if packages else "pip install 'abrun[train]' && "
+    assert f": {install}abrun faults run abrun-demo/quickstart --runs-dir abrun-demo" in match
+    assert f": {install}abrun launch abrun-demo/quickstart-injected-fault" in mismatch
+    assert ": abrun reference save " in match and ": abrun completions " in mismatch
+    assert "abrun trace" not in mismatch

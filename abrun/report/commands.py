@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from abrun.experiment.plan import compare_hash
+from abrun.extras import missing_package
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import RecordedExperiment
@@ -216,6 +217,14 @@ def show_samples(facts: NextStepFacts) -> str:
     experiment, seed = experiment_argument(facts.experiment), facts.first_failing_run[1]
     baseline_run = f"{experiment}/{facts.experiment.baseline}/seed-{seed}"
     return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"
+
+
+def install_trainer(facts: NextStepFacts, command: str) -> str:
+    """Return the command that must precede one that trains on this machine: empty if nothing is missing."""
+    by_launcher = ("abrun launch", "abrun faults run") if facts.launches_here else ()
+    trains = command.startswith(("abrun trace", "abrun logprob-diff", *by_launcher))
+    is_lacking = trains and facts.is_own_trainer and missing_package("train")
+    return "pip install 'abrun[train]' && " if is_lacking else ""
 
 
 def join_numbers(seeds: Sequence[int]) -> str:

@@ -14,6 +14,9 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.samples import read_run_samples
+from abrun.regular_files import is_directory
+from abrun.runs.experiment import open_experiment
+from abrun.runs.rundir import RunDir
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
 from abrun.verdict.outcomes import planned_improvement
@@ -90,9 +93,29 @@ class NextStepFacts:
         trace, failed = self.content.trace, self.failed_checks
         if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
             return False
+        return self.is_own_trainer and self.has_initial_weights and not self.regression
+
+    @property
+    def is_own_trainer(self) -> bool:
+        """True if abrun's own trainer trained all runs of an experiment that abrun launched."""
         configs = [run.config or {} for run in self.experiment.runs.values()]
         is_own = all(config.get("trainer.type") != "command" for config in configs)
-        return is_own and self.experiment.has_recipe and not self.regression
+        return is_own and self.experiment.has_recipe
+
+    @property
+    def launches_here(self) -> bool:
+        """True if the recipe's launcher starts the runs on this machine."""
+        directory = self.experiment.directory
+        launcher = open_experiment(directory)["recipe"].get("launcher") if directory else None
+        return directory is not None and (launcher or {}).get("type", "local") == "local"
+
+    @cached_property
+    def has_initial_weights(self) -> bool:
+        """True if the weights of each warm start are here; copied runs may come without them."""
+        with suppress(StoreError):
+            weights = [RunDir(Path(run.place)).initial_weights for run in self.experiment.runs.values()]
+            return all(folder is None or is_directory(folder) for folder in weights)
+        return False
 
     @property
     def has_completions(self) -> bool:

@@ -61,9 +61,10 @@ def next_steps(
     """Return one or two next steps, the most useful first. `typed` is the command line of the comparison."""
     facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
     steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
+    filled = [(step.reason, fill_placeholders(step.command, experiment, words)) for step in steps]
     return [
-        NextStep(reason=step.reason, command=display_safe(fill_placeholders(step.command, experiment, words)))
-        for step in steps
+        NextStep(reason=reason, command=display_safe(commands.install_trainer(facts, command) + command))
+        for reason, command in filled
     ]
 
 
@@ -142,7 +143,11 @@ MISMATCH = (
         Code.READ_ENDINGS,
         commands.show_status,
     ),
-    NextStepRule(lambda f: f.has_engine_mismatch, Code.FIND_MISMATCH, commands.measure_mismatch),
+    NextStepRule(
+        lambda f: f.has_engine_mismatch and f.has_initial_weights,
+        Code.FIND_MISMATCH,
+        commands.measure_mismatch,
+    ),
     NextStepRule(lambda f: f.failed_checks and f.can_trace, Code.FIND_TENSOR, commands.trace_arms),
     NextStepRule(
         lambda f: not f.regression and f.has_completions, Code.READ_COMPLETIONS, commands.show_samples

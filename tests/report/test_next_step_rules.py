@@ -77,7 +77,7 @@ CASES = {
         "READ_ENDINGS CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, engines and completions": (
-        {"has_engine_mismatch": True, "has_completions": True},
+        {"has_engine_mismatch": True, "has_initial_weights": True, "has_completions": True},
         "FIND_MISMATCH READ_COMPLETIONS CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, at step one": (
