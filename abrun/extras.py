@@ -55,10 +55,12 @@ def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Re
 
     `packages`: the result of `installed_packages` on a machine; None: this machine.
     """
-    packages = installed_packages() if packages is None else packages
-    names = (module.replace("_", "-") for module in EXTRAS[extra])
-    missing = next((name for name in names if name not in packages), None)
-    return missing and Code.PACKAGE_MISSING(package=missing, extra=extra)
+    for module in EXTRAS[extra]:
+        name = module.replace("_", "-")
+        is_installed = importlib.util.find_spec(module) if packages is None else name in packages
+        if not is_installed:
+            return Code.PACKAGE_MISSING(package=name, extra=extra)
+    return None
 
 
 def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> Reason:

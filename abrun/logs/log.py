@@ -28,6 +28,7 @@ class RunRecording:
     metrics: Mapping[str, Series]
     axis: Axis = "steps"
     failure: str = ""  # how a failed run ended, or why it cannot be read
+    forbidden: bool = False  # unreadable because permission is missing, not because of damage
     config: Mapping[str, Any] | None = None  # resolved, dotted keys; None: unknown
     environment: Mapping[str, Any] | None = None  # versions, devices, prompts, hosts, as far as known
     code: tuple[str, ...] = ()  # code versions of its attempts, in order; empty: unknown

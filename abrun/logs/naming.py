@@ -3,6 +3,7 @@
 import re
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
@@ -68,7 +69,7 @@ def name_runs(
             return _number_runs([name.arm for name in names])
         return _check_distinct(logs, names, run_filter)
     if logs and all(log.identity for log in logs):
-        return _check_distinct(logs, [log.identity for log in logs if log.identity], run_filter)
+        return _check_distinct(logs, _identities(logs), run_filter)
     job_types = [log.job_type for log in logs if log.job_type]
     if len(job_types) == len(logs) and len(set(job_types)) > 1:
         names = _name_by_seeds(logs, job_types, unpaired=unpaired)
@@ -117,6 +118,18 @@ def name_seeds(
             "example --pattern '*-s{seed}', or pass --unpaired if the runs have no seeds"
         )
     return _check_distinct(logs, names, run_filter)
+
+
+def _identities(logs: Sequence[Log]) -> list[RunName]:
+    """Return the run names that run directories of abrun state.
+
+    Runs of several experiments can have one name: then the folder of an arm also names its experiment.
+    """
+    names = [log.identity for log in logs if log.identity]
+    folders = [log.name.rpartition("/")[0] for log in logs]
+    if len(set(names)) == len(names) or not all(folders):
+        return names
+    return [replace(name, arm=folder) for name, folder in zip(names, folders, strict=True)]
 
 
 def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) -> list[RunName] | None:

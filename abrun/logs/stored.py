@@ -2,26 +2,51 @@
 
 from pathlib import Path
 
+from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus, printable
 from abrun.recipe.reading import dotted
+from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import run_dir
-from abrun.runs.layout import RunName
+from abrun.runs.files import wrap_read_errors
+from abrun.runs.layout import RunName, parse_run_folder
 from abrun.runs.rundir import RunDir
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Return True if a folder is a run directory of abrun, by its config.json."""
-    run = RunDir(folder)
-    return run.has_metrics and run.find_record() is not None
+    """Return True if a folder is a run directory of abrun."""
+    return RunDir(folder).is_run
 
 
 def read_run_dir(folder: Path, name: str) -> Log:
+    """Return a run; one whose files cannot be read gets the status `unreadable` and the cause.
+
+    Raises StoreError if neither the files nor the names of the folders say which run it is.
+    """
     run = RunDir(folder)
+    try:
+        with wrap_read_errors(folder):
+            return _read_run(run, name)
+    except StoreError as error:
+        identity = _find_identity(run)
+        if identity is None:
+            raise
+        return Log(
+            name=name,
+            place=printable(str(folder)),
+            metrics={},
+            status="unreadable",
+            failure=str(error),
+            forbidden=isinstance(error, UnreadableError),
+            identity=identity,
+        )
+
+
+def _read_run(run: RunDir, name: str) -> Log:
     record = run.record()
     status, failure = _read_status(run, record.name)
     return Log(
         name=name,
-        place=printable(str(folder)),
+        place=printable(str(run.path)),
         metrics=run.metrics(),
         status=status,
         failure=failure,
@@ -30,8 +55,19 @@ def read_run_dir(folder: Path, name: str) -> Log:
         code=run.code_versions(),
         unread={metric: text.at for metric, text in run.result.text_values.items()},
         dropped={metric: text.steps for metric, text in run.result.text_values.items()},
-        identity=RunName(arm=printable(record.name.arm), seed=record.name.seed, rerun=record.name.rerun),
+        identity=_printable_name(record.name),
     )
+
+
+def _find_identity(run: RunDir) -> RunName | None:
+    try:
+        return _printable_name(run.record().name)
+    except StoreError:
+        return parse_run_folder(run.path.resolve())
+
+
+def _printable_name(name: RunName) -> RunName:
+    return RunName(arm=printable(name.arm), seed=name.seed, rerun=name.rerun)
 
 
 def _read_status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:

@@ -84,8 +84,8 @@ SOURCES: dict[Code, Message] = {
     Code.ARM_WITHOUT_NUMBERS: "arms: {arm:repr} has no numbers in {num_runs:count run}: {why}",
     Code.NO_NUMBERS: "{place}: {note}; give files with a metric's numbers by step",
     Code.NOTHING_NUMERIC: "no metric has a number in it",
-    Code.RERUN_OF_TREATMENT: "{run}: is a same-seed rerun (-aa), but not of the baseline {baseline:repr}; "
-    "leave it out, because only the baseline's reruns show the noise floor",
+    Code.RERUN_WITHOUT_RUN: "{run}: named as an A/A rerun (-aa) of a run that is not here; add that run, or "
+    "leave this one out with --exclude",
 }
 REFERENCES: dict[Code, Message] = {
     Code.VERSIONS_DIFFER_OF_REFERENCE: "--versions-differ: got it with a reference, which always allows "

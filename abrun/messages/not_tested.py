@@ -80,6 +80,7 @@ NOT_TESTED: dict[Code, Message] = {
 LEFT_OUT: dict[Code, Message] = {
     Code.EXCLUDED: "left out by --exclude: {runs:list}{partners:if , and the other arm's {partners:list}}",
     Code.SEEDS_LEFT_OUT: _seeds_left_out,
+    Code.RERUNS_LEFT_OUT: "left out: {runs:list}: only A/A reruns of the baseline count",
     Code.PROMPTS_NOT_SHARED: "{metric}: {shared} of {total} prompts are in every run; the others are "
     "left out, which favours an arm that failed on hard prompts",
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), repeated "
@@ -92,6 +93,7 @@ MESSAGES = {**NOT_TESTED, **LEFT_OUT}
 SHORT_NAMES: dict[Code, str] = {
     Code.SEEDS_LEFT_OUT: "seeds left out",
     Code.EXCLUDED: "runs left out",
+    Code.RERUNS_LEFT_OUT: "A/A reruns of a treatment",
     Code.STEP_ONE_NOT_SETTLED: "step one of some metrics",
     Code.STEP_ONE_NOT_READ: "step one",
     Code.NO_MARGIN: "whether the arms converge alike",

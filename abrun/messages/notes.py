@@ -142,8 +142,8 @@ TRACES: dict[Code, Message] = {
 GUESSED: dict[Code, Message] = {
     Code.SEEDS_FROM: "{arm:if arms and }seeds from {how}: {arm:if {arm}, }seed {seed}",
     Code.ARMS_FROM_NAMES: "each of the {num_arms} arms from the names of its runs",
-    Code.NOTHING_SAYS_SEEDS: "seeds are unknown, so the runs are independent; to name the seeds: --pattern "
-    "'*-s{{seed}}'",
+    Code.NOTHING_SAYS_SEEDS: "seeds are unknown, so the runs are independent; if the names hold them, say "
+    "where: --pattern '*-s{{seed}}'",
     Code.LOG_READ_AS: "{guess}",
     Code.ARMS_SHARE_NO_SEED: "the arms have no common seed, so the runs are independent",
     Code.SOURCES_ARE_ARMS: "each of the {num_sources} sources is an arm; if they are seeds of one arm, give "

@@ -4,7 +4,6 @@ A forked run is a child of the process that asked for it, like any other run: th
 the client adopts the orphan. So a server that dies or hangs does not affect running processes.
 """
 
-import atexit
 import contextlib
 import json
 import os
@@ -16,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from abrun.processes import (
     MODULE_OPTIONS,
@@ -27,6 +25,7 @@ from abrun.processes import (
     adopt_orphans,
     die_with_parent,
     process_name_of,
+    run_to_end,
     start_process,
 )
 
@@ -156,25 +155,7 @@ def fork_child(run: Callable[[], object], death_signal: int) -> ForkedChild:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.setsid()
     die_with_parent(death_signal, parent_pid)
-    _run_to_end(run)
-
-
-def _run_to_end(run: Callable[[], object]) -> NoReturn:
-    """Exit as the interpreter does after a program, without returning through the forked frames."""
-    status: object = 1
-    try:
-        run()
-        status = 0
-    except SystemExit as error:
-        status = error.code or 0
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as multiprocessing does
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status if isinstance(status, int) else 1)
+    run_to_end(run)
 
 
 def _become_run_process(

@@ -32,7 +32,6 @@ class RecordedRun(RunRecording):
     name: RunName
     # unknown: the source does not record whether it finished
     status: Status | Literal["missing", "unreadable", "unknown"]
-    forbidden: bool = False  # unreadable because permission is missing, not because of damage
     # Arm, seed and rerun as recorded in the run's own files; None: not recorded
     identity: Mapping[str, Any] | None = None
     final_weights_hash: str | None = None  # None: unknown

@@ -101,8 +101,8 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     by_name = _rename_logs(selected, renamed)
     by_name, prompts_left_out = share_prompts(by_name)
     arms, baseline_guesses = _order_arms(by_name, reading, has_several_sources=len(sources.named_sources) > 1)
+    by_name, reruns_left_out = _leave_out_other_reruns(by_name, arms)
     _refuse_without_numbers(by_name, arms)
-    _refuse_other_reruns(by_name, arms[0])
     ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
     guessed = [
         *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
@@ -118,7 +118,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         seeds_known=guess.seeds_known,
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
-        left_out=(*left_out, *prompts_left_out, *restarted_counter_reasons(by_name)),
+        left_out=(*left_out, *prompts_left_out, *reruns_left_out, *restarted_counter_reasons(by_name)),
         versions_differ=reading.versions_differ,
     )
 
@@ -259,7 +259,8 @@ def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False)
     names_arm_and_seed = pattern is not None and has_arm_field(pattern)
     if names_arm_and_seed and sources.has_arms:
         raise ComparisonError(Code.ARM_NAMED_TWICE(pattern=pattern))
-    has_all_names = all(log.identity for log in logs) or names_arm_and_seed or len(sources.named_sources) == 1
+    has_identities = pattern is None and _have_distinct_identities(sources)
+    has_all_names = has_identities or names_arm_and_seed or len(sources.named_sources) == 1
     if has_all_names and not sources.has_arms:
         return name_runs(logs, pattern, unpaired=unpaired, run_filter=run_filter)
     if (
@@ -286,6 +287,12 @@ def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False)
         )
     }
     return [run_by_log[id(log)] for log in logs]
+
+
+def _have_distinct_identities(sources: Sources) -> bool:
+    """Return True if all runs are run directories of abrun and no two sources hold a run of one name."""
+    names = [{log.identity for log in logs} for logs in sources.logs_by_source]
+    return None not in set.union(*names) and len(set.union(*names)) == sum(map(len, names))
 
 
 def _rename_from_common_folder(sources: Sources) -> list[Log]:
@@ -452,10 +459,19 @@ def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
         raise ComparisonError(Code.AXES_MIXED(places=places))
 
 
-def _refuse_other_reruns(runs: Mapping[RunName, Log], baseline: str) -> None:
-    rerun = next((run for run in runs if run.rerun and run.arm != baseline), None)
-    if rerun is not None:
-        raise ComparisonError(Code.RERUN_OF_TREATMENT(run=str(rerun), baseline=baseline))
+def _leave_out_other_reruns(
+    runs: Mapping[RunName, Log], arms: Sequence[str]
+) -> tuple[dict[RunName, Log], list[Reason]]:
+    """Return the runs without A/A reruns of other arms than the baseline, and a reason that names those.
+
+    Only the baseline's reruns show the noise floor; as further runs of an arm, they would repeat a seed.
+    """
+    reruns = [run for run in runs if run.rerun and run.arm != arms[0]]
+    remaining = {run: log for run, log in runs.items() if run not in reruns}
+    unrepeated = [run for run in reruns if replace(run, rerun=0) not in remaining]
+    if unrepeated:
+        raise ComparisonError(Code.RERUN_WITHOUT_RUN(run=str(unrepeated[0])))
+    return remaining, [Code.RERUNS_LEFT_OUT(runs=[str(run) for run in reruns])] if reruns else []
 
 
 def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:

@@ -189,7 +189,9 @@ def last_step(log: Log) -> int:
 
 
 def _describe_ending(log: Log, end: int) -> str:
-    """Return a description of a run that ended early or failed, else an empty text."""
+    """Return a description of a run that ended early, failed or cannot be read, else an empty text."""
+    if log.status == "unreadable":
+        return " cannot be read"
     run_end = last_step(log)
     early = f" ends at step {run_end} of {end}" if run_end < end else ""
     failed = f" failed: {log.failure}" if log.status == "failed" else ""

@@ -1,6 +1,8 @@
 """Names of runs and of the files in a run directory. Only abrun.runs reads and writes these files."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"  # names of experiments and arms, which are folders
 
@@ -60,3 +62,11 @@ class RunName:
 
     def __str__(self) -> str:
         return f"{self.arm}/seed-{self.seed}" + (f"-aa{self.rerun}" if self.rerun else "")
+
+
+def parse_run_folder(folder: Path) -> RunName | None:
+    """Return the run that a folder is named after, such as `treatment/seed-1`; None for another name."""
+    match = re.fullmatch(r"seed-(\d{1,10})(?:-aa(\d{1,9}))?", folder.name, re.ASCII)
+    if match is None or not re.fullmatch(NAME_PATTERN, folder.parent.name):
+        return None
+    return RunName(arm=folder.parent.name, seed=int(match[1]), rerun=int(match[2] or 0))

@@ -267,13 +267,13 @@ class RunDir:
             raise StoreError(Code.RUN_RECORD_INCOMPLETE(path=path))
         return record
 
-    def find_record(self) -> RunRecord | None:
-        """Return the run's record; None if this is no run of abrun. Raises StoreError if it is malformed."""
-        path = self.path / layout.CONFIG
-        is_run = False
-        with ignore_damage():
-            is_run = read_json(path).keys() >= {"arm", "seed", "rerun", "config"}
-        return read_stored_config(path).record() if is_run else None
+    @property
+    def is_run(self) -> bool:
+        """True for a run of abrun, also if its config.json is missing, damaged or not readable."""
+        try:
+            return read_json(self.path / layout.CONFIG).keys() >= {"arm", "seed", "rerun", "config"}
+        except StoreError:
+            return self.last_attempt > 0
 
     def identity(self) -> str:
         """Return the run's name and a hash of its config, which identify its files.

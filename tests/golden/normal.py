@@ -18,7 +18,7 @@ MOST_NUMBERS = 12  # that a list is recorded with; a longer one as its figures
 DIGITS = 8
 MACHINE = re.compile(r"This machine \(.*?\) runs \d+ at once")
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
-DURATION = re.compile(r"(?<=\W)\d:\d\d(?=$| elapsed| ─)", re.M)
+DURATION = re.compile(r"\d(?<=\W\d):\d\d(?=$| elapsed| ─)", re.M)
 STARTED = re.compile(r"^HH:MM:SS \S+: started, .*\n", re.M)  # not printed of a run that ended at once
 # The device time of a real launch; that of written runs is the same every time
 SPENT = re.compile(r"[\d.]+ core-\w+: \d+ % runs without step times(?:, \d+ % idle devices and shares)?")
@@ -48,12 +48,13 @@ class Normaliser:
             (SPENT, "DEVICE TIME"),
             (SPENT_ROWS, "DEVICE TIME\n"),
             (MACHINE, "This machine (DEVICES) runs N at once"),
-            (re.compile(rf"\b(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
-            (re.compile(r"\bDATE(?: to (?:DATE|\d\d:\d\d))? UTC; [^;`]*?Python [\d.]+"), "DATE UTC; MACHINE"),
-            (re.compile(rf"\babrun {re.escape(version('abrun'))}"), "abrun VERSION"),
+            # Patterns that begin with text are searched for much faster than those with \b in front.
+            (re.compile(rf"(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
+            (re.compile(r"DATE(?: to (?:DATE|\d\d:\d\d))? UTC; [^;`]*?Python [\d.]+"), "DATE UTC; MACHINE"),
+            (re.compile(rf"abrun {re.escape(version('abrun'))}"), "abrun VERSION"),
         ]
-        self._patterns += [
-            (re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), "HOST") for name in names if len(name) > 5
+        self._hosts = [
+            (name, re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")) for name in names if len(name) > 5
         ]
 
     def text(self, text: str) -> str:
@@ -62,6 +63,8 @@ class Normaliser:
             text = text.replace(path, word)
         for pattern, word in self._patterns:
             text = pattern.sub(word, text)
+        for name, pattern in self._hosts:
+            text = pattern.sub("HOST", text) if name in text else text
         return STARTED.sub("", text)
 
 

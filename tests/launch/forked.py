@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from abrun.processes import ForkedChild, adopt_orphans, fork_server
+from abrun.processes import ForkedChild, adopt_orphans, fork_server, run_to_end
 from abrun.runs.rundir import RunDir
 
 IMPORTS_TIMEOUT_S = 60
@@ -68,7 +68,8 @@ def main() -> None:
     folder, *sys.argv = fork_server.serve_forks(socket.socket(fileno=int(sys.argv[1])), lambda: True)
     # From here on this is a fork.
     os.chdir(folder)
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # A regular exit takes 0.12 CPU seconds, four times what the fork itself does.
+    run_to_end(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
 
 
 if __name__ == "__main__":

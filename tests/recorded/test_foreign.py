@@ -1,5 +1,6 @@
 """Experiments of other trainers' logs: arms, baseline, pairs, status and notes."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def test_a_run_that_recorded_nothing_is_kept_an_arm_of_them_is_refused(
         (["a-s0", "b-s0"], {"baseline": "c"}),
         (["a-s0", "a-s1"], {}),
         (["a", "b"], {"allows_one_arm": True}),
-        (["baseline-s0", "b-s0", "b-s0-aa1"], {}),
+        (["baseline-s0", "b-s0", "b-s1-aa1"], {}),
         (["baseline-s0", "b-s0"], {"group": "g"}),
         ([], {}),
     ],
@@ -163,12 +164,12 @@ def test_two_sources_of_one_name(tmp_path: Path) -> None:
         load("baseline=nowhere", tmp_path)
 
 
-def _stored(directory: Path, arm: str, seed: int, **attempt: Any) -> None:
+def _stored(directory: Path, arm: str, seed: int, rerun: int = 0, **attempt: Any) -> None:
     config = {
         "experiment": "e",
         "arm": arm,
         "seed": seed,
-        "rerun": 0,
+        "rerun": rerun,
         "config": {"steps": 2, "policy": {"dtype": "bf16"}},
     }
     write_json(directory / "config.json", config)
@@ -195,11 +196,65 @@ def test_run_directories_of_abrun(tmp_path: Path) -> None:
     assert runs["b/seed-1"].config == {"steps": 2, "policy.dtype": "bf16", "initial_weights": None}
     assert runs["b/seed-1"].environment == {"python": "3.11.7"}
     assert runs["b/seed-2"].series("train/reward").values.tolist() == [2.0, 2.0]
-    (tmp_path / "b" / "seed-1" / "config.json").write_text(
-        '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}'
-    )
-    with pytest.raises(StoreError, match=r"config\.json: seed: got 'x'"):
-        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.json", '{"arm": "b", "seed": "x", "rerun": 0, "config": {}}', "seed: got 'x'"),
+        ("config.json", "{ cut", "not readable as JSON"),
+        ("config.json", None, "no such file"),
+        ("metrics.jsonl", "garbage\n" * 3, "line 1: got 'garbage'"),
+    ],
+)
+def test_a_damaged_run_of_abrun_is_named_and_not_taken_for_missing(
+    tmp_path: Path, file: str, content: str | None, problem: str
+) -> None:
+    for arm in ("baseline", "b"):
+        for seed in (0, 1, 2):
+            _stored(tmp_path / arm / f"seed-{seed}", arm, seed)
+    damaged = tmp_path / "b" / "seed-1" / file
+    damaged.write_text(content) if content else damaged.unlink()
+    arms = [tmp_path / "baseline", tmp_path / "b"]
+    for sources in ([tmp_path], arms):
+        experiment = load(*sources)
+        run = experiment.runs[RunName(arm="b", seed=1)]
+        assert run.status == "unreadable" and str(damaged) in run.failure and problem in run.failure
+        reason = only(compare(experiment).content.reasons, Code.RUN_UNREADABLE)
+        assert reason["run"] == "b/seed-1" and not reason["forbidden"]
+    left_out = only(load(*arms, seeds=(0, 2)).left_out, Code.SEEDS_LEFT_OUT)
+    assert left_out["broken"] == ["b/seed-1 cannot be read"]
+    if file == "config.json":  # nothing else says which run it is
+        damaged.parent.rename(tmp_path / "b" / "copy")
+        with pytest.raises(StoreError, match=re.escape(problem)):
+            load(*arms)
+
+
+def test_folders_of_two_experiments_are_paired_by_their_runs_seeds(tmp_path: Path) -> None:
+    """Runs of one name, and A/A reruns in both folders."""
+    for name in ("old", "new"):
+        for seed, rerun in ((0, 0), (0, 1), (3, 0)):
+            suffix = f"-aa{rerun}" if rerun else ""
+            _stored(tmp_path / name / "baseline" / f"seed-{seed}{suffix}", "baseline", seed, rerun=rerun)
+    old, new = tmp_path / "old" / "baseline", tmp_path / "new" / "baseline"
+    for sources, arms, rerun in (
+        ([old, new], ("old", "new"), "new/seed-0-aa1"),
+        ([f"a={old}", f"b={new}"], ("a", "b"), "b/seed-0-aa1"),
+        ([*sorted(old.iterdir()), *sorted(new.iterdir())], None, "new/baseline/seed-0-aa1"),
+    ):
+        for may_unpair in (True, False):
+            contents = ReadingOptions(may_unpair=may_unpair)
+            experiment = open_sources([str(source) for source in sources], contents)
+            arms = arms or ("old/baseline", "new/baseline")
+            assert experiment.arms == arms and experiment.compare.paired and experiment.seeds_known
+            first, second = experiment.pairs(arms[1])
+            assert (first.seed, second.seed) == (0, 3) and not experiment.guessed
+            assert [run.name.rerun for run in first.reruns] == [1] and second.reruns == ()
+            assert only(experiment.left_out, Code.RERUNS_LEFT_OUT)["runs"] == [rerun]
+    in_one = load(tmp_path)  # the folder of both experiments
+    assert in_one.arms == ("new/baseline", "old/baseline") and len(in_one.pairs("old/baseline")) == 2
+    by_pattern = load(old, new, pattern="seed-{seed}*", exclude=("*-aa1",))
+    assert [pair.seed for pair in by_pattern.pairs("new")] == [0, 3]
 
 
 def test_an_experiment_is_no_arm(tmp_path: Path) -> None:

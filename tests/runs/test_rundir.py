@@ -398,21 +398,21 @@ def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: P
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) -> None:
     run = RunDir(tmp_path / "run")
-    assert not run.exists and run.find_record() is None
+    assert not run.exists and not run.is_run
     name = RunName(arm="b", seed=3, rerun=1)
     record = RunRecord(experiment="e", name=name, initial_weights="../w", config={"steps": 2})
     run.write_record(record)
-    assert run.exists and run.record() == record == run.find_record()
+    assert run.exists and run.is_run and run.record() == record
     assert run.initial_weights == tmp_path / "run" / "../w"
     write_json(run.path / "config.json", {"model_type": "qwen2"})
-    assert run.find_record() is None
+    assert not run.is_run
     with pytest.raises(StoreError) as refusal:
         run.record()
     snapshot(refusal.value)
     for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
         run.write_record(record)
         write_json(run.path / "config.json", read_json(run.path / "config.json") | wrong)
-        for read in (run.record, run.find_record, lambda: run.state(name), lambda: run.initial_weights):
+        for read in (run.record, lambda: run.state(name), lambda: run.initial_weights):
             with pytest.raises(StoreError) as refusal:
                 read()
             snapshot(refusal.value)

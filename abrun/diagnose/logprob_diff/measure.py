@@ -30,7 +30,7 @@ from abrun.backends.ranks import Ranks, join_ranks, make_ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.models import Text, load_text
-from abrun.processes import progress
+from abrun.processes import progress, run_to_end
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import RolloutBatch, Sequences
@@ -260,4 +260,4 @@ def _free(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_end(lambda: sys.exit(main()))

@@ -29,6 +29,7 @@ from torch import Tensor
 from abrun.diagnose.trace.judge import judge_trace, measure_errors
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.probe import report_refusal
+from abrun.processes import run_to_end
 from abrun.redaction import display_safe
 from abrun.regular_files import exists, is_file
 from abrun.runs.captures import EXACT, MANTISSA_BITS, CapturedTensor, Kind
@@ -255,4 +256,4 @@ def main(folder: Path, paths: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [*map(Path, sys.argv[2:])]))
+    run_to_end(lambda: sys.exit(main(Path(sys.argv[1]), [*map(Path, sys.argv[2:])])))

@@ -33,7 +33,7 @@ from abrun.diagnose.trace.replay import FILE, Recording, record_with, replay_wit
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import read_job, report_refusal
 from abrun.models import config_of
-from abrun.processes import progress
+from abrun.processes import progress, run_to_end
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import Capture
 from abrun.runs.files import make_folder
@@ -166,4 +166,4 @@ class Tracer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_to_end(lambda: sys.exit(main()))
