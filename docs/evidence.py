@@ -268,13 +268,18 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
 def _certainty(claim: ClaimResult) -> str:
     """Return what is certain of a claim, and how many pairs would decide it if it is open."""
     _, steps, _, difference, margin, bound, _ = claim_cells(claim)
-    metric, needed = f"{claim.claim.metric}, steps {steps},", claim.power.pairs_needed
+    metric, power = f"{claim.claim.metric}, steps {steps},", claim.power
     if claim.result == "equivalent":
         return f"{metric} differs by less than {bound} (margin {margin})"
     if claim.problem is not None:
         return f"{metric} is not tested: {sentence(claim.problem)}"
-    if claim.result == "undecided" and needed is not None:
-        return f"{metric} is open; {needed} pairs decide it with 80 % power, if the arms are equal"
+    if claim.result == "undecided" and power.pairs_needed is not None:
+        needed = f"{power.pairs_needed} {'pairs' if claim.claim.num_pairs else 'runs of each arm'}"
+        text = f"{metric} is open; {needed} decide it with 80 % power if the arms are equal"
+        as_here = power.pairs_needed_observed
+        return text if as_here is None else f"{text}, {as_here} if they differ as here"
+    if claim.result == "undecided":
+        return f"{metric} {margin}, is open: {difference}"
     return f"{metric} {margin}: {difference}"
 
 
