@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from abrun.errors import AbrunError, ComparisonError
+from abrun.messages import sentence
 from abrun.present.figures import COLORS, figure_style, save_figure
 from abrun.present.markdown import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
@@ -60,18 +61,18 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     context = make_context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
     hours = sum(start.held_s for run in runs for start in run.starts) / 3600
+    num_finished = sum(run.status == "finished" for run in runs)
+    unfinished = f" of {len(runs)}" * (num_finished < len(runs))
     record = {  # facts that are not in the verdict file
         "command": command,
         "ran": context.time_range or "unknown",
         "hardware": context.environment or "unknown",
-        "spent": f"{hours:.2g} run hours, {len(runs)} runs"
-        if hours
-        else f"unknown run hours, {len(runs)} runs",
+        "spent": f"{f'{hours:.2g}' if hours else 'unknown'} GPU hours, {num_finished}{unfinished} runs",
         "seeds": list(experiment.arm(BASELINE)),
         "no_reference": None,
     }
     if (folder / RECORD).is_file():  # a sentence on the completions, written by hand
-        record["learned"] = read_json(folder / RECORD).get("learned")
+        record |= {key: text for key, text in read_json(folder / RECORD).items() if key == "learned"}
     try:
         freeze_arm(experiment, BASELINE, folder / REFERENCE)
     except ComparisonError as error:
@@ -226,7 +227,14 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
     answers = "; ".join(
         prefix[arm] + _against(recipe, arm, content.arms[arm].verdict) for arm in content.arms
     )
-    sure = "; ".join(f"{prefix[claim.arm]}{_certainty(claim)}" for claim in content.claims) or "no claim"
+    certain = [f"{prefix[claim.arm]}{_certainty(claim)}" for claim in content.claims]
+    certain += [
+        f"{prefix[check.arm]}{check.metric} of the first step deviates by {check.deviation:.2g}, above "
+        f"{check.tolerance:.2g}"
+        for check in content.step_one
+        if check.result == "fail"
+    ]
+    sure = "; ".join(certain) or "no claim"
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
     injected = "; ".join(
         f"`{fault}`, not judged" if verdict == "INVALID" else f"`{fault}`, {verdict} ({caught})"
@@ -260,11 +268,18 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
 def _certainty(claim: ClaimResult) -> str:
     """Return what is certain of a claim, and how many pairs would decide it if it is open."""
     _, steps, _, difference, margin, bound, _ = claim_cells(claim)
-    metric, needed = f"{claim.claim.metric}, steps {steps},", claim.power.pairs_needed
+    metric, power = f"{claim.claim.metric}, steps {steps},", claim.power
     if claim.result == "equivalent":
         return f"{metric} differs by less than {bound} (margin {margin})"
-    if claim.result == "undecided" and needed is not None:
-        return f"{metric} is open; {needed} pairs decide it with 80 % power, if the arms are equal"
+    if claim.problem is not None:
+        return f"{metric} is not tested: {sentence(claim.problem)}"
+    if claim.result == "undecided" and power.pairs_needed is not None:
+        needed = f"{power.pairs_needed} {'pairs' if claim.claim.num_pairs else 'runs of each arm'}"
+        text = f"{metric} is open; {needed} decide it with 80 % power if the arms are equal"
+        as_here = power.pairs_needed_observed
+        return text if as_here is None else f"{text}, {as_here} if they differ as here"
+    if claim.result == "undecided":
+        return f"{metric} {margin}, is open: {difference}"
     return f"{metric} {margin}: {difference}"
 
 

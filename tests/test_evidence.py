@@ -89,6 +89,23 @@ def test_the_committed_page_is_what_the_committed_records_give(generator: Module
     assert written == generator.page(ROOT), "write it again: python docs/evidence.py"
 
 
+def test_the_page_says_why_an_arm_is_not_a_match(generator: ModuleType) -> None:
+    text = generator.page(ROOT)
+    assert "all: train/token_mult_prob_error of the first step deviates by 0.044, above 0.04" in text
+    assert "is not tested: the baseline is not shown to climb" in text
+
+
+def test_the_readme_counts_the_experiments() -> None:
+    verdicts = [json.loads(record.with_name("verdict.json").read_text())["arms"] for record in RECORDS]
+    kinds = [{arm["verdict"] for arm in arms.values()} for arms in verdicts]
+    undecided = [kind for kind in kinds if "INCONCLUSIVE" in kind]
+    mixed = [kind for kind in undecided if "MISMATCH" in kind]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"[{len(kinds)} experiments](docs/evidence.md)" in text
+    assert "Six others are undecided in some arm; two also have a MISMATCH." in text
+    assert (len(undecided), len(mixed)) == (6, 2)
+
+
 def test_every_recipe_of_evidence_says_what_was_claimed_elsewhere(generator: ModuleType) -> None:
     for path in generator.recipes_of(ROOT):
         claims = {arm: expected for arm, _, expected in generator.claimed(path)}
@@ -126,7 +143,7 @@ def test_the_page_has_the_verdict_and_all_that_it_rests_on(generator: ModuleType
         "### demo\n\n- Claim: Alike.\n- Answer: MATCH, as claimed.\n",
         "- How sure (95 %, 5 seeds): train/reward, steps 33-40, differs by less than ",
         "Injected: `misgrouped`, MATCH (nothing); `late_half_batch`, MISMATCH (claim: train/reward).",
-        "0.55 run hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
+        "0.55 GPU hours, 22 runs, NVIDIA H200, torch 2.11.0, Python 3.11.9, "  # of 90 s each
         "2001-09-09 01:46 to 01:48 UTC.",
         "[verdict.json](evidence/demo/verdict.json), [reference.json](evidence/demo/reference.json)",
     ):
@@ -170,7 +187,7 @@ def test_an_unfinished_experiment_is_shown_and_freezes_nothing(generator: Module
     write(directory / "baseline/seed-2/attempts/0001.json", {"status": "failed", "message": "out of memory"})
     compare(load_experiment(directory), output=directory / "report", formats=("json",))
     page = page_of(generator, site)
-    assert " | INVALID |\n" in page and " run hours, " in page
+    assert " | INVALID |\n" in page and " GPU hours, 11 of 12 runs, " in page
     assert "No reference: baseline/seed-2 " in page and "reference.json" not in page
     assert not (site / "docs/evidence/demo/reference.json").exists()
 
