@@ -92,8 +92,10 @@ def _run() -> int:
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
             from abrun.runs.access import has_permission, unreadable_error
 
-            if not has_permission(error.filename, os.R_OK):
-                return print_error(str(unreadable_error(Path(error.filename))))
+            path = Path(error.filename)
+            is_there = os.path.lexists(path) or not has_permission(path.parent, os.X_OK)
+            if is_there and not has_permission(path, os.R_OK):
+                return print_error(str(unreadable_error(path)))
         where = error.filename or "a file, perhaps standard output"
         return print_error(f"{where}: {error.strerror or error}")
 

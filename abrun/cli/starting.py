@@ -54,27 +54,23 @@ def init(
     from abrun.experiment.starter.initial import (
         KINDS,
         check_name,
+        default_name,
         initial_files,
         kind_question,
         next_commands,
+        require_options,
         write_files,
     )
 
+    answers = {"--model": model, "--trainer": trainer, "--recipe": recipe}
+    if not sys.stdin.isatty():
+        require_options(kind, name, answers)
     choices = "\n".join(f"  {key:<11}{text}" for key, text in KINDS.items())
     kind_prompt = f"What do you compare?\n{choices}\nKind"
-    kind, last_question = _answer(
-        "--kind", kind, kind_prompt, "recipe", lambda kind: (kind, kind_question(kind))
-    )
-    default_name = "convergence" if kind == "regression" else "mine"
-    name = _answer("--name", name, "Name of the recipe", default_name, check_name)
-    answers = {"--model": model, "--trainer": trainer, "--recipe": recipe}
-    for option, value in answers.items():
-        if value is not None and option != last_question.option:
-            raise RecipeError(
-                Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=last_question.option)
-            )
+    kind, last_question = _answer(kind, kind_prompt, "recipe", lambda kind: (kind, kind_question(kind)))
+    name = _answer(name, "Name of the recipe", default_name(kind), check_name)
+    last_question.refuse_other_options(kind, answers)
     files = _answer(
-        last_question.option,
         answers[last_question.option],
         last_question.text,
         last_question.default,
@@ -87,17 +83,13 @@ def init(
         print(display_safe(f"next:  {cd_prefix}{line}"))
 
 
-def _answer(
-    option: str, value: str | None, question: str, default: str, check: Callable[[str], Answer]
-) -> Answer:
+def _answer(value: str | None, question: str, default: str, check: Callable[[str], Answer]) -> Answer:
     """Return the checked value of an option, or prompt at a terminal until the answer is valid.
 
-    Raises RecipeError if the option is invalid, or missing without a terminal.
+    Raises RecipeError if the option is invalid.
     """
     if value is not None:
         return check(value)
-    if not sys.stdin.isatty():
-        raise RecipeError(Code.OPTION_NOT_ASKED(option=option, example=default))
     while True:
         try:
             return check(str(typer.prompt(question, default=default)))

@@ -26,6 +26,7 @@ from abrun.logs.tensorboard import EVENT_FILE_PREFIX, list_event_files, read_eve
 from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.regular_files import exists, is_directory, is_file, open_regular
+from abrun.runs.access import UnreadableError
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
@@ -342,7 +343,14 @@ def _read_runs(
     for source, error in errors:
         if _name_without_digits(source) in names:
             place = printable(str(source.path))
-            log = Log(name=source.name, place=place, metrics={}, status="unreadable", failure=str(error))
+            log = Log(
+                name=source.name,
+                place=place,
+                metrics={},
+                status="unreadable",
+                failure=str(error),
+                forbidden=isinstance(error, UnreadableError),
+            )
             logs.append((source, log))
         else:
             ignored[_name_without_digits(source)].append(str(error))

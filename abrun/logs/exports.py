@@ -18,6 +18,7 @@ from abrun.logs.scores import read_scores
 from abrun.logs.tables import (
     TORN_NOTE,
     CsvLine,
+    leave_out_columns,
     log_from_csv_lines,
     log_from_parquet_rows,
     log_from_rows,
@@ -50,18 +51,19 @@ def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -
     elif (chart_columns := _parse_chart_columns(header)) and step_column is None:
         logs = _read_chart(path, header, lines, chart_columns)
     else:
-        columns, rows = parse_csv_lines(path, lines)
+        columns, rows, ambiguous = parse_csv_lines(path, lines, step_column)
         logs = _read_csv_scores(path, name, lines, unended) if step_column is None else []
         torn = torn and not logs
         logs = logs or _read_long_table(path, name, rows, columns, step_column, min_runs=1)
         logs = logs or [replace(log_from_rows(path, rows, step_column, columns), name=name)]
+        logs = [leave_out_columns(log, ambiguous) for log in logs]
     return [replace(log, notes=(*log.notes, TORN_NOTE)) if torn else log for log in logs]
 
 
 def _read_csv_scores(path: Path, name: str, lines: list[CsvLine], unended: list[CsvLine]) -> list[Log]:
     """Return the runs of a CSV file if it is a table of scores; nobody is still writing its last line."""
     is_whole = bool(unended) and len(unended[0][1]) == len(lines[0][1])
-    columns, rows = parse_csv_lines(path, [*lines, *unended] if is_whole else lines)
+    columns, rows, _ = parse_csv_lines(path, [*lines, *unended] if is_whole else lines)
     logs = read_scores(path, name, rows, columns)
     notes = [UNENDED_NOTE if is_whole else TORN_NOTE] * bool(unended)
     return [replace(log, notes=(*log.notes, *notes)) for log in logs]

@@ -7,12 +7,9 @@ from dataclasses import replace
 from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import Cells
-from abrun.logs.tables import find_long_columns
+from abrun.logs.tables import ARM_COLUMNS, RUN_COLUMNS, SEED_COLUMNS, find_long_columns
 from abrun.runs.layout import RunName
 
-ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
-RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
-SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
 SEED_NAME = r".*(^|[/_\-. ])(seed|s)[-_= ]?\d{1,10}"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.key_columns import ARM_COLUMNS, find_key_columns, key_text, name_log
+from abrun.logs.key_columns import find_key_columns, key_text, name_log
 from abrun.logs.log import Log, list_names, printable
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED, Cells, shorten_cell
-from abrun.logs.tables import METRIC_COLUMNS, VALUE_COLUMNS, log_from_rows
+from abrun.logs.tables import ARM_COLUMNS, METRIC_COLUMNS, VALUE_COLUMNS, log_from_rows
 from abrun.stats.series import Series
 
 MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cann
 PARQUET_MAGIC = b"PAR1"
 MAX_CELL_CHARS = 2**24  # characters
 MAX_VALUES = 2**24  # maximum number of values in a Parquet file
-# Columns of a long table: the name and the value of the row's metric
+# Columns of a long table: the run of a row, and the name and the value of its metric
+ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
+RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
+SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
 METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")
 DELIMITERS = (",", ";", "\t")
@@ -48,19 +52,36 @@ CsvLine = tuple[int, list[str]]  # line number of its end, and its cells
 
 def log_from_csv_lines(path: Path, lines: list[CsvLine], step_column: str | None = None) -> Log:
     """Return the run in a CSV file's complete lines, header first. Empty cells are not recorded."""
-    header, rows = parse_csv_lines(path, lines)
-    return log_from_rows(path, rows, step_column, header)
+    header, rows, ambiguous = parse_csv_lines(path, lines, step_column)
+    return leave_out_columns(log_from_rows(path, rows, step_column, header), ambiguous)
 
 
-def parse_csv_lines(path: Path, lines: Sequence[CsvLine]) -> tuple[list[str], list[tuple[int, Cells]]]:
-    """Return the columns and the rows of a CSV file's complete lines, header first."""
+def parse_csv_lines(
+    path: Path, lines: Sequence[CsvLine], step_column: str | None = None
+) -> tuple[list[str], list[tuple[int, Cells]], dict[str, str]]:
+    """Return the columns and the rows of a CSV file's complete lines, header first.
+
+    Metrics of which two columns have the name are not among them; they come last, each with its problem.
+    """
     # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
     header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
-    _check_unique_columns(path, header)
+    ambiguous = _find_ambiguous_columns(path, header, step_column)
     rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
     for number, cells in rows:
         _check_length(path, number, cells, header)
-    return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
+    numbered_cells = [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
+    if ambiguous:
+        header = [name for name in header if name not in ambiguous]
+        numbered_cells = [
+            (number, {name: cells[name] for name in header}) for number, cells in numbered_cells
+        ]
+    return header, numbered_cells, ambiguous
+
+
+def leave_out_columns(log: Log, ambiguous: Mapping[str, str]) -> Log:
+    """Return a log with a note on each column that was left out; a claim on one is refused."""
+    notes = [f"not read: {problem}" for problem in ambiguous.values()]
+    return replace(log, unread={**log.unread, **ambiguous}, notes=(*log.notes, *notes))
 
 
 def log_from_rows(
@@ -110,6 +131,7 @@ def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
     if not header_indices:
         return lines
     header, rows = [name.strip() for name in first_header], []
+    _check_unique_columns(path, header)
     columns = dict.fromkeys(header)
     for index, (number, cells) in enumerate(lines[1:], 1):
         if index in header_indices:
@@ -166,12 +188,31 @@ def _is_comment(cells: Sequence[str], header: Sequence[str]) -> bool:
     return cells[0].startswith(COMMENT) and len(cells) != len(header)
 
 
+def _find_ambiguous_columns(path: Path, names: Sequence[str], step_column: str | None) -> dict[str, str]:
+    """Return the metrics that two columns are named after, each with its problem.
+
+    Raises StoreError for a table without a step, where any column may name the runs, and for a column that
+    gives the step, the arm, the run, the seed or the metric.
+    """
+    duplicates = _duplicate_columns(path, names)
+    step_columns = STEP_COLUMNS if step_column is None else (step_column,)
+    needed = {*step_columns, *ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS, *VALUE_COLUMNS}
+    has_step = any(name == step_column or name.lower() in step_columns for name in names)
+    for name, problem in duplicates.items():
+        if not has_step or name == step_column or name.lower() in needed:
+            raise StoreError(problem)
+    return duplicates
+
+
 def _check_unique_columns(path: Path, names: Sequence[str]) -> None:
+    for problem in _duplicate_columns(path, names).values():
+        raise StoreError(problem)
+
+
+def _duplicate_columns(path: Path, names: Sequence[str]) -> dict[str, str]:
     duplicates = sorted(name for name, count in Counter(names).items() if name and count > 1)
-    if duplicates:
-        raise StoreError(
-            f"{_path_text(path)}: duplicate column '{printable(duplicates[0][:80])}'; rename one of them"
-        )
+    problem = f"{_path_text(path)}: duplicate column '{{}}'; rename one of them"
+    return {name: problem.format(printable(name[:80])) for name in duplicates}
 
 
 # --- JSON ---

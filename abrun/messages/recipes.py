@@ -190,8 +190,9 @@ MESSAGES: dict[Code, Message] = {
     "of them (to set a device's memory: --device-memory)",
     Code.MASTER_DTYPE_UNKNOWN: "--master-dtype: got {got:repr}; allowed: {allowed}",
     Code.OPTION_OF_OTHER_KIND: "{option}: got {got:repr}, but --kind {kind} takes {takes}",
-    Code.OPTION_NOT_ASKED: "{option}: missing, and there is no terminal to ask on; give it, such as {option} "
-    "{example} (all options: abrun init --help)",
+    Code.OPTIONS_NOT_ASKED: "{missing:list}: missing, and there is no terminal to ask on; give all, such as "
+    "abrun init {example}",
+    Code.STARTER_UNWRITABLE: "{path}: cannot be written: {problem}; choose another folder with --to",
     Code.NO_FAULT_CAN_BE_INJECTED: "{recipe}: controls.faults: no fault can be injected; see: abrun faults",
     Code.FILE_EXISTS: "{path}: already exists; choose another --name or --to",
     Code.RECIPE_NOT_FOUND: "--recipe: got {got:repr}, which is neither a file here nor a built-in recipe",

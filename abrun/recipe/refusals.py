@@ -30,7 +30,8 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        # A misspelt key is the reason why the right one is missing
+        errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
         fields = dict.fromkeys(".".join(_locate_field(each["loc"], model)[0]) for each in errors)
         raise RecipeError(_reason(errors[0], model, {"source": source, "others": [*fields][1:]})) from None
 

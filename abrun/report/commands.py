@@ -13,7 +13,13 @@ from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.regular_files import is_directory
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
-from abrun.report.placeholders import COMPARE_WITH_REFERENCE, UNPAIRED, experiment_argument, relative_folder
+from abrun.report.placeholders import (
+    COMPARE_WITH_REFERENCE,
+    LAUNCH_COMMANDS,
+    UNPAIRED,
+    experiment_argument,
+    relative_folder,
+)
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
 
@@ -221,8 +227,11 @@ def show_samples(facts: NextStepFacts) -> str:
 
 def install_trainer(facts: NextStepFacts, command: str) -> str:
     """Return the command that must precede one that trains on this machine: empty if nothing is missing."""
-    by_launcher = ("abrun launch", "abrun faults run") if facts.launches_here else ()
-    trains = command.startswith(("abrun trace", "abrun logprob-diff", *by_launcher))
+    trains = command.split()[1] in (
+        "trace",
+        "logprob-diff",
+        *(LAUNCH_COMMANDS if facts.launches_here else ()),
+    )
     is_lacking = trains and facts.is_own_trainer and missing_package("train")
     return "pip install 'abrun[train]' && " if is_lacking else ""
 

@@ -5,12 +5,20 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs import Log, read_log, read_logs
+from abrun.logs import Log, read_log, read_logs, tables
+from abrun.reasons import Code
+from abrun.recipe.claims import Claim
+from abrun.recorded.selection import ReadingOptions
+from abrun.recorded.sources import open_sources
+from abrun.regular_files import read_regular
+from abrun.report.comparing import with_options
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 
@@ -108,7 +116,10 @@ def test_a_long_table_that_was_appended_to_with_its_header(tmp_path: Path) -> No
     [
         b"epoch,loss\n1,2\n",
         b"step,loss\n1,2,3\n",
-        b"step,loss,loss\n1,2,3\n",
+        b"step,step,loss\n1,2,3\n",
+        b"step,seed,loss,seed\n1,2,3,4\n",
+        b"arm,seed,score,score\na,0,3,4\n",
+        b"step,loss,loss\n1,2,3\nloss,step\n",
         b"step,loss\n1.5,2\n",
         b"step,loss\n1e300,2\n",
         b"step,loss\ninf,2\n",
@@ -128,6 +139,37 @@ def test_csv_that_cannot_be_read_is_one_line(tmp_path: Path, content: bytes, sna
         one(path)
     snapshot(refused.value)
     assert "a.csv" in str(refused.value) and str(refused.value).isprintable()
+
+
+def test_a_metric_of_two_columns_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """Which of them counts is unknown; a claim on another metric does not need to know."""
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            (tmp_path / f"{arm}-s{seed}.csv").write_text("step,reward,lr,lr\n1,0.1,7,8\n2,0.2,7,8\n")
+    log = read_logs(str(tmp_path / "a-s0.csv"))[0]
+    assert values(log, "reward") == {1: 0.1, 2: 0.2} and "lr" not in log.metrics
+    problem = f"{tmp_path}/a-s0.csv: duplicate column 'lr'; rename one of them"
+    assert log.unread == {"lr": problem} and log.notes == (f"not read: {problem}",)
+    experiment = open_sources([str(tmp_path)], ReadingOptions())
+    with refused(Code.CLAIM_ON_TEXT, metric="lr", unread=problem):
+        with_options(experiment, [Claim(metric="lr", margin=0.1)])
+
+
+def test_a_table_of_a_run_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in (0, 1):
+        (tmp_path / f"a-s{seed}.csv").write_text("step,reward\n1,0.1\n")
+    denied = tmp_path / "a-s1.csv"
+
+    def read(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == denied:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_regular(path, *arguments, **options)
+
+    monkeypatch.setattr(tables, "read_regular", read)
+    _, log = read_logs(str(tmp_path))
+    assert (log.status, log.forbidden) == ("unreadable", True) and "Permission denied" in log.failure
 
 
 def test_a_step_column_that_is_not_there(tmp_path: Path, snapshot: Snapshot) -> None:

@@ -254,6 +254,14 @@ def test_each_rule_is_one_line_that_says_field_value_and_what_is_allowed(
     snapshot(refused(SMALL, *([override] if isinstance(override, str) else override)))
 
 
+def test_a_misspelt_key_is_named_before_the_key_that_it_leaves_missing(tmp_path: Path) -> None:
+    recipe = yaml.safe_load(SMALL.read_text())
+    recipe["step"] = recipe.pop("steps")
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert refused(path).endswith(": step: unknown key; did you mean 'steps'? (and 1 more: steps)")
+
+
 def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
     for backend, data_parallel in (
         ("{tensor_parallel: 2, context_parallel: 2}", 4),

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,14 @@ class Question:
     text: str
     default: str
 
+    def refuse_other_options(self, kind: str, answers: Mapping[str, str | None]) -> None:
+        """Raise RecipeError for an answer to the last question of another kind."""
+        for option, value in answers.items():
+            if value is not None and option != self.option:
+                raise RecipeError(
+                    Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=self.option)
+                )
+
 
 KIND_QUESTIONS = {
     "recipe": Question(
@@ -77,6 +87,28 @@ def kind_question(kind: str) -> Question:
     return KIND_QUESTIONS[kind]
 
 
+def require_options(kind: str | None, name: str | None, answers: Mapping[str, str | None]) -> None:
+    """Raise RecipeError that names all missing options at once, for use without a terminal.
+
+    `answers`: by option, the answers to the last questions of all kinds.
+    """
+    given_kinds = [key for key, question in KIND_QUESTIONS.items() if answers[question.option] is not None]
+    likely_kind = kind or next(iter(given_kinds), "recipe")
+    question = kind_question(likely_kind)
+    question.refuse_other_options(likely_kind, answers)
+    values = {"--kind": kind, "--name": name, question.option: answers[question.option]}
+    defaults = {"--kind": likely_kind, "--name": default_name(likely_kind), question.option: question.default}
+    missing = [option for option, value in values.items() if value is None]
+    if missing:
+        words = [word for option, value in values.items() for word in (option, value or defaults[option])]
+        raise RecipeError(Code.OPTIONS_NOT_ASKED(missing=missing, example=shlex.join(words)))
+
+
+def default_name(kind: str) -> str:
+    """Return the name that is offered for a recipe."""
+    return "convergence" if kind == "regression" else "mine"
+
+
 def check_name(name: str) -> str:
     """Return the name. Raises RecipeError if it cannot be a file name."""
     if not re.fullmatch(NAME_PATTERN, name):
@@ -94,13 +126,21 @@ def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
 
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
-    """Write the files. Raises RecipeError, with nothing written, if one exists with other content."""
+    """Write the files. Raises RecipeError, with nothing written, if one exists with other content.
+
+    Raises RecipeError if one cannot be written, too.
+    """
     conflicts = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if conflicts:
         raise RecipeError(Code.FILE_EXISTS(path=into / conflicts[0]))
     for path, text in files.items():
-        (into / path).parent.mkdir(parents=True, exist_ok=True)
-        (into / path).write_text(text)
+        try:
+            (into / path).parent.mkdir(parents=True, exist_ok=True)
+            (into / path).write_text(text)
+        except OSError as error:
+            raise RecipeError(
+                Code.STARTER_UNWRITABLE(path=into / path, problem=error.strerror or str(error))
+            ) from None
     return [into / path for path in files]
 
 

@@ -15,8 +15,10 @@ from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
 from abrun.experiment.starter.initial import KIND_QUESTIONS, initial_files, write_files
+from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe
 from abrun.recorded.reference import load_reference
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +86,17 @@ def test_what_is_there_stays(tmp_path: Path, snapshot: Snapshot) -> None:
     assert path.read_text() == "name: mine"
 
 
+def test_a_folder_that_cannot_be_written_is_not_called_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "write_text", deny)
+    with refused(Code.STARTER_UNWRITABLE, path=str(tmp_path / "mine.yaml"), problem="Permission denied"):
+        begin(tmp_path, "recipe", "qwen2-tiny")
+
+
 def test_the_questions_are_asked_of_a_terminal_and_have_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +129,8 @@ def test_a_bad_answer_at_a_terminal_is_said_and_asked_again(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--kind: missing"),
+        ([], "--kind, --name, --model: missing"),
+        (["--recipe", "r.yaml"], "such as abrun init --kind regression --name convergence --recipe r.yaml"),
         (["--kind", "x"], "--kind: got 'x'; allowed: recipe, external, regression"),
         (["--kind", "recipe", "--name", "a/b", "--model", "qwen2-tiny"], "--name: got 'a/b'"),
         (["--kind", "recipe", "--name", "a", "--trainer", "trl"], "--trainer: got 'trl', but --kind recipe"),
