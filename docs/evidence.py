@@ -42,7 +42,6 @@ RECORD, VERDICT, REFERENCE = "record.json", "verdict.json", "reference.json"
 PUBLIC = 0o644
 NUM_COLORS = 64  # enough for lines and bands
 ROUNDING = 1e-6  # mean distance caused by float32 rounding of values near 1
-USUAL_OPTION = "--set model.path=FOLDER"  # named once, in the introduction
 FAR = 2.0  # in sd over seeds; different seeds are 1.1 to 1.4 sd apart (more with fewer seeds)
 # In a recipe's comment: what others claimed of one arm or of all, and the verdict that would agree.
 CLAIMED = r"Claimed elsewhere(?: of (\S+))?: (.+?)(?:, which would be a (\w+) here)?\."
@@ -234,6 +233,11 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
         for check in content.step_one
         if check.result == "fail"
     ]
+    certain += [
+        f"{prefix[guard.arm]}guard {guard.guard}: {guard.result}, {guard.value:.2g} (limit {guard.limit:g})"
+        for guard in content.guards
+        if guard.result in ("open", "fail") and guard.value is not None and guard.limit is not None
+    ]
     sure = "; ".join(certain) or "no claim"
     rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
     injected = "; ".join(
@@ -244,8 +248,6 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
     questions = "; ".join(_open_questions(content))
     open_text = f"Open: {questions}. " if questions else ""
     facts = (record["spent"], record["hardware"], record["ran"])
-    is_usual = record["command"] == f"abrun launch {RECIPES}/{recipe.name} {USUAL_OPTION}"
-    command = "" if is_usual else f"`{record['command']}`: "
     images = [path.name for path in sorted(folder.glob("*.png"))]
     files = [name for name in (VERDICT, REFERENCE, *images[1:]) if (folder / name).is_file()]
     lines = [
@@ -255,7 +257,7 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
         "",
         *[f"![Curves](evidence/{recipe.stem}/{name})" for name in images[:1]],
         "",
-        f"{command}{escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
+        f"`{record['command']}`: {escape_markdown(', '.join(facts))}. Injected: {injected}. {open_text}"
         f"{', '.join(f'[{file}](evidence/{recipe.stem}/{file})' for file in files)}.",
     ]
     if record.get("learned"):
