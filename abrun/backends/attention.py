@@ -192,8 +192,8 @@ def _attend_by_shape(
         queries, keys, values = (each.unflatten(0, (count, -1)).transpose(1, 2) for each in states)
         mask = _causal_mask(num_queries, num_keys, query.device)
         outputs.append(attend_spans(queries, keys, values, mask).flatten(0, 1))
-    order = sorted_spans.query_order
-    return _reorder(torch.cat(outputs), order and order.invert())
+    stream_order = None if sorted_spans.query_order is None else sorted_spans.query_order.invert()
+    return _reorder(torch.cat(outputs), stream_order)
 
 
 def _can_use_varlen_kernel(query: Tensor) -> bool:
@@ -260,7 +260,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Selects the keys of all spans. A repeated key's gradient is summed in float32, always in one order.
+    """Selects the keys of all spans. A repeated key's gradient is summed in one order, in float32 or better.
 
     Plain indexing would sort in each backward pass, or add atomically and so not reproducibly.
     """
@@ -284,8 +284,9 @@ class _SelectKeys(torch.autograd.Function):
         repeat_gradients = gradient[repeat_positions.clamp(min=0)].masked_fill(
             (repeat_positions < 0)[..., None, None], 0
         )
-        total_gradients = first_gradients[repeated_keys].float() + repeat_gradients.sum(
-            dim=1, dtype=torch.float32
+        sum_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        total_gradients = first_gradients[repeated_keys].to(sum_dtype) + repeat_gradients.sum(
+            dim=1, dtype=sum_dtype
         )
         return (
             first_gradients.index_copy(0, repeated_keys, total_gradients.to(first_gradients.dtype)),

@@ -69,13 +69,12 @@ def parse_csv_lines(
     rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
     for number, cells in rows:
         _check_length(path, number, cells, header)
-    numbered_cells = [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
-    if ambiguous:
-        header = [name for name in header if name not in ambiguous]
-        numbered_cells = [
-            (number, {name: cells[name] for name in header}) for number, cells in numbered_cells
-        ]
-    return header, numbered_cells, ambiguous
+    columns = [name for name in header if name not in ambiguous]
+    numbered_cells: list[tuple[int, Cells]] = []
+    for number, cells in rows:
+        row = dict(zip(header, cells, strict=True))
+        numbered_cells.append((number, {name: row[name] for name in columns} if ambiguous else row))
+    return columns, numbered_cells, ambiguous
 
 
 def leave_out_columns(log: Log, ambiguous: Mapping[str, str]) -> Log:

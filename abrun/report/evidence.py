@@ -156,7 +156,7 @@ def _guards_text(guards: Sequence[Guard]) -> str:
 
 def _divergence_text(divergences: Sequence[Divergence]) -> str:
     if not divergences:
-        return "no finished pair"
+        return "not measured: finished pairs share no step of a claimed metric or of a step-one metric"
     main = divergences[0]
     repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
     measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]

@@ -14,10 +14,12 @@ from abrun.train import startup
 from abrun.train.failures import record_exception, record_failure
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
-# Errors of CUDA's runtime, NCCL (alloc.h), cuBLAS and cuDNN, which do not raise OutOfMemoryError
+# Errors of CUDA's runtime and driver, Triton, NCCL (alloc.h) and CUDA's libraries, which do not raise
+# OutOfMemoryError
 GPU_MEMORY = (
-    r"(CUDA|Cuda) (error|failure).{0,20}out of memory|Failed to CUDA (c|m)alloc"
-    r"|CU(BLAS|DNN)_STATUS_(INTERNAL_ERROR_DEVICE_)?ALLOC(ATION)?_FAILED"
+    r"(CUDA|Cuda) (driver )?(error|failure).{0,20}out of memory|Failed to CUDA (c|m)alloc"
+    r"|Triton Error \[CUDA\]: out of memory"
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(INTERNAL_ERROR_DEVICE_)?ALLOC(ATION)?_FAILED"
 )
 MAX_QUOTED = 250
 MIN_OTHERS_SHARE = 0.25  # of a GPU; CUDA contexts and uncounted buffers take less

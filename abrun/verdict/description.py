@@ -172,12 +172,15 @@ def informative_metrics(sides: Sides) -> list[str]:
     return [metric for metric in rank_metrics(sides) if metric not in configured]
 
 
-def _metric_rank(sides: Sides, metric: str) -> tuple[int, int, str]:
+def _metric_rank(sides: Sides, metric: str) -> tuple[bool, int, int, str]:
+    values = np.concatenate([run.series(metric).values for run in sides.runs])
+    is_constant = len(values) > 1 and bool((values == values[0]).all())  # a setting, not a result
     direction = learning_direction(sides.baselines[0], metric)
     direction_rank = 0 if metric == REWARD else 1 if direction == 1 else 2 if direction == -1 else 3
     step_one_rank = STEP_ONE.index(metric) if metric in STEP_ONE else len(STEP_ONE)
     is_repeated = " vs " in metric  # Megatron-LM logs curves twice: `lm loss vs samples`
     return (
+        is_constant and metric != REWARD,
         direction_rank + 4 * is_repeated,
         step_one_rank + 100 * (metric in metrics_with_role("configured")),
         metric,

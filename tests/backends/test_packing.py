@@ -435,3 +435,11 @@ def test_on_a_gpu(dtype: str, impl: str, both_devices: None) -> None:
     print(dtype, impl, errors)
     for packed, padded in zip(errors["packed"], errors["padded"], strict=True):
         assert packed <= 1.2 * padded + 1e-5
+
+
+def test_gradients_of_a_repeated_key_are_summed_in_the_precision_of_the_input() -> None:
+    keys = torch.zeros(2, 1, 1, dtype=torch.float64, requires_grad=True)
+    layout = [torch.tensor(positions) for positions in ([0, 1, 0], [0, 1], [0], [[2]])]
+    selected = attention._SelectKeys.apply(keys, *layout)
+    selected.backward(torch.tensor([1.0, 5.0, 1e-12], dtype=torch.float64)[:, None, None])
+    assert keys.grad is not None and keys.grad.flatten().tolist() == [1.0 + 1e-12, 5.0]

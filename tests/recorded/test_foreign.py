@@ -388,3 +388,12 @@ def test_a_baseline_that_stops_early_is_invalid(tmp_path: Path, snapshot: Snapsh
     assert missing.code is Code.STEPS_MISSING and missing["runs"] == ["baseline/seed-0", "baseline/seed-1"]
     assert (missing["run_ends"], missing["first"], missing["last"]) == (15, 17, 20)
     snapshot(sentence(missing))
+
+
+def test_a_setting_in_a_column_of_its_own_does_not_head_the_description(tmp_path: Path) -> None:
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            rows = "".join(f"{step},0.001,{step + seed}\n" for step in range(1, 11))
+            (tmp_path / f"{arm}-s{seed}.csv").write_text("step,Lernrate,Verlust\n" + rows)
+    comparison = compare(load(tmp_path))
+    assert [row.metric for row in comparison.content.descriptions] == ["Verlust", "Lernrate"]

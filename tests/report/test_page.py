@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -421,3 +422,20 @@ def test_a_row_covers_the_finished_runs_and_counts_no_rerun():
     assert cell["level"] < 1 and cell["seeds"][1] == 2
     assert all(len(curve["points"]) == 40 for curve in rows["train/reward"]["curves"])
     assert rows["alone"]["baseline"] is None and rows["alone"]["arms"] == []
+
+
+@pytest.mark.parametrize("all_recorded", [True, False])
+def test_the_levels_of_an_arm_are_reduced_by_one_rule(all_recorded):
+    """Medians at different steps: relative to the baseline if all runs of the arm saw its rollouts."""
+    metric = "train/token_mult_prob_error"
+    curves = {"baseline": [1.0, 2.0, 9.0], "treatment": [3.0, 1.5, 9.5]}
+    values = {(arm, seed): {metric: curve * 5} for arm, curve in curves.items() for seed in (0, 1)}
+    simulated = experiment(values)
+    recorded = [RunName(arm="treatment", seed=seed) for seed in ((0, 1) if all_recorded else (0,))]
+    runs = {
+        name: replace(run, config={"rollout.engine": "recorded"}) if name in recorded else run
+        for name, run in simulated.runs.items()
+    }
+    (row,) = metric_rows(replace(simulated, runs=runs), [metric])
+    # last 20 %: one run of the three steps
+    assert row["baseline"] == 2.0 and row["arms"][0]["level"] == (2.5 if all_recorded else 3.0)

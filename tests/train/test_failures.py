@@ -93,6 +93,9 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path) -> None:
     ("error", "on_gpu"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"), True),
         (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("NCCL error ... Last error:\nFailed to CUDA calloc async 24 bytes"), True),

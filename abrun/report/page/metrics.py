@@ -10,7 +10,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun, stack_run
 from abrun.report.panels import display_unit
 from abrun.runs.layout import RunName
 from abrun.stats.series import Array, Steps, window_bounds
-from abrun.verdict.summaries import reduce_arms
+from abrun.verdict.summaries import reduce_arms, reduce_window
 
 WINDOW = "last 20%"
 NUM_POINTS = 40  # of a small curve
@@ -58,16 +58,20 @@ def _make_row(experiment: RecordedExperiment, index: int, metric: str) -> dict[s
 def _levels(
     experiment: RecordedExperiment, runs: Sequence[RecordedRun], values: Array, metric: str
 ) -> dict[RunName, float]:
-    """Return one number per run of values [R, W]: its level, as reduce_arms defines it for pairs."""
-    rows = {run.name: row[None] for run, row in zip(runs, values, strict=True)}
+    """Return one number per run of values [R, W]: its level, by one rule for all runs of an arm.
+
+    As in reduce_arms, it is relative to the baselines only if the whole arm trained on their rollouts.
+    """
+    rows = {run.name: row for run, row in zip(runs, values, strict=True)}
+    recorded_arms = {arm for arm in experiment.treatments if experiment.sides(arm).finished.share_rollouts}
     levels = {}
-    for run in runs:
-        own, baseline = rows[run.name], rows.get(RunName(arm=experiment.baseline, seed=run.name.seed))
-        if baseline is None or not (experiment.compare.paired and run.trains_on_recording):
-            (level,), _ = reduce_arms(own, own, metric, stepwise=False)
+    for name, row in rows.items():
+        baseline = rows.get(RunName(arm=experiment.baseline, seed=name.seed))
+        if name.arm in recorded_arms and baseline is not None:
+            _, level = reduce_arms(baseline, row, metric, stepwise=True)
         else:
-            _, (level,) = reduce_arms(baseline, own, metric, stepwise=True)
-        levels[run.name] = float(level)
+            level = reduce_window(row, metric)
+        levels[name] = float(level)
     return levels
 
 
