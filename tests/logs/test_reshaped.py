@@ -82,6 +82,8 @@ def as_json(value: Any) -> str:
     sys.setrecursionlimit(50_000)
     try:
         return json.dumps(value)
+    except RecursionError:  # C code has a fixed limit on Python 3.12
+        return "".join(json.JSONEncoder().iterencode(value))
     finally:
         sys.setrecursionlimit(limit)
 
