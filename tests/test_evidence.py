@@ -101,7 +101,7 @@ def test_the_readme_counts_the_experiments() -> None:
     counts = [sum(verdict in kind for kind in kinds) for verdict in ("INCONCLUSIVE", "MISMATCH")]
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"[{len(kinds)} experiments](docs/evidence.md)" in text
-    assert "Six others are undecided in some arm; four have a MISMATCH." in text
+    assert "In some arm, six are undecided and four have a MISMATCH." in text
     assert counts == [6, 4]
 
 

@@ -3,11 +3,12 @@
 python -m tests.bench.bench_evidence --model FOLDER --output ARCHIVES [--only NAMES] [--limit SECONDS]
 
 Experiments run one after another, each on all GPUs; recipes say how many runs share one. Several GPUs take
-a call each (CUDA_VISIBLE_DEVICES), since only a launch with one GPU starts MPS. 80 GiB hold ten runs of
-SmolLM2-135M with completions of six tokens, all calls together: a run reserves 6 to 9 GiB. At the limit runs
-save a checkpoint and stop; the same command resumes them, as long as --work is there. ARCHIVES gets
-NAME.tar.xz of each experiment that a call has begun, finished or not: report, metrics, completions and the
-launch's log, no weights.
+a call each (CUDA_VISIBLE_DEVICES), since only a launch with one GPU starts MPS. Calls side by side on one GPU
+take turns, unless an MPS daemon that all of them use (nvidia-cuda-mps-control -d) runs before them. 80 GiB
+hold ten runs of SmolLM2-135M with completions of six tokens, all calls together: a run reserves 6 to 9 GiB.
+At the limit runs save a checkpoint and stop; the same command resumes them, as long as --work is there.
+ARCHIVES gets NAME.tar.xz of each experiment that a call has begun, finished or not: report, metrics,
+completions and the launch's log, no weights.
 On CPU cores (--gpus 0): --set makes the recipes small.
 """
 

@@ -126,9 +126,9 @@ def initial_files(kind: str, name: str, answer: str) -> dict[str, str]:
 
 
 def write_files(files: dict[str, str], into: Path) -> list[Path]:
-    """Write the files. Raises RecipeError, with nothing written, if one exists with other content.
+    """Write the files. Raises RecipeError if one cannot be written.
 
-    Raises RecipeError if one cannot be written, too.
+    If one exists with other content, this is known, and said, before any is written.
     """
     conflicts = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if conflicts:
