@@ -423,5 +423,13 @@ def is_clock(name: str) -> bool:
     return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 
+@cache
+def is_memory(name: str) -> bool:
+    """Return whether a metric measures memory."""
+    words = "memory|mem|vram|rss|bytes|[kmgt]i?b"
+    is_named = re.search(rf"(^|[/_ ])({words})([/_ :(]|$)", name, re.IGNORECASE)
+    return is_named is not None or metric_unit(name) == "bytes"
+
+
 def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
 from typing import Literal
 
 import numpy as np
@@ -27,6 +26,7 @@ from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
 from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.series import Array
+from abrun.verdict.summaries import find_smallest_step
 
 # Rounding tolerance of a step-one metric, relative to its scale. float32 sums over a batch in
 # another order differ by 1e-6 to 1e-5; bfloat16 keeps 8 bits (2^-8 = 4e-3) and rounds at every layer.
@@ -77,8 +77,9 @@ def check_step_one(
 
     Any pair can fail, also one after the first `num_pairs` of an interim analysis; only those `num_pairs`
     can leave a metric open. A deviation is relative to the metric's own size, or to that of its rounding
-    errors: see `_rounding_scale`. Returns nothing if the first recorded step is, or may be, later than the
-    runs' first step: updates have been made by then.
+    errors: see `_rounding_scale`. If the arms sampled their completions anew, no single pair can fail but by
+    a non-finite value: a deviation must be shown over all pairs. Returns nothing if the first recorded step
+    is, or may be, later than the runs' first step: updates have been made by then.
     """
     analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
@@ -90,24 +91,41 @@ def check_step_one(
     share = alpha / len(STEP_ONE)
     replays = any(run.trains_on_recording for pair in pairs for run in (pair.baseline, pair.treatment))
     metrics = (metric for metric in STEP_ONE if not (replays and metric in FIXED_BY_ROLLOUTS))
-    checked = (_check_metric(arm, pairs, metric, compare, share, analysed_seeds) for metric in metrics)
+    sampled_anew = not has_shared_rollouts(pairs)
+    checked = (
+        _check_metric(arm, pairs, metric, compare, share, analysed_seeds, sampled_anew=sampled_anew)
+        for metric in metrics
+    )
     return [result for result in checked if result]
 
 
 def _check_metric(
-    arm: str, pairs: Sequence[Pair], metric: str, compare: Compare, alpha: float, analysed_seeds: Set[int]
+    arm: str,
+    pairs: Sequence[Pair],
+    metric: str,
+    compare: Compare,
+    alpha: float,
+    analysed_seeds: Set[int],
+    *,
+    sampled_anew: bool,
 ) -> StepOne | None:
-    deviations = []
-    for pair in pairs:
-        values = _first_values(pair.baseline, pair.treatment, metric)
-        if values and math.isfinite(values[0]):
-            deviations.append((_relative_deviation(pair.baseline, metric, *values), pair, values))
-    if not deviations:
+    first_values = [(pair, _first_values(pair.baseline, pair.treatment, metric)) for pair in pairs]
+    usable = [(pair, values) for pair, values in first_values if values and math.isfinite(values[0])]
+    if not usable:
         return None
-    deviation, pair, (baseline, treatment) = max(deviations, key=lambda pair_deviation: pair_deviation[0])
-    scale, scale_from = _rounding_scale(pair.baseline, metric, baseline, treatment)
+    # Sampled rewards can be near 0 and opposite in sign: then only the spread over pairs has their size.
+    spread = _spread(np.array([values[0] for _, values in usable])) if sampled_anew else 0.0
+    scales = [_rounding_scale(pair.baseline, metric, *values, spread) for pair, values in usable]
+    deviations = np.array(
+        [
+            _signed_deviation(metric, *values, scale)
+            for (_, values), (scale, _) in zip(usable, scales, strict=True)
+        ]
+    )
+    worst = int(np.abs(deviations).argmax())
+    (pair, (baseline, treatment)), deviation = usable[worst], abs(float(deviations[worst]))
     rerun_deviations = [
-        _relative_deviation(pair.baseline, metric, *values)
+        abs(_signed_deviation(metric, *values, _rounding_scale(pair.baseline, metric, *values, spread)[0]))
         for pair in pairs
         for rerun in pair.reruns
         if (values := _first_values(pair.baseline, rerun, metric)) and math.isfinite(values[0])
@@ -116,27 +134,29 @@ def _check_metric(
         (pair_deviation for pair_deviation in rerun_deviations if math.isfinite(pair_deviation)), default=None
     )
     tolerance, source, is_certain = _find_tolerance(
-        metric, pair, compare, len(deviations), rerun_deviations, alpha
+        metric, pair, compare, len(usable), rerun_deviations, alpha, sampled_anew=sampled_anew
     )
     result: StepOneResult = "pass"
     if tolerance >= 1 and math.isfinite(deviation):  # no finite deviation could fail
         result = "not tested"
     elif deviation > tolerance:
-        signed_deviations = [_signed_deviation(metric, *values) for _, _, values in deviations]
-        if is_certain or deviation > GROSS_DEVIATION:
+        is_gross = deviation > GROSS_DEVIATION and not (sampled_anew and math.isfinite(deviation))
+        if is_certain or is_gross:
             result = "fail"
         elif metric in RAISED_BY_ROUNDING:
-            is_analysed = [pair.seed in analysed_seeds for _, pair, _ in deviations]
-            counted = [*compress(signed_deviations, is_analysed)]
-            result = "open" if counted and np.median(counted) > tolerance else "not tested"
+            counted = deviations[[pair.seed in analysed_seeds for pair, _ in usable]]
+            result = "open" if len(counted) and np.median(counted) > tolerance else "not tested"
         else:
-            result = "fail" if _is_shifted(signed_deviations, tolerance, alpha) else "not tested"
+            runs = [run for pair, _ in usable for run in pair.runs]
+            step = find_smallest_step(runs, metric) / max(scale for scale, _ in scales)
+            result = "fail" if _is_shifted(deviations, tolerance, alpha, step) else "not tested"
+    scale, scale_from = scales[worst]
     return StepOne(
         arm=arm,
         metric=metric,
         step=first_step(pair.baseline),
         seed=pair.seed,
-        num_pairs=len(deviations),
+        num_pairs=len(usable),
         baseline=baseline,
         treatment=treatment,
         deviation=deviation,
@@ -152,23 +172,46 @@ def _check_metric(
 def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
     """Return True if the runs show that both arms of every started pair began with the same prompts.
 
-    The evidence is the prompts' hashes, or a metric of the first step that varies between pairs but not
-    within any. A reward is often 0 in all runs but one or two. It must be equal within every pair, and
-    have three or more distinct values.
+    The evidence is the prompts' hashes, prompt lengths that vary between pairs but not within any, or shared
+    rollouts.
     """
-    pairs = [
-        pair
-        for pair in pairs
-        if any(_first_values(pair.baseline, pair.treatment, metric) for metric in STEP_ONE)
-    ]
+    pairs = _started_pairs(pairs)
     hashes = [
         [(run.environment or {}).get("prompts_sha256") for run in (pair.baseline, pair.treatment)]
         for pair in pairs
     ]
     if all(baseline_hash and baseline_hash == treatment_hash for baseline_hash, treatment_hash in hashes):
         return True
-    metrics = (metric for metric in (MEAN_PROMPT_LENGTH, *STEP_ONE) if metric != REWARD)
+    return _has_same_first_values(pairs, MEAN_PROMPT_LENGTH) or has_shared_rollouts(pairs)
+
+
+def has_shared_rollouts(pairs: Sequence[Pair]) -> bool:
+    """Return True if both arms of every started pair trained on the same completions at the first step.
+
+    Common prompts are not common rollouts: most trainers sample anew in each arm. abrun's trainer draws
+    completions by seed, step and row, so that only other rollout settings change them. Elsewhere the evidence
+    is a metric of the first step that varies between pairs but not within any. A reward is often 0 in all
+    runs but one or two. It must be equal within every pair, and have three or more distinct values.
+    """
+    pairs = _started_pairs(pairs)
+    if all(_draws_alike(pair) for pair in pairs):
+        return True
+    metrics = (metric for metric in STEP_ONE if metric not in (REWARD, MEAN_PROMPT_LENGTH))
     return any(_has_same_first_values(pairs, metric) for metric in metrics) or _has_same_first_rewards(pairs)
+
+
+def _started_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs whose runs both have a step-one metric at the baseline's first step."""
+    return [pair for pair in pairs if any(_first_values(*pair.runs, metric) for metric in STEP_ONE)]
+
+
+def _draws_alike(pair: Pair) -> bool:
+    """Return True if both runs are abrun's trainer with one sampler, or train on recorded rollouts."""
+    if any(run.trains_on_recording for run in pair.runs):
+        return True
+    configs = [run.config or {} for run in pair.runs]
+    samplers = [{key: value for key, value in c.items() if key.startswith("rollout.")} for c in configs]
+    return samplers[0] == samplers[1] and all(config.get("trainer.type") == "abrun" for config in configs)
 
 
 def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
@@ -190,8 +233,13 @@ def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
     first_values = np.array([pair_values for pair_values in values if pair_values is not None]).reshape(-1, 2)
     if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
         return False
-    spread = float(first_values[:, 0].std(ddof=1))
+    spread = _spread(first_values[:, 0])
     return spread > 0 and float(np.abs(first_values[:, 1] - first_values[:, 0]).max()) <= 0.01 * spread
+
+
+def _spread(values: Array) -> float:
+    """Return the sample sd of the baselines' first values [P]; 0 for one pair."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def first_step(run: RecordedRun) -> int:
@@ -207,39 +255,42 @@ def _first_values(baseline: RecordedRun, run: RecordedRun, metric: str) -> tuple
     return None if baseline_value is None or run_value is None else (baseline_value, run_value)
 
 
-def _relative_deviation(baseline: RecordedRun, metric: str, baseline_value: float, run_value: float) -> float:
-    if baseline_value == run_value:
-        return 0.0
-    if not math.isfinite(run_value):
-        return math.inf
-    if metric == GEN_KL_ERROR:
-        return abs(_signed_deviation(metric, baseline_value, run_value))
-    return abs(run_value - baseline_value) / _rounding_scale(baseline, metric, baseline_value, run_value)[0]
-
-
 def _rounding_scale(
-    baseline: RecordedRun, metric: str, baseline_value: float, run_value: float
+    baseline: RecordedRun, metric: str, baseline_value: float, run_value: float, spread: float
 ) -> tuple[float, str]:
-    """Return the size that rounding errors of this metric are proportional to, and its name."""
+    """Return the size that rounding errors of this metric are proportional to, and its name.
+
+    `spread`: the sd over pairs if the arms sampled their completions anew, else 0.
+    """
     if metric == GEN_KL_ERROR:
         return 1.0, "a nat of log-prob error, sqrt(2 KL)"
-    size = max(abs(baseline_value), abs(run_value)) if math.isfinite(run_value) else abs(baseline_value)
-    min_scale, min_scale_source = 0.0, ""
+    sizes = {
+        "the larger value": max(abs(baseline_value), abs(run_value) if math.isfinite(run_value) else 0.0),
+        "the sd over pairs": spread,
+    }
     if metric.endswith("entropy"):
-        min_scale, min_scale_source = ENTROPY_SCALE, "the floor for small entropies"
+        sizes["the floor for small entropies"] = ENTROPY_SCALE
     if metric == LOSS:
         # At ratio 1 a policy-gradient loss is the mean of advantages, which cancel. Rounding applies to the
         # terms, as large as the largest advantage (about 1 where they are normalised).
         step = first_step(baseline)
         ends = [baseline.series(end).value_at(step) for end in (ADVANTAGES_MIN, ADVANTAGES_MAX)]
         advantages = [abs(end) for end in ends if end is not None and math.isfinite(end)]
-        min_scale = max(advantages, default=1.0)
-        min_scale_source = "the largest advantage" if advantages else "the floor for small losses"
-    return (size, "the larger value") if size >= min_scale else (min_scale, min_scale_source)
+        source = "the largest advantage" if advantages else "the floor for small losses"
+        sizes[source] = max(advantages, default=1.0)
+    source = max(sizes, key=lambda name: sizes[name])
+    return sizes[source], source
 
 
 def _find_tolerance(
-    metric: str, pair: Pair, compare: Compare, num_pairs: int, rerun_deviations: Sequence[float], alpha: float
+    metric: str,
+    pair: Pair,
+    compare: Compare,
+    num_pairs: int,
+    rerun_deviations: Sequence[float],
+    alpha: float,
+    *,
+    sampled_anew: bool,
 ) -> tuple[float, str, bool]:
     """Return the tolerance, its source, and if a deviation beyond it is certainly more than rounding.
 
@@ -258,7 +309,7 @@ def _find_tolerance(
     else:
         coarsest = max(map(str, dtypes), key=lambda dtype: ROUNDING.get(dtype, 0.0))
         rounding, rounding_source = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
-    is_certain = rounding <= ROUNDING["float32"]
+    is_certain = rounding <= ROUNDING["float32"] and not sampled_anew
     is_raised = not is_certain and metric in RAISED_BY_ROUNDING
     finite_deviations = [deviation for deviation in rerun_deviations if math.isfinite(deviation)]
     if finite_deviations and max(finite_deviations) > 0 and not is_raised:
@@ -298,26 +349,27 @@ def _quadrature_nodes() -> tuple[Array, Array]:
     return np.polynomial.legendre.leggauss(_NUM_NODES)
 
 
-def _signed_deviation(metric: str, baseline: float, treatment: float) -> float:
-    """Return log(treatment / baseline): the signed relative deviation of the treatment.
+def _signed_deviation(metric: str, baseline: float, treatment: float, scale: float) -> float:
+    """Return the treatment's deviation relative to the scale; inf if its value is not finite.
 
-    inf if one is 0, or if the signs differ. A KL in nats is converted to the log-prob error x that it
-    stands for, since k3(x) is x^2 / 2 for small x. (Below 0 it is rounding of a trainer that computes it
-    in float32.)
+    A KL in nats is converted to the log-prob error x that it stands for, since k3(x) is x^2 / 2 for small x.
+    (Below 0 it is rounding of a trainer that computes it in float32.)
     """
     if baseline == treatment:
         return 0.0
+    if not math.isfinite(treatment):
+        return math.inf
     if metric == GEN_KL_ERROR:
         return math.sqrt(2 * max(treatment, 0.0)) - math.sqrt(2 * max(baseline, 0.0))
-    share = treatment / baseline if baseline else 0.0
-    return math.log(share) if share > 0 and math.isfinite(share) else math.inf
+    return (treatment - baseline) / scale
 
 
-def _is_shifted(signed_deviations: Sequence[float], tolerance: float, alpha: float) -> bool:
+def _is_shifted(deviations: Array, tolerance: float, alpha: float, resolution: float) -> bool:
     """Return True if pairs deviate beyond the tolerance in one direction: rounding goes either way."""
-    if len(signed_deviations) < 2 or not np.isfinite(signed_deviations).all():
+    if len(deviations) < 2 or not np.isfinite(deviations).all():
         return False
-    return equivalence_test(np.zeros(len(signed_deviations)), signed_deviations, tolerance).p_beyond < alpha
+    test = equivalence_test(np.zeros(len(deviations)), deviations, tolerance, resolution=resolution)
+    return test.p_beyond < alpha
 
 
 def first_step_unread_reason(pairs: Sequence[Pair], recorded: Sequence[str]) -> Reason:

@@ -11,8 +11,8 @@ from abrun.metric_names import (
     Transform,
     default_reduction,
     default_transform,
+    is_memory,
     learning_sign,
-    metric_unit,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
@@ -87,39 +87,44 @@ def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) ->
     An accuracy over 16 prompts moves in sixteenths. Its mean over k validations moves in 16 k-ths if every
     validation has its own answers, and in sixteenths if the last answers are repeated. `window` [N, W] holds
     the differences of N pairs, or the values of N independent runs, as recorded. The step is divided by the
-    mean number of stretches without a change. Bytes return 0: they repeat themselves for good reason.
+    mean number of stretches without a change. Memory returns 0: it repeats itself for good reason.
     """
-    values = np.concatenate([run.series(claim.metric).values for run in runs])
-    values = values[np.isfinite(values)]
-    step = 0.0 if metric_unit(claim.metric) == "bytes" or not len(values) else _find_smallest_step(values)
+    step = 0.0 if is_memory(claim.metric) else find_smallest_step(runs, claim.metric)
     num_stretches = 1.0
     if window.size and default_reduction(claim.metric) != "median":
         changes = np.abs(np.diff(window, axis=-1)) > step / 2  # smaller changes are rounding in the log
         num_stretches += float(changes.sum(axis=-1).mean())
     if step and _claim_transform(claim) != "identity":
-        step /= float(np.abs(values).max())
+        values = np.abs(np.concatenate([run.series(claim.metric).values for run in runs]))
+        step /= float(values[np.isfinite(values)].max())
     return step / num_stretches
 
 
-def _find_smallest_step(values: Array) -> float:
-    """Return the smallest gap between values that are counts, and 0 for all others.
+def find_smallest_step(runs: Sequence[RecordedRun], metric: str) -> float:
+    """Return the smallest gap between values of an arm that are counts, and 0 for all others.
 
     Values are counts if they are multiples of the gap, to the last logged digit, or occur three times each on
-    average. (Values of bit-identical arms occur twice.)
+    average. (Values of bit-identical arms occur twice.) The distance of two arms is no gap, and a value that
+    a run repeats from step to step counts once: a constant, such as a memory peak, is logged at every step.
     """
-    distinct = np.unique(values)
-    gaps = np.diff(distinct)
+    by_arm: dict[str, list[Array]] = {}
+    for run in runs:
+        values = run.series(metric).values
+        values = values[np.isfinite(values)]
+        by_arm.setdefault(run.name.arm, []).append(values[np.diff(values, prepend=np.nan) != 0])
+    arms = [values for values in map(np.concatenate, by_arm.values()) if len(values)]
+    gaps = np.concatenate([np.empty(0), *(np.diff(np.unique(values)) for values in arms)])
     gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
     if not len(gaps):
         return 0.0
-    unit = 1.01 * last_decimal_unit(distinct)
+    unit = 1.01 * last_decimal_unit(np.concatenate(arms))
     wider = gaps[gaps > unit]
     if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
         gaps = wider
     step = float(gaps.min())
     tolerance = max(0.01 * step, unit)
     is_grid = bool(np.abs(gaps - step * np.round(gaps / step)).max() <= tolerance)
-    return step if is_grid or 3 * (len(gaps) + 1) <= len(values) else 0.0
+    return step if is_grid or 3 * (len(gaps) + len(arms)) <= sum(map(len, arms)) else 0.0
 
 
 def last_decimal_unit(values: Array) -> float:
