@@ -62,7 +62,7 @@ class Code(StrEnum):
     FIRST_STEP_NOT_SHARED, FIRST_STEPS_DIFFER, FIRST_STEP_LATE = auto(), auto(), auto()
     FIRST_STEP_NOT_FINITE, FIRST_STEP_NOT_RECORDED, PROMPTS_NOT_KNOWN = auto(), auto(), auto()
     FIRST_STEP_OF_SCORES = auto()
-    STEP_ONE_DIFFERS, STEP_ONE_OPEN = auto(), auto()
+    STEP_ONE_DIFFERS, STEP_ONE_OPEN, REWARD_REDEFINED = auto(), auto(), auto()
 
     # Guards
     RUNS_FINISHED, NO_BASELINE_FINISHED, NO_RUN_ENDED, ENDINGS_NOT_KNOWN = auto(), auto(), auto(), auto()
@@ -83,6 +83,7 @@ class Code(StrEnum):
     DEAD_SEEDS, CLIMB_NOT_SHOWN, NOTHING_CLIMBED, ONE_RUN_AS_TWO_SEEDS = auto(), auto(), auto(), auto()
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
+    STEPS_APART = auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()
@@ -93,6 +94,7 @@ class Code(StrEnum):
 
     # Evidence beside the claims: untested properties, excluded runs, injected faults, descriptions
     STEP_ONE_NOT_SETTLED, STEP_ONE_NOT_READ, RUNS_DO_NOT_SAY, OTHER_CODE = auto(), auto(), auto(), auto()
+    COMPLETIONS_SAMPLED_ANEW = auto()
     TOKEN_ERROR_NOT_MEASURED, NOT_PAIRED, REFERENCE_SEEDS_UNUSED = auto(), auto(), auto()
     ULP_RUN_NOT_FINISHED, NO_RERUNS, LEARNING_NOT_RECORDED, RARE_FAILURES = auto(), auto(), auto(), auto()
     NO_MARGIN, LEARNING_NOT_CHECKED, NO_FAULT_INJECTED, METRICS_WITHOUT_CLAIM = auto(), auto(), auto(), auto()

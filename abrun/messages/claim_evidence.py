@@ -144,6 +144,8 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,
+    Code.STEPS_APART: "the medians hide steps: {share:.0%} of the treatment's, and {baseline_share:.0%} of "
+    "the baseline's, are more than {ratio:.2f}x from those of the other seeds",
     Code.EMPTY_WINDOW: "{metric}: window: got {window:repr}, which selects none of its {num} recorded steps "
     "({steps[0]}-{steps[1]}); use a wider window, such as 'all'",
     Code.METRIC_OUTSIDE_DOMAIN: "{metric}: {problem}; declare `transform: identity` for this metric",

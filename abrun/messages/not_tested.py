@@ -53,6 +53,8 @@ def _seeds_left_out(seeds: list[int], broken: list[str]) -> str:
 NOT_TESTED: dict[Code, Message] = {
     Code.STEP_ONE_NOT_SETTLED: _step_one_not_settled,
     Code.STEP_ONE_NOT_READ: "step one: {why}",
+    Code.COMPLETIONS_SAMPLED_ANEW: "step one of {metrics:list}: each arm sampled its own completions, so a "
+    "difference counts only if it is shown over all pairs",
     Code.RUNS_DO_NOT_SAY: "not recorded by the runs: {missing:list}",
     Code.OTHER_CODE: "whether the different code of the runs changes their numbers",
     Code.TOKEN_ERROR_NOT_MEASURED: "agreement of trainer and rollout engine: {metric} is {recorded:if not a "
@@ -96,6 +98,7 @@ SHORT_NAMES: dict[Code, str] = {
     Code.RERUNS_LEFT_OUT: "A/A reruns of a treatment",
     Code.STEP_ONE_NOT_SETTLED: "step one of some metrics",
     Code.STEP_ONE_NOT_READ: "step one",
+    Code.COMPLETIONS_SAMPLED_ANEW: "step one, pair by pair",
     Code.NO_MARGIN: "whether the arms converge alike",
     Code.LEARNING_NOT_RECORDED: "whether the baseline learned",
     Code.LEARNING_NOT_CHECKED: "whether the baseline learned",

@@ -52,6 +52,13 @@ class _StepOneOpen(_StepOneDiffers):
         return f"{super().__str__()}; the cause may be rounding or a fault"
 
 
+class _RewardRedefined(_StepOneDiffers):
+    """The first reward differs, and nothing else."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; another definition of {self.metric}, for its components agree"
+
+
 def _guard_open(guard: str, reason: str, result: str) -> str:
     """A guard's limit is exceeded, but in the baseline too, or within seed noise."""
     return f"guard {guard}: {reason}; {_OPEN_GUARDS[result]}"
@@ -134,6 +141,7 @@ MESSAGES: dict[Code, Message] = {
     Code.MORE_FAULTS: "and {num} more of this kind",
     Code.STEP_ONE_DIFFERS: _StepOneDiffers,
     Code.STEP_ONE_OPEN: _StepOneOpen,
+    Code.REWARD_REDEFINED: _RewardRedefined,
     Code.GUARD_FAILS: "guard {guard} fails: {reason}",
     Code.GUARD_OPEN: _guard_open,
     Code.ONE_RUN_EACH: "one run of each arm: the difference may be seed noise, so nothing is tested",

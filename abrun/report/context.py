@@ -35,6 +35,18 @@ def verdict_title(content: VerdictFile) -> str:
     return "DESCRIPTION" if content.is_description else content.verdict
 
 
+def verdict_qualifiers(content: VerdictFile) -> list[str]:
+    """Return what narrows the verdict: a late declaration, its units, a broken claim beside it."""
+    holds = content.verdict in ("MATCH", "PASS")
+    qualifiers = {
+        "post hoc": content.post_hoc,
+        "unpaired": bool(content.arms) and not content.paired,
+        "these two checkpoints": any(claim.claim.unit == "prompt" for claim in content.claims),
+        "although a claim is broken": holds and any(claim.result == "different" for claim in content.claims),
+    }
+    return [qualifier for qualifier, applies in qualifiers.items() if applies]
+
+
 def make_context(experiment: RecordedExperiment, content: VerdictFile, command: str | None) -> Context:
     return Context(
         command=display_safe(command or f"abrun compare {experiment.name}"),

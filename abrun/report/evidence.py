@@ -116,13 +116,14 @@ def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
 def _step_one_text(checks: Sequence[StepOne]) -> str:
     if not checks:
         return "not checked"
-    failed_metrics = [check.metric for check in checks if check.result == "fail"]
+    failed_metrics = [check.metric for check in checks if check.result in ("fail", "redefined")]
     open_metrics = [check.metric for check in checks if check.result == "open"]
     untested = [check for check in checks if check.result == "not tested"]
     tested = [check for check in checks if check.result != "not tested"]
     state = f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
     if failed_metrics:
-        state = f"fails for {', '.join(failed_metrics)}"
+        is_redefined = any(check.result == "redefined" for check in checks)
+        state = f"fails for {', '.join(failed_metrics)}{' (another definition)' * is_redefined}"
     elif open_metrics:
         state = f"undecided for {', '.join(open_metrics)}"
     clauses = []

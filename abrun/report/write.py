@@ -35,7 +35,7 @@ from abrun.reasons import Code
 from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
-from abrun.report.context import Context, make_context, verdict_title
+from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
 from abrun.report.evidence import evidence_lines, spent_table
 from abrun.report.next_step import NextStep
 from abrun.report.noise import ALONE_NOTE, new_run_tables, noise_tables
@@ -277,7 +277,7 @@ def _description_cells(description: Description) -> list[str]:
 
 
 def _headline(content: VerdictFile) -> str:
-    qualifiers = ["post hoc"] * content.post_hoc + ["unpaired"] * (bool(content.arms) and not content.paired)
+    qualifiers = verdict_qualifiers(content)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
     return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
 

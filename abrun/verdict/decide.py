@@ -323,24 +323,31 @@ def decide_verdict(
         is_one_sided(result.claim.kind, result.claim.metric) for result in claims
     )
     holding, broken, still_open = _sort_outcomes(outcomes, require)
-    failing, undecided = _sort_checks(first_steps, guards, baseline_arm)
+    failing, undecided, passed_over = _sort_checks(first_steps, guards, baseline_arm, claims)
     if failing or broken:
-        return ("FAIL" if all_one_sided else "MISMATCH"), [*failing, *broken]
+        return ("FAIL" if all_one_sided else "MISMATCH"), [*failing, *broken, *passed_over]
     open_questions = [*undecided, *still_open, *([] if claims else [Code.NOTHING_CLAIMED()])]
     if open_questions:
-        return "INCONCLUSIVE", open_questions
-    return ("PASS" if all_one_sided else "MATCH"), holding
+        return "INCONCLUSIVE", [*open_questions, *passed_over]
+    return ("PASS" if all_one_sided else "MATCH"), [*holding, *passed_over]
 
 
 def _sort_checks(
-    first_steps: Sequence[StepOne], guards: Sequence[Guard], baseline_arm: str
-) -> tuple[list[Reason], list[Reason]]:
-    """Return the reasons of step one and of guards that fail, and of those that are open."""
-    failing, undecided = [], []
+    first_steps: Sequence[StepOne], guards: Sequence[Guard], baseline_arm: str, claims: Sequence[ClaimResult]
+) -> tuple[list[Reason], list[Reason], list[Reason]]:
+    """Return the reasons of step one and of guards that fail, that are open, and that decide no claim.
+
+    A reward of another definition decides claims on that reward alone.
+    """
+    failing, undecided, passed_over = [], [], []
+    claimed = {result.claim.metric for result in claims}
     for step_one in first_steps:
         values = {name: getattr(step_one, name) for name in _DEVIATION} | {"baseline_arm": baseline_arm}
         if step_one.result == "fail":
             failing.append(Code.STEP_ONE_DIFFERS(**values))
+        elif step_one.result == "redefined":
+            decided = failing if step_one.metric in claimed else passed_over
+            decided.append(Code.REWARD_REDEFINED(**values))
         elif step_one.result == "open":
             undecided.append(Code.STEP_ONE_OPEN(**values))
     for guard in guards:
@@ -348,7 +355,7 @@ def _sort_checks(
             failing.append(Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason))
         elif guard.result in _UNDECIDED_GUARDS:
             undecided.append(Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result))
-    return failing, undecided
+    return failing, undecided, passed_over
 
 
 def _sort_outcomes(

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, peak_memory_phase
@@ -17,6 +16,7 @@ from abrun.recipe.claims import Compare, Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, estimate_difference, p_above
 from abrun.stats.series import Array, Series
+from abrun.stats.shares import p_value_of_increase, p_value_of_more_hits, run_shares
 from abrun.verdict.summaries import EXCESS_OFFSET
 
 # "open": the treatment breaks the limit, but is not shown to be worse than its baseline. "baseline too": the
@@ -301,9 +301,9 @@ def _find_more_non_finite(
         broken = [[~np.isfinite(run.series(metric).values) for run in runs] for runs in recorded.arms]
         if not all(any(is_broken.any() for is_broken in arm_runs) for arm_runs in broken):
             continue
-        p_value = _p_value_of_more_hits(broken, paired_by_seed=sides.paired)
+        p_value = p_value_of_more_hits(broken, paired=sides.paired)
         if p_value < alpha / len(watched):
-            baseline_share, share = (_run_shares(arm_runs).mean() for arm_runs in broken)
+            baseline_share, share = (run_shares(arm_runs).mean() for arm_runs in broken)
             yield Code.NOT_FINITE_MORE_OFTEN(
                 metric=metric,
                 share=share,
@@ -356,7 +356,7 @@ def _check_token_error(
         None,
         limit,
         np.array([run_values.max() for run_values in medians]) if recorded else None,
-        lambda: _p_value_of_increase(baseline_excess, treatment_excess, paired_by_seed=sides.paired),
+        lambda: p_value_of_increase(baseline_excess, treatment_excess, paired=sides.paired),
         alpha,
     )
     hits = [[run_values > limit for run_values in runs] for runs in errors]
@@ -365,7 +365,7 @@ def _check_token_error(
         limit,
         share,
         np.array([np.concatenate(runs).mean() for runs in hits]) if recorded else None,
-        lambda: _p_value_of_more_hits(hits, paired_by_seed=sides.paired),
+        lambda: p_value_of_more_hits(hits, paired=sides.paired),
         alpha,
     )
 
@@ -377,32 +377,6 @@ def _first_counted_index(runs: Sequence[RecordedRun]) -> int:
         len(curve) > 1 and not np.isfinite(curve[0]) and np.isfinite(curve[1]) for curve in values
     )
     return int(bool(values) and unmeasured)
-
-
-def _p_value_of_increase(
-    baseline: Array, treatment: Array, least_error: float = 0.0, *, paired_by_seed: bool
-) -> float:
-    """Return the one-sided p-value of treatment > baseline; 1 with too few pairs, or runs, for a mismatch."""
-    if min(len(baseline), len(treatment)) < MIN_FOR_MISMATCH:
-        return 1.0
-    mean, error, dof = estimate_difference(baseline, treatment, paired=paired_by_seed)
-    return p_above(mean, max(error, least_error), dof)
-
-
-def _p_value_of_more_hits(hits: Sequence[Sequence[NDArray[np.bool_]]], *, paired_by_seed: bool) -> float:
-    """Return the one-sided p-value of a larger share of steps in the treatment, over the runs of both arms.
-
-    The standard error is at least that of counting: three equal small counts would give an sd of 0.
-    """
-    arms = [np.concatenate(runs) for runs in hits]
-    pooled = float(np.concatenate(arms).mean())
-    counting_error = math.sqrt(pooled * (1 - pooled) * sum(1 / len(steps) for steps in arms))
-    baseline, treatment = map(_run_shares, hits)
-    return _p_value_of_increase(baseline, treatment, counting_error, paired_by_seed=paired_by_seed)
-
-
-def _run_shares(hits: Sequence[NDArray[np.bool_]]) -> Array:
-    return np.array([run_hits.mean() for run_hits in hits])
 
 
 def _judge_token_error(

@@ -143,20 +143,16 @@ def _find_first_difference(
         if None in hashes:
             return Code.WEIGHTS_UNKNOWN(seed=seed), None
         return None, None if hashes[0] == hashes[1] else Code.WEIGHTS_DIFFER(seed=seed)
-    baseline, treatment = (_clip_series(run.series(metric), bounds) for run in pair)
-    if not len(baseline) or not np.array_equal(baseline.steps, treatment.steps):
+    steps, values = stack_runs(pair, metric)
+    steps, (baseline, treatment) = steps[inside := in_window(steps, bounds)], values[:, inside]
+    if not len(steps):
         return Code.STEPS_DIFFER(seed=seed), None
-    is_equal = (baseline.values == treatment.values) | (
-        np.isnan(baseline.values) & np.isnan(treatment.values)
-    )
-    if is_equal.all():
+    differs = (baseline != treatment) & ~(np.isnan(baseline) & np.isnan(treatment))
+    if not differs.any():
         return None, None
-    index = int(np.flatnonzero(~is_equal)[0])
+    index = int(differs.argmax())
     return None, Code.VALUES_DIFFER(
-        step=baseline.steps[index],
-        seed=seed,
-        baseline=baseline.values[index],
-        treatment=treatment.values[index],
+        step=steps[index], seed=seed, baseline=baseline[index], treatment=treatment[index]
     )
 
 
@@ -307,11 +303,6 @@ def _run_level(
     if not len(window_values):
         return float("nan")
     return float(_REDUCTIONS[terms.reduction](transform_with_gaps(window_values, transform)))
-
-
-def _clip_series(series: Series, bounds: tuple[int, int]) -> Series:
-    inside = (bounds[0] <= series.steps) & (series.steps <= bounds[1])
-    return Series(series.steps[inside], series.values[inside])
 
 
 def _limit_reduction(metric: str) -> WindowReduction:

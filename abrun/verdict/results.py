@@ -12,7 +12,7 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
 SampleUnit = Literal["seed", "prompt"]  # what a pair shares
-WindowReduction = Literal["mean", "median", "maximum", "minimum", "first"]
+WindowReduction = Literal["mean", "median", "largest step", "maximum", "minimum", "first"]
 TestMethod = Literal[
     "paired TOST",
     "sigma test",

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from scipy import special
 
 from abrun.metric_names import (
     ADVANTAGES_MAX,
@@ -19,12 +17,14 @@ from abrun.metric_names import (
     REWARD,
     STEP_ONE,
     TOKEN_MULT_PROB_ERROR,
+    learning_sign,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
 from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test
+from abrun.stats.maxima import maxima_ratio_quantile
 from abrun.stats.series import Array
 from abrun.verdict.summaries import find_smallest_step
 
@@ -36,12 +36,11 @@ GROSS_DEVIATION = 0.5  # relative to its scale: more than rounding in any precis
 # if both happen to round alike. A fault raises them, too.
 RAISED_BY_ROUNDING = (GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR)
 MIN_SHARED_REWARDS = 3  # distinct first rewards, equal within pairs, as evidence of shared prompts
-_NUM_NODES = 2000  # dense near 0, which determines the tail of the ratio
 # Entropy of a peaked policy is near 0 while its rounding error is that of log-probs, of order 1.
 ENTROPY_SCALE = 0.1
 
 
-StepOneResult = Literal["pass", "fail", "open", "not tested"]
+StepOneResult = Literal["pass", "fail", "redefined", "open", "not tested"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,10 @@ class StepOne:
     tolerance: float
     tolerance_from: str
     aa_deviation: float | None  # largest among A/A reruns
-    # "not tested": beyond the usual rounding, but the rounding of these runs is unknown. "open": so in the
-    # median pair, from rounding or from a fault, which prevents a match.
+    sampled_anew: bool  # the arms have their own completions, so only a difference over all pairs can fail
+    # "redefined": the reward differs, while its components and all else agree. "not tested": beyond the
+    # usual rounding, but the rounding of these runs is unknown. "open": so in the median pair, from rounding
+    # or from a fault, which prevents a match.
     result: StepOneResult
 
 
@@ -96,7 +97,25 @@ def check_step_one(
         _check_metric(arm, pairs, metric, compare, share, analysed_seeds, sampled_anew=sampled_anew)
         for metric in metrics
     )
-    return [result for result in checked if result]
+    results = [result for result in checked if result]
+    failing = [result.metric for result in results if result.result in ("fail", "open")]
+    if failing == [REWARD] and not sampled_anew and _components_agree(pairs):
+        return [
+            replace(result, result="redefined") if result.metric == REWARD else result for result in results
+        ]
+    return results
+
+
+def _components_agree(pairs: Sequence[Pair]) -> bool:
+    """Return True if the runs record parts of the training reward, and these agree at the first step."""
+    values = [
+        first_values
+        for pair in pairs
+        for metric in pair.baseline.metrics.keys() - {REWARD}
+        if "reward" in metric and learning_sign(metric, policy_gradient=True) == 1
+        if not metric.startswith("validation/") and (first_values := _first_values(*pair.runs, metric))
+    ]
+    return bool(values) and np.allclose(*np.transpose(values), rtol=ROUNDING["bfloat16"], atol=0)
 
 
 def _check_metric(
@@ -148,8 +167,10 @@ def _check_metric(
             result = "open" if len(counted) and np.median(counted) > tolerance else "not tested"
         else:
             runs = [run for pair, _ in usable for run in pair.runs]
-            step = find_smallest_step(runs, metric) / max(scale for scale, _ in scales)
-            result = "fail" if _is_shifted(deviations, tolerance, alpha, step) else "not tested"
+            # One scale for all: values that scale themselves would make the t-test err four times as often.
+            shares = np.array([scale for scale, _ in scales]) / (scale := max(scale for scale, _ in scales))
+            step = find_smallest_step(runs, metric) / scale
+            result = "fail" if _is_shifted(deviations * shares, tolerance, alpha, step) else "not tested"
     scale, scale_from = scales[worst]
     return StepOne(
         arm=arm,
@@ -165,6 +186,7 @@ def _check_metric(
         tolerance=tolerance,
         tolerance_from=source,
         aa_deviation=aa_deviation,
+        sampled_anew=sampled_anew,
         result=result,
     )
 
@@ -318,35 +340,6 @@ def _find_tolerance(
             source = f"{factor:.3g}x the largest A/A deviation of {len(finite_deviations)}"
             return factor * max(finite_deviations), source, True
     return rounding, rounding_source, is_certain
-
-
-def maxima_ratio_quantile(num_pairs: int, num_reruns: int, alpha: float) -> float:
-    """Return the 1 - alpha quantile of max |x_1..n| / max |y_1..m| for independent normal x, y with equal sd.
-
-    P(ratio > c) is the integral of 1 - F(c y)^n over the distribution of the largest of m, F the half-normal,
-    by quadrature and bisection: exact. With one rerun it is in the thousands, with three about twenty.
-    """
-    nodes, weights = _quadrature_nodes()
-    share = (nodes + 1) / 2
-    largest = math.sqrt(2) * special.erfinv(share ** (1 / num_reruns))  # quantiles of max |y|
-
-    def beyond(factor: float) -> float:
-        inside = special.erf(factor * largest / math.sqrt(2)) ** num_pairs
-        return float(np.sum(weights * (1 - inside)) / 2)
-
-    low, high = 0.0, 1.0
-    while beyond(high) > alpha and high < 1e9:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if beyond(middle) > alpha else (low, middle)
-    return high
-
-
-@cache
-def _quadrature_nodes() -> tuple[Array, Array]:
-    """Return Gauss-Legendre nodes and weights. They take a second to compute, and only reruns need them."""
-    return np.polynomial.legendre.leggauss(_NUM_NODES)
 
 
 def _signed_deviation(metric: str, baseline: float, treatment: float, scale: float) -> float:

@@ -11,6 +11,7 @@ from abrun.metric_names import (
     Transform,
     default_reduction,
     default_transform,
+    is_clock,
     is_memory,
     learning_sign,
 )
@@ -68,12 +69,22 @@ def reduce_arms(baseline: Array, treatment: Array, metric: str, *, stepwise: boo
     """Return one number per run of each arm, of transformed values [R, W].
 
     `stepwise`: pairs see the same rollouts at each step. Medians of two curves may lie at different steps, so
-    the treatment's number is then its baseline's plus the median of their differences.
+    the treatment's number is then its baseline's plus the median of their differences; of norms, which a
+    median would allow to differ in three steps of eight, plus the difference at the step where it is largest.
     """
-    level = reduce_window(baseline, metric)
-    if stepwise:
-        return level, level + reduce_window(treatment - baseline, metric)
-    return level, reduce_window(treatment, metric)
+    level, differences = reduce_window(baseline, metric), treatment - baseline
+    if not stepwise:
+        return level, reduce_window(treatment, metric)
+    if window_reduction(metric, stepwise=True) != "largest step":
+        return level, level + reduce_window(differences, metric)
+    largest = np.abs(differences).argmax(axis=-1)[..., None]
+    return level, level + np.take_along_axis(differences, largest, axis=-1)[..., 0]
+
+
+def window_reduction(metric: str, *, stepwise: bool) -> Literal["mean", "median", "largest step"]:
+    """Return how the steps of a window become one number."""
+    is_norm = default_transform(metric) == "log" and not (is_clock(metric) or is_memory(metric))
+    return "largest step" if stepwise and is_norm else default_reduction(metric)
 
 
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:

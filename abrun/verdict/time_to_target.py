@@ -159,6 +159,7 @@ def _test(
         difference = float(np.log(test.estimate))
         detected = detect(_log_times(before), _log_times(after), difference, (low, high), paired=paired)
     is_open = not (test.is_below or test.is_above)
+    loses_target = _loses_target(before[1], after[1], paired=paired)
     num_seeds = min(len(baseline), len(treatment))
     needed = sample_size(test.share_below, terms.alpha, paired=paired) if is_open else None
     power = Power(pairs_needed_observed=needed and max(needed, num_seeds + 1))
@@ -173,8 +174,14 @@ def _test(
         ),
         power=power,
         warnings=tuple(_list_warnings(baseline, treatment, terms, power, is_open=is_open)),
-        result="holds" if test.is_below else "undecided",
+        result="holds" if test.is_below and not loses_target else "undecided",
     )
+
+
+def _loses_target(baseline: Array, treatment: Array, *, paired: bool) -> bool:
+    """Return True if a treated run never reaches a target that its baseline, or more baselines, reach."""
+    unreached = np.isinf(treatment), np.isinf(baseline)
+    return bool((unreached[0] & ~unreached[1]).any() if paired else unreached[0].sum() > unreached[1].sum())
 
 
 def _as_ranges(times: Sequence[ReachTime]) -> tuple[Array, Array]:

@@ -76,10 +76,14 @@ def list_not_tested(
     steps = experiment.all_steps()
     num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
     unsettled = [record for record in first_steps if record.result == "not tested"]
+    sampled_metrics = [record.metric for record in unsettled if record.sampled_anew]
     reasons = [*experiment.left_out]
     reasons += [
-        _step_one_not_settled_reason(record, has_recipe=experiment.has_recipe) for record in unsettled
+        _step_one_not_settled_reason(record, has_recipe=experiment.has_recipe)
+        for record in unsettled
+        if not record.sampled_anew
     ]
+    reasons += [Code.COMPLETIONS_SAMPLED_ANEW(metrics=sampled_metrics)] if sampled_metrics else []
     reasons += [*_note_unrecorded(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
     if step_one_unread:
         reasons.append(Code.STEP_ONE_NOT_READ(why=step_one_unread))

@@ -12,12 +12,13 @@ from abrun.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.metric_names import STEP_ONE as STEP_ONE_METRICS
 from abrun.reasons import Code
 from abrun.report.evidence import evidence_lines
+from abrun.stats.maxima import maxima_ratio_quantile
 from abrun.stats.power import power_at
 from abrun.verdict.claims import add_statistics, apply_holm
 from abrun.verdict.decide import decide_verdict
 from abrun.verdict.guards import Guard
 from abrun.verdict.results import ClaimResult, ClaimTerms
-from abrun.verdict.step_one import StepOne, maxima_ratio_quantile
+from abrun.verdict.step_one import StepOne
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
 
@@ -338,6 +339,7 @@ STEP_ONE = StepOne(
     tolerance=1e-4,
     tolerance_from="recipe",
     aa_deviation=None,
+    sampled_anew=False,
     result="pass",
 )
 

@@ -105,7 +105,9 @@ def test_runs_that_never_reach_the_target_are_slower_than_their_end(tmp_path: Pa
     assert outcome(one_of_six) == ("INCONCLUSIVE", "undecided")
     assert "1 of 6 treated runs and 0 of 6 baseline runs do not reach the target" in one_of_six.reasons[0]
     one_of_ten = judged(write_arms(tmp_path / "2", OLD * 2, (*OLD, *OLD[:4], never), last=190))
-    assert outcome(one_of_ten) == ("PASS", "holds")  # the ranks allow for it
+    assert outcome(one_of_ten) == ("INCONCLUSIVE", "undecided")  # although the ranks allow for it
+    both = judged(write_arms(tmp_path / "5", (*OLD, *OLD[:4], never), (*OLD, *OLD[:4], never), last=190))
+    assert outcome(both) == ("PASS", "holds")
     all_fail = judged(write_arms(tmp_path / "3", OLD, [never] * 5))
     assert outcome(all_fail) == ("FAIL", "different")
     baseline_fails = judged(write_arms(tmp_path / "4", [never] * 5, OLD))

@@ -20,7 +20,7 @@ import orjson
 from abrun.messages import sentence
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.report.context import Context, verdict_title
+from abrun.report.context import Context, verdict_qualifiers, verdict_title
 from abrun.report.evidence import spent_table
 from abrun.report.page import charts
 from abrun.report.page.metrics import metric_rows
@@ -100,6 +100,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
     report = {
         "content": as_json(content),
         "title": verdict_title(content),
+        "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,
         "runs": [
             {
