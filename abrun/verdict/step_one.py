@@ -13,6 +13,7 @@ from abrun.metric_names import (
     FIXED_BY_ROLLOUTS,
     GEN_KL_ERROR,
     LOSS,
+    MEAN_GEN_TOKENS,
     MEAN_PROMPT_LENGTH,
     REWARD,
     STEP_ONE,
@@ -211,13 +212,16 @@ def has_shared_rollouts(pairs: Sequence[Pair]) -> bool:
     """Return True if both arms of every started pair trained on the same completions at the first step.
 
     Common prompts are not common rollouts: most trainers sample anew in each arm. abrun's trainer draws
-    completions by seed, step and row, so that only other rollout settings change them. Elsewhere the evidence
-    is a metric of the first step that varies between pairs but not within any. A reward is often 0 in all
-    runs but one or two. It must be equal within every pair, and have three or more distinct values.
+    completions by seed, step and row, so that only other rollout settings change them. Elsewhere lengths
+    must not differ, and the evidence is a metric of the first step that varies between pairs but not within
+    any. A reward is often 0 in all runs but one or two. It must have three or more distinct values.
     """
     pairs = _started_pairs(pairs)
     if all(_draws_alike(pair) for pair in pairs):
         return True
+    lengths = [_first_values(*pair.runs, MEAN_GEN_TOKENS) for pair in pairs]
+    if any(values and not math.isclose(*values, rel_tol=1e-6) for values in lengths):
+        return False
     metrics = (metric for metric in STEP_ONE if metric not in (REWARD, MEAN_PROMPT_LENGTH))
     return any(_has_same_first_values(pairs, metric) for metric in metrics) or _has_same_first_rewards(pairs)
 
