@@ -423,5 +423,10 @@ def is_clock(name: str) -> bool:
     return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 
+def is_learned(name: str) -> bool:
+    """Return True unless a metric measures time or memory."""
+    return not is_clock(name) and metric_unit(name) != "bytes"
+
+
 def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")
