@@ -89,7 +89,8 @@ def gate(
     Each candidate is compared with the incumbent, whose runs are reused. The answer is BETTER (the candidate
     becomes the incumbent), WORSE, ALIKE (no improvement worth finding), or OPEN with the seeds to add. A
     candidate may start with one seed and be asked about after each new one, at most 8: the level of its test
-    (LORD++) pays for all readings. BETTER needs 3 seeds. Asking about the incumbent adds its new runs.
+    (LORD++) pays for all readings. BETTER needs 3 seeds. Asking about the incumbent adds its new runs. Copies
+    are refused, also of runs that the ledger knows under another name. A failed run is WORSE.
 
     Exit code: 0 BETTER, 3 WORSE, 4 OPEN, 6 ALIKE; 2 for bad input.
 
