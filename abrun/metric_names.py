@@ -431,5 +431,10 @@ def is_memory(name: str) -> bool:
     return is_named is not None or metric_unit(name) == "bytes"
 
 
+def is_learned(name: str) -> bool:
+    """Return True unless a metric measures time or memory."""
+    return not (is_clock(name) or is_memory(name))
+
+
 def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")

@@ -1,8 +1,9 @@
 """The command `abrun gate`. Slow imports happen inside it."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +22,7 @@ from abrun.cli.arguments import (
 )
 from abrun.errors import RecipeError
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 
 # BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
 EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
@@ -88,7 +89,8 @@ def gate(
     Each candidate is compared with the incumbent, whose runs are reused. The answer is BETTER (the candidate
     becomes the incumbent), WORSE, ALIKE (no improvement worth finding), or OPEN with the seeds to add. A
     candidate may start with one seed and be asked about after each new one, at most 8: the level of its test
-    (LORD++) pays for all readings. BETTER needs 3 seeds. Asking about the incumbent adds its new runs.
+    (LORD++) pays for all readings. BETTER needs 3 seeds. Asking about the incumbent adds its new runs. Copies
+    are refused, also of runs that the ledger knows under another name. A failed run is WORSE.
 
     Exit code: 0 BETTER, 3 WORSE, 4 OPEN, 6 ALIKE; 2 for bad input.
 
@@ -100,8 +102,7 @@ def gate(
     from abrun.diagnose.gate.command import answer_reason, ask_gate, caveats, start_gate
     from abrun.diagnose.gate.ledger import as_json as answer_as_json
     from abrun.diagnose.gate.ledger import read_state
-    from abrun.diagnose.gate.table import render_state, state_as_json
-    from abrun.messages.records import encode_reasons
+    from abrun.diagnose.gate.table import render_state, state_reason
     from abrun.recipe.claims import parse_claim
 
     if not start:
@@ -109,26 +110,34 @@ def gate(
         refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
+    reasons: Sequence[Reason] = ()
     if start:
         if candidate is None or claim is None:
             raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))
         options = {"worth": worth, "alpha": alpha}
         levels = {option: value for option, value in options.items() if value is not None}
-        state = start_gate(against, candidate, reading, parse_claim(claim), arm=arm, name=name, **levels)
+        declared = parse_claim(claim)
+        state, reasons = start_gate(against, candidate, reading, declared, arm=arm, name=name, **levels)
     elif candidate is None:
         state = read_state(against)
     else:
-        answer, state = ask_gate(against, candidate, reading, arm=arm, name=name)
-        reasons = caveats(answer, state, time.time())
-        notes = [sentence(reason) for reason in reasons]
+        answer, state, left_out = ask_gate(against, candidate, reading, arm=arm, name=name)
+        reasons = [*left_out, *caveats(answer, state, time.time())]
         if as_json:
-            codes = {"notes": notes, "note_codes": encode_reasons(reasons)}
-            print_json({**answer_as_json(answer, state), **codes})
+            print_json({**answer_as_json(answer, state), **_notes_as_json(reasons)})
         else:
-            for line in (sentence(answer_reason(answer, state)), *notes):
-                console().say(line)
+            for reason in (answer_reason(answer, state), *reasons):
+                console().say(sentence(reason))
         raise typer.Exit(EXIT_CODES[answer.outcome])
     if as_json:
-        print_json(state_as_json(state))
+        print_json({**state_reason(state).values, **_notes_as_json(reasons)})
     else:
         console().print(render_state(state))
+        for reason in reasons:
+            console().say(sentence(reason))
+
+
+def _notes_as_json(reasons: Sequence[Reason]) -> dict[str, Any]:
+    from abrun.messages.records import encode_reasons
+
+    return {"notes": [sentence(reason) for reason in reasons], "note_codes": encode_reasons(reasons)}

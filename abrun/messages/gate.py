@@ -69,7 +69,9 @@ MESSAGES: dict[Code, Message] = {
     "recorded}, but the gate reads steps {steps[0]}-{steps[1]}; run it to the end",
     Code.GATE_DIVERGED: "WORSE: {metric} of {candidate} is NaN or infinite in "
     "{num_diverged:count run}; discard it",
-    Code.GATE_INCUMBENT_DIVERGED: "{incumbent}: the metric is NaN or infinite in {num_diverged:count run}; "
+    Code.GATE_FAILED: "WORSE: of {candidate}, {runs:list} failed; discard it, or run what failed again",
+    Code.GATE_COPIES: "{problem}; run {candidate} with seeds that no other run has",
+    Code.GATE_INCUMBENT_DIVERGED: "{incumbent}: {num_diverged:count run} failed or became NaN or infinite; "
     "an incumbent needs runs that end; leave the run out with --exclude",
     Code.START_NEEDS: "--start requires {missing}; add it",
 }

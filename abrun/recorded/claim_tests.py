@@ -5,9 +5,9 @@ Anyone may have written or deleted a stamp, so an unreadable one counts as no co
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,20 +65,37 @@ def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
     """Return the test of a treatment's claims on the experiment's current runs."""
     compare = experiment.compare
     claims = sorted(repr(_hashed_values(claim)) for claim in compare.claims)
-    sides = experiment.sides(arm).finished
-    treated = [_hash_values(run) for run in sides.treatments]
-    pairs = (
-        [
-            _hash(_hash_values(run), treated_hash)
-            for run, treated_hash in zip(sides.baselines, treated, strict=True)
-        ]
-        if compare.paired
-        else treated
-    )
     level = compare.model_dump(include={"alpha", "require"}, exclude_defaults=True)
     design = [str(compare.paired), str(compare.interim), *([repr(level)] if level else [])]
     question = _hash(*claims, *design)
-    return ClaimTest(question=question, pairs=frozenset(pairs))
+    return ClaimTest(question=question, pairs=frozenset(_hash_pairs(experiment, arm).values()))
+
+
+def in_reported_order(experiment: RecordedExperiment, earlier: Collection[ClaimTest]) -> RecordedExperiment:
+    """Return the experiment with the pairs of earlier reports on the same question first, the smallest first.
+
+    An interim analysis stands as it was reported, whatever the seeds of the pairs that were added.
+    """
+    sizes: dict[int, int] = {}
+    for arm in experiment.treatments:
+        question = make_claim_test(experiment, arm).question
+        for seed, pair in _hash_pairs(experiment, arm).items():
+            reported = [
+                len(test.pairs) for test in earlier if test.question == question and pair in test.pairs
+            ]
+            sizes[seed] = min([*reported, sizes.get(seed, len(experiment.runs))])
+    first = sorted(experiment.runs, key=lambda run: sizes.get(run.seed, len(experiment.runs)))
+    return replace(experiment, runs={run: experiment.runs[run] for run in first})
+
+
+def _hash_pairs(experiment: RecordedExperiment, arm: str) -> dict[int, str]:
+    """Return a hash of each finished pair's values by seed; for unpaired runs, of each treated run's."""
+    sides = experiment.sides(arm).finished
+    hashes = {run.name.seed: _hash_values(run) for run in sides.treatments}
+    if not sides.paired:
+        return hashes
+    baselines = {run.name.seed: _hash_values(run) for run in sides.baselines}
+    return {seed: _hash(baselines[seed], treated) for seed, treated in hashes.items()}
 
 
 def _hashed_values(claim: Claim) -> dict[str, Any]:

@@ -209,6 +209,7 @@ class RecordedExperiment:
     ] = ()  # of runs that abrun did not launch: what names and columns were taken for
     renamed: Mapping[str, str] = field(default_factory=dict)  # the trainer's metric name -> abrun's name
     left_out: tuple[Reason, ...] = ()  # runs, or parts of runs, that do not count
+    unselected: tuple[str, ...] = ()  # names of the runs that --seeds and --exclude leave out
     versions_differ: bool = False  # declared: the treatment is a change of Python or package versions
     regression: bool = False  # the baseline is a reference; versions and devices may differ
     trace: StoredTrace | Reason | None = None  # of `abrun trace`; a reason: why it says nothing of these arms

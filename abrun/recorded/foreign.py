@@ -119,6 +119,10 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
         guessed=tuple(dict.fromkeys(guessed)),
         renamed=renamed.names,
         left_out=(*left_out, *prompts_left_out, *reruns_left_out, *restarted_counter_reasons(by_name)),
+        unselected=(
+            *dict.fromkeys(str(run) for run, _ in named_logs if run not in selected),
+            *(log.name for log in excluded),
+        ),
         versions_differ=reading.versions_differ,
     )
 

@@ -23,7 +23,7 @@ from abrun.present.figures import FIGURE_FORMATS
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare, claim_option
 from abrun.recipe.refusals import validated
-from abrun.recorded.claim_tests import find_earlier_claim_tests, make_claim_test
+from abrun.recorded.claim_tests import find_earlier_claim_tests, in_reported_order, make_claim_test
 from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
@@ -185,12 +185,14 @@ def compare(
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
-    arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
-    one_arm = None if arms else describe_one_arm(experiment)
-    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
     earlier = find_earlier_claim_tests(
         {experiment.directory or Path(), *([output.parent] if output is not None else [])}
     )
+    if experiment.compare.interim and not experiment.has_recipe:  # a launch has an order of its own
+        experiment = in_reported_order(experiment, earlier)
+    arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
+    one_arm = None if arms else describe_one_arm(experiment)
+    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
     content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
     readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)

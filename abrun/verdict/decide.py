@@ -175,7 +175,8 @@ def planned_analyses(
 
     `alpha` is the familywise error rate of calling equal arms a mismatch. Guards and step one get the
     share that `guards.alpha` is of 5 %, the claims the rest. Each claim of each treatment gets an equal
-    part of that rest, which is then spread over the interim analyses.
+    part of that rest, which is then spread over the interim analyses. If one claim suffices, each treatment's
+    claims share `alpha` likewise: Holm's correction divides their level again.
     """
     counts = experiment.compare.interim or [
         max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
@@ -183,12 +184,13 @@ def planned_analyses(
     guard_alpha = experiment.compare.guards.alpha * alpha / ALPHA
     family_size = max(1, num_claims * len(experiment.treatments))
     spending = experiment.compare.alpha_spending
-    match_levels = interim_levels(counts, alpha, spending)
+    num_sharing = max(1, num_claims) if experiment.compare.require == "any" else 1
+    match_levels = interim_levels(counts, alpha / num_sharing, spending)
     mismatch_levels = interim_levels(counts, (alpha - guard_alpha) / family_size, spending)
     return [
         InterimAnalysis(
             num_pairs=count,
-            alpha=match_level,
+            alpha=num_sharing * match_level,
             alpha_difference=family_size * mismatch_level,
             alpha_guards=guard_alpha / len(counts) / max(1, len(experiment.treatments)),
         )

@@ -21,6 +21,7 @@ from abrun.metric_names import (
     default_transform,
     find_metric,
     is_clock,
+    is_learned,
     metric_unit,
 )
 from abrun.reasons import Code, Reason
@@ -228,7 +229,7 @@ def _find_copies_in_other_metrics(
     for other_metric in runs[0].metrics if runs else ():
         definition = find_metric(other_metric)
         is_configured = definition is not None and "configured" in definition.roles
-        if other_metric == metric or is_configured or not _is_learned(other_metric):
+        if other_metric == metric or is_configured or not is_learned(other_metric):
             continue
         values = stack_runs(runs, other_metric)[1]
         is_equal = np.array_equal(values, np.broadcast_to(values[:1], values.shape))
@@ -259,14 +260,9 @@ def _has_same_curve(
 
 
 def _has_same_numbers(run: RecordedRun, other_run: RecordedRun) -> bool:
-    learned_metrics = list(filter(_is_learned, {*run.metrics, *other_run.metrics}))
+    learned_metrics = list(filter(is_learned, {*run.metrics, *other_run.metrics}))
     return bool(learned_metrics) and all(
         np.array_equal(run.series(metric).steps, other_run.series(metric).steps)
         and np.array_equal(run.series(metric).values, other_run.series(metric).values, equal_nan=True)
         for metric in learned_metrics
     )
-
-
-def _is_learned(metric: str) -> bool:
-    """Return True unless a metric measures time or memory."""
-    return not is_clock(metric) and metric_unit(metric) != "bytes"

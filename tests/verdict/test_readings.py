@@ -221,6 +221,19 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     assert repeats(compared(interim=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
 
 
+def test_a_look_keeps_the_pairs_of_its_report_when_pairs_of_earlier_seeds_are_added(here: Path) -> None:
+    write_runs(here / "r", range(5, 8))
+    first = compared(interim=(3, 5, 8))
+    write_runs(here / "r", range(2))
+    write_runs(here / "r", range(9, 12))
+    last = compared(interim=(3, 5, 8))
+    assert not repeats(last)
+    estimate = last.content.claims[0]
+    assert estimate.claim.seeds[:3] == first.content.claims[0].claim.seeds == (5, 6, 7)
+    assert estimate.estimate.differences[:3] == first.content.claims[0].estimate.differences
+    assert compared(interim=(3, 6, 8)).content.claims[0].claim.seeds[:3] == (0, 1, 5)  # another design
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

@@ -2,11 +2,16 @@
 
 import shutil
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from scipy import special
 
 from abrun.api.launching import interim_state
 from abrun.reasons import Code
+from abrun.recipe.claims import Claim, Compare
+from abrun.recorded.experiment import RecordedExperiment
+from abrun.verdict.decide import planned_analyses
 from tests.verdict.simulate import edit, edit_rows, fail
 
 LOOKS = {"claims": [{"metric": "train/reward", "margin": 0.02}], "interim": [3, 5]}
@@ -99,3 +104,20 @@ def test_pairs_after_the_look_that_decided_are_not_said_to_be_unfinished(simulat
     experiment_dir = simulated(compare=LOOKS)
     assert judged(experiment_dir).content.num_pairs == 3
     assert "**pairs**: 3 compared, of 5 planned;" in (experiment_dir / "report/report.md").read_text()
+
+
+@pytest.mark.parametrize("num_claims", [2, 5])
+def test_looks_at_claims_of_which_one_suffices_keep_the_level(num_claims):
+    """All claims at the edge of their margins; Holm's first step compares the smallest p-value."""
+    counts, num_experiments = [4, 8, 12], 100_000
+    claims = [Claim(metric=f"metric-{number}", margin=0.1) for number in range(num_claims)]
+    compare = Compare(claims=claims, interim=counts, require="any")
+    experiment = RecordedExperiment(name="any", arms=("old", "new"), compare=compare, runs={})
+    values = np.random.default_rng(num_claims).standard_normal((num_experiments, num_claims, counts[-1]))
+    has_passed = np.zeros(num_experiments, bool)
+    for analysis in planned_analyses(experiment, num_claims):
+        seen = values[..., : analysis.num_pairs]
+        t = seen.mean(axis=-1) / (seen.std(axis=-1, ddof=1) / np.sqrt(analysis.num_pairs))
+        p_values = special.stdtr(analysis.num_pairs - 1, -t)
+        has_passed |= num_claims * p_values.min(axis=1) < analysis.alpha
+    assert has_passed.mean() < 0.052

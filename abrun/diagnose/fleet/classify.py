@@ -29,7 +29,7 @@ class EarlierRow:
     """A recipe's row of an earlier fleet."""
 
     status: Status
-    is_red: bool  # by itself, whatever the false discovery rate of that fleet allowed
+    is_red: bool  # at the false discovery rate of that fleet, or red before it
     reference_sha256: str | None
 
 

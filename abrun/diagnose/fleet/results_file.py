@@ -65,4 +65,5 @@ def _parse_row(row: Mapping[str, Any]) -> EarlierRow:
     status, is_red, sha256 = row["status"], row["is_red"], row["reference_sha256"]
     if status not in STATUSES or type(is_red) is not bool:
         raise ValueError(status)
-    return EarlierRow(status=status, is_red=is_red or status == "red before", reference_sha256=sha256)
+    is_discovery = is_red and row["adjusted_p"] is not None and row["adjusted_p"] <= ALPHA
+    return EarlierRow(status=status, is_red=is_discovery or status == "red before", reference_sha256=sha256)

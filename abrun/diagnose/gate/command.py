@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ from abrun.diagnose.gate.ledger import (
     locked_state,
     read_state,
     refuse_changed_runs,
-    write_answer,
 )
 from abrun.diagnose.ledger.drift import environment_sha256
 from abrun.errors import ComparisonError
 from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
+from abrun.recorded.experiment import RecordedRun, Sides, union_steps
+from abrun.recorded.known_runs import remember_run
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import find_stored_experiment, open_sources
-from abrun.stats.online import ALPHA, MAX_SEEDS, MIN_SEEDS, Sample, read_candidate, seeds_to_add
+from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
 from abrun.stats.series import in_window, window_bounds
+from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import summarize_runs
 
 INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
@@ -47,23 +48,16 @@ def start_gate(
     name: str | None = None,
     worth: str = "2 sigma",
     alpha: float = ALPHA,
-    max_seeds: int = MAX_SEEDS,
-) -> State:
-    """Write a new ledger whose incumbent is the arm of a source. Raises AbrunError."""
+) -> tuple[State, Sequence[Reason]]:
+    """Write a new ledger whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
     claim = _check_claim(claim)
     amount, in_sds = _parse_worth(worth, claim)
-    experiment = open_sources([source], reading, [claim])
-    (claim,) = experiment.compare.claims
-    runs, default_name = _arm_runs(experiment, arm, source, reading)
-    grid = union_steps(run.series(claim.metric).steps for run in runs)
-    first_step, last_step = window_bounds(claim.window, grid, claim.metric)
-    incumbent = _read_runs(name or default_name, runs, claim, (first_step, last_step))
-    _refuse_diverged(incumbent)
-    if len(incumbent.values) < MIN_SEEDS or len({*incumbent.values}) == 1:
+    incumbent, claim, (first_step, last_step), left_out = _read_arm(source, reading, claim, arm, name)
+    _refuse_unfinished(incumbent)
+    num_runs = len(incumbent.values)
+    if num_runs < MIN_SEEDS or len({*incumbent.values}) == 1:
         raise ComparisonError(
-            Code.GATE_INCUMBENT_REFUSED(
-                incumbent=incumbent.name, num_runs=len(incumbent.values), minimum=MIN_SEEDS
-            )
+            Code.GATE_INCUMBENT_REFUSED(incumbent=incumbent.name, num_runs=num_runs, minimum=MIN_SEEDS)
         )
     start = Start(
         time_s=time.time(),
@@ -77,18 +71,17 @@ def start_gate(
         worth=amount,
         worth_in_sds=in_sds,
         alpha=alpha,
-        max_seeds=max_seeds,
         incumbent=incumbent,
     )
     create_ledger(path, start)
-    return State(start=start, incumbent=incumbent)
+    return State(start=start, incumbent=incumbent), left_out
 
 
 @np.errstate(all="ignore")
 def ask_gate(
     path: Path, source: str, reading: ReadingOptions, *, arm: str | None = None, name: str | None = None
-) -> tuple[Answer, State]:
-    """Judge a candidate at its present seeds, and record the answer. Raises AbrunError.
+) -> tuple[Answer, State, Sequence[Reason]]:
+    """Judge a candidate at its present seeds, record the answer, and say what is left out. Raises AbrunError.
 
     Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.
     """
@@ -100,27 +93,23 @@ def ask_gate(
         higher_is_better=start.higher_is_better,
         better=start.margin,
     )
-    experiment = open_sources([source], reading, [claim])
-    runs, default_name = _arm_runs(experiment, arm, source, reading)
-    candidate = _read_runs(name or default_name, runs, claim, (start.first_step, start.last_step))
+    steps = start.first_step, start.last_step
+    candidate, *_, left_out = _read_arm(source, reading, claim, arm, name, steps)
     with locked_state(path) as (state, writer):
         answer = _judge(state, candidate)
         if answer is not state.candidates.get(candidate.name):
-            write_answer(writer, answer)
+            writer.write(asdict(answer))
+            writer.sync()
             state.add(answer)
-        return answer, state
+        return answer, state, left_out
 
 
 def answer_reason(answer: Answer, state: State) -> Reason:
     start, candidate = state.start, answer.candidate
-    codes: dict[Outcome, Code] = {
-        "BETTER": Code.GATE_BETTER,
-        "WORSE": Code.GATE_WORSE,
-        "ALIKE": Code.GATE_ALIKE,
-        "OPEN": Code.GATE_OPEN if answer.seeds_to_add else Code.GATE_SEEDS_SPENT,
-    }
     if answer.outcome == "INCUMBENT":
         return Code.GATE_INCUMBENT(incumbent=candidate.name, num_runs=len(candidate.values))
+    if candidate.failed:
+        return Code.GATE_FAILED(candidate=candidate.name, runs=candidate.failed)
     if candidate.num_diverged:
         return Code.GATE_DIVERGED(
             candidate=candidate.name, metric=start.metric, num_diverged=candidate.num_diverged
@@ -132,14 +121,16 @@ def answer_reason(answer: Answer, state: State) -> Reason:
         num_seeds=len(candidate.values),
         num_incumbent_runs=answer.num_incumbent_runs,
     )
-    own = {
-        "BETTER": {"p": answer.p, "level": answer.reading_level, "margin": start.margin},
-        "WORSE": {},
-        "ALIKE": {"worth": answer.worth},
-        "OPEN": {"seeds_to_add": answer.seeds_to_add} if answer.seeds_to_add else {},
+    values = {"candidate": candidate.name, "incumbent": answer.incumbent, "evidence": evidence}
+    reasons: dict[Outcome, Reason] = {
+        "BETTER": Code.GATE_BETTER(**values, p=answer.p, level=answer.reading_level, margin=start.margin),
+        "WORSE": Code.GATE_WORSE(**values),
+        "ALIKE": Code.GATE_ALIKE(**values, worth=answer.worth),
+        "OPEN": Code.GATE_OPEN(**values, seeds_to_add=answer.seeds_to_add)
+        if answer.seeds_to_add
+        else Code.GATE_SEEDS_SPENT(**values),
     }
-    names = {"candidate": candidate.name, "incumbent": answer.incumbent}
-    return codes[answer.outcome](**names, evidence=evidence, **own[answer.outcome])
+    return reasons[answer.outcome]
 
 
 def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
@@ -164,76 +155,78 @@ def _judge(state: State, candidate: Runs) -> Answer:
     earlier = state.candidates.get(name)
     if earlier:
         refuse_changed_runs(earlier.candidate, candidate)
-        if earlier.candidate.num_runs == candidate.num_runs:
+        is_same = earlier.candidate.num_runs == candidate.num_runs
+        if is_same and earlier.candidate.failed == candidate.failed:
             return earlier
+    for known_name, runs in state.runs_by_name.items():
+        if known_name != name:
+            known, own = runs.restore(start.metric), candidate.restore(start.metric)
+            _refuse_copies(name, Sides(baselines=known, treatments=own, paired=False), start.metric)
+    answer = Answer(
+        number=state.num_answers + 1,
+        time_s=time.time(),
+        outcome="WORSE",
+        candidate=candidate,
+        incumbent=state.incumbent.name,
+        num_incumbent_runs=len(state.incumbent.values),
+        level=state.level(name),
+    )
     if name == state.incumbent.name:
-        return _extend_incumbent(state, candidate)
+        refuse_changed_runs(state.incumbent, candidate)
+        _refuse_unfinished(candidate)
+        num_runs = len(candidate.values)
+        num_missing = max(0, INCUMBENT_SEEDS - num_runs)
+        return replace(answer, outcome="INCUMBENT", num_incumbent_runs=num_runs, seeds_to_add=num_missing)
     if name in state.superseded:
         raise ComparisonError(Code.GATE_SUPERSEDED(candidate=name, incumbent=state.incumbent.name))
     if candidate.num_runs > start.max_seeds:
         raise ComparisonError(
             Code.GATE_TOO_MANY_SEEDS(candidate=name, num_seeds=candidate.num_runs, maximum=start.max_seeds)
         )
-    if candidate.num_diverged:
-        return _answer(state, candidate, outcome="WORSE")
+    is_unfinished = candidate.num_diverged or candidate.failed
+    return answer if is_unfinished else replace(answer, **_test_candidate(state, candidate))
+
+
+def _test_candidate(state: State, candidate: Runs) -> dict[str, Any]:
+    """Return the fields of the answer that follow from the values of the candidate and the incumbent."""
+    start = state.start
     sign = 1.0 if start.higher_is_better else -1.0
     samples = Sample.of(sign * np.array(candidate.values)), Sample.of(sign * np.array(state.incumbent.values))
-    noise, level = state.noise(name), state.level(name)
+    noise = state.noise(candidate.name)
     settings = {
-        "level": level,
+        "level": state.level(candidate.name),
         "worth": start.worth,
         "in_sds": start.worth_in_sds,
         "margin": start.margin,
         "max_seeds": start.max_seeds,
     }
     reading = read_candidate(*samples, noise, **settings)
-    is_open = not (reading.better or reading.worse or reading.alike)
-    decided: Outcome = "BETTER" if reading.better else "WORSE" if reading.worse else "ALIKE"
-    low, high = reading.interval()
-    return _answer(
-        state,
-        candidate,
-        outcome="OPEN" if is_open else decided,
-        reading_level=float(reading.level),
-        p=float(reading.p),
-        improvement=float(reading.improvement),
-        interval=(float(low), float(high)),
-        upper=float(reading.upper),
-        worth=float(start.worth * (reading.sd if start.worth_in_sds else 1.0)),
-        sd=float(reading.sd),
-        seeds_to_add=int(seeds_to_add(*samples, noise, **settings)) if is_open else 0,
-    )
+    decided = {"BETTER": reading.better, "WORSE": reading.worse, "ALIKE": reading.alike}
+    outcome = next((outcome for outcome, is_shown in decided.items() if is_shown), "OPEN")
+    return {
+        "outcome": outcome,
+        "reading_level": float(reading.level),
+        "interval": tuple(map(float, reading.interval())),
+        "worth": float(start.worth * (reading.sd if start.worth_in_sds else 1.0)),
+        "seeds_to_add": int(seeds_to_add(*samples, noise, **settings)) if outcome == "OPEN" else 0,
+        **{key: float(getattr(reading, key)) for key in ("p", "improvement", "upper", "sd")},
+    }
 
 
-def _answer(state: State, candidate: Runs, **values: Any) -> Answer:
-    """Return the next line of the ledger, about a candidate against the incumbent of the day."""
-    return Answer(
-        number=state.num_answers + 1,
-        time_s=time.time(),
-        candidate=candidate,
-        incumbent=state.incumbent.name,
-        num_incumbent_runs=len(state.incumbent.values),
-        level=state.level(candidate.name),
-        **values,
-    )
-
-
-def _extend_incumbent(state: State, runs: Runs) -> Answer:
-    """Return the answer about the incumbent itself: its new runs join the baseline."""
-    refuse_changed_runs(state.incumbent, runs)
-    _refuse_diverged(runs)
-    answer = _answer(
-        state, runs, outcome="INCUMBENT", seeds_to_add=max(0, INCUMBENT_SEEDS - len(runs.values))
-    )
-    return replace(answer, num_incumbent_runs=len(runs.values))
-
-
-def _refuse_diverged(incumbent: Runs) -> None:
-    """Raise ComparisonError if a run of the incumbent has no finite value."""
-    if incumbent.num_diverged:
+def _refuse_unfinished(incumbent: Runs) -> None:
+    """Raise ComparisonError if a run of the incumbent failed or has no finite value."""
+    num_diverged = incumbent.num_diverged + len(incumbent.failed)
+    if num_diverged:
         raise ComparisonError(
-            Code.GATE_INCUMBENT_DIVERGED(incumbent=incumbent.name, num_diverged=incumbent.num_diverged)
+            Code.GATE_INCUMBENT_DIVERGED(incumbent=incumbent.name, num_diverged=num_diverged)
         )
+
+
+def _refuse_copies(candidate: str, sides: Sides, metric: str) -> None:
+    """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
+    problem = check_distinct_seeds(sides, metric)
+    if problem:
+        raise ComparisonError(Code.GATE_COPIES(candidate=candidate, problem=problem))
 
 
 def _check_claim(claim: Claim) -> Claim:
@@ -258,34 +251,52 @@ def _parse_worth(worth: str, claim: Claim) -> tuple[float, bool]:
     return amount, in_sds
 
 
-def _arm_runs(
-    experiment: RecordedExperiment, arm: str | None, source: str, reading: ReadingOptions
-) -> tuple[list[RecordedRun], str]:
-    """Return the runs of the arm to judge, and its name in the ledger. Raises ComparisonError."""
+def _read_arm(
+    source: str,
+    reading: ReadingOptions,
+    claim: Claim,
+    arm: str | None,
+    name: str | None,
+    steps: tuple[int, int] | None = None,
+) -> tuple[Runs, Claim, tuple[int, int], Sequence[Reason]]:
+    """Return the claim's values of an arm's runs, the claim, its steps, and what was left out.
+
+    `steps`: those of the ledger; None: those of the claim's window. Raises AbrunError.
+    """
+    experiment = open_sources([source], reading, [claim])
+    (claim,) = experiment.compare.claims
     arm = experiment.choose_arm(arm, experiment.arms)
     is_stored = find_stored_experiment([source], reading.runs_dir) is not None
-    return list(experiment.arm(arm).values()), f"{experiment.name}/{arm}" if is_stored else arm
-
-
-def _read_runs(name: str, runs: Sequence[RecordedRun], claim: Claim, steps: tuple[int, int]) -> Runs:
-    """Return the claim's values of the runs. Raises ComparisonError for a run that lacks steps."""
-    values = []
-    for run in runs:
-        grid = run.series(claim.metric).steps
-        if not run.finished:
-            raise ComparisonError(Code.GATE_RUN_NOT_FINISHED(run=str(run), status=run.status))
-        if not len(grid) or grid[0] > steps[0] or grid[-1] < steps[1]:
-            recorded = [int(grid[0]), int(grid[-1])] if len(grid) else None
-            raise ComparisonError(
-                Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
-            )
-        window = run.series(claim.metric).values[None, in_window(grid, steps)]
-        values.append(float(summarize_runs(window, claim)[0]))
+    name = name or (f"{experiment.name}/{arm}" if is_stored else arm)
+    runs = list(experiment.arm(arm).values())
+    grid = union_steps(run.series(claim.metric).steps for run in runs)
+    steps = steps or window_bounds(claim.window, grid, claim.metric)
+    failed = tuple(str(run) for run in runs if run.status == "failed")
+    values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
+    finite = {run: value for run, value in values.items() if np.isfinite(value)}
+    _refuse_copies(name, Sides(baselines=(), treatments=tuple(finite), paired=False), claim.metric)
     ends = [run.span_s[1] for run in runs if run.span_s]
-    return Runs(
+    judged = Runs(
         name=name,
-        values=tuple(value for value in values if np.isfinite(value)),
-        num_diverged=int((~np.isfinite(values)).sum()),
+        values=tuple(finite.values()),
+        num_diverged=len(values) - len(finite),
+        failed=failed,
+        runs=tuple(remember_run(run, claim.metric) for run in runs),
+        left_out=experiment.unselected,
         oldest_s=min(ends) if len(ends) == len(runs) else None,
         environment_sha256=environment_sha256(runs) if all(run.environment for run in runs) else None,
     )
+    return judged, claim, steps, experiment.left_out
+
+
+def _reduce_run(run: RecordedRun, claim: Claim, steps: tuple[int, int]) -> float:
+    """Return the claim's value of a run. Raises ComparisonError if it has not finished, or lacks steps."""
+    grid = run.series(claim.metric).steps
+    if not run.finished:
+        raise ComparisonError(Code.GATE_RUN_NOT_FINISHED(run=str(run), status=run.status))
+    if not len(grid) or grid[0] > steps[0] or grid[-1] < steps[1]:
+        recorded = [int(grid[0]), int(grid[-1])] if len(grid) else None
+        raise ComparisonError(
+            Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
+        )
+    return float(summarize_runs(run.series(claim.metric).values[None, in_window(grid, steps)], claim)[0])

@@ -5,7 +5,7 @@ The state is replayed from the lines. A line is one write, so a killed gate leav
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,12 +15,13 @@ from pydantic import Field
 from abrun.errors import ComparisonError, StoreError
 from abrun.metric_names import Transform
 from abrun.reasons import Code
+from abrun.recorded.experiment import RecordedRun
+from abrun.recorded.known_runs import KnownRun
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.lock import file_lock
-from abrun.runs.schemas import Count, Items, Seconds, checked
+from abrun.runs.schemas import Count, Items, Seconds, Texts, checked
 from abrun.stats.online import MAX_SEEDS, Noise, Sample, lord_level
 
-VERSION = 1
 Outcome = Literal["BETTER", "WORSE", "ALIKE", "OPEN", "INCUMBENT"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Level = Annotated[float, Field(ge=0, lt=1)]
@@ -33,13 +34,20 @@ class Runs:
     name: str
     values: Items[Number]  # one a run, in the claim's transformed unit
     num_diverged: Count = 0  # further runs, which are NaN or infinite in the window
+    failed: Texts = ()  # names of further runs, which have no value
+    runs: Items[KnownRun] = ()  # all of these; none in a ledger of an earlier version
+    left_out: Texts = ()  # names of the source's other runs, by --seeds and --exclude
     # End of the oldest run; None: unknown. Hash of package versions and devices; None: unknown or several
     oldest_s: Seconds | None = None
     environment_sha256: str | None = None
 
     @property
     def num_runs(self) -> int:
-        return len(self.values) + self.num_diverged
+        return len(self.values) + self.num_diverged + len(self.failed)
+
+    def restore(self, metric: str) -> tuple[RecordedRun, ...]:
+        """Return the runs as far as they can be recognised."""
+        return tuple(run.restore(self.name, metric) for run in self.runs if run.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +55,7 @@ class Start:
     """The first line: what is claimed of every candidate, and the first incumbent."""
 
     kind: Literal["start"] = "start"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     time_s: Seconds
     metric: str
     window: str
@@ -97,16 +105,14 @@ class State:
     num_answers: int = 0
 
     def add(self, answer: Answer) -> None:
-        name = answer.candidate.name
         self.num_answers += 1
-        if answer.outcome == "INCUMBENT":
-            self.incumbent = answer.candidate
-            return
-        self.candidates[name] = answer
+        if answer.outcome != "INCUMBENT":
+            self.candidates[answer.candidate.name] = answer
         if answer.outcome == "BETTER":
             self.superseded[self.incumbent.name] = self.incumbent
-            self.incumbent = answer.candidate
             self.discoveries.append(len(self.candidates))
+        if answer.outcome in ("BETTER", "INCUMBENT"):
+            self.incumbent = answer.candidate
 
     def level(self, name: str) -> float:
         """Return a candidate's level: the one that it got first, or the next of the procedure."""
@@ -114,14 +120,16 @@ class State:
             return self.candidates[name].level
         return lord_level(len(self.candidates) + 1, self.discoveries, self.start.alpha)
 
+    @property
+    def runs_by_name(self) -> dict[str, Runs]:
+        judged = {name: answer.candidate for name, answer in self.candidates.items()}
+        return judged | self.superseded | {self.incumbent.name: self.incumbent}
+
     def noise(self, candidate: str) -> Noise:
         """Return the noise of all runs except the incumbent's and this candidate's."""
-        others = {name: answer.candidate for name, answer in self.candidates.items()} | self.superseded
-        samples = [
-            Sample.of(runs.values)
-            for name, runs in others.items()
-            if runs.values and name not in (candidate, self.incumbent.name)
-        ]
+        left_out = candidate, self.incumbent.name
+        others = [runs.values for name, runs in self.runs_by_name.items() if name not in left_out]
+        samples = [Sample.of(values) for values in others if values]
         return Noise(
             squares=float(sum(sample.squares for sample in samples)),
             dof=float(sum(sample.count - 1 for sample in samples)),
@@ -133,15 +141,11 @@ def create_ledger(path: Path, start: Start) -> None:
     with suppress(FileNotFoundError):
         if path.lstat().st_size:
             raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
-    writer = LineWriter(path)
-    try:
-        with file_lock(path):
-            if read_json_lines(path):  # another gate was faster
-                raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
-            writer.write(asdict(start))
-            writer.sync()
-    finally:
-        writer.close()
+    with closing(LineWriter(path)) as writer, file_lock(path):
+        if read_json_lines(path):  # another gate was faster
+            raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
+        writer.write(asdict(start))
+        writer.sync()
 
 
 def read_state(path: Path) -> State:
@@ -155,35 +159,25 @@ def read_state(path: Path) -> State:
     state = State(start=start, incumbent=start.incumbent)
     for row in rows[1:]:
         answer = checked(Answer, row, path)
-        if answer.number != state.num_answers + 1:
-            raise StoreError(
-                Code.GATE_LINE_LOST(path=path, number=answer.number, expected=state.num_answers + 1)
-            )
+        expected = state.num_answers + 1
+        if answer.number != expected:
+            raise StoreError(Code.GATE_LINE_LOST(path=path, number=answer.number, expected=expected))
         state.add(answer)
     return state
 
 
 @contextmanager
 def locked_state(path: Path) -> Iterator[tuple[State, LineWriter]]:
-    """Yield a gate's state and a writer for its next answer; other gates wait meanwhile."""
-    read_state(path)  # refuse another file before a writer drops its torn last line
-    with file_lock(path):
-        writer = LineWriter(path)
-        try:
-            yield read_state(path), writer
-        finally:
-            writer.close()
-
-
-def write_answer(writer: LineWriter, answer: Answer) -> None:
-    writer.write(asdict(answer))
-    writer.sync()
+    """Yield the state of a file that is a ledger, and a writer for its next answer; other gates wait."""
+    with file_lock(path), closing(LineWriter(path)) as writer:
+        yield read_state(path), writer
 
 
 def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
     """Raise ComparisonError unless the runs contain all runs of the earlier answer."""
-    num_missing = sum((Counter(earlier.values) - Counter(runs.values)).values())
+    num_missing = (Counter(earlier.values) - Counter(runs.values)).total()
     num_missing += max(0, earlier.num_diverged - runs.num_diverged)
+    num_missing += len({*earlier.failed} - {run.name for run in runs.runs})
     if num_missing:
         raise ComparisonError(
             Code.GATE_RUNS_CHANGED(candidate=runs.name, num_missing=num_missing, num_earlier=earlier.num_runs)
@@ -192,13 +186,13 @@ def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
 
 def as_json(answer: Answer, state: State) -> dict[str, Any]:
     """Return an answer for `--json`, with the levels that the ledger has assigned."""
-    content = asdict(answer)
-    candidate = content.pop("candidate")
+    hidden = ("outcome", "candidate", "kind", "number", "time_s")
     return {
-        "answer": content.pop("outcome"),
-        "candidate": candidate["name"],
+        "answer": answer.outcome,
+        "candidate": answer.candidate.name,
         "num_seeds": answer.candidate.num_runs,
-        **{key: value for key, value in content.items() if key not in ("kind", "number", "time_s")},
+        "left_out": answer.candidate.left_out,
+        **{key: value for key, value in asdict(answer).items() if key not in hidden},
         "metric": state.start.metric,
         "num_candidates": len(state.candidates),
         "num_discoveries": len(state.discoveries),

@@ -1,7 +1,6 @@
 """The text of a gate's ledger."""
 
 import datetime
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,7 +9,7 @@ from abrun.diagnose.gate.ledger import State
 from abrun.messages import sentence
 from abrun.messages.numbers import difference_text
 from abrun.present.tables import Table, columns
-from abrun.reasons import Code
+from abrun.reasons import Code, Reason
 from abrun.redaction import printable
 from abrun.stats.online import lord_level
 
@@ -30,15 +29,11 @@ def render_state(state: State) -> RenderableType:
         for answer in state.candidates.values()
     ]
     titles = ("date", "candidate", "answer", "seeds", "incumbent", "improvement [90 % CI]", "level")
-    head = Text(printable(sentence(_state_reason(state))), style="bold")
+    head = Text(printable(sentence(state_reason(state))), style="bold")
     return Group(Table(columns(*titles, numeric=("seeds",), fold=True), rows), head) if rows else head
 
 
-def state_as_json(state: State) -> dict[str, Any]:
-    return dict(_state_reason(state).values)
-
-
-def _state_reason(state: State) -> Any:
+def state_reason(state: State) -> Reason:
     start = state.start
     return Code.GATE_STATE(
         metric=start.metric,

@@ -109,6 +109,25 @@ def simulate(rng: np.random.Generator, num_recipes: int, num_seeds: int, spread:
     return classify(now, rows), truth_by_name
 
 
+def test_chance_before_hides_no_regression() -> None:
+    """Of many recipes at their margin, one was red by itself: no discovery among so many."""
+    spread = np.array([-0.7, 0.0, 0.7])
+
+    def fleet_of(shift: float) -> list[RecipeEvidence]:
+        shifts = {"chance": shift} | {f"other-{number}": MARGIN for number in range(30)}
+        judged = {name: judge(mean + spread) for name, mean in shifts.items()}
+        return [
+            RecipeEvidence(name=name, reference_sha256=name, judgement=judgement)
+            for name, judgement in judged.items()
+        ]
+
+    before = classify(fleet_of(MARGIN + 1.4))
+    row = {row.name: row for row in before.rows}["chance"]
+    assert row.is_red and row.status == "open"
+    now = classify(fleet_of(SHIFT), parse_rows(fleet_json(before, "", "")["recipes"]))
+    assert {row.name: row.status for row in now.rows}["chance"] == "regressed here"
+
+
 EXPECTED = {
     "regressed here": "regressed here",
     "crashes": "regressed here",

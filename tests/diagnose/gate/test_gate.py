@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +20,11 @@ from typer.testing import CliRunner
 
 from abrun import cli
 from abrun.diagnose.gate.command import ask_gate, caveats
-from abrun.diagnose.gate.ledger import Answer, State, read_state
+from abrun.diagnose.gate.ledger import Answer, State, read_state, refuse_changed_runs
 from abrun.errors import AbrunError
 from abrun.reasons import Code
 from abrun.recorded.selection import ReadingOptions
+from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.stats.online import lord_level
 from tests.reasons import refused
 from tests.verdict.simulate import fail, write_experiment
@@ -29,13 +32,14 @@ from tests.verdict.simulate import fail, write_experiment
 CLAIM = "train/reward:last 50%:better 0"
 READING = ReadingOptions(allows_one_arm=True)
 BASE = list(np.linspace(0.47, 0.53, 12))
+BASE_CURVE = np.random.default_rng(5).uniform(0.5, 0.6, 80)
 
 
 def write_runs(folder: Path, levels: Sequence[float], metric: str = "train/reward", end: int = 4) -> Path:
     """Write one CSV file a seed, whose mean over the last half is the level."""
     folder.mkdir(exist_ok=True, parents=True)
     for seed, level in enumerate(levels):
-        rows = [f"{step},{level if step > 2 else 0.1}" for step in range(1, end + 1)]
+        rows = [f"{step},{level if step > 2 else 0.1 + seed / 1000}" for step in range(1, end + 1)]
         (folder / f"seed-{seed}.csv").write_text("\n".join([f"step,{metric}", *rows]) + "\n")
     return folder
 
@@ -162,13 +166,13 @@ def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
     result = typed(incumbent, *words)
     assert result.exit_code == 2 and "--arm" in result.stderr
     assert typed(incumbent, "--arm", "baseline", *words).exit_code == 0
-    answer, _ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
+    answer, *_ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
     assert answer.candidate.name == "first/treatment" and answer.incumbent == "first/baseline"
 
 
 def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
     ledger = start(tmp_path)
-    answer, state = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
+    answer, state, _ = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
     assert [reason.code for reason in caveats(answer, state, 0.0)] == [Code.GATE_ADD_TO_INCUMBENT]
     old = replace(state.incumbent, oldest_s=1e9, environment_sha256="a")
     moved = replace(answer, candidate=replace(answer.candidate, environment_sha256="b"))
@@ -277,14 +281,146 @@ def test_final_scores_in_a_table_are_judged(tmp_path):
     assert result.exit_code == 0 and "improvement of ifeval +20" in result.stdout, result
 
 
-def test_runs_that_have_not_finished_are_named(tmp_path):
+def test_a_failed_run_is_a_result_that_cannot_be_taken_back(tmp_path):
     experiment = write_experiment(tmp_path / "first")
     ledger = tmp_path / "gate.jsonl"
     words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
     assert typed(experiment, "--arm", "baseline", *words).exit_code == 0
-    fail(experiment / "treatment/seed-1", after_steps=30)
+    failed_run = experiment / "treatment/seed-1"
+    kept = tmp_path / "kept"
+    shutil.copytree(failed_run, kept)
+    fail(failed_run, after_steps=30)
     result = typed(experiment, "--arm", "treatment", "--against", ledger)
-    assert result.exit_code == 2 and "treatment/seed-1: is failed" in result.stderr
+    assert result.exit_code == 3 and "WORSE: of first/treatment, treatment/seed-1 failed" in result.stdout
+    (answer,) = read_state(ledger).candidates.values()
+    earlier = answer.candidate
+    hidden = replace(earlier, failed=(), runs=tuple(run for run in earlier.runs if run.seed != 1))
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=5):
+        refuse_changed_runs(earlier, replace(hidden, values=(*hidden.values, 0.9)))
+    shutil.rmtree(failed_run)
+    shutil.copytree(kept, failed_run)  # it was run again
+    again, *_ = ask_gate(ledger, str(experiment), READING, arm="treatment")
+    assert len(again.candidate.values) == 5 and not again.candidate.failed
+
+
+def write_curves(folder: Path, curves: Mapping[str, np.ndarray], digits: int = 6) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, curve in curves.items():
+        rows = [f"{step},{value:.{digits}f}" for step, value in enumerate(curve, 1)]
+        (folder / f"{name}.csv").write_text("\n".join(["step,train/reward", *rows]) + "\n")
+    return folder
+
+
+def draw_curves(seed: int, num_runs: int, level: float = 0.5) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    levels = level + 0.02 * rng.standard_normal(num_runs)
+    noise = 0.01 * rng.standard_normal((num_runs, 80))
+    return {f"seed-{number}": levels[number] + noise[number] for number in range(num_runs)}
+
+
+def test_copies_are_no_seeds(tmp_path):
+    base = write_curves(tmp_path / "base", draw_curves(0, 8))
+    words = ("--against", tmp_path / "gate.jsonl")
+    copies = write_curves(tmp_path / "copies", dict.fromkeys(["seed-0", "seed-1", "seed-2"], BASE_CURVE))
+    result = typed(copies, *words, "--start", "--claim", CLAIM)
+    assert result.exit_code == 2 and "copies/seed-1 repeats the numbers of copies/seed-0" in result.stderr
+    assert typed(base, *words, "--start", "--claim", CLAIM).exit_code == 0
+    before = (tmp_path / "gate.jsonl").read_bytes()
+    with refused(Code.GATE_COPIES, candidate="copies"):
+        ask(tmp_path / "gate.jsonl", copies)
+    rng = np.random.default_rng(1)
+    noisy = {f"seed-{seed}": BASE_CURVE + 1e-5 * rng.standard_normal(80) for seed in range(3)}
+    with refused(Code.GATE_COPIES, candidate="noisy"):
+        ask(tmp_path / "gate.jsonl", write_curves(tmp_path / "noisy", noisy))
+    assert (tmp_path / "gate.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["same", "fewer digits", "noise", "another seed"])
+def test_runs_that_the_ledger_knows_are_refused_under_another_name(tmp_path, change):
+    """The best runs of the incumbent and of an earlier candidate, and runs of their own seeds that pass."""
+    ledger = tmp_path / "gate.jsonl"
+    known = {"base": draw_curves(0, 8), "idea": draw_curves(1, 5)}
+    base = write_curves(tmp_path / "base", known["base"])
+    assert typed(base, "--against", ledger, "--start", "--claim", CLAIM).exit_code == 0
+    ask(ledger, write_curves(tmp_path / "idea", known["idea"]))
+    rng = np.random.default_rng(2)
+    for name, curves in known.items():
+        best = sorted(curves.values(), key=lambda curve: -curve[40:].mean())[:2]
+        renamed = {f"seed-{7 - number}": curve for number, curve in enumerate(best)}
+        if change == "noise":
+            renamed = {seed: curve + 1e-5 * rng.standard_normal(80) for seed, curve in renamed.items()}
+        if change == "another seed":
+            renamed = draw_curves(3 + [*known].index(name), 2)
+        folder = write_curves(
+            tmp_path / f"{name}-again", renamed, digits=4 if change == "fewer digits" else 6
+        )
+        if change == "another seed":
+            assert ask(ledger, folder).candidate.name == folder.name
+            continue
+        with refused(Code.GATE_COPIES, candidate=folder.name) as error:
+            ask(ledger, folder)
+        assert f"of {name}/seed-" in str(error.value) or f"as in {name}/seed-" in str(error.value)
+
+
+def test_a_coarse_metric_is_recognised_by_the_rest_of_the_log(tmp_path):
+    """Scores of a few evaluations are often equal by chance; all else of a run is not."""
+    ledger = tmp_path / "gate.jsonl"
+
+    def write_log(path: Path, losses: np.ndarray, score: float) -> None:
+        path.parent.mkdir(exist_ok=True)
+        rows = [f"{step},{loss:.6f},{step * 512}" for step, loss in enumerate(losses, 1)]
+        scores = ["" if step % 20 else f"{score if step > 40 else 0.25}" for step in range(1, 81)]
+        lines = [f"{row},{value}" for row, value in zip(rows, scores, strict=True)]
+        header = "step,train/loss,tokens,validation/score"
+        path.write_text("\n".join([header, *lines]) + "\n")
+
+    losses = 2 + np.random.default_rng(0).standard_normal((9, 80))
+    for seed, score in enumerate([0.5, 0.5, 0.75, 0.5, 0.25]):
+        write_log(tmp_path / f"base/seed-{seed}.csv", losses[seed], score)
+    words = ("--start", "--claim", "validation/score:last 50%:better 0, higher is better")
+    assert typed(tmp_path / "base", "--against", ledger, *words).exit_code == 0
+    for seed, original in enumerate([5, 6, 7]):
+        write_log(tmp_path / f"idea/seed-{seed}.csv", losses[original], 0.5)
+    for seed, original in enumerate([2, 8]):
+        write_log(tmp_path / f"best/seed-{seed}.csv", losses[original], 0.75)
+    assert ask(ledger, tmp_path / "idea").candidate.values == (0.5, 0.5, 0.5)
+    with refused(Code.GATE_COPIES, candidate="best") as error:
+        ask(ledger, tmp_path / "best")
+    assert "best/seed-0 repeats the numbers of base/seed-2" in str(error.value)
+
+
+def test_runs_that_are_left_out_are_said_and_recorded(tmp_path):
+    """A crashed run hidden by --seeds, runs without --seeds, and those that --exclude drops."""
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.65, 0.66, 0.64, 0.67, 0.66])
+    (idea / "seed-4.csv").write_text("step,train/reward\n1,0.1\n2,0.1\n")
+    assert typed(idea, "--against", ledger).exit_code == 2
+    result = typed(idea, "--against", ledger, "--seeds", "0-3")
+    assert result.stdout.startswith("BETTER") and "seed 4 (idea/seed-4 ends at step 2 of 4)" in result.stdout
+    again = json.loads(typed(idea, "--against", ledger, "--seeds", "0-3", "--json").stdout)
+    assert again["left_out"] == ["idea/seed-4"] and again["note_codes"][0]["code"] == "seeds_left_out"
+    kept = read_state(ledger).incumbent
+    assert kept.left_out == ("idea/seed-4",) and [run.name for run in kept.runs][3] == "idea/seed-3"
+    base = write_runs(tmp_path / "next", [0.5, 0.51, 0.52, 0.1])
+    words = (base, "--against", tmp_path / "second.jsonl", "--start", "--claim", CLAIM)
+    result = typed(*words, "--exclude", "*seed-3*", "--json")
+    assert json.loads(result.stdout)["notes"] == ["left out by --exclude: seed-3.csv"]
+    assert read_state(tmp_path / "second.jsonl").incumbent.left_out == ("seed-3.csv",)
+
+
+def test_a_ledger_of_an_earlier_version_is_read(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52]))
+    rows = read_json_lines(ledger)
+    for runs in (rows[0]["incumbent"], rows[1]["candidate"]):
+        for key in ("runs", "failed", "left_out"):
+            del runs[key]
+    ledger.unlink()
+    with closing(LineWriter(ledger)) as writer:
+        for row in rows:
+            writer.write(row)
+    assert ask(ledger, tmp_path / "idea").candidate.runs == ()  # the recorded answer
+    assert ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52, 0.51])).candidate.num_runs == 3
 
 
 def test_a_file_that_is_no_ledger_is_not_touched(tmp_path):
