@@ -56,6 +56,13 @@ def _skewed(sample: str, skewness: float | None, num_far: int | None, p: float) 
     )
 
 
+def _exact_outcomes(needed: int | None, num: int, paired: bool) -> str:
+    text = "all values are 0 or 1, so the test is exact"
+    if needed is None or num >= needed:
+        return text
+    return f"{text}: no result of fewer than {needed} {'pairs' if paired else 'runs'} can show it"
+
+
 def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
     size = f"most by {difference:+.3g} in {largest}" if len(blocks) > 1 else f"by {difference:+.3g}"
     return f"the arms differ by more than the margin in steps {', '.join(blocks)} ({size})"
@@ -116,6 +123,10 @@ MESSAGES: dict[Code, Message] = {
     "{paired:if pair|run}",
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin exceeds the baseline's level of {level:.3g}: an arm at 0 would "
     "pass",
+    Code.EXACT_OUTCOMES: _exact_outcomes,
+    Code.OUTCOMES_NEED_NUMBER: "all values are 0 or 1, and a test of rates needs a limit or margin in numbers, "
+    "such as 0.1, not {bound}",
+    Code.SECOND_ARM_NEEDED: "one arm alone shows only its own level; give a second arm, or --reference FILE",
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",

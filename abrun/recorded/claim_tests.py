@@ -72,7 +72,7 @@ def make_claim_test(experiment: RecordedExperiment, arm: str) -> ClaimTest:
             _hash(_hash_values(run), treated_hash)
             for run, treated_hash in zip(sides.baselines, treated, strict=True)
         ]
-        if compare.paired
+        if sides.paired
         else treated
     )
     level = compare.model_dump(include={"alpha", "require"}, exclude_defaults=True)

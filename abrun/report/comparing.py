@@ -187,12 +187,15 @@ def compare(
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
     arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
     one_arm = None if arms else describe_one_arm(experiment)
-    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
+    post_hoc_reason = None
+    if arms or (one_arm and one_arm.claims):
+        post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
     earlier = find_earlier_claim_tests(
         {experiment.directory or Path(), *([output.parent] if output is not None else [])}
     )
     content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
-    readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
+    tested = tested_arms([*arms, *([one_arm] if one_arm else [])])
+    readings = [make_claim_test(experiment, arm.arm) for arm in tested]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)

@@ -437,7 +437,7 @@ def _apply_mismatch(result: ClaimResult) -> ClaimResult:
     terms, p_beyond = result.claim, result.estimate.p_beyond_holm
     if p_beyond is None or not p_beyond < terms.alpha_difference:
         return result
-    if (terms.num_pairs if terms.num_runs is None else min(terms.num_runs)) >= MIN_FOR_MISMATCH:
+    if (terms.num_pairs if terms.num_runs is None else min(filter(None, terms.num_runs))) >= MIN_FOR_MISMATCH:
         return replace(result, result="different")
     too_few = Code.TOO_FEW_FOR_MISMATCH(paired=terms.paired, needed=MIN_FOR_MISMATCH)
     return replace(result, warnings=(*result.warnings, too_few))

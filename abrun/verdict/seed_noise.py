@@ -15,13 +15,14 @@ from abrun.stats.equivalence import sd_with_resolution, t_interval
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array, window_bounds
-from abrun.verdict.decide import Verdict
+from abrun.verdict.decide import InterimAnalysis, Verdict, decide_verdict, test_claims
 from abrun.verdict.description import (
     MAX_OTHER_METRICS,
     default_window,
     informative_metrics,
     untransformed_claim,
 )
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
@@ -71,15 +72,17 @@ class SeedNoise:
 class OneArm:
     """One arm without another to compare it with: its seed noise, and what makes it unfit to measure."""
 
+    arm: str
     verdict: Verdict
     reasons: list[Reason]
+    claims: list[ClaimResult]  # on the arm's level; others stay open
     seed_noise: list[SeedNoise]
 
 
 def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
-    """Measure the seed noise of the baseline, which is the only arm.
+    """Test the claims on the level of the baseline, which is the only arm, and measure its seed noise.
 
-    The verdict is INVALID for runs that are copies, or whose configurations differ in more than the seed.
+    Every run counts for a claim, those that failed, too. The verdict is INVALID for runs that are copies, or whose configurations differ in more than the seed.
     Raises ComparisonError if no run has a metric.
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
@@ -89,13 +92,30 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
     num_unfinished = len(experiment.arm(experiment.baseline)) - len(runs)
+    compare, claims = experiment.compare, experiment.compare.claims
+    analysis = InterimAnalysis(num_pairs=0, alpha=compare.alpha, alpha_difference=compare.alpha, alpha_guards=0.0)
+    results = test_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
+    verdict, outcomes = decide_verdict(
+        invalid,
+        (),
+        (),
+        results,
+        reads_step_one=False,
+        has_recipe=experiment.has_recipe,
+        baseline_arm=experiment.baseline,
+        require=compare.require,
+    )
     reasons = [
-        *dict.fromkeys(invalid),
+        *(outcomes if claims or invalid else ()),
         *noise_reasons(noise),
         *([Code.UNFINISHED_LEFT_OUT(num=num_unfinished)] if num_unfinished else []),
-        Code.NOTHING_TO_COMPARE(claims=len(experiment.compare.claims)),
+        *([] if claims else [Code.NOTHING_TO_COMPARE()]),
     ]
-    return OneArm(verdict="INVALID" if invalid else "INCONCLUSIVE", reasons=reasons, seed_noise=noise)
+    if invalid:
+        results = [replace(result, result="not tested") for result in results]
+    return OneArm(
+        arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, seed_noise=noise
+    )
 
 
 def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:
