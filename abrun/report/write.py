@@ -233,8 +233,7 @@ def _comparison_note(content: VerdictFile) -> str:
 
 
 def treatment_name(content: VerdictFile) -> str:
-    """Return the treatment's name for column headings; 'treatment' if there are several, the only arm's if none.
-    """
+    """Return the treatment's name for column headings, or 'treatment'; without any, the only arm's."""
     if not content.arms:
         return content.baseline
     return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"

@@ -89,21 +89,21 @@ def equivalence_test(
         if paired
         else math.hypot(mean_and_sd(baseline_values)[1], mean_and_sd(treatment_values)[1])
     )
-    intervals = []
-    for level in (alpha, ALPHA):
+    intervals = {}
+    for level in {alpha, ALPHA}:
         half_width = float(special.stdtrit(dof, 1 - level)) * error
         t_ends = mean - half_width, mean + half_width
-        intervals.append(outcomes.interval(level) if outcomes else t_ends)
+        intervals[level] = outcomes.interval(level) if outcomes else t_ends
     p_tost = max(tail(1, margin), tail(-1, margin))
     sign_towards_zero = -1 if mean >= 0 else 1
-    certified_bound = max(map(abs, intervals[0]))
+    certified_bound = max(map(abs, intervals[alpha]))
     return TostResult(
         mean_difference=mean,
         sd_difference=sd,
         standard_error=error,
         dof=dof,
-        interval=intervals[0],
-        ci90=intervals[1],
+        interval=intervals[alpha],
+        ci90=intervals[ALPHA],
         p_tost=p_tost,
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
@@ -116,7 +116,11 @@ def equivalence_test(
 
 
 def find_outcomes(
-    baseline: NDArray[np.float64], treatment: NDArray[np.float64], yardstick: ArrayLike | None, *, paired: bool
+    baseline: NDArray[np.float64],
+    treatment: NDArray[np.float64],
+    yardstick: ArrayLike | None,
+    *,
+    paired: bool,
 ) -> Outcomes | None:
     """Return the counts of outcomes of 0 and 1; None for other values, and for a margin that is estimated."""
     if yardstick is not None or not are_outcomes(baseline, treatment):
@@ -246,8 +250,8 @@ def limit_test(
 ) -> LimitTestResult:
     """Run one-sided t-tests of a mean against a limit; `resolution` is that of `equivalence_test`.
 
-    With a `baseline`, tests the difference of two independent samples of at least two values each. Outcomes of
-    0 and 1 have the exact binomial test. `are_scores`: equal zeros or ones are outcomes, too.
+    With a `baseline`, tests the difference of two independent samples of at least two values each. Outcomes
+    of 0 and 1 have the exact binomial test. `are_scores`: equal zeros or ones are outcomes, too.
     """
     sample = np.asarray(values, float)
     is_rate = are_outcomes(sample) or (are_scores and are_outcomes(sample, (0.0, 1.0)))

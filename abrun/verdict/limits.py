@@ -53,9 +53,9 @@ def judge_limit(
 ) -> ClaimResult:
     """Test a limit or an exact claim over the pairs, before `apply_holm`; it needs every planned pair (run).
 
-    A limit on the treatment's own level needs no baseline: `sides` may then hold the runs of one arm alone. It
-    holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the
-    opposite bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
+    A limit on the treatment's own level needs no baseline: `sides` may then hold the runs of one arm alone.
+    It holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the opposite
+    bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
     hold the window.
     """

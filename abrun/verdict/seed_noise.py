@@ -82,8 +82,8 @@ class OneArm:
 def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     """Test the claims on the level of the baseline, which is the only arm, and measure its seed noise.
 
-    Every run counts for a claim, those that failed, too. The verdict is INVALID for runs that are copies, or whose configurations differ in more than the seed.
-    Raises ComparisonError if no run has a metric.
+    Every run counts for a claim, those that failed, too. The verdict is INVALID for runs that are copies, or
+    whose configurations differ in more than the seed. Raises ComparisonError if no run has a metric.
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
     noise = list(measure_noise(experiment, runs))
@@ -93,7 +93,9 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
     num_unfinished = len(experiment.arm(experiment.baseline)) - len(runs)
     compare, claims = experiment.compare, experiment.compare.claims
-    analysis = InterimAnalysis(num_pairs=0, alpha=compare.alpha, alpha_difference=compare.alpha, alpha_guards=0.0)
+    analysis = InterimAnalysis(
+        num_pairs=0, alpha=compare.alpha, alpha_difference=compare.alpha, alpha_guards=0.0
+    )
     results = test_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
     verdict, outcomes = decide_verdict(
         invalid,
@@ -113,9 +115,7 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     ]
     if invalid:
         results = [replace(result, result="not tested") for result in results]
-    return OneArm(
-        arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, seed_noise=noise
-    )
+    return OneArm(arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, seed_noise=noise)
 
 
 def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:

@@ -3,13 +3,13 @@
 R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import Better, Transform, find_metric
+from abrun.metric_names import REWARD, Better, Transform, find_metric
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
@@ -19,6 +19,7 @@ from abrun.verdict.summaries import (
     learning_direction,
     reduce_arms,
     reduce_window,
+    spread_values,
     transform_values,
 )
 
@@ -27,6 +28,10 @@ REPEAT_CORRELATION = 0.9999  # the same if all runs move alike: noise below 1 % 
 SMOOTH_CORRELATION = 0.9  # of a run's step changes with its previous ones
 MIN_STEPS = 10  # and distinct values; with fewer, changes can be equal by chance
 NUM_BLOCKS = 8
+MAX_SHARED_CORRELATION = 0.25  # of the changes of two pairs' differences, mean over all pairs
+_SHARED_SDS = 3.0  # and so many standard errors above 0
+MIN_REVERSALS = 0.1  # share of the steps at which a curve that is not a running best turns back
+_TINY_SHARE = 1e-3  # of the noise of a step
 _CLIP_SDS = 3.0  # robust sds; a single jump shared by all seeds must not look like a copy
 _DIFFERENCE_ORDERS = (1, 2, 3)  # third differences contain no trend shared by all seeds
 
@@ -106,6 +111,50 @@ def measure_smoothness(values: Array) -> float | None:
     return float(np.median((later * earlier).sum(axis=-1) / np.where(norms > 0, norms, np.inf)))
 
 
+def find_running_best(arms: Mapping[str, Array]) -> str | None:
+    """Return the arm whose curves [R, S] go one way only, as the best value so far, if the other's do not.
+
+    Short curves may go one way by chance. Every run of the other arm must turn back in a tenth of its changes.
+    """
+    if min(values.shape[-1] for values in arms.values()) < 2 * MIN_STEPS:
+        return None
+    for arm, other in zip(arms, reversed(arms), strict=True):
+        changes, other_changes = np.diff(arms[arm]), np.diff(arms[other])
+        moves = (changes != 0).sum(axis=-1).min() > 2
+        one_way = moves and ((changes >= 0).all() or (changes <= 0).all())
+        turns = np.minimum((other_changes > 0).mean(axis=-1), (other_changes < 0).mean(axis=-1))
+        if one_way and (turns >= MIN_REVERSALS).all():
+            return arm
+    return None
+
+
+def is_tiny(differences: Array, baseline: Array) -> bool:
+    """Return whether all differences [P, S] are a thousandth of the noise of a baseline's step, but not 0."""
+    noise = _robust_sd(np.diff(baseline, axis=-1))
+    return bool(differences.any() and (np.abs(differences) < _TINY_SHARE * noise).all())
+
+
+def measure_shared_changes(values: Array) -> float | None:
+    """Return the correlation of the step noise of independent curves [N, S] if they share it; else None.
+
+    Third differences over separate blocks of four steps contain no smooth trend of all curves. If the curves
+    are independent, the mean of the n (n - 1) / 2 correlations over S / 4 blocks has the mean 0 and the
+    variance 2 / (n (n - 1) S / 4), whatever the curves' distributions. Means of runs that overlap, and runs
+    that share what happens at a step, correlate. Seeds that do not vary independently are fewer than they
+    seem.
+    """
+    num_curves, num_blocks = len(values), values.shape[-1] // 4
+    if num_curves < 2 or num_blocks < MIN_STEPS or not has_detail(values).all():
+        return None
+    blocks = values[:, : 4 * num_blocks].reshape(num_curves, num_blocks, 4) @ np.array([1.0, -3.0, 3.0, -1.0])
+    middle, spread = np.median(blocks, axis=-1, keepdims=True), _CLIP_SDS * _robust_sd(blocks)
+    cosines = _cosines(np.clip(blocks, middle - spread, middle + spread) - middle)
+    num_cosines = num_curves * (num_curves - 1)
+    correlation = float((cosines.sum() - np.trace(cosines)) / num_cosines)
+    threshold = max(MAX_SHARED_CORRELATION, _SHARED_SDS * np.sqrt(2 / (num_cosines * num_blocks)))
+    return correlation if correlation > threshold else None
+
+
 def curve_warnings(
     sides: Sides,
     metric: str,
@@ -126,10 +175,19 @@ def curve_warnings(
     smooth = measure_smoothness(values)
     if smooth is not None and smooth > SMOOTH_CORRELATION:
         yield Code.RUNNING_MEAN(metric=metric, correlation=smooth)
-    if not holds or len(steps) < 2 * NUM_BLOCKS:
-        return
     scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
+    if best_arm := find_running_best({arm: values[rows] for arm, rows in arms.items()}):
+        yield Code.RUNNING_BEST(metric=metric, arm=best_arm)
+    if not holds or len(steps) < 2 * NUM_BLOCKS:
+        return
+    varying = spread_values(values[:num_baselines], values[num_baselines:], paired=sides.paired)
+    shared = measure_shared_changes(varying)
+    if shared is not None and not sides.share_rollouts:
+        yield Code.CHANGES_SHARED(metric=metric, paired=sides.paired, correlation=shared)
+    is_sampled = REWARD in sides.runs[0].metrics and not any(run.thinned for run in sides.runs)
+    if sides.paired and is_sampled and not sides.share_rollouts and is_tiny(varying, values[:num_baselines]):
+        yield Code.TINY_DIFFERENCES(metric=metric, largest=np.abs(varying).max(), num_steps=len(steps))
     direction = learning_direction(sides.baselines[0], metric)
     if margin > 0 and (direction or find_metric(metric) is None):
         for arm, rows in arms.items():
