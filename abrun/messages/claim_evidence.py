@@ -154,12 +154,12 @@ MESSAGES: dict[Code, Message] = {
     "change late, so compare the raw values",
     Code.RUNNING_BEST: "{metric} of the {arm} only ever goes one way, and that of the other arm does not: it "
     "looks like the best value so far, which hides every loss; compare the raw values of both arms",
-    Code.TINY_DIFFERENCES: "{metric} differs by at most {largest:.2g} in all pairs, less than a thousandth of the "
-    "noise of a step at each of {num_steps} steps: check that the treatment was applied and that its log is its "
-    "own",
-    Code.CHANGES_SHARED: "{metric} moves alike from step to step in all {paired:if pairs' differences|runs} (mean "
-    "correlation {correlation:.2f}), as in averages of the same runs, or seeds that share their data at each "
-    "step: they are not independent, so the test errs more often than stated",
+    Code.TINY_DIFFERENCES: "{metric} differs by at most {largest:.2g} in all pairs, less than a thousandth "
+    "of the noise of a step at each of {num_steps} steps: check that the treatment was applied and that its "
+    "log is its own",
+    Code.CHANGES_SHARED: "{metric} moves alike from step to step in all {paired:if pairs' differences|runs} "
+    "(mean correlation {correlation:.2f}), as in averages of the same runs, or seeds that share their data "
+    "at each step: they are not independent, so the test errs more often than stated",
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,

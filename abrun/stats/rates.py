@@ -42,10 +42,10 @@ def are_outcomes(*samples: ArrayLike) -> bool:
 
 def rate_p(num_successes: int, num_values: int, limit: float) -> tuple[float, float]:
     """Return the one-sided p-values that a rate is below, and above, a limit (binomial test)."""
-    rate = min(max(limit, 0.0), 1.0)
-    below = 1.0 if limit > 1 else float(special.bdtr(num_successes, num_values, rate))
-    above = 1.0 if num_successes == 0 else float(special.bdtrc(num_successes - 1, num_values, rate))
-    return (0.0 if limit > 1 else below), (0.0 if limit < 0 else above)
+    if not 0 <= limit <= 1:
+        return (0.0, 1.0) if limit > 1 else (1.0, 0.0)
+    below = float(special.bdtr(num_successes, num_values, limit))
+    return below, float(special.bdtrc(num_successes - 1, num_values, limit)) if num_successes else 1.0
 
 
 def rate_interval(num_successes: int, num_values: int, alpha: float) -> tuple[float, float]:

@@ -114,7 +114,7 @@ def measure_smoothness(values: Array) -> float | None:
 def find_running_best(arms: Mapping[str, Array]) -> str | None:
     """Return the arm whose curves [R, S] go one way only, as the best value so far, if the other's do not.
 
-    Short curves may go one way by chance. Every run of the other arm must turn back in a tenth of its changes.
+    Short curves may go one way by chance. Each run of the other arm must turn back in a tenth of its steps.
     """
     if min(values.shape[-1] for values in arms.values()) < 2 * MIN_STEPS:
         return None
