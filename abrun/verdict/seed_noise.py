@@ -11,7 +11,7 @@ from abrun.metric_names import Transform, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
-from abrun.stats.equivalence import sd_with_resolution, t_interval
+from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array, window_bounds
@@ -216,7 +216,7 @@ def _add_spread(
     ]
     return replace(
         noise,
-        mean_interval=_widened_interval(levels, sd),
+        mean_interval=limit_test(levels, 0.0, resolution=step).interval,
         sd=sd,
         sd_interval=sd_interval(sd, num_runs, INTERVAL_CONFIDENCE),
         gap=gap_of_two_runs(sd, num_runs, GAP_CONFIDENCE),
@@ -224,14 +224,6 @@ def _add_spread(
         pairs_needed=power.pairs_needed if power else None,
         warnings=[*noise.warnings, *_shape_warnings(noise.levels, levels, step, sd)],
     )
-
-
-def _widened_interval(levels: Array, sd: float) -> tuple[float, float]:
-    """Return the t-interval of the mean, with an sd that may count the steps of a discrete metric."""
-    low, high = t_interval(levels, INTERVAL_CONFIDENCE)
-    middle, own_sd = float(levels.mean()), float(levels.std(ddof=1))
-    factor = sd / own_sd if own_sd > 0 else 1.0
-    return middle - factor * (middle - low), middle + factor * (high - middle)
 
 
 def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: float) -> Iterator[Reason]:

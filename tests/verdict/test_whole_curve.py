@@ -13,10 +13,11 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
+from abrun.stats.curves import find_copies, measure_smoothness
 from abrun.stats.series import Series
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.step_one import has_shared_prompts
-from abrun.verdict.whole_curve import curve_warnings, find_copies, measure_smoothness
+from abrun.verdict.whole_curve import curve_warnings
 from tests.snapshot import Snapshot
 from tests.verdict.test_guards import guards_of
 
