@@ -82,6 +82,8 @@ class Code(StrEnum):
     ADVANTAGES_ZERO, NEVER_MOVED, CUT_SHORT, ARMS_IDENTICAL = auto(), auto(), auto(), auto()
     DEAD_SEEDS, CLIMB_NOT_SHOWN, NOTHING_CLIMBED, ONE_RUN_AS_TWO_SEEDS = auto(), auto(), auto(), auto()
     SKEWED, SEEDS_NOT_CLIMBED, BOUND_OF_ZERO, MARGIN_WIDER_THAN_LEVEL = auto(), auto(), auto(), auto()
+    RUNNING_BEST, TINY_DIFFERENCES, CHANGES_SHARED = auto(), auto(), auto()
+    EXACT_OUTCOMES, OUTCOMES_NEED_NUMBER, SECOND_ARM_NEEDED = auto(), auto(), auto()
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
     STEPS_APART = auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()

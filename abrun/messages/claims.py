@@ -13,6 +13,7 @@ from abrun.messages.numbers import (
     bound_text,
     certified_text,
     confidence_text,
+    count_text,
     difference_and_seeds_text,
     difference_unit,
     interval_level_text,
@@ -41,6 +42,8 @@ class _Tested:
         window = SCORES_TEXT.get(over.get("axis", "")) or f"steps {steps}"
         if over["runs"] is None:
             runs = f"{over['pairs']} {self.pair}{'s' * (over['pairs'] != 1)}"
+        elif not over["runs"][0]:
+            runs = count_text(over["runs"][1], "prompt" if self.pair == "prompt" else "run")
         else:
             runs = f"{over['runs'][0]} and {over['runs'][1]} unpaired runs{' (Welch)' * over['welch']}"
         sample = f"{runs}{' of this recipe' * over['recipe']}"
@@ -293,11 +296,15 @@ class _Limited(_Outcome):
         return f"{value}; {detected['direction']} than {baseline}: {difference}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _LimitHolds(_Limited):
+    p: float | None = None
+
     def __str__(self) -> str:
+        p_value = "" if self.p is None else f"; p = {self.p:.2g} if the limit were not kept"
         return (
             f"{self.metric}: {self.target()}{self.margin} at {self.confidence} confidence over {self.sample} "
-            f"({self.value}){self.clauses}"
+            f"({self.value}{p_value}){self.clauses}"
         )
 
 
@@ -313,14 +320,21 @@ class _LimitBroken(_Limited):
         return f"{claim} over {self.sample} ({self.value}; {p_value}){self.clauses}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _LimitUndecided(_Limited):
+    needed: int | None = None  # sample size for 80 % power if the true value is the observed one
+
     def __str__(self) -> str:
         head = f"{self.metric}: {self.target()}{self.margin}: undecided over {self.sample}"
+        runs = self.over["runs"]
+        unit = f"{self.pair}s" if runs is None else "runs of each arm" if runs[0] else "runs"
         if self.interval is None:
-            needed = f"two {self.pair}s" if self.over["runs"] is None else "two runs of each arm"
-            return f"{head}: {self.quantity}; {needed} are needed"
-        unit = self.over.get("unit", "seed")
-        return f"{head}: {self.value}; more {unit}s narrow the interval{self.clauses}"
+            return f"{head}: {self.quantity}; two {unit} are needed"
+        if self.needed is None:
+            needed = f"more {self.over.get('unit', 'seed')}s narrow the interval"
+        else:
+            needed = f"{unit} needed for 80 % power: {self.needed}, if the true value is the observed one"
+        return f"{head}: {self.value}; {needed}{self.clauses}"
 
 
 class _ExactHolds(_Tested):

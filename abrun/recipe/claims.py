@@ -232,6 +232,11 @@ class Claim(Section):
         return float(level["level"] if level else limit), False
 
     @property
+    def limits_level(self) -> bool:
+        """Return whether the claim is on the level of one arm, so that it needs no other arm."""
+        return self.limit is not None and not self.limit[1] and self.metric != FINAL_WEIGHTS
+
+    @property
     def bound(self) -> str:
         """Return a description of the margin or limit for error messages."""
         if self.difference_kind is None:

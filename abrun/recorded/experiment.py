@@ -243,7 +243,12 @@ class RecordedExperiment:
         return {name.seed: run for name, run in self.runs.items() if name.arm == arm and not name.rerun}
 
     def sides(self, arm: str, num_pairs: int | None = None) -> Sides:
-        """Return the runs of both arms: the first `num_pairs` pairs, or every run if unpaired."""
+        """Return the runs of both arms: the first `num_pairs` pairs, or every run if unpaired.
+
+        The baseline has no other arm to be compared with: all of its runs, unpaired.
+        """
+        if arm == self.baseline:
+            return Sides(baselines=(), treatments=tuple(self.arm(arm).values()), paired=False)
         if self.compare.paired:
             pairs = self.pairs(arm)[:num_pairs]
             both = [pair.baseline for pair in pairs], [pair.treatment for pair in pairs]

@@ -50,8 +50,8 @@ def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list
 
 
 def has_prompts_as_units(sides: Sides) -> bool:
-    """Return True for one run of each arm, both scored per prompt."""
-    return sides.sizes == (1, 1) and sides.axis == "prompts"
+    """Return True for one run of each arm, or of the only arm, scored per prompt."""
+    return sides.sizes in ((1, 1), (0, 1)) and sides.axis == "prompts"
 
 
 def select_units(sides: Sides, metric: str) -> Sides:
@@ -61,10 +61,12 @@ def select_units(sides: Sides, metric: str) -> Sides:
     """
     if not has_prompts_as_units(sides):
         return sides
-    (baseline,), (treatment,) = sides.baselines, sides.treatments
-    shared = np.intersect1d(baseline.series(metric).steps, treatment.series(metric).steps)
-    baselines, treatments = (tuple(_make_prompt_runs(run, metric, shared)) for run in (baseline, treatment))
-    return Sides(baselines=baselines, treatments=treatments, paired=True)
+    shared = reduce(np.intersect1d, [run.series(metric).steps for run in sides.runs])
+    baselines, treatments = (
+        tuple(prompt_run for run in runs for prompt_run in _make_prompt_runs(run, metric, shared))
+        for runs in sides.arms
+    )
+    return Sides(baselines=baselines, treatments=treatments, paired=sides.paired or bool(baselines))
 
 
 def _make_prompt_runs(run: RecordedRun, metric: str, prompts: Steps) -> Iterator[RecordedRun]:

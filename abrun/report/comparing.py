@@ -192,9 +192,12 @@ def compare(
         experiment = in_reported_order(experiment, earlier)
     arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
     one_arm = None if arms else describe_one_arm(experiment)
-    post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare) if arms else None
+    post_hoc_reason = None
+    if arms or (one_arm and one_arm.claims):
+        post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
     content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
-    readings = [make_claim_test(experiment, arm.arm) for arm in tested_arms(arms)]
+    tested = tested_arms([*arms, *([one_arm] if one_arm else [])])
+    readings = [make_claim_test(experiment, arm.arm) for arm in tested]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)

@@ -276,11 +276,14 @@ OPEN_OF_OTHERS = (
     ),
 )
 
-# One arm alone has no verdict to act on.
+# One arm alone, described or with claims on its level.
 ONE_ARM = (
     NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
     NextStepRule(
-        lambda f: all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise),
+        lambda f: (
+            any(claim.result == "undecided" for claim in f.content.claims)
+            or all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise)
+        ),
         Code.TRAIN_MORE_OF_ARM,
         COMPARE,
         is_final=True,

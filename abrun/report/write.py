@@ -233,7 +233,9 @@ def _comparison_note(content: VerdictFile) -> str:
 
 
 def treatment_name(content: VerdictFile) -> str:
-    """Return the treatment's name for column headings; 'treatment' if there are several."""
+    """Return the treatment's name for column headings, or 'treatment'; without any, the only arm's."""
+    if not content.arms:
+        return content.baseline
     return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
 
 
@@ -284,7 +286,7 @@ def _headline(content: VerdictFile) -> str:
 
 def claim_columns(content: VerdictFile) -> list[str]:
     interval_level = interval_level_text(max(claim.claim.alpha for claim in content.claims))
-    unit = "pairs" if content.paired else "runs"
+    unit = "pairs" if content.paired and content.arms else "runs"
     unit = "prompts" if any(claim.claim.unit == "prompt" for claim in content.claims) else unit
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
@@ -315,7 +317,7 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
     elif terms.transform != "identity":  # the heading of a limit names its scale
         metric += f" ({terms.transform.replace('_', ' ')})"
-    sample_size = "{} and {}".format(*terms.num_runs) if terms.num_runs else str(terms.num_pairs)
+    sample_size = " and ".join(str(num) for num in terms.num_runs or (terms.num_pairs,) if num)
     return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome_text(claim)]
 
 

@@ -2,8 +2,9 @@
 
 Two one-sided t-tests (TOST: Schuirmann 1987, doi:10.1007/BF01068419) on differences paired by seed, or on
 unpaired arms (Welch), and the minimum-effect test of a difference beyond the margin. Pure functions on
-arrays: planning calls them before the runs, the verdict after. Margins in sigmas are in
-`abrun.stats.sigma_margin`, sample sizes in `abrun.stats.power`.
+arrays: planning calls them before the runs, the verdict after. Outcomes of 0 and 1 have exact tests instead
+(`abrun.stats.rates`). Margins in sigmas are in `abrun.stats.sigma_margin`, sample sizes in
+`abrun.stats.power`.
 """
 
 import math
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special  # scipy.stats would take a second to import
+
+from abrun.stats.rates import Outcomes, are_outcomes, rate_interval, rate_p
 
 ALPHA = 0.05
 # Pairs, or runs of each arm: two can agree by chance, which is no evidence.
@@ -28,6 +31,7 @@ class TostResult:
     standard_error: float  # of the mean difference
     dof: float  # degrees of freedom of its t distribution
     interval: tuple[float, float]  # t confidence interval, level 1 - 2 alpha; in the margin iff TOST passes
+    ci90: tuple[float, float]  # at level 0.9
     p_tost: float  # the larger one-sided p
     p_difference: float  # two-sided paired t-test of no difference
     # Minimum-effect test (Murphy and Myors 1999); the null is a difference no larger than the margin. Both
@@ -37,6 +41,7 @@ class TostResult:
     certified_margin: float  # the same in the margin's unit: a share of the yardstick if there is one
     pair_correlation: float | None  # None if unpaired, or if an arm does not vary over seeds
     equivalent: bool
+    exact: bool  # outcomes of 0 and 1, whose tests and intervals are exact (abrun.stats.rates)
 
 
 # tail(sign, margin): P(a mean of sign * difference - margin * yardstick this small), if the true mean is 0
@@ -64,9 +69,12 @@ def equivalence_test(
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, margin, paired=paired)
     margin_unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
+    outcomes = find_outcomes(baseline_values, treatment_values, yardstick, paired=paired)
 
     def tail(sign: int, share: float) -> float:
         """Return P(a mean of sign * difference - share * yardstick this small), if the true mean is 0."""
+        if outcomes:
+            return (outcomes if sign > 0 else outcomes.reversed).p_below(share)
         samples = (
             (share * margin_unit, sign * (treatment_values - baseline_values))
             if paired
@@ -81,16 +89,21 @@ def equivalence_test(
         if paired
         else math.hypot(mean_and_sd(baseline_values)[1], mean_and_sd(treatment_values)[1])
     )
-    half_width = float(special.stdtrit(dof, 1 - alpha)) * error
+    intervals = {}
+    for level in {alpha, ALPHA}:
+        half_width = float(special.stdtrit(dof, 1 - level)) * error
+        t_ends = mean - half_width, mean + half_width
+        intervals[level] = outcomes.interval(level) if outcomes else t_ends
     p_tost = max(tail(1, margin), tail(-1, margin))
     sign_towards_zero = -1 if mean >= 0 else 1
-    certified_bound = max(abs(mean - half_width), abs(mean + half_width))
+    certified_bound = max(map(abs, intervals[alpha]))
     return TostResult(
         mean_difference=mean,
         sd_difference=sd,
         standard_error=error,
         dof=dof,
-        interval=(mean - half_width, mean + half_width),
+        interval=intervals[alpha],
+        ci90=intervals[ALPHA],
         p_tost=p_tost,
         p_difference=min(1.0, 2 * tail(sign_towards_zero, 0.0)),
         p_beyond=min(1.0, tail(sign_towards_zero, -margin) + tail(sign_towards_zero, margin)),
@@ -98,7 +111,21 @@ def equivalence_test(
         certified_margin=certified_bound if yardstick is None else _certified_share(tail, alpha),
         pair_correlation=_correlate(baseline_values, treatment_values) if paired else None,
         equivalent=p_tost < alpha,
+        exact=outcomes is not None,
     )
+
+
+def find_outcomes(
+    baseline: NDArray[np.float64],
+    treatment: NDArray[np.float64],
+    yardstick: ArrayLike | None,
+    *,
+    paired: bool,
+) -> Outcomes | None:
+    """Return the counts of outcomes of 0 and 1; None for other values, and for a margin that is estimated."""
+    if yardstick is not None or not are_outcomes(baseline, treatment):
+        return None
+    return Outcomes.count(baseline, treatment, paired=paired)
 
 
 def check_samples(
@@ -208,6 +235,8 @@ class LimitTestResult:
     interval: tuple[float, float]  # level 1 - 2 * alpha
     p_below: float  # small if the mean is below the limit
     p_above: float  # small if the mean is above the limit
+    error: float = 0.0  # standard error of the mean
+    exact: bool = False  # outcomes of 0 and 1: binomial test
 
 
 def limit_test(
@@ -216,12 +245,27 @@ def limit_test(
     alpha: float = ALPHA,
     resolution: float = 0.0,
     baseline: ArrayLike | None = None,  # [M]
+    *,
+    are_scores: bool = False,
 ) -> LimitTestResult:
     """Run one-sided t-tests of a mean against a limit; `resolution` is that of `equivalence_test`.
 
-    With a `baseline`, tests the difference of two independent samples of at least two values each.
+    With a `baseline`, tests the difference of two independent samples of at least two values each. Outcomes
+    of 0 and 1 have the exact binomial test. `are_scores`: equal zeros or ones are outcomes, too.
     """
     sample = np.asarray(values, float)
+    is_rate = are_outcomes(sample) or (are_scores and are_outcomes(sample, (0.0, 1.0)))
+    if baseline is None and is_rate:
+        num_successes, num_values = int(sample.sum()), len(sample)
+        p_below, p_above_limit = rate_p(num_successes, num_values, limit)
+        return LimitTestResult(
+            mean=float(sample.mean()),
+            interval=rate_interval(num_successes, num_values, alpha),
+            p_below=p_below,
+            p_above=p_above_limit,
+            error=estimate_mean(sample)[1],
+            exact=True,
+        )
     if baseline is None:
         mean, error, dof = estimate_difference(np.zeros(len(sample)), sample, resolution, paired=True)
     else:
@@ -232,6 +276,7 @@ def limit_test(
         interval=(mean - half_width, mean + half_width),
         p_below=p_above(-mean, error, dof, -limit),
         p_above=p_above(mean, error, dof, limit),
+        error=error,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, p_above
+from abrun.stats.equivalence import ALPHA, check_samples, estimate_difference, find_outcomes, p_above
 from abrun.stats.power import NUM_EXPERIMENTS, Array, Decisions, decide_at, find_min_pairs
 
 _NUM_BISECTIONS = 60
@@ -51,6 +51,13 @@ def improvement_test(
     """
     baseline_values, treatment_values = check_samples(baseline, treatment, 1.0, paired=paired)
     unit = np.ones(len(baseline_values)) if yardstick is None else np.asarray(yardstick, float)
+    if outcomes := find_outcomes(baseline_values, treatment_values, yardstick, paired=paired):
+        gain = outcomes if sign > 0 else outcomes.reversed
+        return OneSidedResult(
+            p_above=gain.reversed.p_below(-threshold),
+            p_below=gain.p_below(threshold),
+            bound=-gain.reversed.upper_bound(alpha),
+        )
 
     def excess(share: float) -> tuple[float, float, float]:
         """Return the mean improvement minus `share` yardsticks, its standard error and degrees of freedom."""

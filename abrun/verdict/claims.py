@@ -24,6 +24,7 @@ from abrun.stats.equivalence import (
     t_interval,
 )
 from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tost_power, welch_dof_per_run
+from abrun.stats.rates import are_outcomes, min_runs_of_difference
 from abrun.stats.series import Array, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.stats.shares import find_steps_apart, p_value_of_more_hits
 from abrun.stats.sigma_margin import VarianceModel, sigma_pairs_needed, sigma_power, sigma_test
@@ -159,10 +160,11 @@ def _test_claim(
     arms = reduce_arms(baseline, treatment, claim.metric, stepwise=sides.share_rollouts)
     last_step, baselines, is_testable = bounds[1], sides.baselines, min(sides.sizes) > 1
     yardstick = measure_yardstick(margin, arms[0], baselines, claim, last_step)
-    yardstick_problem = _yardstick_problem(margin, yardstick, arms[0]) if is_testable else None
+    yardstick_problem = _yardstick_problem(margin, yardstick, *arms) if is_testable else None
     if yardstick_problem:
         return replace(result, problem=result.problem or yardstick_problem)
-    step = find_resolution(sides.runs, claim, spread_values(*in_window, paired=sides.paired))
+    varying = spread_values(*in_window, paired=sides.paired)
+    step = 0.0 if are_outcomes(*arms) else find_resolution(sides.runs, claim, varying)
     without_resolution = add_statistics(result, *arms, yardstick=yardstick)
     result = (
         add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
@@ -209,8 +211,12 @@ def _find_hidden_steps(terms: ClaimTerms, baseline: Array, treatment: Array, mar
     return Code.STEPS_APART(ratio=math.exp(distance), share=shares[1], baseline_share=shares[0])
 
 
-def _yardstick_problem(margin: Margin, yardstick: Array | None, baseline: Array) -> Reason | None:
+def _yardstick_problem(
+    margin: Margin, yardstick: Array | None, baseline: Array, treatment: Array
+) -> Reason | None:
     """Return why a relative margin has no usable yardstick; None if it has one."""
+    if margin.unit and are_outcomes(baseline, treatment):
+        return Code.OUTCOMES_NEED_NUMBER(bound=margin.text)
     if yardstick is not None and not t_interval(yardstick, 0.9)[0] > 0:
         return Code.YARDSTICK_NOT_POSITIVE(unit=margin.unit, margin=margin.text)
     if margin.unit == "sigma" and mean_and_sd(baseline)[1] <= 1e-9 * np.abs(baseline).max():
@@ -275,9 +281,10 @@ def add_statistics(
     if in_sigmas:
         margin = terms.margin_number * mean_and_sd(baseline)[1]
     skew = _find_skew(terms, baseline, treatment, step=resolution, min_sd=HARMLESS_SHARE * abs(margin))
-    result = replace(result, estimate=estimate, warnings=(skew,) if skew else ())
+    result = replace(result, estimate=estimate, warnings=(skew,) if skew and not test.exact else ())
     if terms.kind != "within":
-        return add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution)
+        result = add_one_sided_statistics(result, baseline, treatment, margin, yardstick, resolution)
+        return _qualify_outcomes(result) if test.exact else result
     if in_sigmas:
         return _add_sigma_statistics(result, baseline, treatment, resolution)
     margins = None if yardstick is None else number * yardstick
@@ -290,7 +297,7 @@ def add_statistics(
     if not terms.paired:
         sds = [error_ratio * sd_with_resolution(summaries, resolution) for summaries in (baseline, treatment)]
         sd, dof_per_pair = math.hypot(*sds), welch_dof_per_run(sds)
-    return replace(
+    result = replace(
         result,
         claim=terms,
         estimate=replace(
@@ -304,11 +311,34 @@ def add_statistics(
         power=_estimate_power(terms, test, error, sd, dof_per_pair),
         result="equivalent" if test.equivalent else "undecided",
     )
+    return _qualify_outcomes(result) if test.exact else result
+
+
+def _qualify_outcomes(result: ClaimResult) -> ClaimResult:
+    """Say that outcomes of 0 and 1 are tested exactly, and that no result of too few runs can pass."""
+    terms, power = result.claim, result.power
+    limit = (terms.margin or 0.0) * (1 if terms.kind == "better" else -1)
+    needed = min_runs_of_difference(limit, terms.alpha, paired=terms.paired)
+    num = min(terms.num_runs or (terms.num_pairs,))
+
+    def raised(count: int | None) -> int | None:
+        return None if count is None or needed is None else max(count, needed)
+
+    return replace(
+        result,
+        warnings=(*result.warnings, Code.EXACT_OUTCOMES(needed=needed, num=num, paired=terms.paired)),
+        power=replace(
+            power,
+            power_now=0.0 if needed is None or num < needed else power.power_now,
+            pairs_needed=raised(power.pairs_needed),
+            pairs_needed_range=power.pairs_needed_range and tuple(map(raised, power.pairs_needed_range)),
+            pairs_needed_observed=raised(power.pairs_needed_observed),
+        ),
+    )
 
 
 def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, paired: bool) -> ClaimEstimate:
     """Return what both arms' summaries show, independent of the margin."""
-    half_width = float(special.stdtrit(test.dof, 0.95)) * test.standard_error
     return ClaimEstimate(
         differences=tuple((treatment - baseline).tolist()) if paired else (),
         baseline_mean=float(baseline.mean()),
@@ -318,8 +348,8 @@ def _summarize_test(test: TostResult, baseline: Array, treatment: Array, *, pair
         mean_difference=test.mean_difference,
         sd_difference=test.sd_difference,
         standard_error=test.standard_error,
-        freedom=test.dof,
-        ci90=(test.mean_difference - half_width, test.mean_difference + half_width),
+        freedom=None if test.exact else test.dof,
+        ci90=test.ci90,
         interval=test.interval,
         certified_bound=test.certified_bound,
         detected=detect(baseline, treatment, test.mean_difference, test.interval, paired=paired),
@@ -454,14 +484,16 @@ def _apply_mismatch(result: ClaimResult) -> ClaimResult:
     terms, p_beyond = result.claim, result.estimate.p_beyond_holm
     if p_beyond is None or not p_beyond < terms.alpha_difference:
         return result
-    if (terms.num_pairs if terms.num_runs is None else min(terms.num_runs)) >= MIN_FOR_MISMATCH:
+    if (terms.num_pairs if terms.num_runs is None else min(filter(None, terms.num_runs))) >= MIN_FOR_MISMATCH:
         return replace(result, result="different")
     too_few = Code.TOO_FEW_FOR_MISMATCH(paired=terms.paired, needed=MIN_FOR_MISMATCH)
     return replace(result, warnings=(*result.warnings, too_few))
 
 
-def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float:
-    """Return the certified bound at a claim's share of alpha (Bonferroni)."""
+def _joint_bound(estimate: ClaimEstimate, alpha: float) -> float | None:
+    """Return the certified bound at a claim's share of alpha (Bonferroni); None for outcomes of 0 and 1."""
     assert estimate.mean_difference is not None and estimate.standard_error is not None
+    if estimate.freedom is None:
+        return None
     quantile = float(special.stdtrit(estimate.freedom, 1 - alpha))
     return abs(estimate.mean_difference) + quantile * estimate.standard_error

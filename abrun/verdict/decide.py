@@ -126,7 +126,7 @@ def judge(
     judged: dict[str, ArmVerdict] = {}
     analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
     for analysis in due_analyses:
-        results = _test_claims(experiment, claims, analysis, may_repeat=may_repeat)
+        results = test_claims(experiment, claims, analysis, may_repeat=may_repeat)
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_verdict = judge_arm(experiment, arm, claims, results[arm], analysis)
@@ -140,18 +140,27 @@ def judge(
     ]
 
 
-def _test_claims(
-    experiment: RecordedExperiment, claims: Sequence[Claim], analysis: InterimAnalysis, *, may_repeat: bool
+def test_claims(
+    experiment: RecordedExperiment,
+    claims: Sequence[Claim],
+    analysis: InterimAnalysis,
+    *,
+    may_repeat: bool = False,
 ) -> dict[str, list[ClaimResult]]:
-    """Return the results of all claims by treatment at one analysis, corrected over all treatments."""
+    """Return the results of all claims by treatment at one analysis, corrected over all treatments.
+
+    Of a single arm, only claims on its level are tested.
+    """
     rates = ErrorRates(analysis.alpha, analysis.alpha_difference)
-    tested = []
-    for arm in experiment.treatments:
+    tested, arms = [], experiment.treatments or (experiment.baseline,)
+    for arm in arms:
         sides = experiment.sides(arm, analysis.num_pairs)
         for claim in claims:
             claim_sides, grid = select_units(sides, claim.metric), experiment.metric_steps(claim.metric)
             unit = "seed" if claim_sides is sides else "prompt"
-            if claim.difference_kind is not None:
+            if not sides.baselines:
+                result = judge_limit(arm, claim_sides, claim, grid, rates)
+            elif claim.difference_kind is not None:
                 margin = resolve_margin(claim, experiment.reference)
                 result = judge_equivalence(
                     arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
@@ -162,7 +171,7 @@ def _test_claims(
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             tested.append(result.over_scores(sides.axis, unit))
     corrected = apply_holm(tested)
-    results = {arm: [result for result in corrected if result.arm == arm] for arm in experiment.treatments}
+    results = {arm: [result for result in corrected if result.arm == arm] for arm in arms}
     if experiment.compare.require == "any":
         return {arm: apply_holm_to_passes(arm_results) for arm, arm_results in results.items()}
     return results

@@ -17,9 +17,12 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
+from abrun.stats.one_sided import one_sided_pairs_needed
+from abrun.stats.rates import min_runs_of_rate
 from abrun.stats.series import Array, Series, Steps, clip_to_shared_steps, in_window, window_bounds
 from abrun.verdict.claims import pairs_missing_reason
 from abrun.verdict.final_weights import measure_weight_distance
+from abrun.verdict.grids import find_grid_problems
 from abrun.verdict.guards import shared_memory_metrics, shared_peak_counter
 from abrun.verdict.results import (
     ONE_TEST,
@@ -28,6 +31,7 @@ from abrun.verdict.results import (
     ClaimTerms,
     DetectedDifference,
     ErrorRates,
+    Power,
     WindowReduction,
     detect,
 )
@@ -49,8 +53,9 @@ def judge_limit(
 ) -> ClaimResult:
     """Test a limit or an exact claim over the pairs, before `apply_holm`; it needs every planned pair (run).
 
-    A limit holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the
-    opposite bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
+    A limit on the treatment's own level needs no baseline: `sides` may then hold the runs of one arm alone.
+    It holds if the one-sided 1 - alpha bound of the mean over seeds keeps it, and is broken if the opposite
+    bound is beyond it. For a ratio, the mean is the geometric mean over pairs; for a metric on the
     scale `log_excess`, the ratio is that of the excesses over 1. Raises ComparisonError if the runs do not
     hold the window.
     """
@@ -74,13 +79,13 @@ def judge_limit(
         kind=claim.kind,
         better=claim.better_direction,
     ).over(finished)
-    problem = _find_problem(claim, sides)
+    problem = _find_problem(claim, sides, bounds)
     if bounds and not claim.exact and len(shared := stack_runs(finished.runs, claim.metric)[0]):
         bounds = clip_to_shared_steps(claim.window, bounds, shared[in_window(shared, bounds)])
         terms = replace(terms, steps=bounds)
         finished = _restrict_to_steps(finished, claim.metric, shared)
     result = ClaimResult(arm=arm, claim=terms, problem=problem)
-    if bounds is None or not min(finished.sizes) or problem:
+    if bounds is None or not finished.treatments or problem:
         return replace(result, problem=problem or Code.NONE_FINISHED(paired=sides.paired))
     return (
         _judge_exact(result, finished, bounds)
@@ -89,14 +94,15 @@ def judge_limit(
     )
 
 
-def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
+def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) -> Reason | None:
     """Return why these runs cannot show that a limit holds or that arms are bit-identical; else None."""
     finished, metric = sides.finished, claim.metric
+    if not (sides.baselines or claim.limits_level):
+        return Code.SECOND_ARM_NEEDED()
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
-    # Time and memory do not depend on the seed.
-    is_machine_metric = metric == MEMORY_PEAK or is_clock(metric) or metric_unit(metric) == "bytes"
-    repeated_run = None if claim.exact or is_machine_metric else check_distinct_seeds(finished, metric)
+    may_repeat = claim.exact or _is_machine_metric(metric)
+    repeated_run = None if may_repeat else check_distinct_seeds(finished, metric)
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
     )
@@ -105,7 +111,14 @@ def _find_problem(claim: Claim, sides: Sides) -> Reason | None:
         or check_run_lengths(finished.runs)
         or repeated_run
         or missing_pairs
+        # Two arms that lack steps are INVALID.
+        or (None if sides.baselines else next(find_grid_problems(finished.treatments, metric, bounds), None))
     )
+
+
+def _is_machine_metric(metric: str) -> bool:
+    """Return True for time and memory, which do not depend on the seed."""
+    return metric == MEMORY_PEAK or is_clock(metric) or metric_unit(metric) == "bytes"
 
 
 def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
@@ -185,6 +198,9 @@ def _judge_level_or_ratio(
             transform_with_gaps(treatment, transform),
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
+    has_repeated_score = sides.axis != "steps" and len(set(treatment)) == 1 < len(treatment)
+    if has_repeated_score and treatment[0] not in (0, 1) and not _is_machine_metric(claim.metric):
+        return replace(result, problem=Code.RUNS_ALIKE(num_runs=len(treatment)))
     if not np.isfinite(needed).all():
         needed_values = "excess" if claim.is_limit_on_excess else "positive" if is_ratio else "number"
         return replace(result, problem=Code.VALUES_UNFIT(needed=needed_values))
@@ -192,7 +208,7 @@ def _judge_level_or_ratio(
     window = _averaged_values(result.claim, sides, bounds, is_ratio=is_ratio)
     resolution, is_below = resolution_of(sides.runs, scale, window), claim.below is not None
     estimate = ClaimEstimate(
-        baseline_mean=float(baseline.mean()) if np.isfinite(baseline).all() else None,
+        baseline_mean=float(baseline.mean()) if len(baseline) and np.isfinite(baseline).all() else None,
         treatment_mean=float(treatment.mean()),
         detected=_detect_difference(
             baseline_sample, treatment_sample, result.claim.alpha, resolution, paired=sides.paired
@@ -211,6 +227,7 @@ def _judge_level_or_ratio(
         is_log=is_ratio,
         below=is_below,
         resolution=resolution,
+        are_scores=sides.axis != "steps",
     )
 
 
@@ -259,6 +276,7 @@ def _test_limit(
     is_log: bool,
     below: bool,
     resolution: float = 0.0,
+    are_scores: bool = False,
 ) -> ClaimResult:
     """Test one sample against a limit, or the difference values - baseline of two independent samples."""
     scale = np.exp if is_log else float
@@ -267,13 +285,25 @@ def _test_limit(
         mean = values.mean() - (0.0 if baseline is None else baseline.mean())
         estimate = replace(result.estimate, limited=float(scale(mean)))
         return replace(result, estimate=estimate, result="undecided")
-    test = limit_test(values, bound, result.claim.alpha, resolution, baseline)
+    alpha = result.claim.alpha
+    test = limit_test(values, bound, alpha, resolution, baseline, are_scores=are_scores)
     arms = {VALUES: values} if baseline is None else dict(zip(ARMS, (baseline, values), strict=True))
     distance_to_limit = abs(
         bound - float(np.median(values) - (0.0 if baseline is None else np.median(baseline)))
     )
     p_holds, p_broken = (test.p_below, test.p_above) if below else (test.p_above, test.p_below)
-    skew = find_skew(arms, step=resolution, min_sd=HARMLESS_SHARE * distance_to_limit, level=0.05 / len(arms))
+    min_sd, power, warnings = HARMLESS_SHARE * distance_to_limit, Power(), []
+    if test.exact:
+        min_runs = min_runs_of_rate(bound, alpha, below=below)
+        warnings.append(Code.EXACT_OUTCOMES(needed=min_runs, num=len(values), paired=result.claim.paired))
+    elif skew := find_skew(arms, step=resolution, min_sd=min_sd, level=0.05 / len(arms)):
+        warnings.append(skew)
+    if baseline is None:
+        excess, sd = (1 if below else -1) * (bound - test.mean), test.error * len(values) ** 0.5
+        num_needed = one_sided_pairs_needed(excess, sd, alpha)
+        if test.exact and num_needed:
+            num_needed = max(num_needed, min_runs or 0)
+        power = Power(pairs_needed_observed=num_needed)
     return replace(
         result,
         estimate=replace(
@@ -283,8 +313,9 @@ def _test_limit(
             p_equivalence=p_holds,
             p_beyond=p_broken,
         ),
-        warnings=(skew,) if skew else (),
-        result="holds" if p_holds < result.claim.alpha else "undecided",
+        power=power,
+        warnings=tuple(warnings),
+        result="holds" if p_holds < alpha else "undecided",
     )
 
 

@@ -147,7 +147,7 @@ def _limit_reason(
         **arms,
     }
     if estimate.limited_interval is not None and result.result == "holds":
-        return Code.LIMIT_HOLDS(**values)
+        return Code.LIMIT_HOLDS(**values, p=estimate.p_equivalence)
     if estimate.limited_interval is not None and result.result == "different":
         return Code.LIMIT_BROKEN(**values, p_beyond=estimate.p_beyond_holm)
-    return Code.LIMIT_UNDECIDED(**values)
+    return Code.LIMIT_UNDECIDED(**values, needed=result.power.pairs_needed_observed)

@@ -11,17 +11,18 @@ from abrun.metric_names import Transform, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
-from abrun.stats.equivalence import sd_with_resolution, t_interval
+from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.series import Array, window_bounds
-from abrun.verdict.decide import Verdict
+from abrun.verdict.decide import InterimAnalysis, Verdict, decide_verdict, test_claims
 from abrun.verdict.description import (
     MAX_OTHER_METRICS,
     default_window,
     informative_metrics,
     untransformed_claim,
 )
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
@@ -71,16 +72,18 @@ class SeedNoise:
 class OneArm:
     """One arm without another to compare it with: its seed noise, and what makes it unfit to measure."""
 
+    arm: str
     verdict: Verdict
     reasons: list[Reason]
+    claims: list[ClaimResult]  # on the arm's level; others stay open
     seed_noise: list[SeedNoise]
 
 
 def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
-    """Measure the seed noise of the baseline, which is the only arm.
+    """Test the claims on the level of the baseline, which is the only arm, and measure its seed noise.
 
-    The verdict is INVALID for runs that are copies, or whose configurations differ in more than the seed.
-    Raises ComparisonError if no run has a metric.
+    Every run counts for a claim, those that failed, too. The verdict is INVALID for runs that are copies, or
+    whose configurations differ in more than the seed. Raises ComparisonError if no run has a metric.
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
     noise = list(measure_noise(experiment, runs))
@@ -89,13 +92,30 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
     num_unfinished = len(experiment.arm(experiment.baseline)) - len(runs)
+    compare, claims = experiment.compare, experiment.compare.claims
+    analysis = InterimAnalysis(
+        num_pairs=0, alpha=compare.alpha, alpha_difference=compare.alpha, alpha_guards=0.0
+    )
+    results = test_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
+    verdict, outcomes = decide_verdict(
+        invalid,
+        (),
+        (),
+        results,
+        reads_step_one=False,
+        has_recipe=experiment.has_recipe,
+        baseline_arm=experiment.baseline,
+        require=compare.require,
+    )
     reasons = [
-        *dict.fromkeys(invalid),
+        *(outcomes if claims or invalid else ()),
         *noise_reasons(noise),
         *([Code.UNFINISHED_LEFT_OUT(num=num_unfinished)] if num_unfinished else []),
-        Code.NOTHING_TO_COMPARE(claims=len(experiment.compare.claims)),
+        *([] if claims else [Code.NOTHING_TO_COMPARE()]),
     ]
-    return OneArm(verdict="INVALID" if invalid else "INCONCLUSIVE", reasons=reasons, seed_noise=noise)
+    if invalid:
+        results = [replace(result, result="not tested") for result in results]
+    return OneArm(arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, seed_noise=noise)
 
 
 def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:
@@ -196,7 +216,7 @@ def _add_spread(
     ]
     return replace(
         noise,
-        mean_interval=_widened_interval(levels, sd),
+        mean_interval=limit_test(levels, 0.0, resolution=step).interval,
         sd=sd,
         sd_interval=sd_interval(sd, num_runs, INTERVAL_CONFIDENCE),
         gap=gap_of_two_runs(sd, num_runs, GAP_CONFIDENCE),
@@ -204,14 +224,6 @@ def _add_spread(
         pairs_needed=power.pairs_needed if power else None,
         warnings=[*noise.warnings, *_shape_warnings(noise.levels, levels, step, sd)],
     )
-
-
-def _widened_interval(levels: Array, sd: float) -> tuple[float, float]:
-    """Return the t-interval of the mean, with an sd that may count the steps of a discrete metric."""
-    low, high = t_interval(levels, INTERVAL_CONFIDENCE)
-    middle, own_sd = float(levels.mean()), float(levels.std(ddof=1))
-    factor = sd / own_sd if own_sd > 0 else 1.0
-    return middle - factor * (middle - low), middle + factor * (high - middle)
 
 
 def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: float) -> Iterator[Reason]:

@@ -4,7 +4,7 @@ A match of runs that learn nothing, repeat each other or stop early says nothing
 check returns the problem as a reason, or None.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations
 
@@ -27,10 +27,10 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
+from abrun.stats.curves import COPY_CORRELATION, find_copies, has_detail, has_same_curve
 from abrun.stats.equivalence import t_interval
-from abrun.stats.series import EMPTY_SERIES, Array, Series
+from abrun.stats.series import EMPTY_SERIES, Array
 from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
-from abrun.verdict.whole_curve import COPY_CORRELATION, find_copies, has_detail
 
 # Metrics that are 0 at every step if nothing can be learned.
 MAX_SCORED_RUNS = 100  # more are the prompts of two runs
@@ -181,7 +181,7 @@ def check_distinct_seeds(sides: Sides, metric: str | None = None) -> Reason | No
     for run, other_run in _independent_runs(sides):
         if _has_same_numbers(run, other_run):
             return _repeated_run_reason(other_run, run)
-        if metric and _has_same_curve(run.series(metric), other_run.series(metric), precision):
+        if metric and has_same_curve(run.series(metric), other_run.series(metric), precision):
             return _repeated_run_reason(other_run, run, [metric])
     return _find_noisy_copy(sides, metric) if metric else None
 
@@ -237,26 +237,6 @@ def _find_copies_in_other_metrics(
             compared_metrics.append(other_metric)
             is_copy &= find_copies(values)
     return compared_metrics, is_copy if compared_metrics else np.zeros_like(is_copy)
-
-
-def _has_same_curve(
-    series: Series, other_series: Series, precision: Callable[[Series], tuple[int, float]]
-) -> bool:
-    """Return True for ten or more steps of a moving curve that agree to the last digit of the coarser log."""
-    if len(series) < 10 or not np.array_equal(series.steps, other_series.steps):
-        return False
-    if not np.isfinite(series.values).all():
-        return False
-    error = series.values - other_series.values
-    distance, size = np.abs(error).max(), np.ptp(series.values)
-    if not distance <= size / 18:
-        return False
-    num_distinct, digits = zip(*map(precision, (series, other_series)), strict=True)
-    if min(num_distinct) < 10:  # with ten distinct values, one digit is at most a ninth of their range
-        return False
-    # Rounding errors jump from step to step; the difference of two smooth curves does not.
-    is_rounding = distance <= 0.501 * max(digits) and np.var(np.diff(error)) > np.var(error)
-    return bool(distance <= 1e-6 * size or is_rounding)
 
 
 def _has_same_numbers(run: RecordedRun, other_run: RecordedRun) -> bool:

@@ -113,7 +113,7 @@ def build_verdict_file(
     judged = [*arms, *([one_arm] if one_arm else [])]
     verdict = worst_verdict([section.verdict for section in judged])
     reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
-    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(arms)]
+    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(judged)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
     has_no_claim |= one_arm is not None and not experiment.compare.claims
@@ -135,7 +135,7 @@ def build_verdict_file(
         num_pairs=min((arm.num_pairs for arm in arms), default=0),
         paired=experiment.compare.paired,
         axis=experiment.axis,
-        **{key: [entry for arm in arms for entry in getattr(arm, key)] for key in _EVIDENCE},
+        **{key: [entry for arm in judged for entry in getattr(arm, key, ())] for key in _EVIDENCE},
         arms={
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
@@ -179,8 +179,8 @@ def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
         yield experiment.trace
 
 
-def tested_arms(arms: Sequence[ArmVerdict]) -> list[ArmVerdict]:
-    """Return the treatments with a tested claim; an INVALID one has none."""
+def tested_arms(arms: Sequence[ArmVerdict | OneArm]) -> list[ArmVerdict | OneArm]:
+    """Return the arms with a tested claim; an INVALID one has none."""
     return [
         arm
         for arm in arms

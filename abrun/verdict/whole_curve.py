@@ -1,17 +1,17 @@
-"""Checks of whole curves behind a claim: copies, smoothing, and events before the window.
+"""Checks of whole curves behind a claim: smoothing, shared noise, and events before the window.
 
 R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import Better, Transform, find_metric
+from abrun.metric_names import REWARD, Better, Transform, find_metric
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack_runs
+from abrun.stats.curves import find_running_best, is_tiny, measure_shared_changes, measure_smoothness
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps
 from abrun.verdict.summaries import (
@@ -19,91 +19,12 @@ from abrun.verdict.summaries import (
     learning_direction,
     reduce_arms,
     reduce_window,
+    spread_values,
     transform_values,
 )
 
-COPY_CORRELATION = 0.99  # of two runs' step changes; distinct seeds in docs/evidence reach 0.76
-REPEAT_CORRELATION = 0.9999  # the same if all runs move alike: noise below 1 % of the shared change
 SMOOTH_CORRELATION = 0.9  # of a run's step changes with its previous ones
-MIN_STEPS = 10  # and distinct values; with fewer, changes can be equal by chance
 NUM_BLOCKS = 8
-_CLIP_SDS = 3.0  # robust sds; a single jump shared by all seeds must not look like a copy
-_DIFFERENCE_ORDERS = (1, 2, 3)  # third differences contain no trend shared by all seeds
-
-
-def find_copies(values: Array) -> NDArray[np.bool_]:
-    """Return which two curves of [R, S] are one run plus noise [R, R]: changes of every order agree.
-
-    Seeds that see the same batches agree as well, in all runs. So the changes must also agree after the mean
-    change of all runs is removed, unless almost nothing but that mean is left.
-    """
-    num_runs, detailed = len(values), has_detail(values)
-    if not detailed.any():
-        return np.zeros((num_runs, num_runs), bool)
-    correlations, residual_correlations = np.ones((num_runs, num_runs)), np.ones((num_runs, num_runs))
-    for order in _DIFFERENCE_ORDERS:
-        changes = _clipped_changes(values[detailed], order)
-        changes -= changes.mean(axis=-1, keepdims=True)
-        shared = changes.mean(axis=0)
-        squares = float(shared @ shared)
-        loadings = changes @ shared / squares if squares else np.zeros(len(changes))
-        inside = np.ix_(detailed, detailed)
-        correlations[inside] = np.minimum(correlations[inside], _cosines(changes))
-        residual_correlations[inside] = np.minimum(
-            residual_correlations[inside], _cosines(changes - np.outer(loadings, shared))
-        )
-    is_copy = ((correlations > COPY_CORRELATION) & (residual_correlations > COPY_CORRELATION)) | (
-        correlations > REPEAT_CORRELATION
-    )
-    return is_copy & detailed[:, None] & detailed[None, :]
-
-
-def _cosines(changes: Array) -> Array:
-    """Return the cosines [R, R] of the angles between rows [R, S]; 0 for a row of zeros."""
-    norms = np.sqrt((changes**2).sum(axis=-1))
-    scaled = changes / np.where(norms > 0, norms, np.inf)[:, None]
-    return scaled @ scaled.T
-
-
-def has_detail(values: Array) -> NDArray[Any]:
-    """Return which curves [R] of [R, S] can tell runs apart: long, finite, neither discrete nor constant."""
-    if values.shape[-1] < MIN_STEPS:
-        return np.zeros(len(values), bool)
-    finite = np.asarray(np.isfinite(values).all(axis=-1))
-    sorted_values = np.sort(np.where(finite[:, None], values, 0.0), axis=-1)
-    distinct = 1 + (np.diff(sorted_values, axis=-1) > 0).sum(axis=-1)
-    changes = np.diff(np.where(finite[:, None], values, 0.0), axis=-1)
-    return finite & (distinct >= MIN_STEPS) & (_robust_sd(changes)[..., 0] > 0)
-
-
-def _clipped_changes(values: Array, order: int) -> Array:
-    """Return differences [R, S - order], clipped at `_CLIP_SDS` robust sds from their median."""
-    changes = np.diff(np.where(np.isfinite(values), values, 0.0), order, axis=-1)
-    middle, spread = np.median(changes, axis=-1, keepdims=True), _CLIP_SDS * _robust_sd(changes)
-    return np.clip(changes, middle - spread, middle + spread)
-
-
-def _robust_sd(changes: Array) -> Array:
-    """Return the median absolute deviation [R, 1], scaled to the standard deviation of normal values."""
-    middle = np.median(changes, axis=-1, keepdims=True)
-    return 1.4826 * np.median(np.abs(changes - middle), axis=-1, keepdims=True)
-
-
-def measure_smoothness(values: Array) -> float | None:
-    """Return the lag-1 autocorrelation of the step-to-step changes of curves [R, S], median over runs.
-
-    None without runs, or if a curve lacks detail (see `has_detail`).
-    """
-    detailed = values[has_detail(values)] if len(values) else values
-    if not len(detailed) or len(detailed) < len(values):
-        return None
-    changes = _clipped_changes(detailed, 1)
-    later, earlier = (
-        changes_part - changes_part.mean(axis=-1, keepdims=True)
-        for changes_part in (changes[:, 1:], changes[:, :-1])
-    )
-    norms = np.sqrt((later**2).sum(axis=-1) * (earlier**2).sum(axis=-1))
-    return float(np.median((later * earlier).sum(axis=-1) / np.where(norms > 0, norms, np.inf)))
 
 
 def curve_warnings(
@@ -126,10 +47,19 @@ def curve_warnings(
     smooth = measure_smoothness(values)
     if smooth is not None and smooth > SMOOTH_CORRELATION:
         yield Code.RUNNING_MEAN(metric=metric, correlation=smooth)
-    if not holds or len(steps) < 2 * NUM_BLOCKS:
-        return
     scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
+    if best_arm := find_running_best({arm: values[rows] for arm, rows in arms.items()}):
+        yield Code.RUNNING_BEST(metric=metric, arm=best_arm)
+    if not holds or len(steps) < 2 * NUM_BLOCKS:
+        return
+    varying = spread_values(values[:num_baselines], values[num_baselines:], paired=sides.paired)
+    shared = measure_shared_changes(varying)
+    if shared is not None and not sides.share_rollouts:
+        yield Code.CHANGES_SHARED(metric=metric, paired=sides.paired, correlation=shared)
+    is_sampled = REWARD in sides.runs[0].metrics and not any(run.thinned for run in sides.runs)
+    if sides.paired and is_sampled and not sides.share_rollouts and is_tiny(varying, values[:num_baselines]):
+        yield Code.TINY_DIFFERENCES(metric=metric, largest=np.abs(varying).max(), num_steps=len(steps))
     direction = learning_direction(sides.baselines[0], metric)
     if margin > 0 and (direction or find_metric(metric) is None):
         for arm, rows in arms.items():

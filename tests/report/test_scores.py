@@ -246,15 +246,19 @@ def test_a_report_on_scores_has_no_curves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_the_level_of_the_test_over_prompts(samples: int) -> None:
-    """A difference of exactly the margin is called equivalent in 5 % of experiments, clustered or not."""
-    generator, num_passed, num_experiments = np.random.default_rng(0), 0, 2000
+    """A difference of exactly the margin is called equivalent in 5 % of experiments, clustered or not.
+
+    Prompts that are right or wrong have an exact test, which takes longer and errs less often.
+    """
+    generator, num_passed, num_experiments = np.random.default_rng(0), 0, 2000 if samples > 1 else 300
     for _ in range(num_experiments):
         easy = generator.random(150)
         arms = [generator.binomial(samples, np.clip(easy + shift, 0, 1)) / samples for shift in (0.0, 0.1)]
         true_difference = (np.clip(easy + 0.1, 0, 1) - easy).mean()
         result = equivalence_test(arms[0], arms[1], true_difference, resolution=1 / samples)
         num_passed += result.equivalent
-    assert 0.03 < num_passed / num_experiments < 0.065
+    low, high = (0.03, 0.065) if samples > 1 else (0.01, 0.05 + 3 * np.sqrt(0.05 * 0.95 / num_experiments))
+    assert low < num_passed / num_experiments < high
 
 
 def test_a_gain_over_prompts_is_planned_for_itself_and_no_climb_is_read_into_the_prompts(

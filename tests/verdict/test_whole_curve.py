@@ -1,6 +1,7 @@
 """Copies, running means, collapses and early differences: caught, and not said of equal arms by chance."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Guards
 from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
+from abrun.stats.curves import find_copies, measure_shared_changes, measure_smoothness
 from abrun.stats.series import Series
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.step_one import has_shared_prompts
-from abrun.verdict.whole_curve import curve_warnings, find_copies, measure_smoothness
+from abrun.verdict.whole_curve import curve_warnings
 from tests.snapshot import Snapshot
 from tests.verdict.test_guards import guards_of
 
@@ -333,3 +335,80 @@ def test_other_prompts_seldom_give_equal_first_rewards() -> None:
                 if (rewards[0, i] == rewards[1, i]).all()
             )
             assert alike <= binom.ppf(0.999, 1000, 0.005)
+
+
+# --- a running best, a log plus noise, and seeds that are averages ---
+
+
+def curves_of(rng: np.random.Generator, num: int = 5) -> Curves:
+    """Curves [num, STEPS] that climb and wobble, each with its own noise."""
+    return np.minimum(np.arange(STEPS) / 30, 1) + 0.05 * rng.standard_normal((num, STEPS))
+
+
+def codes_of(baseline: Curves, treatment: Curves) -> set[Code]:
+    return {warning.code for warning in warnings_of((baseline, treatment))}
+
+
+@pytest.mark.parametrize("best_is_lowest", [False, True])
+def test_an_arm_that_logs_its_best_so_far_is_named(best_is_lowest: bool) -> None:
+    rng = np.random.default_rng(5)
+    baseline, treatment = curves_of(rng), curves_of(rng)
+    extreme = np.minimum if best_is_lowest else np.maximum
+    (best,) = (
+        warning
+        for warning in warnings_of((baseline, extreme.accumulate(treatment, axis=1)))
+        if warning.code == Code.RUNNING_BEST
+    )
+    assert best["arm"] == "treatment" and "best value so far" in sentence(best)
+    assert Code.RUNNING_BEST in codes_of(np.maximum.accumulate(baseline, axis=1), treatment)
+    both = [np.maximum.accumulate(arm, axis=1) for arm in (baseline, treatment)]
+    assert Code.RUNNING_BEST not in codes_of(*both) | codes_of(baseline, treatment)
+
+
+def test_a_log_plus_noise_of_a_thousandth_is_named() -> None:
+    rng = np.random.default_rng(6)
+    baseline = curves_of(rng)
+    tiny = 1e-6 * rng.standard_normal(baseline.shape)
+    assert Code.TINY_DIFFERENCES in codes_of(baseline, baseline + tiny)
+    late = tiny.copy()
+    late[:, 40:] += 0.05 * rng.standard_normal((5, STEPS - 40))  # arms that part after some steps
+    assert Code.TINY_DIFFERENCES not in codes_of(baseline, baseline + late)
+    one_pair_differs = tiny * np.array([1.0, 1.0, 1.0, 1.0, 1e5])[:, None]
+    assert Code.TINY_DIFFERENCES not in codes_of(baseline, baseline + one_pair_differs)
+    assert Code.TINY_DIFFERENCES not in codes_of(baseline, baseline)  # bit-identical: refused elsewhere
+    replayed = sides_of({REWARD: baseline}, {REWARD: baseline + tiny})
+    treatments = tuple(replace(run, config={"rollout.engine": "recorded"}) for run in replayed.treatments)
+    replayed = replace(replayed, treatments=treatments)
+    assert replayed.share_rollouts
+    assert not list(curve_warnings(replayed, REWARD, "identity", (52, 64), 0.05, holds=True))
+
+
+def test_averages_of_the_same_runs_are_no_independent_seeds() -> None:
+    """Each "seed" is the mean of all other runs of five."""
+    rng = np.random.default_rng(7)
+    arms = [curves_of(rng) for _ in range(2)]
+    averages = [(runs.sum(axis=0) - runs) / 4 for runs in arms]
+    (shared,) = (one for one in warnings_of(averages) if one.code == Code.CHANGES_SHARED)
+    assert shared["correlation"] == pytest.approx(0.75, abs=0.15)
+    assert "they are not independent" in sentence(shared)
+    assert Code.CHANGES_SHARED not in codes_of(*arms)
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 10])
+@pytest.mark.parametrize("num_steps", [40, 100])
+def test_independent_curves_share_nothing(num: int, num_steps: int) -> None:
+    """White, autocorrelated, heavy-tailed and skewed noise, and noise on a shared trend."""
+    rng = np.random.default_rng([num, num_steps])
+    trend = 3 * np.sin(6 * np.arange(num_steps) / num_steps)
+    makers = {
+        "white": lambda: rng.standard_normal((num, num_steps)),
+        "walk": lambda: rng.standard_normal((num, num_steps)).cumsum(axis=1),
+        "heavy": lambda: rng.standard_t(2, (num, num_steps)),
+        "skewed": lambda: rng.exponential(size=(num, num_steps)),
+        "trend": lambda: trend + 0.05 * rng.standard_normal((num, num_steps)),
+    }
+    num_found = {
+        name: sum(measure_shared_changes(make()) is not None for _ in range(200))
+        for name, make in makers.items()
+    }
+    assert max(num_found.values()) <= 4, num_found  # at a rate of 0.005, more are one in 300 of these counts

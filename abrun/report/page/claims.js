@@ -140,7 +140,7 @@ function newRunsSection() {
 function claimsSection() {
   const claims = content.claims || [];
   if (!claims.length) return null;
-  const unpaired = content.paired === false;
+  const unpaired = content.paired === false || !treatments.length;
   const details = (context.levels || []).filter((level) => level.details);
   return section(
     "claims",
@@ -252,7 +252,7 @@ function accepted(claim) {
   const threshold = claim.kind === "not_worse" ? -claim.margin : claim.margin;
   return claim.better === "lower" ? [null, -threshold] : [threshold, null];
 }
-const bothSizes = (runs) => `${runs[0]} and ${runs[1]}`;
+const bothSizes = (runs) => runs.filter(Boolean).join(" and "); // one arm alone has no baseline
 const marginText = (claim) =>
   claim.margin_text || (typeof claim.margin === "number" ? `\u00b1${number(claim.margin)}` : "\u2013");
 

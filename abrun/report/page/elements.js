@@ -139,10 +139,10 @@ function commandLine(text) {
 
 const context = report.context || {};
 const baselineName = () => content.baseline || arms[0];
-const treatmentName = () => (several ? "treatment" : treatments[0] || "treatment");
+const treatmentName = () => (several ? "treatment" : treatments[0] || baselineName());
 const withRole = (name, role) => (name === role ? name : `${name} (${role})`);
 const comparedText = () =>
-  `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
+  !treatments.length ? "" : `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const withArm = (headings) => (several ? [["arm"], ...headings] : headings);
 const armCell = (row) => (several ? [row.arm] : []);
 // The recipe key of a control, if the runs have a recipe.

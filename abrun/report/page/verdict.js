@@ -22,7 +22,9 @@ function verdictCard() {
   const described = isDescription ? content.descriptions : [];
   const alone = (content.seed_noise || []).length > 0;
   const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
-  const meaning = alone
+  const meaning = alone && (content.claims || []).length
+    ? "One arm alone: claims on its own level are tested, and its spread from run to run is measured."
+    : alone
     ? "One arm alone: its spread from run to run, no test."
     : isDescription && (content.new_runs || []).length
     ? "One run beside the spread of several: no verdict on the arms."
