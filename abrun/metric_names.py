@@ -423,5 +423,22 @@ def is_clock(name: str) -> bool:
     return bool(re.search(rf"(^|[/_ ])({words}|per[_ ]sec(ond)?)([/_ :]|$)", name, re.IGNORECASE))
 
 
+@cache
+def is_memory(name: str) -> bool:
+    """Return whether a metric measures memory."""
+    words = "memory|mem|vram|rss|bytes|[kmgt]i?b"
+    is_named = re.search(rf"(^|[/_ ])({words})([/_ :(]|$)", name, re.IGNORECASE)
+    return is_named is not None or metric_unit(name) == "bytes"
+
+
+@cache
+def is_counter(name: str) -> bool:
+    """Return whether a metric counts steps, epochs or samples, which the configuration decides."""
+    counters = "epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
+    counters += "|training_iteration|iterations(_since_restore)?|total_timesteps|episodes_total|n_updates"
+    counters += "|(time|env_)?steps_(total|since_restore)"
+    return re.fullmatch(rf"(.*/)?({counters})", name) is not None
+
+
 def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")
