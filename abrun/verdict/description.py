@@ -32,6 +32,7 @@ from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds
+from abrun.stats.step_ratio import is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import DetectedDifference, SampleUnit, detect
@@ -45,11 +46,7 @@ from abrun.verdict.summaries import (
 
 MAX_OTHER_METRICS = 12  # first metrics with a learning direction, then step one's
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
-MIN_STEPS_OF_RATIO = 10  # with fewer, one arm is above the other at every step by chance
 MAX_RATIOS = 3  # reasons about ratios
-MIN_RATIO = 1.01  # of the arms' levels; a smaller one is not worth a sentence
-CONSTANT_RATIO = 1.5  # largest over smallest ratio of a nearly constant factor
-MAX_SHARE_OF_SHIFT = 0.5  # of the squares that a shift leaves: what a factor may leave to explain the ratio
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
@@ -80,7 +77,7 @@ class Description:
     margin_is: Reason  # how the margin was derived
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
     # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
-    # ratios are on one side of 1 and their mean is at least MIN_RATIO; None otherwise
+    # ratios are on one side of 1 and their mean is not near it; None otherwise
     ratio_at_each_step: tuple[float, float, float] | None = None
     is_factor: bool = False  # that ratio is nearly constant and explains the treatment better than a shift
     num_steps: int = 0  # steps that all runs share
@@ -218,7 +215,8 @@ def _describe_metric(
         else None
     )
     margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
-    ratio, is_factor = _compare_each_step(*np.split(values, [sides.sizes[0]]))
+    curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
+    ratio = ratio_at_each_step(*curves)
     return Description(
         arm=arm,
         metric=metric,
@@ -247,40 +245,13 @@ def _describe_metric(
         if test and margin
         else None,
         ratio_at_each_step=ratio,
-        is_factor=is_factor,
+        is_factor=ratio is not None and is_factor(ratio, *curves),
         num_steps=len(steps),
     )
 
 
-def _compare_each_step(baseline: Array, treatment: Array) -> tuple[tuple[float, float, float] | None, bool]:
-    """Return mean, minimum and maximum of treatment / baseline [R, S], and whether this ratio is a factor.
-
-    None if the arms cross or hardly differ, have unlike numbers of runs, values of both signs, or too few
-    steps. The ratio is a factor if it varies less than it differs from 1, by less than CONSTANT_RATIO, and if
-    the larger arm as a factor times the smaller one leaves at most MAX_SHARE_OF_SHIFT of the sum of squares
-    that it leaves as the smaller one plus a shift. Both have one parameter, fitted by least squares.
-    """
-    if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
-        return None, False
-    if not ((baseline > 0).all() and (treatment > 0).all()):
-        return None, False
-    log_ratios = np.log(treatment) - np.log(baseline)
-    mean, low, high = log_ratios.mean(), log_ratios.min(), log_ratios.max()
-    if low * high <= 0 or abs(mean) < math.log(MIN_RATIO):
-        return None, False
-    smaller, larger = (baseline, treatment) if mean > 0 else (treatment, baseline)
-    shifts, factor = larger - smaller, (smaller * larger).sum() / (smaller**2).sum()
-    squares = ((larger - factor * smaller) ** 2).sum(), ((shifts - shifts.mean()) ** 2).sum()
-    is_constant = high - low <= min(math.log(CONSTANT_RATIO), abs(mean))
-    ratio = (math.exp(mean), math.exp(low), math.exp(high))
-    return ratio, bool(is_constant and squares[0] <= MAX_SHARE_OF_SHIFT * squares[1])
-
-
 def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
-    """Return the metrics in which one arm is above the other at every step, the largest ratios first.
-
-    A constant factor of memory, time or throughput is what a treatment is for, not another scale.
-    """
+    """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
     unlearned = metrics_with_role("configured")
     ratios = [
         (row.ratio_at_each_step, row)
@@ -296,6 +267,7 @@ def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reas
             ratio=ratio,
             steps=row.num_steps,
             pairs=row.num_runs[0],
+            # A treatment may be for less memory or time, which is no other scale
             constant=row.is_factor and not (is_clock(row.metric) or is_memory(row.metric)),
         )
         for ratio, row in ratios[:MAX_RATIOS]
