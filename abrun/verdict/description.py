@@ -205,8 +205,7 @@ def _describe_metric(
         return None
     first, second = np.split(values[:, inside], [sides.sizes[0]])
     baseline, treatment = reduce_arms(first, second, metric, stepwise=sides.share_rollouts)
-    one_run_per_arm = sides.sizes == (1, 1)
-    distance = np.abs(values[-1] - values[0])
+    distance = np.abs(values[-1] - values[0]) if sides.sizes == (1, 1) else None
     varying = spread_values(first, second, paired=sides.paired)
     step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
@@ -229,9 +228,9 @@ def _describe_metric(
         baseline=float(baseline.mean()),
         treatment=float(treatment.mean()),
         difference=float(treatment.mean() - baseline.mean()),
-        mean_distance=float(distance.mean()) if one_run_per_arm else None,
-        largest_distance=float(distance.max()) if one_run_per_arm else None,
-        largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
+        mean_distance=None if distance is None else float(distance.mean()),
+        largest_distance=None if distance is None else float(distance.max()),
+        largest_at=None if distance is None else int(steps[distance.argmax()]),
         detected=detect(
             baseline, treatment, test.mean_difference, test.interval, paired=sides.paired, unit=unit
         )
