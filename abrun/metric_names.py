@@ -436,5 +436,14 @@ def is_learned(name: str) -> bool:
     return not (is_clock(name) or is_memory(name))
 
 
+@cache
+def is_counter(name: str) -> bool:
+    """Return whether a metric counts steps, epochs or samples, which the configuration decides."""
+    counters = "epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
+    counters += "|training_iteration|iterations(_since_restore)?|total_timesteps|episodes_total|n_updates"
+    counters += "|(time|env_)?steps_(total|since_restore)"
+    return re.fullmatch(rf"(.*/)?({counters})", name) is not None
+
+
 def _key_pattern(key: str) -> str:
     return re.escape(key).replace("<phase>", "[a-z_]+")

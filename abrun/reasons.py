@@ -125,6 +125,7 @@ class Code(StrEnum):
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
     CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()
+    BASELINE_CHANGED = auto()
     SEVERAL_COMPARISONS, SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto(), auto()
     LOG_READ_AS, ARMS_SHARE_NO_SEED, SOURCES_ARE_ARMS, BASELINE_GUESSED = auto(), auto(), auto(), auto()
 

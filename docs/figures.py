@@ -81,7 +81,7 @@ def draw_power() -> "Figure":
     counts = list(range(2, 17))
     designs = [
         (f"paired, correlation {correlation}", sd_of_difference(sigma, correlation), 1.0, color)
-        for correlation, color in ((0.9, COLORS[0]), (0.8, COLORS[2]), (0.5, COLORS[4]))
+        for correlation, color in ((0.8, COLORS[0]), (0.5, COLORS[2]), (0.2, COLORS[4]))
     ]
     designs.append(("unpaired", sd_of_difference(sigma, 0), welch_dof_per_run((sigma, sigma)), COLORS[1]))
     figure, ax = pyplot.subplots(figsize=(WIDTH, 3.1), layout="constrained")

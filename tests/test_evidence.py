@@ -16,11 +16,13 @@ import yaml
 from PIL import Image
 
 from abrun.experiment.plan import diff_configs
+from abrun.messages.numbers import difference_text
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
+from abrun.stats.equivalence import equivalence_test
 from tests.verdict.simulate import RECIPE, edit, write, write_experiment
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +103,7 @@ def test_the_readme_counts_the_experiments() -> None:
     counts = [sum(verdict in kind for kind in kinds) for verdict in ("INCONCLUSIVE", "MISMATCH")]
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"[{len(kinds)} experiments](docs/evidence.md)" in text
-    assert "In some arm, six are undecided and four have a MISMATCH." in text
+    assert "Of the 23, six have an undecided arm, four a MISMATCH." in text
     assert counts == [6, 4]
 
 
@@ -206,3 +208,23 @@ def test_a_recipe_without_a_run_is_listed_and_bad_input_is_one_line(
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and message in lines[0]
     assert "\n### other\n" in (site / "docs/evidence.md").read_text()  # it was judged
+
+
+def test_the_arms_that_are_no_declared_pair_are_bounded_by_their_intervals() -> None:
+    """A difference of two estimates has at most the sum of their standard errors."""
+    folder = ROOT / "docs/evidence/smollm2-fp32-head"
+    claims = {
+        (claim["arm"], claim["window"]): claim
+        for claim in json.loads((folder / "verdict.json").read_text())["claims"]
+    }
+    text = json.loads((folder / "record.json").read_text())["learned"]
+    for window in ("steps 1-1", "all"):
+        treatment, engine = (
+            np.log(claims[arm, window]["limited_interval"]) for arm in ("treatment", "engine")
+        )
+        center, half = treatment.mean() - engine.mean(), (np.ptp(treatment) + np.ptp(engine)) / 2
+        estimate, low, high = np.exp([center, center - half, center + half])
+        assert f"{estimate:.2f} [{low:.2f}, {high:.2f}]" in text
+    arms = [np.array(claims[arm, "last 50%"]["differences"]) for arm in ("treatment", "engine")]
+    rewards = equivalence_test(*arms[::-1], 0.05)
+    assert difference_text(rewards.mean_difference, rewards.interval) in text

@@ -297,7 +297,9 @@ def _read_fullest_format(
             scored = [(run, log) for run, log in logs if log.axis != "steps"]
             score_tables = score_tables or scored
             logs = [(run, log) for run, log in logs if log.axis == "steps"] if has_steps else []
-            ignored = [*ignored, *(f"{len(scored)} runs' final scores, not read" for _ in scored[:has_steps])]
+            num_scored = f"{len(scored)} run{'s' * (len(scored) != 1)}"
+            note = f"{printable(source)}: read the runs with steps, ignored the final scores of {num_scored}"
+            ignored = [*ignored, *([note] if has_steps and scored else [])]
         if any(log.metrics for _, log in logs):
             other_formats = [form for form in FORMATS_BY_PREFERENCE if form in by_format and form != format]
             note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"

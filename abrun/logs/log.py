@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.messages.numbers import more_text
+from abrun.metric_names import is_clock, is_counter
 from abrun.reasons import Reason
 from abrun.redaction import display_safe, display_safe_tree, printable
 from abrun.runs.access import unreadable_error
@@ -76,8 +77,12 @@ def sanitize_log(log: Log) -> Log:
     )
 
 
-def replaced_notes(num_replaced: int) -> list[str]:
-    """Return a note on points that were replaced by later ones, if any."""
+def replaced_notes(replaced: Mapping[str, int]) -> list[str]:
+    """Return a note on points of metrics that were replaced by later ones, if any.
+
+    Clocks and counters go on from a row of training to a row of evaluation at the same step: no replacement.
+    """
+    num_replaced = sum(num for name, num in replaced.items() if not (is_clock(name) or is_counter(name)))
     if not num_replaced:
         return []
     points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")

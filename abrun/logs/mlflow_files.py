@@ -17,7 +17,7 @@ from abrun.errors import StoreError
 from abrun.logs.key_columns import ARM_COLUMNS
 from abrun.logs.log import Log, LogStatus, printable, replaced_notes, wrap_read_errors
 from abrun.regular_files import is_directory, is_file, read_regular
-from abrun.stats.series import Series, build_series
+from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"
 STATUSES: dict[object, LogStatus] = {1: "running", 2: "running", 3: "finished", 4: "failed", 5: "failed"}
@@ -166,17 +166,16 @@ def _make_log(
     params: Mapping[str, str],
     tags: Mapping[str, str],
 ) -> Log:
-    metrics: dict[str, Series] = {}
+    built: dict[str, tuple[Series, int]] = {}
     numbered: list[str] = []
-    num_replaced = 0
     for metric, metric_points in points.items():
         steps = [step for _, _, step in metric_points]
         if len(steps) > 1 and not any(steps):  # logged without a step, which MLflow stores as 0
             numbered.append(metric)
             steps = list(range(len(steps)))
-        metrics[metric], replaced = build_series(steps, [value for _, value, _ in metric_points])
-        num_replaced += replaced
-    notes = replaced_notes(num_replaced)
+        built[metric] = build_series(steps, [value for _, value, _ in metric_points])
+    metrics, replaced = split_series(built)
+    notes = replaced_notes(replaced)
     if numbered:
         notes.append(f"logged without a step, so numbered from 0: {', '.join(numbered[:5])}")
     config = {key.replace("/", "."): _parse_text(value) for key, value in params.items()}

@@ -98,7 +98,7 @@ def read_mlperf_log(path: Path, name: str) -> Log:
         return Log(name=name, place=place, metrics={}, notes=(NOTHING_RECORDED, *damaged))
     axis = _find_axis(events)
     factor = 1 if all(map(float.is_integer, _list_positions(events, axis))) else FRACTION
-    metrics, num_replaced = series_from_rows(_list_rows(events, axis, factor, place))
+    metrics, replaced = series_from_rows(_list_rows(events, axis, factor, place))
     ends = [event.metadata.get("status") for event in events if event.key == "run_stop"]
     return Log(
         name=name,
@@ -107,7 +107,7 @@ def read_mlperf_log(path: Path, name: str) -> Log:
         config=_read_config(events) or None,
         status="finished" if ends and ends[-1] in ENDED else "unknown",
         guesses=(f"an MLPerf log: a step is {'1' if factor == 1 else f'1/{factor}'} of its {axis}",),
-        notes=(*damaged, *replaced_notes(num_replaced)),
+        notes=(*damaged, *replaced_notes(replaced)),
     )
 
 

@@ -166,12 +166,12 @@ def build_series(
     ]
     config = _constant_config(cells)
     excluded = {column, *NON_METRIC_COLUMNS, *config}
-    metrics, num_replaced = series_from_rows(
+    metrics, replaced = series_from_rows(
         (step, {name: row[name] for name in row if name not in excluded and not name.startswith(UNNAMED)})
         for step, row in zip(steps, rows, strict=True)
         if step is not None and not row.keys() <= NON_METRIC_COLUMNS
     )
-    notes = [*split_notes, *_text_notes(texts, metrics, places), *replaced_notes(num_replaced)]
+    notes = [*split_notes, *_text_notes(texts, metrics, places), *replaced_notes(replaced)]
     if num_without_step:
         notes.append(f"{num_without_step} of {len(filled_rows)} rows without {column} were left out")
     return TableMetrics(

@@ -19,7 +19,7 @@ from abrun.logs.rows import parse_json
 from abrun.logs.wandb_files import FILE_HEADER, NO_EXIT_NOTE, iterate_records, parse_environment
 from abrun.recipe.reading import dotted
 from abrun.regular_files import read_regular
-from abrun.stats.series import build_series
+from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
 IDENT = b":SWL\xd6\xe1"  # the format's version follows in the seventh byte
@@ -59,8 +59,10 @@ def read_swanlab_file(path: Path, name: str) -> Log:
         if not add_record(contents, body):
             break
         end = record_end
-    built = {metric: build_series(*points) for metric, points in contents.points.items()}
-    notes = replaced_notes(sum(replaced for _, replaced in built.values()))
+    metrics, replaced = split_series(
+        {metric: build_series(*points) for metric, points in contents.points.items()}
+    )
+    notes = replaced_notes(replaced)
     if end < len(content):
         notes.append(f"{len(content) - end} bytes, from byte {end} on, are torn or damaged and were left out")
     start, has_started = contents.start, bool(contents.start)
@@ -69,7 +71,7 @@ def read_swanlab_file(path: Path, name: str) -> Log:
     return Log(
         name="/".join(filter(None, [start.get("project"), start.get("name") or name])),
         place=place,
-        metrics={metric: series for metric, (series, _) in built.items()},
+        metrics=metrics,
         status=status,
         failure=(contents.error or "it crashed or was aborted") if status == "failed" else "",
         config=_read_config(path.parent / "files" / "config.yaml"),

@@ -17,7 +17,7 @@ from abrun.errors import StoreError
 from abrun.logs.log import NOTHING_RECORDED, Log, printable, replaced_notes, wrap_read_errors
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.regular_files import is_file, read_regular
-from abrun.stats.series import Series, build_series
+from abrun.stats.series import build_series, split_series
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
 HEADER, FOOTER = 12, 4  # bytes
@@ -68,9 +68,8 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
                     values.append(number)
         num_restarts += is_restart
     check_number_of_metrics(len(points), printable(str(place)))
-    merged = {tag: build_series(*steps_and_values) for tag, steps_and_values in points.items()}
-    metrics: dict[str, Series] = {tag: series for tag, (series, _) in merged.items()}
-    notes = replaced_notes(sum(replaced for _, replaced in merged.values())) + notes
+    metrics, replaced = split_series({tag: build_series(*tag_points) for tag, tag_points in points.items()})
+    notes = replaced_notes(replaced) + notes
     # Several runs in one folder look the same.
     restart_note = (
         f"{printable(str(place))}: its {len(files)} event files were read as one run, restarted "

@@ -108,6 +108,8 @@ POST_HOC: dict[Code, Message] = {
     Code.PAIRS_ADDED: "{num_pairs} pairs were added after the launch; to analyse more than once, declare "
     "compare.interim",
     Code.CLAIMS_CHANGED: "the claims are not those declared at launch",
+    Code.BASELINE_CHANGED: "{baseline} was chosen as the baseline after the launch, which declared "
+    "{launched}; reruns and controls of {launched} do not count",
     Code.PAIRING_CHANGED: "the arms were compared unpaired, which was not declared at launch",
     Code.LEVEL_CHANGED: "alpha, or how many claims must hold, is not what was declared at launch",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared at launch",

@@ -28,6 +28,12 @@ def text_near_limit(value: float, limit: float) -> str:
     return repr(value)
 
 
+def ratio_text(ratio: float) -> str:
+    """Return a ratio in three digits, or in as many as show two digits of its distance from 1."""
+    digits = 3 if ratio == 1 else max(3, 2 - math.floor(math.log10(abs(ratio - 1))))
+    return f"{ratio:.{digits}g}x"
+
+
 def difference_text(difference: float, interval: Sequence[float]) -> str:
     """Return a difference and its interval as every table and sentence writes them."""
     return f"{difference:+.3g} {interval_text(interval)}"

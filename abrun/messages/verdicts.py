@@ -4,7 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import SCORES_TEXT, arm_texts, deviation_text, direction_text, interval_text
+from abrun.messages.numbers import (
+    SCORES_TEXT,
+    arm_texts,
+    deviation_text,
+    direction_text,
+    interval_text,
+    ratio_text,
+)
 from abrun.reasons import Code
 
 _OPEN_GUARDS = {
@@ -99,8 +106,8 @@ def _ratio_at_each_step(metric, arm, baseline, ratio, steps, pairs, constant) ->
     sample = f"at each of {steps} steps" + f" in each of {pairs} pairs" * (pairs > 1)
     factor = ", a nearly constant factor, as from another scale or normalisation" * constant
     return (
-        f"{metric} is {mean:.3g}x as high in {larger} as in {smaller} {sample} ({low:.3g}x to {high:.3g}x"
-        f"{factor})"
+        f"{metric} is {ratio_text(mean)} as high in {larger} as in {smaller} {sample} ({ratio_text(low)} to "
+        f"{ratio_text(high)}{factor})"
     )
 
 

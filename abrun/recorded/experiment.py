@@ -197,6 +197,7 @@ class RecordedExperiment:
     treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = None
     launched_compare_sha256: str | None = None
     launched_pairs: int = 0
+    launched_baseline: str | None = None  # if another arm was chosen as the baseline after the launch
     decided: tuple[Reason, ...] = ()  # values that the recipe left to the launch, each with the reason
     reference: Reference | None = None
     # Control arms: baselines with an injected fault, and their runs. They have no verdict of their own.

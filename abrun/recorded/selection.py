@@ -1,7 +1,7 @@
 """Options that find and select runs, and the list of runs left out of a comparison."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
@@ -66,8 +66,8 @@ class ReadingOptions:
         return [*words, *(flag for flag, is_given in flags.items() if is_given)]
 
     def refuse_reading_options(self, directory: Path) -> None:
-        """Raise ComparisonError for any of these options: none applies to an experiment of abrun's."""
-        for option, value in self.given_options.items():
+        """Raise ComparisonError for any of these options but the baseline: an experiment has the others."""
+        for option, value in replace(self, baseline=None).given_options.items():
             raise ComparisonError(
                 Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
             )

@@ -11,7 +11,7 @@ from abrun.recipe.claims import Claim, is_interim_schedule
 from abrun.recorded.experiment import RecordedExperiment, resolve_claims
 from abrun.recorded.foreign import Sources, build_foreign_experiment, read_foreign
 from abrun.recorded.selection import ReadingOptions
-from abrun.recorded.stored import load_experiment
+from abrun.recorded.stored import choose_baseline, load_experiment
 from abrun.regular_files import exists
 from abrun.runs.experiment import find_experiment, is_experiment
 
@@ -48,9 +48,13 @@ class SourceContents:
 def read_sources(sources: Sequence[str], reading: ReadingOptions) -> SourceContents:
     """Read the runs of sources. Raises StoreError or ComparisonError if that fails."""
     directory = find_stored_experiment(sources, reading.runs_dir)
-    if directory is not None:
+    if directory is None:
+        recorded: RecordedExperiment | Sources = read_foreign(sources, reading)
+    else:
         reading.refuse_reading_options(directory)
-    recorded = read_foreign(sources, reading) if directory is None else load_experiment(directory)
+        recorded = load_experiment(directory)
+        if reading.baseline is not None:
+            recorded = choose_baseline(recorded, reading.baseline)
     return SourceContents(sources=sources, reading=reading, directory=directory, recorded=recorded)
 
 

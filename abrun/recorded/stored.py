@@ -3,11 +3,11 @@
 import contextlib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import RecipeError, StoreError
+from abrun.errors import ComparisonError, RecipeError, StoreError
 from abrun.experiment.plan import describe_decisions
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
@@ -73,6 +73,43 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         controls={name: run for name, run in loaded.items() if name.arm in injected},
         warm_starts=_read_warm_starts(experiment_dir, loaded),
         trace=_read_trace(experiment_dir, loaded),
+    )
+
+
+def choose_baseline(experiment: RecordedExperiment, arm: str) -> RecordedExperiment:
+    """Return a launched experiment with another of its arms as the baseline, compared with all the others.
+
+    Reruns, controls and the trace belong to the launched baseline and are dropped. Raises ComparisonError for
+    an unknown arm.
+    """
+    launched = experiment.baseline
+    if arm not in experiment.arms:
+        raise ComparisonError(Code.NOT_ALLOWED(field="--baseline", got=repr(arm), allowed=experiment.arms))
+    if arm == launched:
+        return experiment
+    differences = {launched: {}, **(experiment.treatment_diff or {})}
+    launched_values = {key: pair[0] for keys in differences.values() for key, pair in keys.items()}
+    values = {
+        name: launched_values | {key: pair[1] for key, pair in keys.items()}
+        for name, keys in differences.items()
+    }
+    treatments = [name for name in experiment.arms if name != arm]
+    return replace(
+        experiment,
+        arms=(arm, *treatments),
+        launched_baseline=launched,
+        treatment_diff={
+            name: {
+                key: [values[arm][key], value]
+                for key, value in values[name].items()
+                if value != values[arm][key]
+            }
+            for name in treatments
+        },
+        runs={name: run for name, run in experiment.runs.items() if not name.rerun},
+        injected={},
+        controls={},
+        trace=None,
     )
 
 

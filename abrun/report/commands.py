@@ -45,7 +45,11 @@ def fresh_runs_command(experiment: RecordedExperiment, num_pairs: int | None = N
         )
     if experiment.directory:
         options = f"--seeds {first_seed}-{last_seed}{comparison_options(experiment, count)}"
-        return FreshRunsCommand(f"abrun launch RECIPE {options} --name {folder_name(experiment, '-fresh')}")
+        name = folder_name(experiment, "-fresh")
+        command = f"abrun launch RECIPE {options} --name {name}"
+        if experiment.launched_baseline:
+            command += f" --no-compare && abrun compare {name} --baseline {shlex.quote(experiment.baseline)}"
+        return FreshRunsCommand(command)
     if not experiment.seeds_known:
         command = f"abrun compare NEW NEW --unpaired{claim_options(experiment)}"
         return FreshRunsCommand(command, lambda step: Code.FRESH_FOLDERS(step=step, num_runs=count))

@@ -131,7 +131,8 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
         words = [*contents.sources, *reading.to_words(), *options.to_words()]
         command = shlex.join(["abrun", "compare", *words])
     if output is not None:
-        is_declared = reference is None and not _find_change(experiment.compare, declared)
+        is_changed = experiment.launched_baseline or _find_change(experiment.compare, declared)
+        is_declared = reference is None and not is_changed
         _refuse_folder(output, directory, is_declared=is_declared)
     return compare(experiment, declared=declared, output=output, formats=options.formats, command=command)
 
@@ -255,6 +256,8 @@ def find_post_hoc_reason(experiment: RecordedExperiment, declared: Compare) -> R
     """
     if experiment.launched_compare_sha256 is None:
         return Code.NOTHING_DECLARED()
+    if experiment.launched_baseline:
+        return Code.BASELINE_CHANGED(baseline=experiment.baseline, launched=experiment.launched_baseline)
     if changed := _find_change(experiment.compare, declared):
         return changed
     if compare_hash(declared) != experiment.launched_compare_sha256:

@@ -57,7 +57,8 @@ class NextStepFacts:
 
     @cached_property
     def is_declared(self) -> bool:
-        return compare_hash(self.experiment.compare) == self.experiment.launched_compare_sha256
+        is_launched = compare_hash(self.experiment.compare) == self.experiment.launched_compare_sha256
+        return is_launched and not self.experiment.launched_baseline
 
     # --- failures ---
 

@@ -61,7 +61,8 @@ EMPTY_SERIES = Series(np.empty(0, np.int64), np.empty(0))
 def build_series(steps: Sequence[int] | Steps, values: Sequence[float] | Array) -> tuple[Series, int]:
     """Build a series from points in the order they were written, and count those that a later one replaced.
 
-    If a step occurs twice, such as after a resume, the last value counts.
+    If a step occurs twice, such as after a resume, the last value counts. The same value again, such as the
+    epoch in a row of evaluation beside a row of training, replaces nothing.
     """
     all_steps, all_values = np.asarray(steps, np.int64), np.asarray(values, np.float64)
     if len(all_steps) < 2 or (np.diff(all_steps) > 0).all():
@@ -69,9 +70,10 @@ def build_series(steps: Sequence[int] | Steps, values: Sequence[float] | Array) 
     order = np.argsort(all_steps, kind="stable")
     is_last = np.append(np.diff(all_steps[order]) > 0, True)
     kept_rows = order[is_last]
-    return Series(all_steps[kept_rows], all_values[kept_rows], count_recounted_steps(all_steps)), len(
-        all_steps
-    ) - len(kept_rows)
+    series = Series(all_steps[kept_rows], all_values[kept_rows], count_recounted_steps(all_steps))
+    last_values = all_values[kept_rows[np.searchsorted(series.steps, all_steps)]]
+    is_same = (last_values == all_values) | (np.isnan(last_values) & np.isnan(all_values))
+    return series, int((~is_same).sum())
 
 
 def count_recounted_steps(steps: Steps) -> int:
@@ -83,9 +85,9 @@ def count_recounted_steps(steps: Steps) -> int:
     restarts = np.flatnonzero((np.diff(steps) < 0) & (steps[1:] <= lowest[:-1])) + 1
     if not len(restarts):
         return 0
-    passes = np.split(steps, restarts)
-    num_distinct = sum(len(np.unique(pass_steps)) for pass_steps in passes)
-    return num_distinct - len(np.unique(steps))
+    passes = [np.unique(pass_steps) for pass_steps in np.split(steps, restarts)]
+    _, num_passes = np.unique(np.concatenate(passes), return_counts=True)
+    return int((num_passes > 1).sum())
 
 
 def intersect_steps(grid: Steps, *grids: Steps) -> Steps:
@@ -96,8 +98,10 @@ def intersect_steps(grid: Steps, *grids: Steps) -> Steps:
     return grid
 
 
-def series_from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dict[str, Series], int]:
-    """Build a series for each key of (step, row) pairs, and count replaced points; None is skipped."""
+def series_from_rows(
+    rows: Iterable[tuple[int, Mapping[str, Any]]],
+) -> tuple[dict[str, Series], dict[str, int]]:
+    """Build a series for each key of (step, row) pairs, and count its replaced points; None is skipped."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     for step, row in rows:
         for key, value in row.items():
@@ -106,9 +110,12 @@ def series_from_rows(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> tuple[dic
                 steps.append(step)
                 values.append(value)
     built = {key: build_series(*point_lists) for key, point_lists in points.items()}
-    return {key: series for key, (series, _) in built.items()}, sum(
-        replaced for _, replaced in built.values()
-    )
+    return split_series(built)
+
+
+def split_series(built: Mapping[str, tuple[Series, int]]) -> tuple[dict[str, Series], dict[str, int]]:
+    """Return the series and the numbers of replaced points of metrics that `build_series` built."""
+    return {key: series for key, (series, _) in built.items()}, {key: num for key, (_, num) in built.items()}
 
 
 def clip_to_shared_steps(

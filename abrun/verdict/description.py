@@ -6,7 +6,6 @@ baseline alone.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -21,6 +20,8 @@ from abrun.metric_names import (
     STEP_ONE,
     default_transform,
     is_clock,
+    is_counter,
+    is_memory,
     metric_unit,
     metrics_with_role,
 )
@@ -31,6 +32,7 @@ from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds
+from abrun.stats.step_ratio import is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.margins import resolve_margin
 from abrun.verdict.results import DetectedDifference, SampleUnit, detect
@@ -43,15 +45,8 @@ from abrun.verdict.summaries import (
 )
 
 MAX_OTHER_METRICS = 12  # first metrics with a learning direction, then step one's
-COUNTERS = (
-    r"(.*/)?(epoch|step|global_step|total_steps|max_steps|num_tokens|num_input_tokens_seen|total_flos"
-    r"|training_iteration|iterations(_since_restore)?|total_timesteps|(time|env_)?steps_(total|since_restore)"
-    r"|episodes_total|n_updates)"
-)
 SHARE_OF_CLIMB, SHARE_OF_LEVEL = 0.1, 0.05  # suggested margin as a share of the baseline
-MIN_STEPS_OF_RATIO = 10  # with fewer, one arm is above the other at every step by chance
 MAX_RATIOS = 3  # reasons about ratios
-CONSTANT_RATIO = 1.5  # largest over smallest ratio of a nearly constant factor
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
@@ -82,8 +77,9 @@ class Description:
     margin_is: Reason  # how the margin was derived
     runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
     # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
-    # ratios are on one side of 1; None otherwise
+    # ratios are on one side of 1 and their mean is not near it; None otherwise
     ratio_at_each_step: tuple[float, float, float] | None = None
+    is_factor: bool = False  # that ratio is nearly constant and explains the treatment better than a shift
     num_steps: int = 0  # steps that all runs share
 
 
@@ -162,7 +158,7 @@ def no_shared_metric_reason(sides: Sides) -> Reason:
 def rank_metrics(sides: Sides) -> list[str]:
     """Return the metrics of every run that describe the training, first those with a learning direction."""
     recorded = set.intersection(*({*run.metrics} for run in sides.runs))
-    informative = (metric for metric in recorded if not (is_clock(metric) or re.fullmatch(COUNTERS, metric)))
+    informative = (metric for metric in recorded if not (is_clock(metric) or is_counter(metric)))
     return sorted(informative, key=lambda metric: _metric_rank(sides, metric))
 
 
@@ -209,8 +205,7 @@ def _describe_metric(
         return None
     first, second = np.split(values[:, inside], [sides.sizes[0]])
     baseline, treatment = reduce_arms(first, second, metric, stepwise=sides.share_rollouts)
-    one_run_per_arm = sides.sizes == (1, 1)
-    distance = np.abs(values[-1] - values[0])
+    distance = np.abs(values[-1] - values[0]) if sides.sizes == (1, 1) else None
     varying = spread_values(first, second, paired=sides.paired)
     step = find_resolution(sides.runs, untransformed_claim(metric), varying)
     test = (
@@ -219,6 +214,8 @@ def _describe_metric(
         else None
     )
     margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
+    curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
+    ratio = ratio_at_each_step(*curves)
     return Description(
         arm=arm,
         metric=metric,
@@ -231,9 +228,9 @@ def _describe_metric(
         baseline=float(baseline.mean()),
         treatment=float(treatment.mean()),
         difference=float(treatment.mean() - baseline.mean()),
-        mean_distance=float(distance.mean()) if one_run_per_arm else None,
-        largest_distance=float(distance.max()) if one_run_per_arm else None,
-        largest_at=int(steps[distance.argmax()]) if one_run_per_arm else None,
+        mean_distance=None if distance is None else float(distance.mean()),
+        largest_distance=None if distance is None else float(distance.max()),
+        largest_at=None if distance is None else int(steps[distance.argmax()]),
         detected=detect(
             baseline, treatment, test.mean_difference, test.interval, paired=sides.paired, unit=unit
         )
@@ -246,30 +243,10 @@ def _describe_metric(
         runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
         if test and margin
         else None,
-        ratio_at_each_step=_ratio_at_each_step(*np.split(values, [sides.sizes[0]])),
+        ratio_at_each_step=ratio,
+        is_factor=ratio is not None and is_factor(ratio, *curves),
         num_steps=len(steps),
     )
-
-
-def _ratio_at_each_step(baseline: Array, treatment: Array) -> tuple[float, float, float] | None:
-    """Return mean, minimum and maximum of treatment / baseline over pairs and steps [R, S].
-
-    None if the arms cross, have unlike numbers of runs, values of both signs, or too few steps.
-    """
-    if baseline.shape != treatment.shape or baseline.shape[-1] < MIN_STEPS_OF_RATIO:
-        return None
-    if not ((baseline > 0).all() and (treatment > 0).all()):
-        return None
-    log_ratios = np.log(treatment) - np.log(baseline)
-    if not ((log_ratios > 0).all() or (log_ratios < 0).all()):
-        return None
-    mean, low, high = np.exp([log_ratios.mean(), log_ratios.min(), log_ratios.max()]).tolist()
-    return mean, low, high
-
-
-def _is_nearly_constant(mean: float, low: float, high: float) -> bool:
-    """Return whether a ratio varies less than it differs from 1, and by less than CONSTANT_RATIO."""
-    return math.log(high / low) <= min(math.log(CONSTANT_RATIO), abs(math.log(mean)))
 
 
 def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
@@ -289,7 +266,8 @@ def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reas
             ratio=ratio,
             steps=row.num_steps,
             pairs=row.num_runs[0],
-            constant=_is_nearly_constant(*ratio),
+            # A treatment may be for less memory or time, which is no other scale
+            constant=row.is_factor and not (is_clock(row.metric) or is_memory(row.metric)),
         )
         for ratio, row in ratios[:MAX_RATIOS]
     ]

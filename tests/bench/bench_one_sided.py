@@ -3,11 +3,16 @@
 python -m tests.bench.bench_one_sided
 
 The laws are those of bench_verdict. The true difference is exactly the margin, so that every pass of
-`not_worse` or `better`, and every failure, is an error. Each law is read in both directions (higher is
-better, lower is better): one makes the difference a loss, the other a gain.
+`not_worse` or `better`, and every failure, is an error: the treatment is shifted to where its improvement is
+minus, or plus, the law's own mean difference. Each law is read in both directions. If higher is better, the
+tail of the last two laws is a loss: a seed in ten fails. If lower is better, it is a gain.
+
+Then what no law has: a shock that all pairs share, such as the data order or the node of one arm; and times
+to a target whose ratio is not the same in all seeds.
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +20,24 @@ from numpy.typing import NDArray
 from abrun.stats.one_sided import improvement_test
 from abrun.stats.sequential import interim_level
 from abrun.stats.sigma_margin import _max_mean_difference, _min_excess, sigma_improvement_test
-from tests.bench.bench_verdict import ALPHA, LAWS, LOOKS, PAIRS, Arms, normal, tail, welch_tail
+from abrun.stats.time_ratio import time_ratio_test
+from tests.bench.bench_verdict import (
+    ALPHA,
+    LAWS,
+    LOOKS,
+    PAIRS,
+    Arms,
+    beyond,
+    normal,
+    tail,
+    tost,
+    welch_tail,
+)
 
 EXPERIMENTS = 20_000
+SHOCK = 0.5  # sd of a shock that all pairs share, in sd of a difference
+LIMIT, SHARE_SLOW, SLOWER = 1.1, 0.2, 0.6  # of a time ratio; of the seeds; in its logarithm
+TIME_PAIRS = (5, 8, 10)  # with fewer, no ratio of times can be shown
 
 
 def exceeds(left, right, share, yardstick, sign) -> NDArray[np.float64]:
@@ -35,16 +55,15 @@ def exceeds_sigmas(left, right, sigmas, sign, alpha=ALPHA) -> NDArray[np.bool_]:
     return mean > sigmas * sigma + _min_excess(sigma, error, pairs, sigmas, alpha, tails=1)
 
 
-def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[float]]:
+def rates(law: Callable[..., Arms], num: int = EXPERIMENTS, sign: int = 1) -> dict[str, list[float]]:
     """The share of errors by kind of claim, for each number of pairs; of looks one number."""
     rng = np.random.default_rng(0)
     left, right = law(rng, (1_000_000,))
     gain, spread, level = float((right - left).mean()), float(left.std()), float(left.mean())
-    left, right = law(rng, (num, max(PAIRS)))
+    left, unshifted = law(rng, (num, max(PAIRS)))
     found: dict[str, list[float]] = {}
-    for sign in (1, -1):
-        improvement = sign * gain  # below 0: a loss
-        kind = "better" if improvement > 0 else "not_worse"
+    for kind, improvement in (("not_worse", -abs(gain)), ("better", abs(gain))):
+        right = unshifted + sign * improvement - gain
         for pairs in PAIRS:
             of = left[:, :pairs], right[:, :pairs]
             swapped = (
@@ -66,6 +85,42 @@ def rates(law: Callable[..., Arms], num: int = EXPERIMENTS) -> dict[str, list[fl
         passes = [exceeds(left[:, :n], right[:, :n], improvement, 1.0, sign) < nominal for n in LOOKS]
         found[f"{kind} passes at an interim analysis"] = [float(np.mean(np.any(passes, axis=0)))]
     return found
+
+
+def shared_shock_rates(num: int = EXPERIMENTS) -> dict[str, list[float]]:
+    """The share of false matches and mismatches if all differences of an experiment share a shock.
+
+    Differences are normal with sd 1 about the margin, plus one normal number of sd SHOCK for all pairs of an
+    experiment. The mean over experiments is the margin; more pairs do not average the shock.
+    """
+    rng = np.random.default_rng(2)
+    differences = 3 + rng.standard_normal((num, max(PAIRS))) + SHOCK * rng.standard_normal((num, 1))
+    found: dict[str, list[float]] = {"false match": [], "false mismatch": []}
+    for pairs in PAIRS:
+        arms = np.zeros((num, pairs)), differences[:, :pairs]
+        found["false match"].append(float(np.mean(tost(*arms, 3.0) < ALPHA)))
+        found["false mismatch"].append(float(np.mean(beyond(*arms, 3.0) < ALPHA - 0.01)))
+    return found
+
+
+def uneven_ratio_rates(sd: float, num: int = EXPERIMENTS) -> list[float]:
+    """The share of time-to-target claims that pass falsely if one seed in five is slower by e^0.6.
+
+    The log ratios have the logarithm of the limit as their mean, and noise of this sd; other than the
+    signed-rank test assumes, they are not symmetric about it.
+    """
+    rng = np.random.default_rng(3)
+    is_slow = rng.random((num, max(PAIRS))) < SHARE_SLOW
+    ratios = LIMIT * np.exp(SLOWER * (is_slow - SHARE_SLOW) + sd * rng.standard_normal(is_slow.shape))
+    ends = [1 - 1e-13, 1]  # each time is known to the last digit
+    passes = [
+        [
+            time_ratio_test(np.outer(ends, np.ones(pairs)), np.outer(ends, ratio[:pairs]), LIMIT).is_below
+            for ratio in ratios
+        ]
+        for pairs in TIME_PAIRS
+    ]
+    return [float(np.mean(row)) for row in passes]
 
 
 def check() -> None:
@@ -95,14 +150,22 @@ def main() -> None:
     check()
     print(f"{EXPERIMENTS:,} experiments a cell; {', '.join(map(str, PAIRS))} pairs\n")
     kinds: dict[str, list[str]] = {}
-    for name, law in LAWS.items():
-        for kind, row in rates(law).items():
-            kinds.setdefault(kind, []).append(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
+    for (name, law), sign in product(LAWS.items(), (1, -1)):
+        label = f"{name}, {'higher' if sign > 0 else 'lower'} is better"
+        for kind, row in rates(law, sign=sign).items():
+            kinds.setdefault(kind, []).append(f"| {label} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
     for kind, lines in kinds.items():
         columns = len(lines[0].split("|")) - 3
         head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
         print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
         print("\n".join(lines))
+    print(f"\n**a shock of {SHOCK} sd of a difference that all pairs share**\n")
+    for kind, row in shared_shock_rates().items():
+        print(f"| {kind} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
+    print(f"\n**time to target, one seed in five slower; {', '.join(map(str, TIME_PAIRS))} pairs**\n")
+    for sd in (0.0, 0.1):
+        rates_of_sd = " | ".join(f"{rate:.3f}" for rate in uneven_ratio_rates(sd))
+        print(f"| noise of the other ratios {sd} | {rates_of_sd} |")
 
 
 if __name__ == "__main__":

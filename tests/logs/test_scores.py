@@ -187,4 +187,5 @@ def test_logs_with_steps_come_before_tables_of_scores_next_to_them(tmp_path: Pat
         (tmp_path / f"scores{number}.csv").write_text("arm,seed,ifeval\na,0,0.5\nb,0,0.6\n")
     logs = read_logs(str(tmp_path))
     assert [log.name for log in logs] == ["a-s0.csv", "b-s0.csv"]
-    assert any("10 runs' final scores" in guess for guess in logs[0].guesses)
+    note = "read the runs with steps, ignored the final scores of 10 runs"
+    assert logs[0].guesses[-1] == f"{tmp_path}: {note}"

@@ -259,6 +259,36 @@ def test_trainer_state_of_transformers(tmp_path: Path) -> None:
         one(tmp_path)
 
 
+def test_a_row_of_evaluation_and_a_closing_row_repeat_no_metric(tmp_path: Path) -> None:
+    """Epoch, seconds and tokens stand in both kinds of rows; transformers closes with a row of totals."""
+    rows = [
+        row
+        for step in range(10, 60, 10)
+        for row in (
+            {"step": step, "epoch": step / 50, "time": 2.0 * step, "lr": 1e-5, "loss": 50.0 / step},
+            {"step": step, "epoch": step / 50, "time": 2.0 * step + 1, "lr": 1e-5, "eval_loss": 60.0 / step},
+        )
+    ]
+    rows.append({"step": 50, "epoch": 1.0, "train_loss": 3.0, "train_runtime": 101.0, "total_flos": 1e9})
+    names = sorted({name for row in rows for name in row} - {"step"})
+    lines = [["step", *names], *([str(row.get(name, "")) for name in ["step", *names]] for row in rows)]
+    for file, text in (
+        ("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+        ("trainer_state.json", json.dumps({"log_history": rows})),
+        ("a.csv", "".join(",".join(line) + "\n" for line in lines)),
+    ):
+        folder = tmp_path / file.replace(".", "-")
+        folder.mkdir()
+        (folder / file).write_text(text)
+        assert one(folder).notes == (), file
+
+    repeated = [*rows, {"step": 50, "epoch": 1.0, "time": 110.0, "lr": 1e-5, "loss": 0.9}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in repeated))
+    assert one(tmp_path / "a.jsonl").notes == (
+        "1 point was recorded again at the same step; the last counts",
+    )
+
+
 # --- Parquet ---
 
 

@@ -300,8 +300,9 @@ def test_versions_that_follow_the_arm_can_be_the_treatment(tmp_path: Path) -> No
 def test_what_holds_for_all_runs_or_arms_is_said_once(tmp_path: Path) -> None:
     write_arms(tmp_path, old="old/seed-{seed}.csv", new="new/seed-{seed}.csv")
     shutil.copytree(tmp_path / "new", tmp_path / "newer")
-    for path in tmp_path.glob("new/*.csv"):  # the last step once more
-        path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
+    for path in tmp_path.glob("new/*.csv"):  # the last step once more, with other values
+        step, *cells = path.read_text().splitlines()[-1].split(",")
+        path.write_text(path.read_text() + ",".join([step, *(str(float(cell) + 1) for cell in cells)]) + "\n")
     sources = [str(tmp_path / arm) for arm in ("old", "new", "newer")]
     content = compare_sources(sources, ReadingOptions(), output=tmp_path / "out", formats=("json",)).content
     note = only(content.notes, Code.NOTE_OF_RUNS)

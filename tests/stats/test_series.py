@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
-from abrun.stats.series import window_bounds
+from abrun.stats.series import build_series, window_bounds
 
 GRID = np.arange(1, 101)
 
@@ -33,3 +33,19 @@ def test_a_share_of_few_steps_is_rounded_up():
 def test_a_window_beyond_the_runs_is_refused(window):
     with pytest.raises(ComparisonError, match=r"train/reward: window 'steps .*steps 1-100"):
         window_bounds(window, GRID, "train/reward")
+
+
+@pytest.mark.parametrize("num_passes", [2, 3, 15])
+def test_no_more_steps_are_repeated_than_there_are(num_passes):
+    steps = np.tile(np.arange(1, 21), num_passes)
+    series, num_replaced = build_series(steps, np.arange(20.0 * num_passes))
+    assert series.recounted == len(series) == 20
+    assert num_replaced == 20 * (num_passes - 1)
+    assert series.values.tolist() == list(range(20 * (num_passes - 1), 20 * num_passes))
+
+
+def test_the_same_value_again_replaces_nothing():
+    steps, values = [1, 2, 2, 3, 3, 3, 4, 4], [0.5, 0.6, 0.6, np.nan, np.nan, 0.7, np.nan, np.nan]
+    series, num_replaced = build_series(steps, values)
+    assert num_replaced == 2  # both NaN of step 3
+    assert series.steps.tolist() == [1, 2, 3, 4] and series.value_at(3) == 0.7

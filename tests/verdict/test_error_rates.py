@@ -211,17 +211,36 @@ def test_bounded_and_uneven_curves_err_no_more_often_than_the_page_says(law):
         assert max(row) <= allowed, kind
 
 
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("law", ["normal, treatment's sd 3 x", "heavy-tailed (t, 3)"])
-def test_one_sided_claims_keep_their_level(law):
-    for kind, row in bench_one_sided.rates(LAWS[law], 4000).items():
+def test_one_sided_claims_keep_their_level(law, sign):
+    for kind, row in bench_one_sided.rates(LAWS[law], 4000, sign).items():
         assert max(row) <= at_most(0.055, 4000), kind
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("law", HOLDING)
-def test_one_sided_claims_err_no_more_often_than_the_page_says(law):
-    for kind, row in bench_one_sided.rates(LAWS[law]).items():
+def test_one_sided_claims_err_no_more_often_than_the_page_says(law, sign):
+    for kind, row in bench_one_sided.rates(LAWS[law], sign=sign).items():
         assert max(row) <= 0.08, kind
+
+
+@pytest.mark.parametrize("kind", ["not_worse", "better"])
+def test_a_treatment_that_fails_in_one_seed_of_ten_passes_as_often_as_the_page_says(kind):
+    law = LAWS["one seed in ten fails"]
+    fails, excels = (bench_one_sided.rates(law, 4000, sign)[f"{kind} passes"] for sign in (1, -1))
+    assert fails == pytest.approx([0.561, 0.623, 0.580, 0.426, 0.347], abs=0.025)
+    assert max(excels) <= at_most(0.007, 4000)
+
+
+def test_a_shock_that_all_pairs_share_errs_more_often_with_more_pairs():
+    for row in bench_one_sided.shared_shock_rates(4000).values():
+        assert row[0] > 0.05 and row == sorted(row) and row[-1] == pytest.approx(0.17, abs=0.03)
+
+
+def test_times_whose_ratio_differs_by_seed_err_more_often_than_times_of_one_ratio():
+    assert min(bench_one_sided.uneven_ratio_rates(0.1, 300)) > 0.1
 
 
 @pytest.mark.slow

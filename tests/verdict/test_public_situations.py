@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli.app import app
+from abrun.messages.numbers import ratio_text
 
 STEPS = 100
 
@@ -64,3 +65,68 @@ def test_the_lower_arm_is_named_last_and_curves_that_cross_have_no_ratio(gradien
 def test_equal_arms_have_no_ratio_at_each_step(gradient_norms):
     _, content = compare(gradient_norms(1.0))
     assert content["reason_codes"][0]["code"] == "described"
+
+
+@pytest.fixture
+def arms_of(tmp_path):
+    """Return a function that writes four seeds of a curve and of what a treatment makes of it."""
+
+    def write(metric, treat, level=0.5, climb=-1.2):
+        for seed in range(4):
+            rng = np.random.default_rng(seed)
+            curve = level - climb * np.exp(-np.arange(STEPS) / 40) + 0.02 * level * rng.standard_normal(STEPS)
+            for arm, values in (("old", curve), ("new", treat(curve, rng))):
+                write_log(tmp_path / arm / f"seed-{seed}" / "metrics.jsonl", {metric: values})
+        return [str(tmp_path / arm) for arm in ("old", "new")]
+
+    return write
+
+
+def ratio_sentences(sources, *options):
+    _, content = compare(sources, *options)
+    return [text for text in content["reasons"] if "as high" in text]
+
+
+def with_noise(values, rng, noise=0.001):
+    return values * np.exp(noise * rng.standard_normal(STEPS))
+
+
+def test_a_ratio_below_one_percent_is_worth_no_sentence(arms_of):
+    sources = arms_of("train/loss", lambda curve, rng: 1.0006 * with_noise(curve, rng, 1e-5))
+    assert not ratio_sentences(sources)
+
+
+@pytest.mark.parametrize("factor", [1.02, 1 / 1.02, 1.08, 2.0])
+def test_a_factor_of_a_curve_is_explained_as_another_scale(arms_of, factor):
+    (text,) = ratio_sentences(arms_of("train/loss", lambda curve, rng: factor * with_noise(curve, rng)))
+    assert text.startswith(f"train/loss is {max(factor, 1 / factor):.3g}x as high in ")
+    assert "as from another scale" in text
+
+
+@pytest.mark.parametrize(("shift", "noise"), [(0.08, 0.02), (0.4, 0.0), (-0.08, 0.02)])
+def test_a_shift_of_a_curve_is_no_other_scale(arms_of, shift, noise):
+    (text,) = ratio_sentences(arms_of("train/loss", lambda curve, rng: with_noise(curve, rng, noise) + shift))
+    assert "scale" not in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "level"), [("memory/reserved_gib", 75), ("memory/max_active(GiB)", 60), ("gpu_mem", 7e4)]
+)
+def test_a_saving_of_memory_is_no_other_scale(arms_of, metric, level):
+    sources = arms_of(metric, lambda curve, rng: 0.9 * curve, level=level, climb=-level / 2)
+    (text,) = ratio_sentences(sources)
+    assert text.startswith(f"{metric} is 1.11x as high in old as in new") and "scale" not in text
+
+
+@pytest.mark.parametrize("metric", ["perf/tokens_per_second", "timing/step_s"])
+def test_a_claimed_speed_is_no_other_scale(arms_of, metric):
+    sources = arms_of(metric, lambda curve, rng: 1.3 * curve)
+    sources = [f"{source}/seed-0" for source in sources]
+    (text,) = ratio_sentences(sources, "--claim", f"{metric}:all:within 10%")
+    assert "scale" not in text
+
+
+def test_the_digits_of_a_ratio_show_its_distance_from_1():
+    assert [*map(ratio_text, (1.0006, 1.0123, 1.08, 3.049, 12.34, 1.0))] == (
+        ["1.0006x", "1.012x", "1.08x", "3.05x", "12.3x", "1x"]
+    )
