@@ -1,8 +1,8 @@
 """Rollouts of a step: groups of completions, one group a prompt, fetched until the step has enough.
 
-Prompts and token draws are functions of seed, step and row of the step. A resumed run needs nothing from earlier steps,
-and arms with the same seed start each step with the same prompts. Groups are counted and selected over all
-ranks in the order of the global batch, so the number of ranks has no effect.
+Prompts and token draws are functions of seed, step and row of the step. A resumed run needs nothing from
+earlier steps, and arms with the same seed start each step with the same prompts. Groups are counted and
+selected over all ranks in the order of the global batch, so the number of ranks has no effect.
 """
 
 import contextlib
