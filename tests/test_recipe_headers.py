@@ -79,5 +79,18 @@ def test_all_arms_of_a_recipe_are_as_its_source(name: str) -> None:
         assert {key: values.get(key) for key in expected} == expected, arm
 
 
+def test_the_ppo_twin_requires_what_its_source_accepts() -> None:
+    recipe = load_recipe(BY_NAME["ppo-qwen2.5-1.5b-1n8g-megatron"])
+    levels = {
+        (claim.metric, str(claim.window)): claim.above for claim in recipe.compare.claims if claim.above
+    }
+    assert levels == {
+        ("train/reward", "steps 40-40"): 0.75,
+        ("validation/accuracy", "steps 40-40"): 0.65,
+        ("train/reward", "steps 100-100"): 0.88,
+        ("validation/accuracy", "steps 100-100"): 0.78,
+    }
+
+
 def test_a_recipe_whose_first_steps_cannot_agree_compares_none() -> None:
     assert not load_recipe(BY_NAME["ppo-qwen2.5-1.5b-1n8g-ablation"]).compare.step_one

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from abrun.cli.app import app, console, print_json, survive_output_errors
-from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument
+from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument, typed_command
 from abrun.regular_files import is_directory
 
 Dumps = Annotated[
@@ -56,9 +56,11 @@ def trace(
     """
     from abrun.diagnose.trace.command import trace_dumps, trace_recipe
     from abrun.diagnose.trace.report import summary
+    from abrun.messages import sentence
+    from abrun.reasons import Code
     from abrun.recipe.experiment import load_recipe
     from abrun.runs.experiment import is_experiment
-    from abrun.runs.traces import FOLDER
+    from abrun.runs.traces import FOLDER, StoredTrace
 
     screen = console()
     if dumps:
@@ -83,6 +85,8 @@ def trace(
             screen.say(f"trace.json is in {folder}")
         if folder and is_experiment(folder.parent) and folder.name == FOLDER:
             screen.say(f"abrun compare {folder.parent} shows this in its report")
+        if isinstance(result, StoredTrace) and result.first is None and not result.is_in_float32:
+            screen.say(f"{sentence(Code.RUN_IN_FLOAT32())}: {typed_command()} --set policy.dtype=float32")
     is_open = result.limit is None and any(tensor.ulps for tensor in result.tensors)
     raise typer.Exit(DIFFERS if result.first else UNDECIDED if is_open else 0)
 

@@ -28,6 +28,7 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
+from abrun.runs.experiment import WARM_START
 from abrun.runs.layout import RunName
 
 VALIDATION_NEEDS: tuple[Need, ...] = (
@@ -128,7 +129,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
             shared = _make_warm_start_config(configs[BASELINE], config)
             # It samples nothing; neither its time limits nor its neighbours make it a different warm start
             ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
-            key = _sha256(shared.model_dump(mode="json", exclude=ignored_keys))[:16]
+            content = shared.model_dump(mode="json", exclude=ignored_keys)
+            key = _sha256({"seed": WARM_START.seed, **content})[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key
     return ExperimentPlan(

@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 
 from abrun.errors import LaunchError, StoreError
-from abrun.experiment.plan import ExperimentPlan, RunName
+from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
 from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
 from abrun.processes import find_run_processes, kill_all
 from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.runs.experiment import WARM_STARTS, run_dir
+from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
@@ -24,7 +24,6 @@ from abrun.runs.rundir import RunDir
 
 # A run that has lost its launcher takes up to 30 s to save a checkpoint.
 ORPHAN_GRACE_S = 40.0
-WARM_START = RunName(arm="warm-start", seed=0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -69,8 +69,8 @@ class PolicyGradientSettings(Section):
 
     prompts_per_step: Count = 32
     group_size: Count = 8  # completions per prompt
-    # Minimum number of completions per step, for which draws repeat; with dynamic_sampling the number,
-    # rounded up to whole groups
+    # Minimum number of completions per step: draws of prompts_per_step prompts, the next of the task each
+    # time, repeat until there are enough; with dynamic_sampling the number, rounded up to whole groups
     documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them
@@ -97,9 +97,16 @@ class PolicyGradientSettings(Section):
     metrics: Literal["none", "basic", "full"] = "basic"
 
     @property
-    def may_draw_again(self) -> bool:
-        """Return whether a step may draw prompts more than once."""
-        return self.documents_per_step is not None or self.selects_groups
+    def groups_per_step(self) -> int:
+        """Return the number of groups that a step needs."""
+        if self.documents_per_step is None:
+            return self.prompts_per_step
+        return math.ceil(self.documents_per_step / self.group_size)
+
+    @property
+    def fetches_per_step(self) -> int:
+        """Return the number of draws of prompts_per_step prompts that a step needs."""
+        return math.ceil(self.groups_per_step / self.prompts_per_step)
 
     @property
     def selects_groups(self) -> bool:

@@ -30,7 +30,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        """Return one completion for each prompt; prompt i is row `draws.rows[i]` of the global batch.
+        """Return one completion for each prompt; prompt i is row `draws.rows[i]` of the step.
 
         `temperature` overrides the recipe; 0 is greedy decoding. Completions with an override are not for
         training and have no support.

@@ -22,6 +22,8 @@ from abrun.runs.schemas import Count, Items, checked
 
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
+# Seeds of recipes are below 2**31, so that no run shares a random stream with the warm start.
+WARM_START = RunName(arm="warm-start", seed=2**31)
 MAX_LISTED = 8  # experiments in a message
 RECIPE_SUFFIX = ".yaml"
 
@@ -217,7 +219,7 @@ def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tup
             if weights:  # .../warm-starts/<hash>/checkpoints/final
                 run_names.setdefault(Path(os.path.normpath(weights)).parent.parent, []).append(name)
     return [
-        (_read_state(RunDir(directory), RunName(arm="warm-start", seed=0)), dependents)
+        (_read_state(RunDir(directory), WARM_START), dependents)
         for directory, dependents in run_names.items()
     ]
 

@@ -1,5 +1,6 @@
 """The result of `abrun trace`: errors of a step's tensors; an experiment has it in trace/trace.json."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class TracedTensor:
     ulps: Size  # largest difference in ULPs of the baseline's value
     # Error over the replicas' mean error; without replicas over one ULP. The larger of both measures
     ratio: Size
+    detectable_error: Size | None = None  # the smallest relative error beyond the limit; None without a limit
 
     @property
     def kind(self) -> str:
@@ -68,6 +70,22 @@ class TraceResult:
         index = self.tensors.index(self.first)
         return self.tensors[index - 1] if index else None
 
+    @property
+    def least_sensitive(self) -> tuple[TracedTensor, ...]:
+        """Return the tensor of each kind whose smallest detectable error is largest."""
+        largest: dict[str, tuple[float, TracedTensor]] = {}
+        for tensor in self.tensors:
+            size = tensor.detectable_error
+            if size is not None and math.isfinite(size) and size > largest.get(tensor.kind, (0.0,))[0]:
+                largest[tensor.kind] = size, tensor
+        return tuple(tensor for _, tensor in largest.values())
+
+    @property
+    def detectable_error(self) -> float | None:
+        """Return the smallest relative error that would have been flagged in every tensor, if known."""
+        sizes = (tensor.detectable_error for tensor in self.least_sensitive)
+        return max((size for size in sizes if size is not None), default=None)
+
     def as_json(self) -> dict[str, Any]:
         return {
             **asdict(self),
@@ -76,6 +94,7 @@ class TraceResult:
             "first": self.first and self.first.name,
             "last_agreeing": self.last_agreeing and self.last_agreeing.name,
             "num_beyond": len(self.beyond),
+            "detectable_error": self.detectable_error,
         }
 
 
@@ -86,6 +105,10 @@ class StoredTrace(TraceResult):
     arm: str
     seed: Count
     configs: Mapping[str, Mapping[str, Any]]  # of both arms, as they were traced
+
+    @property
+    def is_in_float32(self) -> bool:
+        return any(config["policy"]["dtype"] == "float32" for config in self.configs.values())
 
 
 Stored = TypeVar("Stored", bound=TraceResult)

@@ -20,8 +20,11 @@ class Example:
 class TrainingTask(Protocol):
     """A verifier, and a stream of examples that is a pure function of seed and position."""
 
-    def examples(self, seed: int, start: int, count: int) -> list[Example]:
-        """Return the examples at positions start ... start + count - 1 of the endless stream of a seed."""
+    def examples(self, seed: int, start: int, count: int, redraw: int = 0) -> list[Example]:
+        """Return the examples at positions start ... start + count - 1 of the endless stream of a seed.
+
+        `redraw` k > 0 returns the k-th replacement of these examples.
+        """
         ...
 
     def reward(self, example: Example, completion: str) -> float:

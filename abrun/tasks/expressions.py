@@ -9,7 +9,7 @@ units and `\\text{}` follows the MATH dataset's grader (hendrycks/math, math_equ
 import re
 from fractions import Fraction
 
-from abrun.tasks.final_answers import DASHES, last_box_span, last_number
+from abrun.tasks.final_answers import DASHES, is_box_open, last_box_span, last_number
 
 MAX_BOXES = 20  # boxes that are joined into one list of answers
 MAX_TAIL = 4000  # characters at the end of a text that are searched for an answer without a box
@@ -112,6 +112,14 @@ UNITS = {
     "km/h": "kph kmh",
 }
 UNIT_NAMES = {name: unit for unit, names in UNITS.items() for name in (unit, *names.split())}
+COUNTED = re.compile("[A-Za-z]{4,}")
+NUM_STEM_LETTERS = 3  # of a word, so that plurals and abbreviations are the same unit
+NEUTRAL_WORDS = re.compile(  # words after a number that name no unit of their own
+    "(?:ahead|altogether|answer|approximately|apart|away|correct|deep|each|element|exactly|fewer|high|integer"
+    "|item|left|less|long|more|number|object|older|only|pair|people|percent|person|piece|possible|remaining"
+    "|root|solution|tall|thing|time|total|unit|value|wide|year|younger)s?",
+    re.IGNORECASE,
+)
 TEXT = re.compile(r"\\(?:text|mbox|math|op)(?:bf|it|rm|sf|tt|up|normal|eratorname)? *\{([^{}]*)\}")
 FONT_UNIT = re.compile(rf"(?<=\w)\s*(?:{TEXT.pattern})(\^\{{?[23]\}}?)?$")
 BASE = re.compile(r"^\s*[0-9A-F]+ *_ *\{? *([0-9]+) *\}?\s*$")
@@ -123,11 +131,14 @@ def final_answer(text: str) -> str:
     """Return the final answer of a text: its last box, announced answer or formula, or its last line.
 
     Boxes or formulas joined by commas, "and" or "or" form one list. Without any of these, the answer is the
-    last line if it is short and not prose, otherwise the last number.
+    last line if it is short and not prose, otherwise the last number. A box that is not closed holds no
+    answer, because the rest of it is missing.
     """
     text = TAG.sub("\n", text)
     if boxes := _join_boxes(text):
         return boxes
+    if is_box_open(text):
+        return ""
     end = text[-MAX_TAIL:]
     *_, mark = [None, *MARK.finditer(end)]
     if mark and (rest := end[mark.end() :].strip()):
@@ -163,7 +174,10 @@ def to_latex(answer: str) -> str:
 
 
 def units_differ(latex: str, other_latex: str) -> bool:
-    """Return True if two answers end in different known units or bases; an answer may omit its unit."""
+    """Return True if two answers end in different units or bases; an answer may omit its unit.
+
+    Known units have one name (`UNITS`); of other words (apples), the first letters count.
+    """
     units = _unit_of(latex), _unit_of(other_latex)
     return all(units) and units[0] != units[1]
 
@@ -252,8 +266,12 @@ def _unit_of(latex: str) -> str:
         return "base " + base[1]
     # A unit in a font follows constants too: 8\pi\text{ cm}
     match = FONT_UNIT.search(plain) or UNIT.search(TEXT.sub(r" \1", plain))
-    name = _short_name(match[1].strip()) if match else ""
-    return name + (match[2] or "").translate(WITHOUT_BRACES) if match and name else ""
+    words = match[1].strip() if match else ""
+    if match and (name := _short_name(words)):
+        return name + (match[2] or "").translate(WITHOUT_BRACES)
+    is_counted = COUNTED.fullmatch(words) and not NEUTRAL_WORDS.fullmatch(words)
+    is_separate = match and (match.re is FONT_UNIT or match[0][0].isspace())  # 3abcd is a product
+    return words[:NUM_STEM_LETTERS].lower() if is_counted and is_separate else ""
 
 
 def _mark_unit(match: re.Match[str]) -> str:

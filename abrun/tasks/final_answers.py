@@ -40,6 +40,7 @@ MINUS = re.compile(  # separated from its number by a space, or written as a wor
 SEPARATOR = re.compile(  # thousands separators in LaTeX, and spaces
     "(?<=[0-9])(?:\\{,\\}|,?\\\\! ?|\\\\[,;: ]|[ \u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))"
 )
+BOX = re.compile(r"\\[bf]?box(?:ed)? *\{")
 BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox) *\{|\\.|[{}]")
 DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\})")
 WORDS = re.compile(r"\\(?:text|mathrm|mbox) *\{[^{}]*\}(?: *\^ *\{?[0-9]\}?)?")
@@ -92,6 +93,11 @@ def last_box(text: str) -> str | None:
     """Return the content of the last closed \\boxed{...} of the text."""
     span = last_box_span(text)
     return None if span is None else text[slice(*span)]
+
+
+def is_box_open(text: str) -> bool:
+    """Return True if a text has a \\boxed{, but none that is closed: its answer is not complete."""
+    return BOX.search(text) is not None and last_box_span(text) is None
 
 
 def last_box_span(text: str) -> tuple[int, int] | None:

@@ -22,8 +22,9 @@ class Generated:
     reject: Callable[[Example, random.Random], str] | None = None  # draws a rejected completion
     excluded: frozenset[str] = frozenset()  # prompts that are redrawn
 
-    def examples(self, seed: int, start: int, count: int) -> list[Example]:
-        return [self._example(f"{seed}-{i}") for i in range(start, start + count)]
+    def examples(self, seed: int, start: int, count: int, redraw: int = 0) -> list[Example]:
+        stream = f"{seed}-redraw-{redraw}" if redraw else seed
+        return [self._example(f"{stream}-{i}") for i in range(start, start + count)]
 
     def reward(self, example: Example, completion: str) -> float:
         return self.judge(example, completion)

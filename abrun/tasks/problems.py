@@ -22,6 +22,8 @@ from abrun.tasks.verifiers import boxed, final_number, judge_by_reference, judge
 
 MAX_CHECKED_BYTES = 1 << 20  # bytes of a file that `check_problems` reads
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
 JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": judge_by_value}
 
 FileConfig = Gsm8k | Jsonl | CompletionsTask | PreferencesTask
@@ -36,13 +38,18 @@ class ProblemFile:
     problems: list[Example]  # in the order of the file
     judge: Callable[[Example, str], float] | None = None
 
-    def examples(self, seed: int, start: int, count: int) -> list[Example]:
+    def examples(self, seed: int, start: int, count: int, redraw: int = 0) -> list[Example]:
+        """See TrainingTask. A redraw reads the order of the epoch from a distant place.
+
+        Multiples of the golden ratio keep the places of all redraws of an example far apart.
+        """
         size = len(self.problems)
+        distance = int(redraw * GOLDEN_RATIO * size)
         orders = {
             epoch: _shuffle_order(seed, epoch, size)
             for epoch in range(start // size, (start + count - 1) // size + 1)
         }
-        return [self.problems[orders[i // size][i % size]] for i in range(start, start + count)]
+        return [self.problems[orders[i // size][(i + distance) % size]] for i in range(start, start + count)]
 
     def reward(self, example: Example, completion: str) -> float:
         assert self.judge is not None, "recipe validation allows no rewards for a task without a verifier"

@@ -1,11 +1,12 @@
 """Compare a final answer with a reference: as texts, or by their values with math-verify."""
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from abrun.tasks.expressions import TEXT, as_text, final_answer, opening_bracket, to_latex, units_differ
-from abrun.tasks.final_answers import last_box_span, last_number, number
+from abrun.tasks.final_answers import BOX, is_box_open, last_box_span, last_number, number
 
 MAX_LENGTH = 400  # characters of an answer; math-verify's parser takes seconds for longer ones
 TIME_LIMIT_S = 5  # to parse an answer, and again to compare it
@@ -18,7 +19,6 @@ RATIO = re.compile(r"[0-9]+(?::[0-9]+)+")
 NO_VALUE = re.compile(r"[0-9]\.[0-9]+\.[0-9]|[0-9] *: *[0-9]|\\equiv|\\[pb]?mod")
 NAME_OR_DIGIT = re.compile(r"[0-9]|(?<![\\A-Za-z])[A-Za-z]|\\(?!text|mbox|math|boxed|left|right)[A-Za-z]")
 LABEL = re.compile(r"\(?\w\)?")
-BOX = re.compile(r"\\[bf]?box(?:ed)? *\{")
 PAIRS = (r"\\left(?![a-z])", r"\\right(?![a-z])"), (r"\\begin\{", r"\\end\{")
 UNFINISHED = re.compile(r"[=^_\\]\s*$|\\[dtc]?frac\s*(?:\{[^{}]*\}|[0-9])?\s*$")
 # x = 5, f(2) = 5, 2 + 3 = 5
@@ -41,7 +41,7 @@ def is_number(reference: str, completion: str) -> bool:
     latex = to_latex(answer)
     is_marked = last_box_span(completion) is not None or LIST.fullmatch(answer)
     final_value = None if is_marked else last_number(completion)
-    if value is None or units_differ(latex, to_latex(reference)):
+    if value is None or is_box_open(completion) or units_differ(latex, to_latex(reference)):
         return False
     if (final_value or number(latex)) == value:
         return True
@@ -116,10 +116,32 @@ def _is_same_value(reference: str, answer: str) -> bool:
     """Compare with math-verify. Its time limits use SIGALRM, so it must run in the main thread."""
     from math_verify import verify  # imported late: it takes a second, and file checks do not need it
 
+    expected, values = _parse(reference), _parse(answer)
     # Allow 0 <= x < 1 for [0,1)
-    return verify(
-        _parse(reference), _parse(answer), allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S
-    )
+    is_close = verify(expected, values, allow_set_relation_comp=True, timeout_seconds=TIME_LIMIT_S)
+    return is_close and not (expected and values and _is_rounded(values[0], expected[0]))
+
+
+def _is_rounded(answer: Any, reference: Any) -> bool:
+    """Return True if an answer has a rounded decimal for a number of the reference that is not rational.
+
+    math-verify compares 6 places: it takes 1.41421356 for the root of 2.
+    """
+    from sympy import Float, nsimplify
+
+    decimals = [nsimplify(value, rational=True) for value in _find_numbers(answer) if value.has(Float)]
+    exact_values = [value for value in _find_numbers(reference) if decimals and not value.is_rational]
+    distances = (abs((exact - decimal).n(40)) for exact in exact_values for decimal in decimals)
+    return any(distance.is_comparable and 1e-20 < distance < 1e-5 for distance in distances)
+
+
+def _find_numbers(expression: Any) -> Iterator[Any]:
+    """Yield the numbers of a sympy expression that are not part of a larger number."""
+    if getattr(expression, "is_number", False):
+        yield expression
+        return
+    for part in getattr(expression, "args", ()):
+        yield from _find_numbers(part)
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from abrun.backends.ranks import Ranks
 from abrun.errors import RecipeError
 from abrun.models import Text
+from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.run import OwnRunConfig
 from abrun.rl.batch import Sequences, collate
 from abrun.rollout import Completion
@@ -24,19 +25,25 @@ class Data:
     text: Text
     ranks: Ranks
     seed: int
-    batch_size: int  # examples in a global batch
+    batch_size: int  # examples in a global batch, or in one fetch of a step
+    fetches_per_step: int  # of which each step consists, unless it selects groups and fetches more
     held_out: list[Example]  # validation examples; [] without validation
 
     def examples(self, step: int, fetch: int = 0) -> list[Example]:
-        """Return the examples in the global batch of a step, in order.
+        """Return the examples of one fetch of a step's global batch, in order.
 
-        The first fetch of a step uses the main stream, later fetches have their own streams. The first
-        examples therefore do not depend on how often earlier steps fetched.
+        The fetches of a step continue one stream, so that no prompt repeats before its epoch ends. Fetches
+        beyond `fetches_per_step` redraw from another part of the epoch: the stream therefore does not depend
+        on how often earlier steps fetched.
         """
-        names = ("data", fetch) if fetch else ("data",)
-        return self.task.examples(
-            derive_seed(self.seed, *names), (step - 1) * self.batch_size, self.batch_size
-        )
+        redraw, fetch = divmod(fetch, self.fetches_per_step)
+        start = ((step - 1) * self.fetches_per_step + fetch) * self.batch_size
+        return self.task.examples(derive_seed(self.seed, "data"), start, self.batch_size, redraw)
+
+    def examples_of_steps(self, steps: range) -> list[Example]:
+        """Return the examples of consecutive steps, in order, without redraws."""
+        size = self.fetches_per_step * self.batch_size
+        return self.task.examples(derive_seed(self.seed, "data"), (steps.start - 1) * size, len(steps) * size)
 
     def local_examples(self, step: int) -> list[Example]:
         return self.examples(step)[self.ranks.data_slice(self.batch_size)]
@@ -127,6 +134,7 @@ def check_length(text: Text, longest: int, got: str) -> None:
 
 def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data:
     """Load the task of a run. Raises RecipeError if its files do not fit the recipe."""
+    algorithm = config.algorithm
     if config.validation:
         task, held_out = hold_out(config.task, config.validation)
     else:
@@ -136,6 +144,7 @@ def make_data(config: OwnRunConfig, text: Text, ranks: Ranks, seed: int) -> Data
         text=text,
         ranks=ranks,
         seed=seed,
-        batch_size=config.algorithm.batch_size,
+        batch_size=algorithm.batch_size,
+        fetches_per_step=algorithm.fetches_per_step if isinstance(algorithm, PolicyGradientSettings) else 1,
         held_out=held_out,
     )

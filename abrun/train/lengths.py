@@ -8,7 +8,6 @@ from abrun.models.text import TEXTS_PER_CALL
 from abrun.processes import progress
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.run import OwnRunConfig
-from abrun.seeds import derive_seed
 from abrun.tasks import Example
 from abrun.tasks.problems import ProblemFile
 from abrun.train.data import Data, check_length
@@ -75,9 +74,8 @@ def _examples_to_check(data: Data, config: OwnRunConfig, first_step: int) -> lis
     task, algorithm = data.task, config.algorithm
     if not isinstance(task, ProblemFile):
         return []
-    start, stop = (first_step - 1) * data.batch_size, config.steps * data.batch_size
-    drawn = task.examples(derive_seed(data.seed, "data"), start, stop - start) if start < stop else []
-    if isinstance(algorithm, PolicyGradientSettings) and algorithm.may_draw_again:
+    drawn = data.examples_of_steps(range(first_step, config.steps + 1))
+    if isinstance(algorithm, PolicyGradientSettings) and algorithm.selects_groups:
         drawn = task.problems  # any of them may be drawn
     return list({example.source: example for example in [*drawn, *data.held_out]}.values())
 

@@ -201,7 +201,7 @@ def _check_prompts_unchanged(run: RunDir, setup: RunSetup) -> None:
 def _iterate_prompts(setup: RunSetup) -> Any:
     """Yield all prompts of the run in order, one global batch at a time."""
     for step in range(1, setup.config.steps + 1):
-        yield from (example.prompt for example in setup.data.examples(step))
+        yield from (example.prompt for example in setup.data.examples_of_steps(range(step, step + 1)))
 
 
 def _write_model(setup: RunSetup, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Rollouts of a step: groups of completions, one group a prompt, fetched until the step has enough.
 
-Prompts and token draws are functions of seed, step and fetch. A resumed run needs nothing from earlier steps,
-and arms with the same seed start each step with the same prompts. Groups are counted and selected over all
-ranks in the order of the global batch, so the number of ranks has no effect.
+Prompts and token draws are functions of seed, step and row of the step. A resumed run needs nothing from
+earlier steps, and arms with the same seed start each step with the same prompts. Groups are counted and
+selected over all ranks in the order of the global batch, so the number of ranks has no effect.
 """
 
 import contextlib
@@ -36,11 +36,7 @@ class Rollouts:
     def __init__(self, setup: RunSetup, settings: Grpo | Ppo) -> None:
         self._setup, self._settings = setup, settings
         # A step trains on all groups of its fetches; with dynamic_sampling, on `_num_groups` of them.
-        documents = self._settings.documents_per_step
-        self._num_groups = (
-            math.ceil(documents / self._settings.group_size) if documents else self._settings.prompts_per_step
-        )
-        self._num_fetches = math.ceil(self._num_groups / self._settings.prompts_per_step)
+        self._num_groups, self._num_fetches = settings.groups_per_step, settings.fetches_per_step
         self._records = setup.config.records_rollouts
         self._fetched: list[tuple[int, Group]] = []  # all ranks' groups of the step, with their fetches
 
@@ -107,8 +103,9 @@ class Rollouts:
         """Sample this rank's share of one fetch, which has prompts_per_step prompts."""
         setup, size, rollout = self._setup, self._settings.group_size, self._setup.config.rollout
         examples = setup.data.examples(step, fetch)
-        rows = range(len(examples) * size)[setup.ranks.data_slice(len(examples) * size)]
-        draws = Draws(seed=setup.seed, stream="sampling", step=step, fetch=fetch, rows=rows)
+        num_rows = len(examples) * size
+        rows = range(fetch * num_rows, (fetch + 1) * num_rows)[setup.ranks.data_slice(num_rows)]
+        draws = Draws(seed=setup.seed, stream="sampling", step=step, rows=rows)
         examples = examples[setup.ranks.data_slice(len(examples))]
         prompts = setup.data.text.encode_prompts([example.prompt for example in examples])
         longest = max(map(len, prompts)) + rollout.max_new_tokens

@@ -1,5 +1,6 @@
 """Upload of a run to wandb, by a process that follows the run directory; its failures never stop training."""
 
+import atexit
 import contextlib
 import os
 import subprocess
@@ -14,6 +15,7 @@ from abrun.processes import MODULE_OPTIONS, count_oom_kills, ending_reason, find
 from abrun.runs.rundir import RunDir
 
 FINISH_S = 60.0  # to upload the rest of a run
+STOPPED_S = 10.0  # of a run that stopped or failed, which its agent soon kills
 
 
 class WandbSync:
@@ -39,22 +41,34 @@ class WandbSync:
             return
         self._reader = threading.Thread(target=self._read, args=[self._process.stdout], daemon=True)
         self._reader.start()
+        atexit.register(self._end_without_result)
 
     def poll(self) -> None:
         """Forward the messages that have arrived since the last call."""
         while self._lines:
             self._say(self._lines.pop(0))
 
-    def finish(self) -> None:
-        """Give the process `finish_s` to upload the rest, then end it and its descendants."""
+    def _end_without_result(self) -> None:
+        """Let wandb record that the run stopped or failed; its ending is recorded already."""
+        self._say = lambda line: None
+        self.finish(is_success=False, limit_s=STOPPED_S)
+
+    def finish(self, *, is_success: bool = True, limit_s: float | None = None) -> None:
+        """Give the process some time to upload the rest, then end it and its descendants.
+
+        `limit_s` replaces `finish_s`. Without success, the wandb run gets the run's exit code.
+        """
+        atexit.unregister(self._end_without_result)
+        limit_s = self._finish_s if limit_s is None else limit_s
         process, self._process = self._process, None
         if process is None:
             return
         with contextlib.suppress(OSError):
             if process.stdin:
+                process.stdin.write("finished\n" * is_success)
                 process.stdin.close()
         try:
-            code = process.wait(self._finish_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         self.poll()
@@ -65,7 +79,7 @@ class WandbSync:
         self._reader.join(1.0)
         sync_hint = f"upload the rest with: abrun wandb-sync {self._path.parent.parent}"
         if code is None:  # messages from the killed process are not forwarded
-            self._say(f"the upload did not finish within {self._finish_s:g} s; {sync_hint}")
+            self._say(f"the upload did not finish within {limit_s:g} s; {sync_hint}")
             return
         self.poll()
         if code < 0:

@@ -50,7 +50,7 @@ def describe_trace(experiment: RecordedExperiment) -> Trace | None:
     else:
         first, last_agreeing = None, None
         shown = sorted(tensors, key=lambda tensor: tensor.ratio, reverse=True)[:NEIGHBOURS]
-        reason = Code.TRACE_AGREES(**values)
+        reason = Code.TRACE_AGREES(**values, detectable_error=stored.detectable_error)
     return Trace(
         arm=stored.arm,
         step=stored.step,

@@ -1,7 +1,8 @@
 """`python -m abrun.wandb_sync RUN_DIR`: mirrors a run to wandb until standard input closes.
 
-It then sends the rest. Prints reasons for its parent process, one JSON line each. With --all it also sends
-steps that only older attempts have recorded, and prints how many steps it sent.
+It then sends the rest, and ends the wandb run: as successful if standard input has a text or the run has a
+result, otherwise with the run's exit code. Prints reasons for its parent process, one JSON line each. With
+--all it also sends steps that only older attempts have recorded, and prints how many steps it sent.
 """
 
 import argparse
@@ -37,20 +38,31 @@ def main() -> int:
         mirror = WandbRun(run, run.record(), config.wandb, print_reason, mode=mode)
         num_sent, ended = 0, False
         while mirror.is_alive and not ended:
-            # Nobody writes to standard input, so readable means closed.
+            # A text is written just before standard input closes.
             ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
             num_sent += sum(mirror.log(*row) for row in rows.read_new())
         if options.all:
             num_sent += sum(mirror.log(*row) for row in rows.take_older())
         is_alive = mirror.is_alive
         url = mirror.url
-        mirror.finish()
+        mirror.finish(0 if sys.stdin.read() else exit_code_of(run, is_still_running=options.all))
     except AbrunError as error:
         print_reason(error.reason)
         return 1
     if options.all and is_alive:
         print_reason(Code.STEPS_SENT(steps=num_sent, url=url))
     return 0 if is_alive else 1
+
+
+def exit_code_of(run: RunDir, *, is_still_running: bool) -> int:
+    """Return 0 for a run with a result, otherwise the exit code of its newest attempt, or 1.
+
+    With `is_still_running`, 0 for a run that has not ended either.
+    """
+    state = run.state(run.record().name)
+    if state.status == "finished" or (is_still_running and state.status not in ("failed", "interrupted")):
+        return 0
+    return state.exit_code or 1
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ class WandbRun:
         self._last_sent_step = step
         return True
 
-    def finish(self, *, failed: bool = False) -> None:
-        """Wait until wandb has sent the rest, however long that takes."""
+    def finish(self, exit_code: int = 0) -> None:
+        """Wait until wandb has sent the rest, however long that takes. A nonzero exit code is a failure."""
         if self._run is None:
             return
         try:
-            self._run.finish(int(failed))
+            self._run.finish(exit_code)
         except Exception as error:
             self._say(Code.MIRROR_NOT_ENDED(error=error_line(error)))
 

@@ -15,7 +15,7 @@ from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.processes.progress import MIN_PATIENCE_S, PATIENCE_STEPS
 from abrun.runs.access import UnreadableError
-from abrun.runs.experiment import planned_runs, read_run_state, read_warm_starts
+from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read_warm_starts
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
@@ -55,7 +55,7 @@ class WatchedRun:
 
     @property
     def is_warm_start(self) -> bool:
-        return self.state.name.arm == "warm-start"
+        return self.state.name == WARM_START
 
     @property
     def label(self) -> str:

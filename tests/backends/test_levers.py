@@ -1,23 +1,30 @@
 """What makes a step fast changes nothing but rounding, and a step reads one number back, at its end."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.models.llama import modeling_llama
 
+from abrun.backends.dtensor import DtensorBackend, layers
 from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatches
-from abrun.recipe.algorithms import Grpo
+from abrun.backends.ranks import make_ranks
+from abrun.models import check_network, facts_of
+from abrun.recipe.algorithms import Grpo, Ppo
+from abrun.recipe.policy import Policy
 from abrun.rl.batch import ActorCriticBatch
 from abrun.rl.metrics import MetricParts, all_reduce
 from abrun.train.policy_objective import PolicyLosses, PolicyObjective
 from abrun.train.ppo import PpoValueObjective
-from tests.backends.policies import WeightedLoss, gradients, make_backend, plain_logprobs, tiny
+from tests.backends.policies import CPU, WeightedLoss, gradients, make_backend, plain_logprobs, tiny
 from tests.backends.test_dtensor import assert_same
 from tests.backends.test_packing import of_prompts
 from tests.backends.test_value_model import make_critic
@@ -40,6 +47,62 @@ CONTEXT = TOGETHER | {
 }
 EVERYTHING = TOGETHER | {"compile": True}
 SELECTIVE = EVERYTHING | {"activation_checkpointing": "selective"}
+
+
+@pytest.fixture
+def liger_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Liger that replaces the same names as the real one, and whose kernels refuse the CPU."""
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+    class GpuNorm(modeling_llama.LlamaRMSNorm):
+        forward = refuse
+
+    class GpuMlp(modeling_llama.LlamaMLP):
+        forward = refuse
+
+    def apply_to_llama(*, model: Any, cross_entropy: bool, fused_linear_cross_entropy: bool) -> None:
+        assert not (cross_entropy or fused_linear_cross_entropy)
+        modeling_llama.apply_rotary_pos_emb = refuse
+        modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP = GpuNorm, GpuMlp
+        for layer in model.model.layers:
+            layer.mlp.forward = refuse
+
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))  # restored at the end
+    monkeypatch.setattr(layers, "STOCK_VALUES", {})
+    patches = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": apply_to_llama})
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(monkey_patch=patches))
+
+
+@pytest.mark.parametrize("packing", [{}, {"packing": True}, TOGETHER], ids=["rows", "packed", "shared"])
+def test_networks_are_checked_before_they_get_kernels_that_need_a_gpu(
+    packing: dict[str, Any], liger_for_gpus: None, group: None
+) -> None:
+    """A policy, its reference, a value model, and a policy without Liger; their checks are on the CPU."""
+    stock = modeling_llama.apply_rotary_pos_emb
+    num_loads = 0
+
+    def load_checked_network() -> Any:
+        nonlocal num_loads
+        network = tiny()
+        check_network(network, facts_of(network))
+        num_loads += 1
+        return network
+
+    def load(*, liger: bool) -> DtensorBackend:
+        settings = Policy.model_validate({"liger": liger} | packing)
+        return DtensorBackend(load_checked_network, settings, make_ranks(CPU, {}))
+
+    policy = load(liger=True)
+    load(liger=True)
+    policy.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
+    load(liger=False)
+    assert num_loads == 4 and modeling_llama.apply_rotary_pos_emb is not stock
+    with pytest.raises(RuntimeError, match="cpu tensor"):
+        policy.compute_logprobs(of_prompts(GROUPS))
 
 
 def policy_step() -> tuple[ActorCriticBatch, PolicyObjective]:

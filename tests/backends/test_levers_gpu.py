@@ -123,6 +123,25 @@ def test_no_microbatch_waits_for_the_gpu(
         assert len(at_its_end) <= 1, at_its_end  # the gradient's norm, as a number
 
 
+@NEEDS_LIGER
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("packing", [{}, PACKED, LEVERS["prompts"]], ids=["rows", "packed", "shared"])
+def test_further_models_of_a_process_load_with_liger_and_compute_the_same(
+    packing: dict[str, Any], gpu: torch.device, patched: None
+) -> None:
+    """A policy, its reference and a value model; then a policy without Liger, checked on stock modules."""
+    batch, _ = policy_step()
+    policy, reference = (backend_of(gpu, **packing, liger=True) for _ in range(2))
+    expected = policy.compute_logprobs(batch.to(gpu))
+    assert torch.equal(reference.compute_logprobs(batch.to(gpu)), expected)
+    critic = policy.make_value_model(Ppo.model_validate({"type": "ppo"}), seed=3)
+    assert critic.compute_values(batch.to(gpu)).isfinite().all()
+    assert torch.equal(policy.compute_logprobs(batch.to(gpu)), expected)
+    for model in (policy, reference):
+        assert {"LigerRMSNorm", "LigerSwiGLUMLP"} <= {part._get_name() for part in model.module.modules()}
+    assert backend_of(gpu, **packing).compute_logprobs(batch.to(gpu)).isfinite().all()
+
+
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
     """Where the CPU waits for the GPU."""

@@ -139,7 +139,7 @@ def test_a_warm_start_comes_first_is_shared_and_is_cached(tmp_path: Path) -> Non
     (directory,) = (tmp_path / "warm-starts").iterdir()
     made = launches_of(directory, ".")
     described = read_json(directory / "config.json")
-    assert (described["arm"], described["seed"], described["initial_weights"]) == ("warm-start", 0, None)
+    assert (described["arm"], described["seed"], described["initial_weights"]) == ("warm-start", 2**31, None)
     assert described["config"]["algorithm"]["type"] == "sft"
     for run in ("baseline/seed-0", "treatment/seed-1"):
         config = read_json(tmp_path / "small" / run / "config.json")
@@ -334,7 +334,7 @@ def test_a_run_that_came_further_is_started_again(
 def test_a_warm_start_is_started_again_before_the_runs_that_need_it(
     tmp_path: Path, behave: Callable[..., None]
 ) -> None:
-    behave(**{"warm-start_0": "killed-later"})
+    behave(**{"warm-start_2147483648": "killed-later"})
     observer = Silent()
     assert launch(tmp_path, "warm_start={steps: 5}", observer=observer).exit_code == 0
     assert sum("restarting" in line for line in observer.said) == 1
@@ -361,7 +361,7 @@ def test_a_run_whose_directory_is_removed_does_not_stop_the_others(
 
 
 def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..., None]) -> None:
-    behave(**{"warm-start_0": "fail"})
+    behave(**{"warm-start_2147483648": "fail"})
     observer = Silent()
     outcome = launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", observer=observer)
     assert outcome.statuses[RunName(arm="cold", seed=0)] == "finished"

@@ -19,6 +19,7 @@ from abrun.reasons import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
 from abrun.wandb_sync import report, timed_process, wandb_run
+from abrun.wandb_sync.__main__ import exit_code_of
 from abrun.wandb_sync.sync import sync_experiment
 from tests.snapshot import Snapshot
 from tests.train.runs import make_run, run_config
@@ -93,6 +94,50 @@ def test_offline_attempts_are_one_run_with_every_step_once(
     for path in run.path.rglob("*"):  # wandb's files hold the configuration
         is_ours = path.is_dir() and not path.is_relative_to(run.path / "wandb")
         assert path.is_symlink() or is_ours or not path.stat().st_mode & 0o077, path
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "code_of_upload"),
+    [
+        ("finished", 0, 0),
+        ("interrupted", 3, 3),
+        ("failed", 2, 2),
+        ("died", 1, 0),  # standard input closes, and nothing is recorded; for abrun wandb-sync it still runs
+    ],
+)
+def test_a_wandb_run_ends_as_its_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, code: int, code_of_upload: int
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_of(tmp_path / "x")
+    writer = run.begin_attempt()
+    writer.metrics(1, {"train/reward": 1.0})
+    if ending == "finished":
+        writer.finish(1, {})
+    elif ending == "interrupted":
+        writer.interrupt(exit_code=3)
+    elif ending == "failed":
+        writer.fail(Code.OF_SUBJECT(subject="x", problem="y"), exit_code=2)
+    mirrored(run)
+    (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert read_wandb_files([file], "run").failure == (f"exit code {code}" if code else "")
+    assert exit_code_of(run, is_still_running=True) == code_of_upload
+
+
+@pytest.mark.parametrize("is_success", [True, False])
+def test_a_trainer_says_whether_its_run_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_success: bool
+) -> None:
+    """Its result is written after the upload, so the run has none yet."""
+    from abrun.train.wandb_sync import WandbSync
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_of(tmp_path / "x")
+    run.begin_attempt().metrics(1, {"train/reward": 1.0})
+    mirror = WandbSync(run, pytest.fail)
+    mirror.finish(is_success=is_success)
+    (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert read_wandb_files([file], "run").failure == ("" if is_success else "exit code 1")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.backends import B, Decoder, TracedModule
-from abrun.backends.attention import enable_streams, hidden_states
+from abrun.backends.attention import hidden_states
 from abrun.backends.dtensor.experts import shard_experts
 from abrun.backends.dtensor.fsdp import (
     ShardedParameters,
@@ -27,7 +27,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import apply_liger_kernels, prepare_layers
+from abrun.backends.dtensor.layers import load_checked, prepare_layers
 from abrun.backends.dtensor.routing import Routers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, local_shard
 from abrun.backends.dtensor.value_model import DtensorValueModel
@@ -111,9 +111,7 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
         check_logprob_kernel(policy.logprobs, ranks.device)
         super().__init__(policy, ranks)
         self._load = load_network
-        network = load_network()
-        enable_streams(network, policy)
-        apply_liger_kernels(network, policy)
+        network = load_checked(load_network, policy)
         facts = facts_of(network)
         head = LmHead(
             policy.logprobs,
@@ -194,7 +192,8 @@ class DtensorBackend(PolicyBackend[RoutingRecord]):
                 fsdp_module.reshard()
 
     def make_value_model(self, settings: Ppo, seed: int) -> DtensorValueModel:
-        backbone = self._load() if settings.value_backbone == "own" else self.module.hidden_states
+        is_own = settings.value_backbone == "own"
+        backbone = load_checked(self._load, self.settings) if is_own else self.module.hidden_states
         return DtensorValueModel(
             settings,
             self.settings,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.utils import get_total_norm
 
+from abrun.backends.norms import sum_of_squares
 from abrun.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.models import takes_weight_decay
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
@@ -80,21 +81,36 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     Collective. torch's clip_grad_norm_ refuses parameters of different meshes, and clipping per mesh would
     scale each mesh by another factor.
     """
-    grads_by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    local_grads = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = getattr(parameter, "device_mesh", None)
-            local_grads.append(_local(parameter.grad))
-            is_on_one_rank = mesh is None or mesh.size() == 1
-            grads_by_mesh.setdefault(None if is_on_one_rank else mesh, []).append(
-                local_grads[-1] if is_on_one_rank else parameter.grad
-            )
-    norms = [full_tensor(get_total_norm(grads)) for grads in grads_by_mesh.values()]
-    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local_grads = [_local(grad) for grad in grads]
+    total = (_norm_on_cpu if local_grads[0].device.type == "cpu" else _norm_on_gpu)(grads)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(local_grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return total
+
+
+def _norm_on_gpu(grads: Iterable[Tensor]) -> Tensor:
+    grads_by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, DTensor) and grad.device_mesh.size() > 1 else None
+        grads_by_mesh.setdefault(mesh, []).append(grad if mesh else _local(grad))
+    norms = [full_tensor(get_total_norm(mesh_grads)) for mesh_grads in grads_by_mesh.values()]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def _norm_on_cpu(grads: Iterable[Tensor]) -> Tensor:
+    """Return the common L2 norm in float64. Each gradient counts once, however it is replicated."""
+    total = torch.zeros((), dtype=torch.float64)
+    shards: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[Tensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            shards.setdefault((grad.device_mesh, tuple(grad.placements)), []).append(_local(grad))
+        else:
+            total += sum_of_squares([grad])
+    for (mesh, placements), local_grads in shards.items():
+        summed = [placement if placement.is_replicate() else Partial() for placement in placements]
+        total += full_tensor(DTensor.from_local(sum_of_squares(local_grads), mesh, summed))
+    return total.sqrt()
 
 
 def materialise(module: nn.Module, network: Any, device: torch.device) -> None:

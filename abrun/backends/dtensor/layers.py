@@ -1,9 +1,11 @@
-"""Compilation and activation checkpointing of a decoder's layers, and their Liger kernels."""
+"""Loading of a decoder, its Liger kernels, and compilation and activation checkpointing of its layers."""
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch.fx.experimental import _config as shapes_config
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 
+from abrun.backends.attention import enable_streams
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Policy
 
 STOCK_ROTATION = llama.apply_rotary_pos_emb
+STOCK_VALUES: dict[tuple[ModuleType, str], Any] = {}  # of the names that Liger has replaced
 
 
 def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
@@ -40,13 +44,25 @@ def prepare_layers(layers: Iterable[nn.Module], policy: Policy) -> None:
         layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def apply_liger_kernels(network: Any, policy: Policy) -> None:
-    """Replace a network's norms, rotary embeddings and SwiGLU by Liger's kernels, if the policy asks.
+def load_checked(load_network: Callable[[], Any], policy: Policy) -> Any:
+    """Load a network, prepare it for packed sequences, and give it Liger's kernels, as the policy asks.
 
+    The checks of loading and packing run on the CPU, which Liger has no kernels for, and so on stock modules.
+    """
+    with _stock_modules():
+        network = load_network()
+        enable_streams(network, policy)
+    if policy.liger:
+        _apply_liger_kernels(network)
+    return network
+
+
+def _apply_liger_kernels(network: Any) -> None:
+    """Replace a network's norms, rotary embeddings and SwiGLU by Liger's kernels.
+
+    Liger also replaces names in transformers' module of the family, and so all its networks in this process.
     Raises RecipeError if Liger has no kernels for the model family. The head remains abrun's.
     """
-    if not policy.liger:
-        return
     from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
 
     family = network.config.model_type
@@ -56,7 +72,25 @@ def apply_liger_kernels(network: Any, policy: Policy) -> None:
             f"policy.liger: got true with a model of type {family!r}, which Liger has no kernels for; "
             "use false"
         )
+    module = sys.modules[type(network).__module__]
+    stock = dict(vars(module))
     apply_kernels(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
+    for name, value in stock.items():
+        if getattr(module, name) is not value:
+            STOCK_VALUES.setdefault((module, name), value)
+
+
+@contextlib.contextmanager
+def _stock_modules() -> Iterator[None]:
+    """Undo Liger's changes to transformers' modules while the context is open."""
+    changed = {place: getattr(*place) for place in STOCK_VALUES}
+    for (module, name), value in STOCK_VALUES.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name), value in changed.items():
+            setattr(module, name, value)
 
 
 def _run_compiled(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:

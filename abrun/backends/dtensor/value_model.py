@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from abrun.backends import B
-from abrun.backends.attention import enable_streams, hidden_states
+from abrun.backends.attention import hidden_states
 from abrun.backends.dtensor.experts import shard_experts
 from abrun.backends.dtensor.fsdp import (
     DTYPES,
@@ -19,7 +19,7 @@ from abrun.backends.dtensor.fsdp import (
     shard,
     shard_layers,
 )
-from abrun.backends.dtensor.layers import apply_liger_kernels, prepare_layers
+from abrun.backends.dtensor.layers import prepare_layers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.backends.head import init_value_weight
 from abrun.backends.microbatches import Microbatch, Microbatches
@@ -55,7 +55,8 @@ class LinearValueHead(nn.Linear):
 class DtensorValueModel(ValueBackend):
     """See abrun.backends.ValueModel.
 
-    `backbone` is its own network, or the function that returns the policy's hidden states.
+    `backbone` is its own network, from `load_checked`, or the function that returns the policy's hidden
+    states.
     """
 
     def __init__(
@@ -121,8 +122,6 @@ class DtensorValueModel(ValueBackend):
         return hidden
 
     def _shard_backbone(self, network: Any) -> Backbone:
-        enable_streams(network, self.settings)
-        apply_liger_kernels(network, self.settings)
         facts = facts_of(network)
         module = Backbone(facts.base)
         if not facts.head.weight.is_meta:

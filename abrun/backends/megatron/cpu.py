@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from abrun.backends.norms import sum_of_squares
+
 CPU = torch.device("cpu")
 
 
@@ -75,9 +77,21 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield random, "_set_cuda_rng_state", do_nothing
     yield random.CudaRNGStatesTracker, "fork", make_null_context
 
+    from megatron.core.optimizer import optimizer
+
+    yield optimizer, "get_grad_norm_fp32", _compute_grad_norm
+
     from megatron.core.transformer.moe import token_dispatcher
 
     yield token_dispatcher, "maybe_move_tensor_to_cpu", _keep_on_cpu
+
+
+def _compute_grad_norm(grads: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+    """Return the L2 norm of the ranks' gradients; megatron-core's version adds in float32."""
+    assert norm_type == 2
+    total = sum_of_squares([grads] if isinstance(grads, Tensor) else grads)
+    torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
+    return float(total.sqrt())
 
 
 def _keep_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -62,7 +62,7 @@ def trace_recipe(
     num_replicas: int = NUM_REPLICAS,
     output: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[TraceResult, Path]:
+) -> tuple[StoredTrace, Path]:
     """Compare a step of the baseline and of another arm on the same rollouts; return the output folder too.
 
     Both arms start from the baseline's weights and optimizer state before the step. `experiment` is the

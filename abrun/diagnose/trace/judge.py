@@ -103,8 +103,9 @@ def judge_trace(
 ) -> TraceResult:
     """Compare a captured step of two arms; `replicas` are errors of the baseline's replicas.
 
-    Tensors that a replica lacks are not compared. Raises ComparisonError if the captures are of different
-    steps or models.
+    Tensors that a replica lacks are not compared. The smallest detectable error of a tensor is the root mean
+    square that would have reached the limit, over the baseline's. Raises ComparisonError if the captures are
+    of different steps or models.
     """
     _check_comparable(baseline, treatment)
     others = {tensor.name: tensor for tensor in treatment.tensors}
@@ -127,6 +128,7 @@ def judge_trace(
     errors = floors + np.array([difference.error.measures for difference in differences])
     spread = np.array([[replica[tensor.name].measures for tensor in shared] for replica in replicas])
     ratios, limit = standardise(errors, floors + spread) if replicas else (_largest(errors, floors), None)
+    hidden = None if limit is None else limit * (floors + spread.mean(axis=0))[:, 0] - floors[:, 0]
     names = {tensor.name for tensor in shared}
     return TraceResult(
         step=baseline.step,
@@ -135,11 +137,12 @@ def judge_trace(
         tensors=tuple(
             TracedTensor(
                 name=tensor.name,
-                relative_error=difference.relative,
+                relative_error=difference.relative_to_norm(difference.error.root_mean_square),
                 ulps=difference.ulps,
                 ratio=math.inf if math.isinf(difference.ulps) else float(ratio),
+                detectable_error=None if hidden is None else difference.relative_to_norm(hidden[index]),
             )
-            for tensor, difference, ratio in zip(shared, differences, ratios, strict=True)
+            for index, (tensor, difference, ratio) in enumerate(zip(shared, differences, ratios, strict=True))
         ),
         missing=tuple(sorted(({tensor.name for tensor in baseline.tensors} | others.keys()) - names)),
     )
@@ -151,20 +154,24 @@ class _Difference:
 
     error: TensorError
     ulp: TensorError  # of one ULP in each value
-    relative: float
+    norm: float  # root mean square of the baseline's values
     ulps: float
+
+    def relative_to_norm(self, root_mean_square: float) -> float:
+        return (
+            0.0 if root_mean_square <= 0 else float(root_mean_square / self.norm) if self.norm else math.inf
+        )
 
     @classmethod
     def measure(cls, tensor: CapturedTensor, values: np.ndarray, other: np.ndarray) -> "_Difference":
         error, sizes = measure_error(values, other), tensor.ulps(values)
         ulp = measure_error(np.zeros(values.shape), sizes)
-        if math.isinf(error.largest):
-            return cls(error=error, ulp=ulp, relative=math.inf, ulps=math.inf)
-        difference = np.where(values == other, 0.0, np.abs(other.astype(np.float64) - values))
         norm = float(np.sqrt(np.mean(values.astype(np.float64) ** 2))) if values.size else 0.0
-        relative = 0.0 if error.root_mean_square == 0 else error.root_mean_square / norm if norm else math.inf
+        if math.isinf(error.largest):
+            return cls(error=error, ulp=ulp, norm=norm, ulps=math.inf)
+        difference = np.where(values == other, 0.0, np.abs(other.astype(np.float64) - values))
         ulps = float(_ratios(np.nan_to_num(difference), sizes).max(initial=0.0))
-        return cls(error=error, ulp=ulp, relative=relative, ulps=ulps)
+        return cls(error=error, ulp=ulp, norm=norm, ulps=ulps)
 
 
 def standardise(

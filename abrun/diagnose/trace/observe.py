@@ -32,7 +32,8 @@ from abrun.train.setup import RunSetup
 
 MOMENT = "optimizer/exp_avg/"  # the optimizer's state that tells which parameter a shard belongs to
 # Fields of a batch that do not depend on the policy; all others are derived from its log-probs
-DATA_FIELDS = ("token_ids", "token_mask", "inference_logprobs")
+# The mask comes first, because the captured tokens of the others end with it
+DATA_FIELDS = ("token_mask", "token_ids", "inference_logprobs")
 LOGPROBS, ENTROPY, LOSS = "lm_head.logprobs", "lm_head.entropy", "loss"
 # Fields of a batch that the loss reads and rounding changes
 INPUT_FIELDS = ("old_logprobs", "reference_logprobs", "advantages")

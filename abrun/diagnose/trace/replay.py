@@ -23,7 +23,7 @@ FILE = "completions.json"
 
 
 class Recording:
-    """Completions of one step by fetch and row of its global batch, each with its prompt."""
+    """Completions of one step by row, each with its prompt."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -31,7 +31,7 @@ class Recording:
 
     def add(self, prompts: list[list[int]], draws: Draws, completions: list[Completion]) -> None:
         for row, prompt, completion in zip(draws.rows, prompts, completions, strict=True):
-            self._rows[f"{draws.fetch}/{row}"] = {
+            self._rows[str(row)] = {
                 "prompt": prompt,
                 "token_ids": completion.token_ids,
                 "logprobs": completion.logprobs,
@@ -41,10 +41,7 @@ class Recording:
 
     def completions(self, prompts: list[list[int]], draws: Draws) -> list[Completion]:
         """Return the recorded completions. Raises RecipeError if there are none for these prompts."""
-        return [
-            self._completion(f"{draws.fetch}/{row}", prompt)
-            for row, prompt in zip(draws.rows, prompts, strict=True)
-        ]
+        return [self._completion(str(row), prompt) for row, prompt in zip(draws.rows, prompts, strict=True)]
 
     def _completion(self, key: str, prompt: list[int]) -> Completion:
         row = self._rows.get(key)

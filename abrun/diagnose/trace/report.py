@@ -39,6 +39,12 @@ def _headlines(result: TraceResult) -> Iterator[str]:
             "baseline, perturbed by one ULP or run again; arms that agree exceed it with a "
             f"probability of at most {100 * result.level:.2g} %"
         )
+    if result.first is None and result.least_sensitive:
+        sizes = (f"{tensor.detectable_error:.2g} in {tensor.name}" for tensor in result.least_sensitive)
+        yield (
+            "smallest relative errors that would have been flagged, at the least sensitive tensors: "
+            + ", ".join(sizes)
+        )
     if result.missing:
         shown, omitted = result.missing[:MAX_MISSING], len(result.missing) - MAX_MISSING
         more = f" and {omitted} more" if omitted > 0 else ""

@@ -13,15 +13,14 @@ from pathlib import Path
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Rendezvous
-from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.export.manifest import RECIPE_VARIABLE, parse_recipe
 from abrun.launch.node import FAILED, make_agent_command
 from abrun.launch.prepare import own_experiment, warm_start_dir, write_run_record
-from abrun.launch.slurm.jobs import WARM_START
 from abrun.processes.output import ignore_output_errors
 from abrun.reasons import Code
 from abrun.runs import experiment
-from abrun.runs.experiment import WARM_STARTS, is_experiment
+from abrun.runs.experiment import WARM_START, WARM_STARTS, is_experiment
 from abrun.runs.lock import LockedError
 from abrun.runs.rundir import RunDir
 
@@ -59,7 +58,7 @@ def main() -> int:
 def find_run_dir(plan: ExperimentPlan, experiment_dir: Path, name: str) -> RunDir:
     """Return the directory of a run of the plan. Raises LaunchError if the plan has no such run."""
     run_dirs = {str(run.name): experiment.run_dir(experiment_dir, run.name) for run in plan.runs}
-    run_dirs |= {f"{WARM_START}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
+    run_dirs |= {f"{WARM_START.arm}/{key}": warm_start_dir(experiment_dir, key) for key in plan.warm_starts}
     if name not in run_dirs:
         raise LaunchError(Code.EXPORT_WITHOUT_RUN(run=name, recipe=plan.recipe.name))
     return RunDir(run_dirs[name])
@@ -71,9 +70,9 @@ def prepare_run(plan: ExperimentPlan, experiment_dir: Path, name: str, run: RunD
     Raises LaunchError if the run needs a warm start that has not finished.
     """
     kind, _, key = name.partition("/")
-    if kind == WARM_START and key in plan.warm_starts:
+    if kind == WARM_START.arm and key in plan.warm_starts:
         if not run.exists:
-            write_run_record(run.path, WARM_STARTS, RunName(arm=WARM_START, seed=0), plan.warm_starts[key])
+            write_run_record(run.path, WARM_STARTS, WARM_START, plan.warm_starts[key])
         return
     _make_experiment(plan, experiment_dir)
     planned = next(run_plan for run_plan in plan.runs if str(run_plan.name) == name)

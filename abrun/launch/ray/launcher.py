@@ -18,6 +18,7 @@ from abrun.launch.ray import client, record
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.reasons import Code, Reason
+from abrun.runs.experiment import WARM_START
 from abrun.runs.records import RunState
 
 # The driver kills runs that do not save in time, before Ray kills the driver.
@@ -129,8 +130,8 @@ class RayCluster(ClusterJobs):
     def _refine_active_state(self, state: RunState, ray_job: client.RayJob) -> RunState:
         """Return the state of a run whose job is queued or running."""
         job, waiting = self._record["job"], self._driver.get("waiting", {})
-        name = state.directory.name if state.name.arm == "warm-start" else str(state.name)
-        label = f"warm start {name}" if state.name.arm == "warm-start" else name
+        name = state.directory.name if state.name == WARM_START else str(state.name)
+        label = f"warm start {name}" if state.name == WARM_START else name
         if label in waiting:  # the directory's state may still be that of a lost machine
             return replace(state, status="waiting", reason=Code.RUN_WAITS(job=job, why=waiting[label]))
         if not self._driver:

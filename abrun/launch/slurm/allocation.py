@@ -23,7 +23,7 @@ from abrun.launch.cluster import agent_grace_s, network_variables
 from abrun.launch.engine import Devices
 from abrun.launch.local import LocalEngine, LocalRun, Slots
 from abrun.launch.node import GPU_POSITIONS, find_free_port
-from abrun.launch.queue import WARM_START, LaunchJob, LaunchQueue
+from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release_job, run_slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
@@ -35,7 +35,7 @@ from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import RunConfig
-from abrun.runs.experiment import open_experiment
+from abrun.runs.experiment import WARM_START, open_experiment
 from abrun.runs.lock import Lease
 from abrun.runs.rundir import RunDir
 

@@ -75,17 +75,8 @@ class _CopiedDraws(Draws):
         place = row % self.group_size
         return row - place + place % (self.group_size - self.num_copies)
 
-    def uniforms(self, max_new_tokens: int) -> Tensor:
-        uniforms = self._all_draws().uniforms(max_new_tokens)
-        return uniforms[[self._original(row) for row in self.rows]]
-
-    def seeds(self) -> list[int]:
-        seeds = self._all_draws().seeds()
-        return [seeds[self._original(row)] for row in self.rows]
-
-    def _all_draws(self) -> Draws:
-        rows = range(self.rows.stop)
-        return Draws(seed=self.seed, stream=self.stream, step=self.step, fetch=self.fetch, rows=rows)
+    def seed_of(self, row: int) -> int:
+        return super().seed_of(self._original(row))
 
 
 def copied_completions(site: FaultSite) -> None:

@@ -117,3 +117,21 @@ def test_a_torn_file_of_replicas_is_refused_in_one_line(tmp_path: Path, text: st
     with pytest.raises(StoreError, match=REPLICAS) as raised:
         read_replicas(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", range(len(NAMES)))
+def test_an_error_of_the_detectable_size_is_flagged_and_a_smaller_one_is_not(
+    tmp_path: Path, place: int
+) -> None:
+    """An error of one size in every value, so that its root mean square decides, not its maximum."""
+    equal = judged(tmp_path / "equal", clean_values())
+    detectable = equal.tensors[place].detectable_error
+    assert detectable is not None and 0 < detectable <= equal.detectable_error
+    assert {tensor.kind for tensor in equal.least_sensitive} == {"activation", "gradient", "update"}
+    values = clean_values()[place].astype(np.float64)
+    size = detectable * np.sqrt(np.mean(values**2))
+    for factor, is_flagged in ((0.9, False), (1.1, True)):
+        treatment: list[np.ndarray] = [*clean_values()]
+        treatment[place] = values + factor * size
+        result = judged(tmp_path / str(factor), treatment)
+        assert (result.first is not None) == is_flagged, result
