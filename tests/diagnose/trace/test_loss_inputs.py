@@ -1,7 +1,6 @@
 """Losses of all captures are evaluated on the baseline's inputs."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from abrun.diagnose.trace.command import read_replicas
 from abrun.diagnose.trace.judge import judge_trace
 from abrun.diagnose.trace.loss_inputs import LossInputs
-from abrun.rollout import Completion
-from abrun.rollout.torch_engine import TorchEngine
+from abrun.recipe.implementations import ENGINES
 from abrun.runs.captures import read_capture
 from tests.diagnose.trace.captured import capture, config, run_as_rank
 
@@ -35,7 +33,7 @@ def test_rows_of_any_rank_replace_those_of_a_micro_batch(tmp_path: Path) -> None
 
 
 def test_a_faulty_correction_is_named_although_replicas_have_other_logprobs(tmp_path: Path) -> None:
-    correction = {"type": "sequence_mask", "low": 0.8, "high": 1.25}
+    correction = {"type": "sequence_mask", "low": 0.9, "high": 1.15}
     base = config(
         {
             "algorithm": {"importance_correction": correction, "minibatches_per_step": 2, "group_size": 4},
@@ -54,15 +52,6 @@ def test_a_faulty_correction_is_named_although_replicas_have_other_logprobs(tmp_
 
 
 def run_with_mismatch(rank: int, world_size: int, job: Mapping[str, Any]) -> None:
-    """Let the engine report log-probs lower by 0.1, of which the rounding of bfloat16 is a tenth at most.
-
-    A sequence's mean weight is then 1.1, and the product of four weights 1.5.
-    """
-    generate = TorchEngine.generate
-
-    def generate_lower(self: TorchEngine, *args: Any, **options: Any) -> list[Completion]:
-        completions = generate(self, *args, **options)
-        return [replace(each, logprobs=[value - 0.1 for value in each.logprobs]) for each in completions]
-
-    TorchEngine.generate = generate_lower
+    """Run with importance weights of 1.1, of which the rounding of bfloat16 changes a hundredth."""
+    ENGINES["torch"] = "tests.diagnose.logprob_diff.injected:Lower"
     run_as_rank(rank, world_size, job)
