@@ -152,15 +152,12 @@ def repeatable(rows: Rows) -> Rows:
     ],
 )
 def test_a_injected_fault_shows_where_its_row_says(
-    case: Case,
-    tmp_path: Path,
-    warm_weights: Path,
-    trained: Callable[..., Rows],
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
 ) -> None:
-    monkeypatch.setitem(ENGINES, "torch", case.engine)
-    right = repeatable(trained(*GIVEN, *case.overrides))
-    wrong = rows_of(tmp_path, warm_weights, f"steps={case.step}", *case.overrides, case.injected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "torch", case.engine)
+        right = repeatable(trained(*GIVEN, *case.overrides))
+        wrong = rows_of(tmp_path, warm_weights, f"steps={case.step}", *case.overrides, case.injected)
     for before in range(1, case.step):
         assert wrong[before] == right[before]
     for metric in case.moved:
