@@ -141,7 +141,7 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         error = (backend.compute_logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     print(impl, "token_mult_prob_error - 1 by dtype of the head:", excess)
-    assert 0 < excess["float32"] < excess[None] / 1.5
+    assert 0 < excess["float32"] < excess[None] / 4
 
 
 FILTERS: list[dict[str, float]] = [{"top_p": 0.3}, {"top_k": 7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}]
