@@ -8,6 +8,7 @@ import torch
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
+from abrun.diagnose.trace.perturb import one_ulp_away
 from abrun.models import Text, character_tokenizer, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
@@ -121,7 +122,10 @@ def test_the_trainer_computes_the_same_logprobs(
 
 @pytest.mark.parametrize("impl", ["logits", "chunked"])
 def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: str, group: None) -> None:
-    """The dense path rounds its logits as the engine does, but of other hidden states: without a cache."""
+    """The dense path rounds its logits as the engine does, but of other hidden states: without a cache.
+
+    On some processors both passes round alike, so the trainer's states move by one ULP here.
+    """
     excess = {}
     for head_dtype in (None, "float32"):
         model = make_model()
@@ -130,10 +134,14 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         logprobs = Logprobs.model_validate({"impl": impl, "head_dtype": head_dtype})
         policy = Policy(dtype="bfloat16", logprobs=logprobs)
         backend, completions = generate(model, Rollout(max_new_tokens=MAX_NEW_TOKENS), policy)
+        backend.module.network.model.norm.register_forward_hook(
+            lambda module, states, output: one_ulp_away(output, "bfloat16", 0, "norm")
+        )
         batch = batch_of(completions)
         error = (backend.compute_logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
-    assert excess["float32"] < excess[None] / 1.5
+    print(impl, "token_mult_prob_error - 1 by dtype of the head:", excess)
+    assert 0 < excess["float32"] < excess[None] / 4
 
 
 FILTERS: list[dict[str, float]] = [{"top_p": 0.3}, {"top_k": 7}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}]

@@ -71,6 +71,19 @@ class Noisy(TorchEngine):
         ]
 
 
+class Lower(TorchEngine):
+    """Log-probs lower by a tenth: the importance weight of a token is 1.1, however a processor rounds."""
+
+    def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
+        super().__init__(config.rollout, backend, text)
+
+    def generate(
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
+    ) -> list[Completion]:
+        completions = super().generate(prompts, draws, temperature=temperature)
+        return [replace(each, logprobs=[value - 0.1 for value in each.logprobs]) for each in completions]
+
+
 def _signs() -> list[float]:
     flips: Tensor = torch.randint(2, (10_000,), generator=torch.Generator().manual_seed(1))
     return (2.0 * flips - 1.0).tolist()

@@ -1,6 +1,6 @@
 """Captures of small runs, made as the ranks of a run do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,12 @@ def capture(
     seed: int = 0,
     weights: Path | None = None,
     timeout_s: float = 120,
+    run_rank: Callable[[int, int, Mapping[str, Any]], None] | None = None,
 ) -> Capture:
-    """Capture a step of an arm; without `records` on what an arm before has recorded in the folder."""
+    """Capture a step of an arm; without `records` on what an arm before has recorded in the folder.
+
+    `run_rank` runs instead of `run_as_rank`.
+    """
     job = {
         "config": run.model_dump(mode="json"),
         "recorded": str(folder / "recorded"),
@@ -60,7 +64,7 @@ def capture(
         "replicas": replicas,
         "max_tokens": max_tokens,
     }
-    run_ranks(run_as_rank, run.cluster.ranks, job, timeout_s=timeout_s)
+    run_ranks(run_rank or run_as_rank, run.cluster.ranks, job, timeout_s=timeout_s)
     return read_capture(folder / arm)
 
 
