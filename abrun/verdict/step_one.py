@@ -79,9 +79,9 @@ def check_step_one(
 
     Any pair can fail, also one after the first `num_pairs` of an interim analysis; only those `num_pairs`
     can leave a metric open. A deviation is relative to the metric's own size, or to that of its rounding
-    errors: see `_rounding_scale`. If the arms sampled their completions anew, no single pair can fail but by
-    a non-finite value: a deviation must be shown over all pairs. Returns nothing if the first recorded step
-    is, or may be, later than the runs' first step: updates have been made by then.
+    errors: see `_measure_deviation`. If the arms sampled their completions anew, no single pair can fail but
+    by a non-finite value: a deviation must be shown over all pairs. Returns nothing if the first recorded
+    step is, or may be, later than the runs' first step: updates have been made by then.
     """
     analysed_seeds = {pair.seed for pair in pairs[:num_pairs]}
     pairs = [
@@ -91,7 +91,7 @@ def check_step_one(
         and not pair.has_restarted_counter
     ]
     share = alpha / len(STEP_ONE)
-    replays = any(run.trains_on_recording for pair in pairs for run in (pair.baseline, pair.treatment))
+    replays = any(run.trains_on_recording for pair in pairs for run in pair.runs)
     metrics = (metric for metric in STEP_ONE if not (replays and metric in FIXED_BY_ROLLOUTS))
     sampled_anew = not has_shared_rollouts(pairs)
     checked = (
@@ -129,32 +129,26 @@ def _check_metric(
     *,
     sampled_anew: bool,
 ) -> StepOne | None:
-    first_values = [(pair, _first_values(pair.baseline, pair.treatment, metric)) for pair in pairs]
+    first_values = [(pair, _first_values(*pair.runs, metric)) for pair in pairs]
     usable = [(pair, values) for pair, values in first_values if values and math.isfinite(values[0])]
     if not usable:
         return None
     # Sampled rewards can be near 0 and opposite in sign: then only the spread over pairs has their size.
     spread = _spread(np.array([values[0] for _, values in usable])) if sampled_anew else 0.0
-    scales = [_rounding_scale(pair.baseline, metric, *values, spread) for pair, values in usable]
-    deviations = np.array(
-        [
-            _signed_deviation(metric, *values, scale)
-            for (_, values), (scale, _) in zip(usable, scales, strict=True)
-        ]
-    )
+    measured = [_measure_deviation(pair.baseline, metric, *values, spread) for pair, values in usable]
+    deviations, scales = (np.array(column) for column in zip(*(row[:2] for row in measured), strict=True))
     worst = int(np.abs(deviations).argmax())
-    (pair, (baseline, treatment)), deviation = usable[worst], abs(float(deviations[worst]))
+    (pair, (baseline, treatment)), (_, scale, scale_from) = usable[worst], measured[worst]
+    deviation = abs(float(deviations[worst]))
     rerun_deviations = [
-        abs(_signed_deviation(metric, *values, _rounding_scale(pair.baseline, metric, *values, spread)[0]))
+        abs(_measure_deviation(pair.baseline, metric, *values, spread)[0])
         for pair in pairs
         for rerun in pair.reruns
         if (values := _first_values(pair.baseline, rerun, metric)) and math.isfinite(values[0])
     ]
-    aa_deviation = max(
-        (pair_deviation for pair_deviation in rerun_deviations if math.isfinite(pair_deviation)), default=None
-    )
+    finite_deviations = [*filter(math.isfinite, rerun_deviations)]
     tolerance, source, is_certain = _find_tolerance(
-        metric, pair, compare, len(usable), rerun_deviations, alpha, sampled_anew=sampled_anew
+        metric, pair, compare, len(usable), finite_deviations, alpha, sampled_anew=sampled_anew
     )
     result: StepOneResult = "pass"
     if tolerance >= 1 and math.isfinite(deviation):  # no finite deviation could fail
@@ -167,12 +161,10 @@ def _check_metric(
             counted = deviations[[pair.seed in analysed_seeds for pair, _ in usable]]
             result = "open" if len(counted) and np.median(counted) > tolerance else "not tested"
         else:
-            runs = [run for pair, _ in usable for run in pair.runs]
             # One scale for all: values that scale themselves would make the t-test err four times as often.
-            shares = np.array([scale for scale, _ in scales]) / (scale := max(scale for scale, _ in scales))
-            step = find_smallest_step(runs, metric) / scale
-            result = "fail" if _is_shifted(deviations * shares, tolerance, alpha, step) else "not tested"
-    scale, scale_from = scales[worst]
+            runs, common = [run for pair, _ in usable for run in pair.runs], scales.max()
+            differences, step = deviations * scales / common, find_smallest_step(runs, metric) / common
+            result = "fail" if _is_shifted(differences, tolerance, alpha, step) else "not tested"
     return StepOne(
         arm=arm,
         metric=metric,
@@ -186,7 +178,7 @@ def _check_metric(
         scale_from=scale_from,
         tolerance=tolerance,
         tolerance_from=source,
-        aa_deviation=aa_deviation,
+        aa_deviation=max(finite_deviations, default=None),
         sampled_anew=sampled_anew,
         result=result,
     )
@@ -199,10 +191,7 @@ def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
     rollouts.
     """
     pairs = _started_pairs(pairs)
-    hashes = [
-        [(run.environment or {}).get("prompts_sha256") for run in (pair.baseline, pair.treatment)]
-        for pair in pairs
-    ]
+    hashes = [[(run.environment or {}).get("prompts_sha256") for run in pair.runs] for pair in pairs]
     if all(baseline_hash and baseline_hash == treatment_hash for baseline_hash, treatment_hash in hashes):
         return True
     return _has_same_first_values(pairs, MEAN_PROMPT_LENGTH) or has_shared_rollouts(pairs)
@@ -246,7 +235,7 @@ def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
     Without shared prompts, 3 to 10 pairs look like this in 0.5 % of experiments or less
     (test_whole_curve.py).
     """
-    values = [_first_values(pair.baseline, pair.treatment, REWARD) for pair in pairs]
+    values = [_first_values(*pair.runs, REWARD) for pair in pairs]
     equal = all(
         rewards is not None and math.isfinite(rewards[0]) and rewards[0] == rewards[1] for rewards in values
     )
@@ -255,7 +244,7 @@ def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
 
 def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
     """Return True if a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
-    values = [_first_values(pair.baseline, pair.treatment, metric) for pair in pairs]
+    values = [_first_values(*pair.runs, metric) for pair in pairs]
     first_values = np.array([pair_values for pair_values in values if pair_values is not None]).reshape(-1, 2)
     if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
         return False
@@ -281,17 +270,22 @@ def _first_values(baseline: RecordedRun, run: RecordedRun, metric: str) -> tuple
     return None if baseline_value is None or run_value is None else (baseline_value, run_value)
 
 
-def _rounding_scale(
+def _measure_deviation(
     baseline: RecordedRun, metric: str, baseline_value: float, run_value: float, spread: float
-) -> tuple[float, str]:
-    """Return the size that rounding errors of this metric are proportional to, and its name.
+) -> tuple[float, float, str]:
+    """Return a run's signed deviation, the size that rounding errors are proportional to, and its name.
 
-    `spread`: the sd over pairs if the arms sampled their completions anew, else 0.
+    The deviation is relative to that size, and inf for a value that is not finite. A KL in nats is converted
+    to the log-prob error x that it stands for, since k3(x) is x^2 / 2 for small x. (Below 0 it is rounding of
+    a trainer that computes it in float32.) `spread`: the sd over pairs if the arms sampled their completions
+    anew, else 0.
     """
+    is_finite = math.isfinite(run_value)
     if metric == GEN_KL_ERROR:
-        return 1.0, "a nat of log-prob error, sqrt(2 KL)"
+        errors = [math.sqrt(2 * max(value, 0.0)) for value in (baseline_value, run_value if is_finite else 0)]
+        return errors[1] - errors[0] if is_finite else math.inf, 1.0, "a nat of log-prob error, sqrt(2 KL)"
     sizes = {
-        "the larger value": max(abs(baseline_value), abs(run_value) if math.isfinite(run_value) else 0.0),
+        "the larger value": max(abs(baseline_value), abs(run_value) if is_finite else 0.0),
         "the sd over pairs": spread,
     }
     if metric.endswith("entropy"):
@@ -305,7 +299,9 @@ def _rounding_scale(
         source = "the largest advantage" if advantages else "the floor for small losses"
         sizes[source] = max(advantages, default=1.0)
     source = max(sizes, key=lambda name: sizes[name])
-    return sizes[source], source
+    if not is_finite or baseline_value == run_value:
+        return 0.0 if is_finite else math.inf, sizes[source], source
+    return (run_value - baseline_value) / sizes[source], sizes[source], source
 
 
 def _find_tolerance(
@@ -337,28 +333,13 @@ def _find_tolerance(
         rounding, rounding_source = ROUNDING.get(coarsest, ROUNDING["float32"]), f"rounding of {coarsest}"
     is_certain = rounding <= ROUNDING["float32"] and not sampled_anew
     is_raised = not is_certain and metric in RAISED_BY_ROUNDING
-    finite_deviations = [deviation for deviation in rerun_deviations if math.isfinite(deviation)]
-    if finite_deviations and max(finite_deviations) > 0 and not is_raised:
-        factor = maxima_ratio_quantile(num_pairs, len(finite_deviations), alpha)
-        if factor * max(finite_deviations) > rounding:
-            source = f"{factor:.3g}x the largest A/A deviation of {len(finite_deviations)}"
-            return factor * max(finite_deviations), source, True
+    largest = max(rerun_deviations, default=0.0)
+    if largest > 0 and not is_raised:
+        factor = maxima_ratio_quantile(num_pairs, len(rerun_deviations), alpha)
+        if factor * largest > rounding:
+            source = f"{factor:.3g}x the largest A/A deviation of {len(rerun_deviations)}"
+            return factor * largest, source, True
     return rounding, rounding_source, is_certain
-
-
-def _signed_deviation(metric: str, baseline: float, treatment: float, scale: float) -> float:
-    """Return the treatment's deviation relative to the scale; inf if its value is not finite.
-
-    A KL in nats is converted to the log-prob error x that it stands for, since k3(x) is x^2 / 2 for small x.
-    (Below 0 it is rounding of a trainer that computes it in float32.)
-    """
-    if baseline == treatment:
-        return 0.0
-    if not math.isfinite(treatment):
-        return math.inf
-    if metric == GEN_KL_ERROR:
-        return math.sqrt(2 * max(treatment, 0.0)) - math.sqrt(2 * max(baseline, 0.0))
-    return (treatment - baseline) / scale
 
 
 def _is_shifted(deviations: Array, tolerance: float, alpha: float, resolution: float) -> bool:

@@ -77,9 +77,14 @@ def list_not_tested(
     num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
     unsettled = [record for record in first_steps if record.result == "not tested"]
     sampled_metrics = [record.metric for record in unsettled if record.sampled_anew]
+    size = ("metric", "seed", "deviation", "scale", "scale_from", "tolerance", "tolerance_from")
     reasons = [*experiment.left_out]
     reasons += [
-        _step_one_not_settled_reason(record, has_recipe=experiment.has_recipe)
+        Code.STEP_ONE_NOT_SETTLED(
+            **{name: getattr(record, name) for name in size},
+            raised_by_rounding=record.metric in RAISED_BY_ROUNDING,
+            has_recipe=experiment.has_recipe,
+        )
         for record in unsettled
         if not record.sampled_anew
     ]
@@ -150,21 +155,6 @@ def _note_unfinished_ulp_runs(experiment: RecordedExperiment) -> Iterator[Reason
     for name, run in experiment.controls.items():
         if experiment.injected[name.arm].name == ONE_ULP and not run.finished:
             yield Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
-
-
-def _step_one_not_settled_reason(step_one: StepOne, *, has_recipe: bool) -> Reason:
-    """Return that a step-one metric neither agrees nor shows a fault."""
-    return Code.STEP_ONE_NOT_SETTLED(
-        metric=step_one.metric,
-        seed=step_one.seed,
-        deviation=step_one.deviation,
-        scale=step_one.scale,
-        scale_from=step_one.scale_from,
-        tolerance=step_one.tolerance,
-        tolerance_from=step_one.tolerance_from,
-        raised_by_rounding=step_one.metric in RAISED_BY_ROUNDING,
-        has_recipe=has_recipe,
-    )
 
 
 def _note_unrecorded(runs: Sequence[RecordedRun], sides: Sides) -> list[Reason]:
