@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from abrun.diagnose.trace.command import read_replicas
+from abrun.diagnose.trace.judge import judge_trace
 from abrun.models import open_network
 from abrun.runs.captures import Capture
 from abrun.seeds import derive_seed
@@ -119,3 +120,12 @@ def test_replicas_move_every_output_and_train_on_the_same_rollouts(tmp_path: Pat
     again = values_of(capture(tmp_path, config(), "again"))
     for name in baseline:
         np.testing.assert_array_equal(again[name], baseline[name], err_msg=name)
+
+
+def test_a_changed_mask_is_named_although_the_other_tensors_end_with_it(tmp_path: Path) -> None:
+    baseline = capture(tmp_path, config(), "baseline", records=True)
+    filtered = capture(tmp_path, config({"algorithm": {"overlong_filtering": True}}), "filtered")
+    result = judge_trace(baseline, filtered, [])
+    first = next(tensor for tensor in result.tensors if tensor.ulps)
+    assert first.name == "activation:batch.token_mask"
+    assert {tensor.name for tensor in result.tensors if tensor.ulps} > {"activation:batch.token_ids"}
