@@ -124,9 +124,8 @@ MESSAGES: dict[Code, Message] = {
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin exceeds the baseline's level of {level:.3g}: an arm at 0 would "
     "pass",
     Code.EXACT_OUTCOMES: _exact_outcomes,
-    Code.OUTCOMES_NEED_NUMBER: "all values are 0 or 1, and a test of rates needs a number as margin, such as "
-    "0.1, not {bound}",
-    Code.SECOND_ARM_NEEDED: "one arm alone shows only its own level; give a second arm, or --reference FILE",
+    Code.OUTCOMES_NEED_NUMBER: "values of 0 and 1 need a number as margin, not {bound}",
+    Code.SECOND_ARM_NEEDED: "one arm shows only its level; give a second arm or --reference FILE",
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",
@@ -152,14 +151,13 @@ MESSAGES: dict[Code, Message] = {
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
     "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "
     "change late, so compare the raw values",
-    Code.RUNNING_BEST: "{metric} of the {arm} only ever goes one way, and that of the other arm does not: it "
-    "looks like the best value so far, which hides every loss; compare the raw values of both arms",
-    Code.TINY_DIFFERENCES: "{metric} differs by at most {largest:.2g} in all pairs, less than a thousandth "
-    "of the noise of a step at each of {num_steps} steps: check that the treatment was applied and that its "
-    "log is its own",
-    Code.CHANGES_SHARED: "{metric} moves alike from step to step in all {paired:if pairs' differences|runs} "
-    "(mean correlation {correlation:.2f}), as in averages of the same runs, or seeds that share their data "
-    "at each step: they are not independent, so the test errs more often than stated",
+    Code.RUNNING_BEST: "{metric} of the {arm} looks like its best value so far, which hides every loss; "
+    "compare the raw values",
+    Code.TINY_DIFFERENCES: "{metric} differs by at most {largest:.2g} at all {num_steps} steps, less than a "
+    "thousandth of their noise: check that the treatment was applied",
+    Code.CHANGES_SHARED: "{metric}: the {paired:if pairs' differences|runs} share noise (mean correlation of "
+    "steps {correlation:.2f}), as averages of the same runs do: they are not independent, so the test errs "
+    "more often",
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,

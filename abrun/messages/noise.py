@@ -106,7 +106,7 @@ MESSAGES: dict[Code, Message] = {
     Code.NEW_RUN_RANGE: _new_run_range,
     Code.NEW_RUN_ELSEWHERE: _new_run_elsewhere,
     Code.NOTHING_TO_COMPARE: "one arm alone: this measures its seed noise and tests nothing; for a verdict "
-    "give a second arm, --reference FILE, or a claim on its level such as --claim 'METRIC:WINDOW:>0.5'",
+    "give a second arm, --reference FILE, or a claim on its level",
     Code.ONE_RUN_ALONE: "{run} is the only run, and one run does not show how far seeds are apart, so no gap "
     "can be called normal; train at least two more seeds",
     Code.RUNS_ALIKE: "all {num_runs} runs have the same level: they may share a seed, or the metric does not "

@@ -317,7 +317,8 @@ def claim_cells(claim: ClaimResult) -> list[str]:
         difference = middle + (f" [{', '.join(ends)}]" if ends else "")
     elif terms.transform != "identity":  # the heading of a limit names its scale
         metric += f" ({terms.transform.replace('_', ' ')})"
-    sample_size = " and ".join(str(num) for num in terms.num_runs or (terms.num_pairs,) if num)
+    sizes = [size for size in terms.num_runs or () if size] or [terms.num_pairs]  # one arm has no baseline
+    sample_size = " and ".join(map(str, sizes))
     return [metric, steps, sample_size, difference, terms.margin_text, bound, outcome_text(claim)]
 
 

@@ -158,7 +158,7 @@ def test_claims(
         for claim in claims:
             claim_sides, grid = select_units(sides, claim.metric), experiment.metric_steps(claim.metric)
             unit = "seed" if claim_sides is sides else "prompt"
-            if not sides.baselines:
+            if arm == experiment.baseline:
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             elif claim.difference_kind is not None:
                 margin = resolve_margin(claim, experiment.reference)

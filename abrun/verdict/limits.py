@@ -97,7 +97,7 @@ def judge_limit(
 def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) -> Reason | None:
     """Return why these runs cannot show that a limit holds or that arms are bit-identical; else None."""
     finished, metric = sides.finished, claim.metric
-    if not (sides.baselines or claim.limits_level):
+    if sides.treatments and not (sides.baselines or claim.limits_level):
         return Code.SECOND_ARM_NEEDED()
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)

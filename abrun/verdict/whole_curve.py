@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import REWARD, Better, Transform, find_metric
+from abrun.metric_names import Better, Transform, find_metric
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.curves import find_running_best, is_tiny, measure_shared_changes, measure_smoothness
@@ -49,6 +49,7 @@ def curve_warnings(
         yield Code.RUNNING_MEAN(metric=metric, correlation=smooth)
     scaled = transform_values(values, transform, metric)
     arms = {"baseline": slice(None, num_baselines), "treatment": slice(num_baselines, None)}
+    direction = learning_direction(sides.baselines[0], metric)
     if best_arm := find_running_best({arm: values[rows] for arm, rows in arms.items()}):
         yield Code.RUNNING_BEST(metric=metric, arm=best_arm)
     if not holds or len(steps) < 2 * NUM_BLOCKS:
@@ -57,10 +58,10 @@ def curve_warnings(
     shared = measure_shared_changes(varying)
     if shared is not None and not sides.share_rollouts:
         yield Code.CHANGES_SHARED(metric=metric, paired=sides.paired, correlation=shared)
-    is_sampled = REWARD in sides.runs[0].metrics and not any(run.thinned for run in sides.runs)
+    # Losses of one batch may differ by rounding alone; scores of samples do not.
+    is_sampled = direction == 1 and not any(run.thinned for run in sides.runs)
     if sides.paired and is_sampled and not sides.share_rollouts and is_tiny(varying, values[:num_baselines]):
         yield Code.TINY_DIFFERENCES(metric=metric, largest=np.abs(varying).max(), num_steps=len(steps))
-    direction = learning_direction(sides.baselines[0], metric)
     if margin > 0 and (direction or find_metric(metric) is None):
         for arm, rows in arms.items():
             yield from _find_collapse(
