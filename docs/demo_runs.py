@@ -1,6 +1,6 @@
 """Packer of the runs that `abrun demo` judges: two experiments of the trainer, as they ran.
 
-abrun launch quickstart && abrun launch quickstart-injected-fault      # on a CPU, torch 2.13, 2026-11-27
+abrun launch quickstart && abrun launch quickstart-injected-fault      # on a CPU, torch 2.13, 2026-11-28
 python docs/demo_runs.py runs                                          # from the repository
 
 It keeps the files that a comparison reads, without weights, logs and process ids. Of the metrics of time only

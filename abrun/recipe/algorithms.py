@@ -69,8 +69,8 @@ class PolicyGradientSettings(Section):
 
     prompts_per_step: Count = 32
     group_size: Count = 8  # completions per prompt
-    # Minimum number of completions per step: draws of prompts_per_step prompts, the next of the task each
-    # time, repeat until there are enough; with dynamic_sampling the number, rounded up to whole groups
+    # Minimum number of completions per step, for which draws continue with the next prompts; with
+    # dynamic_sampling the number, rounded up to whole groups
     documents_per_step: Count | None = None
     epochs_per_step: Count = 1  # passes over the completions of a step
     minibatches_per_step: Count = 1  # optimizer steps in each of them

@@ -33,7 +33,7 @@ class CheckpointConfig(Section):
     keep: Count = 2
     final_weights: bool = False  # also save the trained model as a Hugging Face checkpoint
     # Checkpoint of another run to start from (.../checkpoints/step-000050): weights, optimizer and step, in
-    # any parallel layout. The reference of a KL penalty or of DPO is still the run's own initial weights
+    # any parallel layout. The reference of a KL penalty or of DPO remains the run's initial weights
     start_from: PathText | None = None
 
 
