@@ -281,7 +281,7 @@ ONE_ARM = (
     NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
     NextStepRule(
         lambda f: (
-            any(reason.code is Code.LIMIT_UNDECIDED for reason in f.content.reasons)
+            f.is_level_open
             or all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise)
         ),
         Code.TRAIN_MORE_OF_ARM,
