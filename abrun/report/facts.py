@@ -167,6 +167,11 @@ class NextStepFacts:
         claims = [claim for claim in self.content.claims if claim.result == "undecided"]
         return claims if self.launched else [claim for claim in claims if claim.estimate.interval]
 
+    @property
+    def is_level_open(self) -> bool:
+        """True if a claim on the level of the only arm is undecided, which more runs may change."""
+        return any(claim.result == "undecided" for claim in self.content.claims)
+
     @cached_property
     def is_beyond_margin(self) -> bool:
         return any(map(_is_beyond_margin, self.undecided_claims))

@@ -281,7 +281,7 @@ ONE_ARM = (
     NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
     NextStepRule(
         lambda f: (
-            any(claim.result == "undecided" for claim in f.content.claims)
+            f.is_level_open
             or all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise)
         ),
         Code.TRAIN_MORE_OF_ARM,

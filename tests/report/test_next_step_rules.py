@@ -149,6 +149,10 @@ CASES = {
         {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]},
         "COMPARE_CHANGE",
     ),
+    "INCONCLUSIVE, one arm with an open level": (
+        {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")], "is_level_open": True},
+        "TRAIN_MORE_OF_ARM",
+    ),
     "INCONCLUSIVE, one run": ({"content.seed_noise": [SimpleNamespace(gap=None)]}, "TRAIN_MORE_OF_ARM"),
     "INVALID, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]}, "MEND_REASONS"),
     "INCONCLUSIVE, of others, no shared metric": (
