@@ -63,14 +63,16 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
     assert codes == {0, 1, 2, *EXIT_CODES.values(), *gating.EXIT_CODES.values()}
 
 
-MAX_WORDS = {"README.md": 1200, "docs": 28_600, "docs/reference": 13_000}
+MAX_WORDS = {"README.md": 1200, "docs": 28_360, "docs/reference": 13_000}
 RESULTS = "\n## Results\n"  # of docs/evidence.md, which grow with each experiment
+CHANGES = "changelog.md"  # grows with each version
 
 
 @pytest.mark.parametrize(("place", "most"), MAX_WORDS.items())
 def test_documents_stay_short(place: str, most: int) -> None:
     files = [ROOT / place] if place.endswith(".md") else (ROOT / place).rglob("*.md")
-    assert sum(len(path.read_text().partition(RESULTS)[0].split()) for path in files) <= most
+    texts = [path.read_text().partition(RESULTS)[0] for path in files if path.name != CHANGES]
+    assert sum(len(text.split()) for text in texts) <= most
 
 
 def test_every_figure_measured_has_its_command_hardware_and_date() -> None:
