@@ -72,9 +72,10 @@ def reduce_arms(baseline: Array, treatment: Array, metric: str, *, stepwise: boo
     the treatment's number is then its baseline's plus the median of their differences; of norms, which a
     median would allow to differ in three steps of eight, plus the difference at the step where it is largest.
     """
-    level, differences = reduce_window(baseline, metric), treatment - baseline
+    level = reduce_window(baseline, metric)
     if not stepwise:
         return level, reduce_window(treatment, metric)
+    differences = treatment - baseline
     if window_reduction(metric, stepwise=True) != "largest step":
         return level, level + reduce_window(differences, metric)
     largest = np.abs(differences).argmax(axis=-1)[..., None]
