@@ -426,9 +426,11 @@ def is_clock(name: str) -> bool:
 @cache
 def is_memory(name: str) -> bool:
     """Return whether a metric measures memory."""
-    words = "memory|mem|vram|rss|bytes|[kmgt]i?b"
-    is_named = re.search(rf"(^|[/_ ])({words})([/_ :(]|$)", name, re.IGNORECASE)
-    return is_named is not None or metric_unit(name) == "bytes"
+    if name == MEMORY_PEAK or metric_unit(name) == "bytes":
+        return True
+    is_named = re.search(r"(^|[/_. ])(memory|mem|vram|rss)([/_. :(A-Z]|$)", name) is not None
+    is_named |= re.search(r"(^|[/_. (])(bytes|[kmgt]i?b)\)?$", name, re.IGNORECASE) is not None
+    return is_named and not re.search("reward|score|accuracy|loss", name)
 
 
 def is_learned(name: str) -> bool:

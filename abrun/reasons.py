@@ -85,7 +85,7 @@ class Code(StrEnum):
     RUNNING_BEST, TINY_DIFFERENCES, CHANGES_SHARED = auto(), auto(), auto()
     EXACT_OUTCOMES, OUTCOMES_NEED_NUMBER, SECOND_ARM_NEEDED = auto(), auto(), auto()
     WIDE_STEPS, TOO_FEW_FOR_MISMATCH, RUNNING_MEAN, COLLAPSED = auto(), auto(), auto(), auto()
-    STEPS_APART = auto()
+    STEPS_APART, LARGEST_STEP, OUTCOMES_HAVE_NO_GAP = auto(), auto(), auto()
     DIFFERS_EARLIER, TIMES_OF_SHARED_GPUS = auto(), auto()
     FIXED_BY_RECORDING, ONLY_SOME_SAMPLE = auto(), auto()
     TARGET_MET_BEFORE_TRAINING, TIME_NOT_RECORDED, TARGET_NOT_REACHED = auto(), auto(), auto()

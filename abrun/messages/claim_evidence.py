@@ -60,7 +60,7 @@ def _exact_outcomes(needed: int | None, num: int, paired: bool) -> str:
     text = "all values are 0 or 1, so the test is exact"
     if needed is None or num >= needed:
         return text
-    return f"{text}: no result of fewer than {needed} {'pairs' if paired else 'runs'} can show it"
+    return f"{text}; the claim can hold from {needed} {'pairs' if paired else 'runs'} on"
 
 
 def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
@@ -138,7 +138,7 @@ MESSAGES: dict[Code, Message] = {
     Code.TIME_NOT_RECORDED: "{run} does not record its {unit}{metrics:if  ({metrics:join  or })}; "
     "claim steps",
     Code.TARGET_NOT_REACHED: "{treatment} of {of_treatments} treated runs and {baseline} of {of_baselines} "
-    "baseline runs do not reach the target",
+    "baseline runs do not reach the target{alone:if , and one that misses it alone prevents a pass}",
     Code.TARGET_NEEDS_SAMPLE: "no outcome decides before {needed} {paired:if pairs|runs of each arm} "
     "(one-sided level {alpha:.3g})",
     Code.TARGET_SAMPLE_SIZE: "about {needed} {paired:if pairs|runs of each arm} show it with 80 % power "
@@ -161,6 +161,7 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLAPSED: "the {arm}'s level in the window is {level:.3g}, but its best is {best:.3g} (steps "
     "{steps[0]}-{steps[1]})",
     Code.DIFFERS_EARLIER: _differs_earlier,
+    Code.LARGEST_STEP: "at the step where each pair differs most, only ±{bound:.3g} would hold",
     Code.STEPS_APART: "the medians hide steps: {share:.0%} of the treatment's, and {baseline_share:.0%} of "
     "the baseline's, are more than {ratio:.2f}x from those of the other seeds",
     Code.EMPTY_WINDOW: "{metric}: window: got {window:repr}, which selects none of its {num} recorded steps "

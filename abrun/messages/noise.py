@@ -109,6 +109,7 @@ MESSAGES: dict[Code, Message] = {
     "give a second arm, --reference FILE, or a claim on its level",
     Code.ONE_RUN_ALONE: "{run} is the only run, and one run does not show how far seeds are apart, so no gap "
     "can be called normal; train at least two more seeds",
+    Code.OUTCOMES_HAVE_NO_GAP: "all values are 0 or 1: the gap of two runs says nothing; claim a level",
     Code.RUNS_ALIKE: "all {num_runs} runs have the same level: they may share a seed, or the metric does not "
     "depend on it, so any difference would count; check that the seed changes the run",
     Code.NO_RUN_IN_WINDOW: "{metric}: no run has finite values at the same steps of the window {window:repr}",

@@ -5,6 +5,7 @@ M baseline runs and N treated ones (M pairs if paired), W steps.
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from abrun.stats.equivalence import MIN_FOR_MISMATCH, estimate_difference, p_abo
 
 Array = NDArray[np.float64]
 Hits = Sequence[Sequence[NDArray[np.bool_]]]  # arm, run, [W]
+Direction = Literal["higher", "lower"]
 MAX_NOISE = 3.0  # robust sds of step noise within which no step counts as apart
 
 
@@ -47,6 +49,7 @@ def find_steps_apart(
     baseline: Array,  # [M, W]
     treatment: Array,  # [N, W]
     margin: float,
+    direction: Direction | None = None,
     *,
     paired: bool,
 ) -> tuple[float, list[NDArray[np.bool_]], list[NDArray[np.bool_]]]:
@@ -55,11 +58,22 @@ def find_steps_apart(
     The other seeds of a run are all baselines but that of its pair (of independent arms: but itself), at the
     same step, by their median. So both runs of a pair are measured against the same values, and of equal arms
     they lie apart equally often, whatever the noise and the trend. The distance is the margin, or that within
-    which noise keeps nearly all steps of the baselines if that is larger.
+    which noise keeps nearly all steps of the baselines if that is larger. `direction`: None for either.
     """
     others = np.array([np.median(np.delete(baseline, row, axis=0), axis=0) for row in range(len(baseline))])
     deviations = baseline - others, treatment - (others if paired else np.median(baseline, axis=0))
     noise = 1.4826 * float(np.median(np.abs(deviations[0] - np.median(deviations[0]))))
     distance = max(margin, MAX_NOISE * noise)
-    apart, treated_apart = ([*(np.abs(values) > distance)] for values in deviations)
+    apart, treated_apart = ([*(_sizes(values, direction) > distance)] for values in deviations)
     return distance, apart, treated_apart
+
+
+def largest_differences(differences: Array, worse: Direction | None) -> Array:
+    """Return the difference of each pair [P] at the step of [P, W] where it is largest, or worst."""
+    largest = _sizes(differences, worse).argmax(axis=-1)[..., None]
+    return np.take_along_axis(differences, largest, axis=-1)[..., 0]
+
+
+def _sizes(values: Array, direction: Direction | None) -> Array:
+    """Return how far values lie in a direction; None: in either."""
+    return np.abs(values) if direction is None else values if direction == "higher" else -values

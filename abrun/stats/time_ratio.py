@@ -174,3 +174,9 @@ def _rank_sum_null(num_baselines: int, num_treatments: int) -> NullDistribution:
 def _normal_null(total: int, sd: float) -> NullDistribution:
     counts = np.arange(total + 1)
     return NullDistribution(tuple(special.ndtr((counts + 0.5 - total / 2) / sd).tolist()))
+
+
+def misses_alone(baseline: NDArray[np.float64], treatment: NDArray[np.float64], *, paired: bool) -> bool:
+    """Return True if a treated run never reaches (inf) what its baseline, or more baselines, reach."""
+    unreached, missed = np.isinf(baseline), np.isinf(treatment)
+    return bool((missed & ~unreached).any() if paired else missed.sum() > unreached.sum())

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import default_transform
+from abrun.metric_names import default_reduction, default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
@@ -26,7 +26,7 @@ from abrun.stats.equivalence import (
 from abrun.stats.power import pairs_needed, pairs_needed_range, sd_interval, tost_power, welch_dof_per_run
 from abrun.stats.rates import are_outcomes, min_runs_of_difference
 from abrun.stats.series import Array, Steps, clip_to_shared_steps, in_window, window_bounds
-from abrun.stats.shares import find_steps_apart, p_value_of_more_hits
+from abrun.stats.shares import largest_differences
 from abrun.stats.sigma_margin import VarianceModel, sigma_pairs_needed, sigma_power, sigma_test
 from abrun.verdict.margins import Margin, measure_yardstick
 from abrun.verdict.one_sided import add_one_sided_statistics
@@ -51,16 +51,14 @@ from abrun.verdict.skewness import ARMS, DIFFERENCES, HARMLESS_SHARE, find_skew
 from abrun.verdict.summaries import (
     find_outside_domain,
     find_resolution,
+    is_norm,
     measure_climbs,
     reduce_arms,
     spread_values,
     transform_values,
-    window_reduction,
 )
-from abrun.verdict.whole_curve import curve_warnings
+from abrun.verdict.whole_curve import curve_warnings, find_hidden_steps
 
-# Share of steps, beyond the baseline's, that may differ by more than the margin while the medians agree
-MIN_HIDDEN_SHARE = 0.05
 # Median correlation of paired rewards over seeds in docs/evidence: pairing then saves half of the runs.
 ASSUMED_PAIR_CORRELATION = 0.5
 
@@ -100,7 +98,7 @@ def judge_equivalence(
         steps=bounds,
         num_steps=len(steps),
         transform=transform,
-        reduction=window_reduction(metric, stepwise=finished.share_rollouts),
+        reduction="mean" if finished.share_rollouts and is_norm(metric) else default_reduction(metric),
         test=_test_method(claim, margin, paired=sides.paired),
         margin=margin.number if margin.unit == "" else None,
         margin_unit=margin.unit,
@@ -169,6 +167,11 @@ def _test_claim(
     result = (
         add_statistics(result, *arms, yardstick=yardstick, resolution=step) if step else without_resolution
     )
+    worse = result.claim.worse if claim.is_one_sided else None
+    if is_testable and sides.share_rollouts and is_norm(claim.metric) and claim.kind != "better":
+        largest = arms[0] + largest_differences(treatment - baseline, worse)
+        at_largest = add_statistics(result, arms[0], largest, yardstick=yardstick, resolution=step)
+        result = result.also_at(at_largest)
     climb = float(np.mean(measure_climbs(baselines, claim, last_step)))
     has_climb = sides.axis == "steps" and np.isfinite(climb)  # scores do not climb
     estimate = replace(result.estimate, climb=climb if has_climb else None)
@@ -181,7 +184,7 @@ def _test_claim(
     problem = result.problem
     if not (is_superiority or problem):
         problem = check_learning(baselines, claim, last_step, absolute_margin)
-        problem = problem or _find_hidden_steps(result.claim, baseline, treatment, absolute_margin)
+        problem = problem or find_hidden_steps(result.claim, baseline, treatment, absolute_margin, worse)
     result = replace(result, problem=problem)
     resolution_decides = estimate.certified_bound != 0 and _is_shown_and_is_beyond(
         without_resolution
@@ -193,22 +196,9 @@ def _test_claim(
     ]
     if sides.axis == "steps":
         holds = result.result in ("equivalent", "holds") and not problem
-        terms, worse = result.claim, result.claim.worse if claim.is_one_sided else None
-        curve = sides, claim.metric, terms.transform, bounds, absolute_margin
+        curve = sides, claim.metric, result.claim.transform, bounds, absolute_margin
         warnings += curve_warnings(*curve, holds=holds, only=worse)
     return replace(result, warnings=tuple(warnings))
-
-
-def _find_hidden_steps(terms: ClaimTerms, baseline: Array, treatment: Array, margin: float) -> Reason | None:
-    """Return that the treatment has more steps apart than the baseline, where a median hides them."""
-    if terms.reduction != "median" or terms.transform != "log":
-        return None
-    distance, *apart = find_steps_apart(baseline, treatment, margin, paired=terms.paired)
-    shares = [float(np.mean(hits)) for hits in apart]
-    is_shown = p_value_of_more_hits(apart, paired=terms.paired) < terms.alpha
-    if not is_shown or shares[1] - shares[0] < MIN_HIDDEN_SHARE:
-        return None
-    return Code.STEPS_APART(ratio=math.exp(distance), share=shares[1], baseline_share=shares[0])
 
 
 def _yardstick_problem(

@@ -10,8 +10,8 @@ from abrun.metric_names import (
     Transform,
     default_reduction,
     find_metric,
-    is_clock,
-    metric_unit,
+    is_learned,
+    is_memory,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
@@ -101,7 +101,7 @@ def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) ->
         return Code.SECOND_ARM_NEEDED()
     if (claim.exact or metric == FINAL_WEIGHTS) and not sides.paired:
         return Code.PAIRS_ALONE(exact=claim.exact)
-    may_repeat = claim.exact or _is_machine_metric(metric)
+    may_repeat = claim.exact or not is_learned(metric)  # time and memory do not depend on the seed
     repeated_run = None if may_repeat else check_distinct_seeds(finished, metric)
     missing_pairs = (
         None if finished.sizes == sides.sizes else pairs_missing_reason(finished, sides, equivalence=False)
@@ -114,11 +114,6 @@ def _find_problem(claim: Claim, sides: Sides, bounds: tuple[int, int] | None) ->
         # Two arms that lack steps are INVALID.
         or (None if sides.baselines else next(find_grid_problems(finished.treatments, metric, bounds), None))
     )
-
-
-def _is_machine_metric(metric: str) -> bool:
-    """Return True for time and memory, which do not depend on the seed."""
-    return metric == MEMORY_PEAK or is_clock(metric) or metric_unit(metric) == "bytes"
 
 
 def _restrict_to_steps(sides: Sides, metric: str, shared: Steps) -> Sides:
@@ -199,7 +194,7 @@ def _judge_level_or_ratio(
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
     has_repeated_score = sides.axis != "steps" and len(set(treatment)) == 1 < len(treatment)
-    if has_repeated_score and treatment[0] not in (0, 1) and not _is_machine_metric(claim.metric):
+    if has_repeated_score and treatment[0] not in (0, 1) and is_learned(claim.metric):
         return replace(result, problem=Code.RUNS_ALIKE(num_runs=len(treatment)))
     if not np.isfinite(needed).all():
         needed_values = "excess" if claim.is_limit_on_excess else "positive" if is_ratio else "number"
@@ -227,7 +222,7 @@ def _judge_level_or_ratio(
         is_log=is_ratio,
         below=is_below,
         resolution=resolution,
-        are_scores=sides.axis != "steps",
+        are_scores=all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
     )
 
 
@@ -339,10 +334,6 @@ def _run_level(
 def _limit_reduction(metric: str) -> WindowReduction:
     """Return "maximum" for a batch maximum, peak or bytes, else the metric's usual reduction."""
     definition = find_metric(metric)
-    if (
-        metric == MEMORY_PEAK
-        or metric_unit(metric) == "bytes"
-        or (definition and definition.combined == "maximum")
-    ):
+    if is_memory(metric) or (definition and definition.combined == "maximum"):
         return "maximum"
     return "minimum" if definition and definition.combined == "minimum" else default_reduction(metric)

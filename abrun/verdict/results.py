@@ -5,14 +5,14 @@ from typing import Literal
 
 from abrun.logs.log import Axis
 from abrun.metric_names import Better, Transform
-from abrun.reasons import Reason
+from abrun.reasons import Code, Reason
 from abrun.recipe.claims import ClaimKind, Unit
 from abrun.recorded.experiment import Sides
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
 SampleUnit = Literal["seed", "prompt"]  # what a pair shares
-WindowReduction = Literal["mean", "median", "largest step", "maximum", "minimum", "first"]
+WindowReduction = Literal["mean", "median", "maximum", "minimum", "first"]
 TestMethod = Literal[
     "paired TOST",
     "sigma test",
@@ -199,6 +199,17 @@ class ClaimResult:
     problem: Reason | None = None  # reason why these runs cannot show equivalence
     warnings: tuple[Reason, ...] = ()
     result: ClaimOutcome = "not tested"
+
+    def also_at(self, largest: "ClaimResult") -> "ClaimResult":
+        """Return a result on means that holds only if `largest`, where each pair differs most, holds, too."""
+        names = ("p_equivalence", "p_tost", "certified_bound", "certified_number")
+        both = {name: (getattr(self.estimate, name), getattr(largest.estimate, name)) for name in names}
+        bounds = {name: max(values) for name, values in both.items() if None not in values}
+        result = replace(self, estimate=replace(self.estimate, **bounds), power=largest.power)
+        if largest.result != "undecided" or self.result == "undecided":
+            return result
+        bound = Code.LARGEST_STEP(bound=largest.estimate.certified_bound)
+        return replace(result, result="undecided", warnings=(*result.warnings, bound))
 
     def over_scores(self, axis: Axis, unit: SampleUnit) -> "ClaimResult":
         """Return the result of a claim on scores: they have no window of steps."""

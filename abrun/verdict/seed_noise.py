@@ -14,6 +14,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
+from abrun.stats.rates import are_outcomes
 from abrun.stats.series import Array, window_bounds
 from abrun.verdict.decide import InterimAnalysis, Verdict, decide_verdict, test_claims
 from abrun.verdict.description import (
@@ -175,6 +176,10 @@ def _measure_metric(
         return replace(noise, sd=0.0, problem=problem)
     if repeated := check_distinct_seeds(used, claim.metric):
         return replace(noise, problem=repeated)
+    if are_outcomes(levels):
+        return replace(
+            noise, mean_interval=limit_test(levels, 0.0).interval, problem=Code.OUTCOMES_HAVE_NO_GAP()
+        )
     return _add_spread(noise, experiment, selected.runs, levels, step, claim if is_claimed else None)
 
 

@@ -22,15 +22,16 @@ from abrun.metric_names import (
     find_metric,
     is_clock,
     is_learned,
-    metric_unit,
+    is_memory,
 )
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.curves import COPY_CORRELATION, find_copies, has_detail, has_same_curve
 from abrun.stats.equivalence import t_interval
+from abrun.stats.resolution import last_decimal_unit
 from abrun.stats.series import EMPTY_SERIES, Array
-from abrun.verdict.summaries import last_decimal_unit, learning_direction, measure_climbs
+from abrun.verdict.summaries import learning_direction, measure_climbs
 
 # Metrics that are 0 at every step if nothing can be learned.
 MAX_SCORED_RUNS = 100  # more are the prompts of two runs
@@ -58,7 +59,7 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
             return Code.ADVANTAGES_ZERO(arm=arm)
     values = _recorded_values(sides.runs, metric)
     values = values[np.isfinite(values)]
-    if len(values) and np.ptp(values) == 0 and metric_unit(metric) != "bytes":  # memory may be constant
+    if len(values) and np.ptp(values) == 0 and not is_memory(metric):  # memory may be constant
         return Code.NEVER_MOVED(value=values[0])
     return check_run_lengths(sides.runs) or (None if may_repeat else _check_arms_differ(sides))
 
@@ -72,7 +73,7 @@ def check_learning(
     lower 95 % bound over seeds. For any other metric (a norm, an entropy, trainer against engine), some
     recorded metric with a direction must have climbed at all. Time and memory do not depend on learning.
     """
-    if not claim.climbs or is_clock(claim.metric) or metric_unit(claim.metric) == "bytes":
+    if not (claim.climbs and is_learned(claim.metric)):
         return None
     if learning_direction(baselines[0], claim.metric):
         lower_bound, num_dead_seeds = (

@@ -1,7 +1,7 @@
 """Step one: the first step, before any treated update can have an effect, must agree."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,8 +24,9 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
 from abrun.runs.records import start_step
-from abrun.stats.equivalence import ALPHA, equivalence_test
+from abrun.stats.equivalence import ALPHA, equivalence_test, mean_and_sd
 from abrun.stats.maxima import maxima_ratio_quantile
+from abrun.stats.resolution import agree_beyond_chance, last_decimal_unit
 from abrun.stats.series import Array
 from abrun.verdict.summaries import find_smallest_step
 
@@ -65,7 +66,7 @@ class StepOne:
     tolerance: float
     tolerance_from: str
     aa_deviation: float | None  # largest among A/A reruns
-    sampled_anew: bool  # the arms have their own completions, so only a difference over all pairs can fail
+    sampled_anew: bool = False  # the arms have their own completions, so no single pair can fail
     # "redefined": the reward differs, while its components and all else agree. "not tested": beyond the
     # usual rounding, but the rounding of these runs is unknown. "open": so in the median pair, from rounding
     # or from a fault, which prevents a match.
@@ -108,7 +109,7 @@ def check_step_one(
 
 
 def _components_agree(pairs: Sequence[Pair]) -> bool:
-    """Return True if the runs record parts of the training reward, and these agree at the first step."""
+    """Return True if the runs record parts of the training reward that vary, and agree at step one."""
     values = [
         first_values
         for pair in pairs
@@ -116,7 +117,7 @@ def _components_agree(pairs: Sequence[Pair]) -> bool:
         if "reward" in metric and learning_sign(metric, policy_gradient=True) == 1
         if not metric.startswith("validation/") and (first_values := _first_values(*pair.runs, metric))
     ]
-    return bool(values) and np.allclose(*np.transpose(values), rtol=ROUNDING["bfloat16"], atol=0)
+    return len({*values}) > 1 and np.allclose(*np.transpose(values), rtol=ROUNDING["bfloat16"], atol=0)
 
 
 def _check_metric(
@@ -134,21 +135,15 @@ def _check_metric(
     if not usable:
         return None
     # Sampled rewards can be near 0 and opposite in sign: then only the spread over pairs has their size.
-    spread = _spread(np.array([values[0] for _, values in usable])) if sampled_anew else 0.0
+    spread = mean_and_sd(np.array([values[0] for _, values in usable]))[1] if sampled_anew else 0.0
     measured = [_measure_deviation(pair.baseline, metric, *values, spread) for pair, values in usable]
     deviations, scales = (np.array(column) for column in zip(*(row[:2] for row in measured), strict=True))
     worst = int(np.abs(deviations).argmax())
     (pair, (baseline, treatment)), (_, scale, scale_from) = usable[worst], measured[worst]
     deviation = abs(float(deviations[worst]))
-    rerun_deviations = [
-        abs(_measure_deviation(pair.baseline, metric, *values, spread)[0])
-        for pair in pairs
-        for rerun in pair.reruns
-        if (values := _first_values(pair.baseline, rerun, metric)) and math.isfinite(values[0])
-    ]
-    finite_deviations = [*filter(math.isfinite, rerun_deviations)]
+    rerun_deviations = _measure_reruns(pairs, metric, spread)
     tolerance, source, is_certain = _find_tolerance(
-        metric, pair, compare, len(usable), finite_deviations, alpha, sampled_anew=sampled_anew
+        metric, pair, compare, len(usable), rerun_deviations, alpha, sampled_anew=sampled_anew
     )
     result: StepOneResult = "pass"
     if tolerance >= 1 and math.isfinite(deviation):  # no finite deviation could fail
@@ -159,11 +154,13 @@ def _check_metric(
             result = "fail"
         elif metric in RAISED_BY_ROUNDING:
             counted = deviations[[pair.seed in analysed_seeds for pair, _ in usable]]
-            result = "open" if len(counted) and np.median(counted) > tolerance else "not tested"
+            is_raised = len(counted) > 0 and np.median(counted) > tolerance
+            is_raised &= not sampled_anew or _is_shifted(deviations, tolerance, alpha, 0.0)
+            result = "open" if is_raised else "not tested"
         else:
             # One scale for all: values that scale themselves would make the t-test err four times as often.
-            runs, common = [run for pair, _ in usable for run in pair.runs], scales.max()
-            differences, step = deviations * scales / common, find_smallest_step(runs, metric) / common
+            step = _logged_step([pair for pair, _ in usable], metric) if sampled_anew else 0.0
+            differences, step = deviations * scales / scales.max(), step / scales.max()
             result = "fail" if _is_shifted(differences, tolerance, alpha, step) else "not tested"
     return StepOne(
         arm=arm,
@@ -178,10 +175,27 @@ def _check_metric(
         scale_from=scale_from,
         tolerance=tolerance,
         tolerance_from=source,
-        aa_deviation=max(finite_deviations, default=None),
+        aa_deviation=max(rerun_deviations, default=None),
         sampled_anew=sampled_anew,
         result=result,
     )
+
+
+def _logged_step(pairs: Sequence[Pair], metric: str) -> float:
+    """Return the step in which first values move: of counts, or the last digit that is logged."""
+    runs = [run for pair in pairs for run in pair.runs]
+    return max(find_smallest_step(runs, metric), last_decimal_unit(_paired_first_values(pairs, metric)))
+
+
+def _measure_reruns(pairs: Sequence[Pair], metric: str, spread: float) -> list[float]:
+    """Return the sizes of the A/A reruns' finite deviations from their baselines."""
+    deviations = [
+        abs(_measure_deviation(pair.baseline, metric, *values, spread)[0])
+        for pair in pairs
+        for rerun in pair.reruns
+        if (values := _first_values(pair.baseline, rerun, metric)) and math.isfinite(values[0])
+    ]
+    return [*filter(math.isfinite, deviations)]
 
 
 def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
@@ -200,19 +214,20 @@ def has_shared_prompts(pairs: Sequence[Pair]) -> bool:
 def has_shared_rollouts(pairs: Sequence[Pair]) -> bool:
     """Return True if both arms of every started pair trained on the same completions at the first step.
 
-    Common prompts are not common rollouts: most trainers sample anew in each arm. abrun's trainer draws
-    completions by seed, step and row, so that only other rollout settings change them. Elsewhere lengths
-    must not differ, and the evidence is a metric of the first step that varies between pairs but not within
-    any. A reward is often 0 in all runs but one or two. It must have three or more distinct values.
+    Common prompts are not common rollouts: most trainers sample anew in each arm. The evidence is a metric
+    of the first step that varies between pairs but not within any, or three distinct rewards that are equal
+    within pairs of equal lengths. abrun's trainer draws completions by seed, step and row: with one sampler
+    they are the same in float32, and elsewhere if rounding has changed no length.
     """
     pairs = _started_pairs(pairs)
-    if all(_draws_alike(pair) for pair in pairs):
-        return True
-    lengths = [_first_values(*pair.runs, MEAN_GEN_TOKENS) for pair in pairs]
-    if any(values and not math.isclose(*values, rel_tol=1e-6) for values in lengths):
-        return False
     metrics = (metric for metric in STEP_ONE if metric not in (REWARD, MEAN_PROMPT_LENGTH))
-    return any(_has_same_first_values(pairs, metric) for metric in metrics) or _has_same_first_rewards(pairs)
+    if any(_has_same_first_values(pairs, metric) for metric in metrics):
+        return True
+    lengths = _paired_first_values(pairs, MEAN_GEN_TOKENS)
+    unit = max(map(last_decimal_unit, lengths.T)) if len(lengths) else 0.0
+    if len(lengths) and np.abs(lengths[:, 1] - lengths[:, 0]).max() > 1.01 * unit:
+        return all(_draws_alike(pair, {"float32"}) for pair in pairs)
+    return all(_draws_alike(pair, ROUNDING.keys()) for pair in pairs) or _has_same_first_rewards(pairs)
 
 
 def _started_pairs(pairs: Sequence[Pair]) -> list[Pair]:
@@ -220,13 +235,15 @@ def _started_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     return [pair for pair in pairs if any(_first_values(*pair.runs, metric) for metric in STEP_ONE)]
 
 
-def _draws_alike(pair: Pair) -> bool:
-    """Return True if both runs are abrun's trainer with one sampler, or train on recorded rollouts."""
+def _draws_alike(pair: Pair, dtypes: Collection[str]) -> bool:
+    """Return True if both runs replay rollouts, or are abrun's trainer with one sampler and such dtypes."""
     if any(run.trains_on_recording for run in pair.runs):
         return True
     configs = [run.config or {} for run in pair.runs]
     samplers = [{key: value for key, value in c.items() if key.startswith("rollout.")} for c in configs]
-    return samplers[0] == samplers[1] and all(config.get("trainer.type") == "abrun" for config in configs)
+    return samplers[0] == samplers[1] and all(
+        config.get("trainer.type") == "abrun" and config.get("policy.dtype") in dtypes for config in configs
+    )
 
 
 def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
@@ -235,26 +252,22 @@ def _has_same_first_rewards(pairs: Sequence[Pair]) -> bool:
     Without shared prompts, 3 to 10 pairs look like this in 0.5 % of experiments or less
     (test_whole_curve.py).
     """
-    values = [_first_values(*pair.runs, REWARD) for pair in pairs]
-    equal = all(
-        rewards is not None and math.isfinite(rewards[0]) and rewards[0] == rewards[1] for rewards in values
-    )
-    return equal and len({rewards[0] for rewards in values if rewards is not None}) >= MIN_SHARED_REWARDS
+    rewards = _paired_first_values(pairs, REWARD)
+    is_equal = len(rewards) == len(pairs) and bool((rewards[:, 0] == rewards[:, 1]).all())
+    return is_equal and len(np.unique(rewards)) >= MIN_SHARED_REWARDS
 
 
 def _has_same_first_values(pairs: Sequence[Pair], metric: str) -> bool:
-    """Return True if a metric's first values differ within pairs by less than 1 % of their sd over pairs."""
+    """Return True if a metric's first values agree within pairs, as unrelated values hardly would."""
+    values = _paired_first_values(pairs, metric)
+    return len(values) >= max(len(pairs), 2) and agree_beyond_chance(values)
+
+
+def _paired_first_values(pairs: Sequence[Pair], metric: str) -> Array:
+    """Return the finite first values [P, 2] of the pairs that have them in both arms."""
     values = [_first_values(*pair.runs, metric) for pair in pairs]
-    first_values = np.array([pair_values for pair_values in values if pair_values is not None]).reshape(-1, 2)
-    if len(first_values) < max(len(pairs), 2) or not np.isfinite(first_values).all():
-        return False
-    spread = _spread(first_values[:, 0])
-    return spread > 0 and float(np.abs(first_values[:, 1] - first_values[:, 0]).max()) <= 0.01 * spread
-
-
-def _spread(values: Array) -> float:
-    """Return the sample sd of the baselines' first values [P]; 0 for one pair."""
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    first_values = np.array([pair_values for pair_values in values if pair_values]).reshape(-1, 2)
+    return first_values[np.isfinite(first_values).all(axis=-1)]
 
 
 def first_step(run: RecordedRun) -> int:

@@ -18,9 +18,9 @@ from abrun.metric_names import (
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
+from abrun.stats.resolution import smallest_step
 from abrun.stats.series import Array
 
-MAX_DECIMALS = 6  # a log with more decimals is not rounded
 EXCESS_OFFSET = 1e-6  # keeps log(x - 1) finite if trainer and engine agree exactly
 
 
@@ -70,22 +70,20 @@ def reduce_arms(baseline: Array, treatment: Array, metric: str, *, stepwise: boo
 
     `stepwise`: pairs see the same rollouts at each step. Medians of two curves may lie at different steps, so
     the treatment's number is then its baseline's plus the median of their differences; of norms, which a
-    median would allow to differ in three steps of eight, plus the difference at the step where it is largest.
+    median would allow to differ in three steps of eight, plus the mean.
     """
     level = reduce_window(baseline, metric)
     if not stepwise:
         return level, reduce_window(treatment, metric)
     differences = treatment - baseline
-    if window_reduction(metric, stepwise=True) != "largest step":
-        return level, level + reduce_window(differences, metric)
-    largest = np.abs(differences).argmax(axis=-1)[..., None]
-    return level, level + np.take_along_axis(differences, largest, axis=-1)[..., 0]
+    if is_norm(metric):
+        return level, level + differences.mean(axis=-1)
+    return level, level + reduce_window(differences, metric)
 
 
-def window_reduction(metric: str, *, stepwise: bool) -> Literal["mean", "median", "largest step"]:
-    """Return how the steps of a window become one number."""
-    is_norm = default_transform(metric) == "log" and not (is_clock(metric) or is_memory(metric))
-    return "largest step" if stepwise and is_norm else default_reduction(metric)
+def is_norm(metric: str) -> bool:
+    """Return whether a metric is a norm, such as a gradient's, that recorded rollouts fix at every step."""
+    return default_transform(metric) == "log" and not (is_clock(metric) or is_memory(metric))
 
 
 def spread_values(baseline: Array, treatment: Array, *, paired: bool) -> Array:
@@ -113,39 +111,9 @@ def find_resolution(runs: Sequence[RecordedRun], claim: Claim, window: Array) ->
 
 
 def find_smallest_step(runs: Sequence[RecordedRun], metric: str) -> float:
-    """Return the smallest gap between values of an arm that are counts, and 0 for all others.
-
-    Values are counts if they are multiples of the gap, to the last logged digit, or occur three times each on
-    average. (Values of bit-identical arms occur twice.) The distance of two arms is no gap, and a value that
-    a run repeats from step to step counts once: a constant, such as a memory peak, is logged at every step.
-    """
-    by_arm: dict[str, list[Array]] = {}
-    for run in runs:
-        values = run.series(metric).values
-        values = values[np.isfinite(values)]
-        by_arm.setdefault(run.name.arm, []).append(values[np.diff(values, prepend=np.nan) != 0])
-    arms = [values for values in map(np.concatenate, by_arm.values()) if len(values)]
-    gaps = np.concatenate([np.empty(0), *(np.diff(np.unique(values)) for values in arms)])
-    gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
-    if not len(gaps):
-        return 0.0
-    unit = 1.01 * last_decimal_unit(np.concatenate(arms))
-    wider = gaps[gaps > unit]
-    if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
-        gaps = wider
-    step = float(gaps.min())
-    tolerance = max(0.01 * step, unit)
-    is_grid = bool(np.abs(gaps - step * np.round(gaps / step)).max() <= tolerance)
-    return step if is_grid or 3 * (len(gaps) + len(arms)) <= sum(map(len, arms)) else 0.0
-
-
-def last_decimal_unit(values: Array) -> float:
-    """Return the unit of the last decimal that any value has; 0 for more decimals than logs round to."""
-    largest = float(np.abs(values).max())
-    for decimals in range(MAX_DECIMALS + 1):
-        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # within float32 precision
-            return 10.0**-decimals
-    return 0.0
+    """Return the step in which a metric of these runs moves, and 0 unless its values are counts."""
+    curves = [run.series(metric).values for run in runs]
+    return smallest_step([run.name.arm for run in runs], [curve[np.isfinite(curve)] for curve in curves])
 
 
 def measure_climbs(runs: Sequence[RecordedRun], claim: Claim, last_step: int) -> Array:

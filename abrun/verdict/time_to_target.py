@@ -15,7 +15,7 @@ from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Target, TimeUnit, describe_claim
 from abrun.recorded.experiment import RecordedRun, Sides, union_steps
 from abrun.stats.series import Array, Steps
-from abrun.stats.time_ratio import min_sample_size, sample_size, time_ratio_test
+from abrun.stats.time_ratio import min_sample_size, misses_alone, sample_size, time_ratio_test
 from abrun.verdict.claims import pairs_missing_reason
 from abrun.verdict.results import ONE_TEST, ClaimEstimate, ClaimResult, ClaimTerms, ErrorRates, Power, detect
 from abrun.verdict.sensitivity import check_distinct_seeds, check_metric_of_runs
@@ -159,9 +159,10 @@ def _test(
         difference = float(np.log(test.estimate))
         detected = detect(_log_times(before), _log_times(after), difference, (low, high), paired=paired)
     is_open = not (test.is_below or test.is_above)
-    loses_target = _loses_target(before[1], after[1], paired=paired)
+    loses_target = misses_alone(before[1], after[1], paired=paired)
     num_seeds = min(len(baseline), len(treatment))
-    needed = sample_size(test.share_below, terms.alpha, paired=paired) if is_open else None
+    can_decide = is_open and not loses_target
+    needed = sample_size(test.share_below, terms.alpha, paired=paired) if can_decide else None
     power = Power(pairs_needed_observed=needed and max(needed, num_seeds + 1))
     return replace(
         result,
@@ -173,15 +174,9 @@ def _test(
             detected=detected,
         ),
         power=power,
-        warnings=tuple(_list_warnings(baseline, treatment, terms, power, is_open=is_open)),
+        warnings=tuple(_list_warnings(baseline, treatment, terms, power, loses_target, is_open=is_open)),
         result="holds" if test.is_below and not loses_target else "undecided",
     )
-
-
-def _loses_target(baseline: Array, treatment: Array, *, paired: bool) -> bool:
-    """Return True if a treated run never reaches a target that its baseline, or more baselines, reach."""
-    unreached = np.isinf(treatment), np.isinf(baseline)
-    return bool((unreached[0] & ~unreached[1]).any() if paired else unreached[0].sum() > unreached[1].sum())
 
 
 def _as_ranges(times: Sequence[ReachTime]) -> tuple[Array, Array]:
@@ -198,6 +193,7 @@ def _list_warnings(
     treatment: Sequence[ReachTime],
     terms: ClaimTerms,
     power: Power,
+    loses_target: bool,
     *,
     is_open: bool,
 ) -> Iterator[Reason]:
@@ -209,6 +205,7 @@ def _list_warnings(
             of_baselines=len(baseline),
             treatment=unreached[1],
             of_treatments=len(treatment),
+            alone=loses_target,
         )
     if not is_open:
         return

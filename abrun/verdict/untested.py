@@ -75,20 +75,8 @@ def list_not_tested(
     runs = [run for run in begun if run.status not in ("missing", "unreadable")]
     steps = experiment.all_steps()
     num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
-    unsettled = [record for record in first_steps if record.result == "not tested"]
-    sampled_metrics = [record.metric for record in unsettled if record.sampled_anew]
-    size = ("metric", "seed", "deviation", "scale", "scale_from", "tolerance", "tolerance_from")
     reasons = [*experiment.left_out]
-    reasons += [
-        Code.STEP_ONE_NOT_SETTLED(
-            **{name: getattr(record, name) for name in size},
-            raised_by_rounding=record.metric in RAISED_BY_ROUNDING,
-            has_recipe=experiment.has_recipe,
-        )
-        for record in unsettled
-        if not record.sampled_anew
-    ]
-    reasons += [Code.COMPLETIONS_SAMPLED_ANEW(metrics=sampled_metrics)] if sampled_metrics else []
+    reasons += _note_unsettled(first_steps, has_recipe=experiment.has_recipe)
     reasons += [*_note_unrecorded(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
     if step_one_unread:
         reasons.append(Code.STEP_ONE_NOT_READ(why=step_one_unread))
@@ -99,7 +87,11 @@ def list_not_tested(
     if any(run.trains_on_recording for run in runs):
         reasons.append(Code.SAMPLER_NOT_TESTED())
     reasons += _note_unused_seeds(experiment, sides)
-    reasons += _note_unfinished_ulp_runs(experiment)
+    reasons += [
+        Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
+        for name, run in experiment.controls.items()
+        if experiment.injected[name.arm].name == ONE_ULP and not run.finished
+    ]
     if any(record.noise_floor == "unknown" for record in diverged):
         reasons.append(Code.NO_RERUNS(has_recipe=experiment.has_recipe))
     baselines = [run for run in runs if run.name.arm == experiment.baseline]
@@ -109,7 +101,11 @@ def list_not_tested(
     if num_clean and num_clean == len(sides.treatments):
         rate = 1 - ALPHA ** (1 / num_clean)
         reasons.append(Code.RARE_FAILURES(num_runs=num_clean, paired=sides.paired, rate=rate))
-    reasons += _note_unclaimed(claims, has_steps=experiment.axis == "steps")
+    if claims and all(claim.margin is None for claim in claims):
+        reasons.append(Code.NO_MARGIN())
+    unlearned = [claim.metric for claim in claims if not claim.climbs]
+    if unlearned and experiment.axis == "steps":
+        reasons.append(Code.LEARNING_NOT_CHECKED(metrics=unlearned))
     launched = experiment.launched_compare_sha256 is not None and not experiment.regression
     if claims and launched and all(injected.name == ONE_ULP for injected in experiment.injected.values()):
         faults = experiment.describe_arm_faults()
@@ -125,13 +121,17 @@ def list_not_tested(
     return reasons
 
 
-def _note_unclaimed(claims: Sequence[Claim], *, has_steps: bool) -> Iterator[Reason]:
-    """Yield what the declared claims leave out."""
-    if claims and all(claim.margin is None for claim in claims):
-        yield Code.NO_MARGIN()
-    unlearned = [claim.metric for claim in claims if not claim.climbs]
-    if unlearned and has_steps:
-        yield Code.LEARNING_NOT_CHECKED(metrics=unlearned)
+def _note_unsettled(first_steps: Sequence[StepOne], *, has_recipe: bool) -> Iterator[Reason]:
+    """Yield the metrics whose first step neither agrees nor shows a fault."""
+    unsettled = [record for record in first_steps if record.result == "not tested"]
+    size = ("metric", "seed", "deviation", "scale", "scale_from", "tolerance", "tolerance_from")
+    for record in unsettled:
+        if not record.sampled_anew:
+            values = {name: getattr(record, name) for name in size}
+            is_raised = record.metric in RAISED_BY_ROUNDING
+            yield Code.STEP_ONE_NOT_SETTLED(**values, raised_by_rounding=is_raised, has_recipe=has_recipe)
+    if sampled_metrics := [record.metric for record in unsettled if record.sampled_anew]:
+        yield Code.COMPLETIONS_SAMPLED_ANEW(metrics=sampled_metrics)
 
 
 def _note_unmeasured_token_error(runs: Sequence[RecordedRun]) -> Iterator[Reason]:
@@ -149,12 +149,6 @@ def _note_unused_seeds(experiment: RecordedExperiment, sides: Sides) -> Iterator
         unused_seeds = sorted(experiment.arm(experiment.baseline).keys() - seeds)
         if unused_seeds:
             yield Code.REFERENCE_SEEDS_UNUSED(seeds=unused_seeds)
-
-
-def _note_unfinished_ulp_runs(experiment: RecordedExperiment) -> Iterator[Reason]:
-    for name, run in experiment.controls.items():
-        if experiment.injected[name.arm].name == ONE_ULP and not run.finished:
-            yield Code.ULP_RUN_NOT_FINISHED(run=str(run), why=run.failure or run.status)
 
 
 def _note_unrecorded(runs: Sequence[RecordedRun], sides: Sides) -> list[Reason]:

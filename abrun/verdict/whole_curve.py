@@ -3,6 +3,7 @@
 R runs, S steps that all of them have, B blocks of steps (eighths of training).
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,8 @@ from abrun.recorded.experiment import Sides, stack_runs
 from abrun.stats.curves import find_running_best, is_tiny, measure_shared_changes, measure_smoothness
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps
+from abrun.stats.shares import find_steps_apart, p_value_of_more_hits
+from abrun.verdict.results import ClaimTerms
 from abrun.verdict.summaries import (
     find_outside_domain,
     learning_direction,
@@ -24,7 +27,23 @@ from abrun.verdict.summaries import (
 )
 
 SMOOTH_CORRELATION = 0.9  # of a run's step changes with its previous ones
+# Share of steps, beyond the baseline's, that may differ by more than the margin while the medians agree
+MIN_HIDDEN_SHARE = 0.05
 NUM_BLOCKS = 8
+
+
+def find_hidden_steps(
+    terms: ClaimTerms, baseline: Array, treatment: Array, margin: float, worse: Better | None
+) -> Reason | None:
+    """Return that the treatment has more steps apart, or worse, than the baseline: a median hides them."""
+    if terms.reduction != "median" or terms.transform != "log":
+        return None
+    distance, *apart = find_steps_apart(baseline, treatment, margin, worse, paired=terms.paired)
+    shares = [float(np.mean(hits)) for hits in apart]
+    is_shown = p_value_of_more_hits(apart, paired=terms.paired) < terms.alpha
+    if not is_shown or shares[1] - shares[0] < MIN_HIDDEN_SHARE:
+        return None
+    return Code.STEPS_APART(ratio=math.exp(distance), share=shares[1], baseline_share=shares[0])
 
 
 def curve_warnings(

@@ -138,7 +138,7 @@ def test_outcomes_have_the_binomial_test(tmp_path, num_solved, num, limit, verdi
     assert found.verdict == verdict and result.estimate.p_equivalence == pytest.approx(expected)
     warning = result.warnings[0]
     assert warning.code is Code.EXACT_OUTCOMES and warning["needed"] == 11 if limit == 0.75 else 5
-    assert ("no result of fewer than 11 runs" in sentence(warning)) == (num < warning["needed"])
+    assert ("the claim can hold from 11 runs on" in sentence(warning)) == (num < warning["needed"])
 
 
 def test_prompts_of_one_run_are_the_sample(tmp_path):

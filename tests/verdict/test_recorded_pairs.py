@@ -81,7 +81,57 @@ def test_recorded_norms_of_three_times_the_size_at_some_steps_are_a_mismatch(num
     apart = np.tile(np.arange(8) < num_apart, (3, 1))
     verdict = judge(curves(3.0, apart, 8, 1e-4, "recorded"), [CLAIM])[0]
     assert verdict.claims[0].result == "different"
-    assert verdict.claims[0].claim.reduction == "largest step"
+    assert verdict.claims[0].claim.reduction == "mean"
+
+
+@pytest.mark.parametrize("num_pairs", [3, 5])
+def test_equal_arms_whose_noise_reaches_the_margin_are_seldom_a_mismatch(num_pairs: int) -> None:
+    """Of three largest differences of like size, one in four experiments has all of one sign."""
+    rng = np.random.default_rng(num_pairs)
+    results = []
+    for _ in range(100):
+        runs = {}
+        for seed in range(num_pairs):
+            level = np.exp(0.3 * rng.standard_normal(8))
+            for arm in ("baseline", "treatment"):
+                values = level * np.exp(0.014 * rng.standard_normal(8))
+                name = RunName(arm=arm, seed=seed)
+                runs[name] = RecordedRun(
+                    name=name,
+                    place="simulated",
+                    status="finished",
+                    config={"rollout.engine": "recorded"},
+                    metrics={CLAIM.metric: Series(STEPS, values)},
+                )
+        compare = Compare(claims=[CLAIM], step_one=False)
+        recorded = RecordedExperiment(name="n", runs=runs, arms=("baseline", "treatment"), compare=compare)
+        claim = CLAIM.model_copy(update={"margin": "1%"})
+        results.append(judge(recorded, [claim])[0].claims[0].result)
+    assert results.count("different") <= 9  # 4 % are 4; more than 9 have a probability of 0.7 %
+    assert "equivalent" not in results
+
+
+@pytest.mark.parametrize(
+    ("factor", "claim", "result"),
+    [
+        (0.3, {"not_worse": 0.2}, "holds"),  # lower is better
+        (2.5, {"not_worse": 0.2}, "undecided"),  # the mean is within, that step is not
+        (0.3, {"better": 0.2}, "different"),  # one step of eight is no improvement of 20 %
+    ],
+)
+def test_one_sided_claims_look_at_losses_alone(factor: float, claim: dict, result: str) -> None:
+    apart = np.tile(np.arange(8) < 1, (3, 1))
+    declared = Claim(metric=CLAIM.metric, window="all", climbs=False, higher_is_better=False, **claim)
+    (judged,) = judge(curves(factor, apart, 8, 1e-4, "recorded"), [declared])[0].claims
+    assert judged.result == result
+
+
+@pytest.mark.parametrize(("factor", "result"), [(0.1, "holds"), (10.0, "not tested")])
+def test_steps_that_a_median_hides_count_in_the_direction_of_a_loss(factor: float, result: str) -> None:
+    apart = np.random.default_rng(1).random((3, 100)) < 0.3
+    claim = Claim(metric=CLAIM.metric, window="all", not_worse=0.2, climbs=False, higher_is_better=False)
+    (judged,) = judge(curves(factor, apart, 100, 0.05, "torch"), [claim])[0].claims
+    assert judged.result == result
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])

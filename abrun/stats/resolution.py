@@ -1,0 +1,62 @@
+"""The step in which values move: an accuracy over 16 prompts moves in sixteenths, a log in its last digit."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+MAX_COINCIDENCE = 1e-3  # probability that unrelated logged values are equal in all pairs
+MAX_DECIMALS = 6  # a log with more decimals is not rounded
+
+
+def smallest_step(
+    arms: Sequence[str],  # [R] arm of each run
+    curves: Sequence[Array],  # [R][S] finite values of each run
+) -> float:
+    """Return the smallest gap between values of an arm that are counts, and 0 for all others.
+
+    Values are counts if they are multiples of the gap, to the last logged digit, or occur three times each on
+    average. (Values of bit-identical arms occur twice.) The distance of two arms is no gap, unless all values
+    are shares or rewards, from -1 to 1. A value that a run repeats from step to step counts once: a constant,
+    such as a peak, is logged at every step.
+    """
+    are_shares = all(np.abs(curve).max(initial=0.0) <= 1 for curve in curves)
+    by_arm: dict[str, list[Array]] = {}
+    for arm, curve in zip(arms, curves, strict=True):
+        by_arm.setdefault("" if are_shares else arm, []).append(curve[np.diff(curve, prepend=np.nan) != 0])
+    groups = [values for values in map(np.concatenate, by_arm.values()) if len(values)]
+    gaps = np.concatenate([np.empty(0), *(np.diff(np.unique(values)) for values in groups)])
+    gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
+    if not len(gaps):
+        return 0.0
+    unit = 1.01 * last_decimal_unit(np.concatenate(groups))
+    wider = gaps[gaps > unit]
+    if len(wider) and wider.min() > 2.5 * unit:  # 0.375 may be logged as 0.37 and as 0.38
+        gaps = wider
+    step = float(gaps.min())
+    tolerance = max(0.01 * step, unit)
+    is_grid = bool(np.abs(gaps - step * np.round(gaps / step)).max() <= tolerance)
+    return step if is_grid or 3 * (len(gaps) + len(groups)) <= sum(map(len, groups)) else 0.0
+
+
+def last_decimal_unit(values: Array) -> float:
+    """Return the unit of the last decimal that any value has; 0 for more decimals than logs round to."""
+    largest = float(np.abs(values).max())
+    for decimals in range(MAX_DECIMALS + 1):
+        if np.abs(values - np.round(values, decimals)).max() <= 1e-7 * largest:  # within float32 precision
+            return 10.0**-decimals
+    return 0.0
+
+
+def agree_beyond_chance(pairs: Array) -> bool:
+    """Return True if both values of at least two pairs [P, 2] agree, as unrelated values hardly would.
+
+    They differ by less than 1 % of their sd over pairs. Two normal values of that sd that are logged in steps
+    of `unit` are equal with a probability of unit / (2 sqrt(pi) sd), and n pairs with its n-th power.
+    """
+    spread, unit = float(pairs[:, 0].std(ddof=1)), last_decimal_unit(pairs)
+    if not spread or np.abs(pairs[:, 1] - pairs[:, 0]).max() > 0.01 * spread:
+        return False
+    return (unit / (2 * math.sqrt(math.pi) * spread)) ** len(pairs) < MAX_COINCIDENCE
