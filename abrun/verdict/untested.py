@@ -37,7 +37,8 @@ def step_one_unread_reason(
         return Code.FIRST_STEP_COUNTED_ANEW()
     if not first_steps and experiment.launched_compare_sha256 is None:
         return first_step_unread_reason(experiment.pairs(arm), experiment.metrics())
-    differing = [step_one for step_one in first_steps if step_one.result in ("fail", "open")]
+    checks = [check for check in first_steps if check.sampled_anew or check.result != "not tested"]
+    differing = [check for check in checks if check.result not in ("pass", "redefined")]
     if not differing or has_shared_prompts(experiment.pairs(arm)):
         return None
     worst = max(differing, key=lambda step_one: step_one.deviation)

@@ -36,7 +36,7 @@ def shown(comparison, width=120):
 
 @pytest.mark.parametrize(
     "option",
-    [{"baseline": "gone"}, {"pattern": "x"}, {"group": "g"}, {"aliases": ("trl",)}, {"step_column": "s"}],
+    [{"pattern": "x"}, {"group": "g"}, {"aliases": ("trl",)}, {"step_column": "s"}],
 )
 def test_what_an_experiment_says_itself_is_no_option(simulated, tmp_path, option):
     (name,) = option
