@@ -1,6 +1,6 @@
 """Step one where both arms see the same prompts and sample their own completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from abrun.verdict.step_one import has_shared_prompts, has_shared_rollouts
 
 STEPS = np.arange(1, 41)
 ENTROPY, GRAD_NORM = "train/entropy", "train/grad_norm"
-Firsts = Mapping[str, tuple[float, float]]  # metric -> first values of baseline and treatment
+Firsts = Mapping[str, Any]  # metric -> first values of baseline and treatment
 
 
-def experiment(pairs: list[Firsts], **config: Any) -> RecordedExperiment:
+def experiment(pairs: Sequence[Firsts], **config: Any) -> RecordedExperiment:
     """Return runs with these first values, and equal curves of the reward after them."""
     runs = []
     for seed, firsts in enumerate(pairs):
@@ -43,7 +43,7 @@ def experiment(pairs: list[Firsts], **config: Any) -> RecordedExperiment:
     )
 
 
-def judged(pairs: list[Firsts], metric: str = REWARD, **config: Any) -> ArmVerdict:
+def judged(pairs: Sequence[Firsts], metric: str = REWARD, **config: Any) -> ArmVerdict:
     claim = Claim(metric=metric, margin=0.05, climbs=False)
     return judge(experiment(pairs, **config), [claim])[0]
 
@@ -216,6 +216,7 @@ def test_a_reward_is_not_redefined_where_more_than_it_differs(change):
         if change == "zeros":
             firsts.update(dict.fromkeys(COMPONENTS, (0.0, 0.0)))
         if change == "none recorded":
-            firsts.pop(COMPONENTS[0]), firsts.pop(COMPONENTS[1])
+            for component in COMPONENTS:
+                firsts.pop(component)
     verdict = judged(pairs, GRAD_NORM if change == "none recorded" else COMPONENTS[1])
     assert (verdict.verdict, result_of(verdict, REWARD)) == ("MISMATCH", "fail")
