@@ -226,5 +226,5 @@ def test_the_arms_that_are_no_declared_pair_are_bounded_by_their_intervals() -> 
         estimate, low, high = np.exp([center, center - half, center + half])
         assert f"{estimate:.2f} [{low:.2f}, {high:.2f}]" in text
     arms = [np.array(claims[arm, "last 50%"]["differences"]) for arm in ("treatment", "engine")]
-    rewards = equivalence_test(*arms[::-1], 0.05)
+    rewards = equivalence_test(*arms[::-1], 0.05)  # pyright: ignore
     assert difference_text(rewards.mean_difference, rewards.interval) in text

@@ -115,7 +115,7 @@ def uneven_ratio_rates(sd: float, num: int = EXPERIMENTS) -> list[float]:
     ends = [1 - 1e-13, 1]  # each time is known to the last digit
     passes = [
         [
-            time_ratio_test(np.outer(ends, np.ones(pairs)), np.outer(ends, ratio[:pairs]), LIMIT).is_below
+            time_ratio_test(np.outer(ends, np.ones(pairs)), np.outer(ends, ratio[:pairs]), LIMIT).is_below  # pyright: ignore
             for ratio in ratios
         ]
         for pairs in TIME_PAIRS

@@ -71,7 +71,7 @@ def test_results_are_ordered_by_the_score_statistic(limit):
     x, y, m, n = 3, 6, 9, 11
 
     def unpaired(q: float) -> float:
-        return -stats.binom.logpmf(x, m, q) - stats.binom.logpmf(y, n, q + limit)
+        return -stats.binom.logpmf(x, m, q) - stats.binom.logpmf(y, n, q + limit)  # pyright: ignore
 
     def paired(q: float) -> float:
         return -(x * math.log(q) + y * math.log(q + limit) + (n - x - y) * math.log(1 - 2 * q - limit))
@@ -114,8 +114,8 @@ def test_no_test_errs_more_often_than_its_level(num, paired):
                         test = Outcomes(x, y, num, num, paired)
                         is_below = max(test.p_below(margin), test.reversed.p_below(margin)) < 0.05
                         is_above = test.reversed.p_below(-margin) < 0.05
-                        errors["match"] += p * is_below
-                        errors["mismatch"] += p * (is_above and test.difference > 0)
+                        errors["match"] += p * is_below  # pyright: ignore
+                        errors["mismatch"] += p * (is_above and test.difference > 0)  # pyright: ignore
                 assert max(errors.values()) <= 0.05
 
 
@@ -151,6 +151,7 @@ def test_the_fewest_runs_that_can_show_something():
     for limit, paired in ((-0.2, True), (-0.2, False), (0.3, True)):
         needed = min_runs_of_difference(limit, 0.05, paired=paired)
         best = [
-            Outcomes(0 if limit < 0 else n, 0, n, n, paired).p_below(-limit) for n in (needed - 1, needed)
+            Outcomes(0 if limit < 0 else n, 0, n, n, paired).p_below(-limit)
+            for n in (needed - 1, needed)  # pyright: ignore
         ]
         assert best[0] >= 0.05 > best[1]

@@ -50,7 +50,7 @@ def test_a_level_is_tested_and_a_difference_needs_a_second_arm(tmp_path, claim, 
         return
     (result,) = found.content.claims
     limit = float(claim[1:])
-    p_below = stats.ttest_1samp(LOSSES, limit, alternative="less").pvalue
+    p_below = stats.ttest_1samp(LOSSES, limit, alternative="less").pvalue  # pyright: ignore
     p_holds = p_below if claim[0] == "<" else 1 - p_below
     interval = stats.ttest_1samp(LOSSES, limit).confidence_interval(0.9)
     assert result.estimate.p_equivalence == pytest.approx(p_holds, rel=1e-6)

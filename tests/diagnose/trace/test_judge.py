@@ -126,7 +126,7 @@ def test_an_error_of_the_detectable_size_is_flagged_and_a_smaller_one_is_not(
     """An error of one size in every value, so that its root mean square decides, not its maximum."""
     equal = judged(tmp_path / "equal", clean_values())
     detectable = equal.tensors[place].detectable_error
-    assert detectable is not None and 0 < detectable <= equal.detectable_error
+    assert detectable is not None and 0 < detectable <= equal.detectable_error  # pyright: ignore
     assert {tensor.kind for tensor in equal.least_sensitive} == {"activation", "gradient", "update"}
     values = clean_values()[place].astype(np.float64)
     size = detectable * np.sqrt(np.mean(values**2))
