@@ -1,4 +1,4 @@
-"""What a ledger keeps of a run, so that its numbers are recognised under another name."""
+"""Fingerprints of runs in a ledger, by which their numbers are recognised under another name."""
 
 import hashlib
 from dataclasses import dataclass

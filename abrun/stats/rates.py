@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 Array = NDArray[np.float64]
-_NUM_RATES = 100  # values of the unknown rate q
+_NUM_RATES = 100  # values of the unknown rate q at which the largest probability is searched
 _PRECISION = 1e-4  # of an interval's end
 MAX_RUNS = 1001  # larger sample sizes are not searched
 _TIE = 1e-9  # statistics this close are equal

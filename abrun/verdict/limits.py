@@ -222,7 +222,8 @@ def _judge_level_or_ratio(
         is_log=is_ratio,
         below=is_below,
         resolution=resolution,
-        are_scores=all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
+        are_scores=not is_ratio
+        and all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
     )
 
 

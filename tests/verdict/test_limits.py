@@ -314,3 +314,27 @@ def test_a_claim_on_skewed_values_says_so(simulated, judged, far, num_far):
         (skewed, *_) = first_reason(judged(experiment_dir, claims=[claim]))["warnings"]
         assert (skewed.code, skewed["sample"], skewed["num_far"]) == (Code.SKEWED, sample, num_far)
         assert (skewed["skewness"] or 0) > 0 or num_far
+
+
+def test_a_ratio_of_constant_ones_is_no_rate_of_outcomes() -> None:
+    """Logarithms of such ratios are 0, which are no failures."""
+    steps, rng = np.arange(1, 11), np.random.default_rng(0)
+    arms = [
+        tuple(
+            RecordedRun(
+                name=RunName(arm=arm, seed=seed),
+                place="log",
+                status="finished",
+                metrics={
+                    "updates": Series(steps, np.ones(10)),
+                    "train/loss": Series(steps, rng.standard_normal(10)),
+                },
+            )
+            for seed in range(3)
+        )
+        for arm in ("baseline", "treatment")
+    ]
+    sides = Sides(baselines=arms[0], treatments=arms[1], paired=True)
+    result = judge_limit("treatment", sides, Claim(metric="updates", below="1.1x", window="all"), steps)
+    assert (result.problem, result.result) == (None, "holds")
+    assert result.estimate.limited_interval == (1.0, 1.0)
