@@ -17,6 +17,7 @@ from abrun.recipe.claims import Claim
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
+from abrun.report.context import verdict_qualifiers
 from abrun.stats.equivalence import equivalence_test
 from tests.snapshot import Snapshot
 
@@ -155,6 +156,7 @@ def test_one_run_of_each_arm_is_paired_by_prompt(tmp_path: Path, snapshot: Snaps
     assert result.estimate.mean_difference == pytest.approx(differences.mean())
     assert result.estimate.standard_error == pytest.approx(error)
     assert (result.claim.unit, result.claim.num_pairs, result.claim.seeds) == ("prompt", 400, ())
+    assert verdict_qualifiers(comparison.content) == ["post hoc", "these two checkpoints"]
     snapshot(sentences(comparison.content.reasons))
     assert comparison.next_steps[0].reason.code == Code.TRAIN_TWO_EACH
     described = compare(table, baseline="old")

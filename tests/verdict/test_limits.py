@@ -338,3 +338,19 @@ def test_a_ratio_of_constant_ones_is_no_rate_of_outcomes() -> None:
     result = judge_limit("treatment", sides, Claim(metric="updates", below="1.1x", window="all"), steps)
     assert (result.problem, result.result) == (None, "holds")
     assert result.estimate.limited_interval == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("moved", "result"), [(0.0, "holds"), (0.004, "different")])
+def test_exact_claims_compare_the_steps_that_both_runs_have(moved: float, result: str) -> None:
+    def run(arm: str, every: int) -> RecordedRun:
+        steps = np.arange(0, 51, every)
+        values = np.sin(steps) + moved * (arm == "treatment") * (steps >= 30)
+        name, metrics = RunName(arm=arm, seed=0), {"train/loss": Series(steps, values)}
+        return RecordedRun(name=name, place="log", status="finished", metrics=metrics)
+
+    sides = Sides(baselines=(run("baseline", 5),), treatments=(run("treatment", 2),), paired=True)
+    claim = Claim(metric="train/loss", exact=True, window="all")
+    judged = judge_limit("treatment", sides, claim, np.arange(0, 51))
+    assert judged.result == result
+    if moved:
+        assert judged.estimate.detail is not None and judged.estimate.detail["step"] == 30

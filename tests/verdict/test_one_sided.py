@@ -12,6 +12,7 @@ from abrun.recipe.claims import Claim, parse_claim
 from abrun.recorded.reference import load_reference
 from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import freeze_arm
+from abrun.report.context import verdict_qualifiers
 from abrun.stats.equivalence import holm
 from abrun.stats.one_sided import (
     improvement_test,
@@ -134,6 +135,7 @@ def test_one_of_several_claims_suffices_with_holms_correction(simulated, judged)
     corrected = holm([estimate.p_equivalence for estimate in estimates])
     assert [estimate.p_equivalence_holm for estimate in estimates] == corrected
     assert comparison.arms[0].reasons[0].code == Code.CLAIM_PASSES
+    assert "although a claim is broken" in verdict_qualifiers(comparison.content)  # better by 5 is
     claims = [Claim(metric=REWARD, better=margin) for margin in (4.0, 5.0)]
     assert judged(directory, claims=claims).verdict == "FAIL"
 
