@@ -1,0 +1,36 @@
+"""The step in which values move, and values that agree by more than chance."""
+
+import numpy as np
+import pytest
+
+from abrun.stats.resolution import agree_beyond_chance, smallest_step
+
+ARMS = ["dense"] * 3 + ["chunked"] * 3
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.01])
+def test_the_distance_of_two_arms_is_no_step(jitter: float) -> None:
+    """Two constants of 75.02 and 71 were taken for counts that move by 4.02."""
+    rng = np.random.default_rng(0)
+    curves = [
+        np.round(level + jitter * rng.integers(0, 2, 20), 2) for level in (75.02, 71.0) for _ in range(3)
+    ]
+    assert smallest_step(ARMS, curves) == pytest.approx(jitter)
+
+
+def test_shares_of_prompts_have_the_distance_of_the_arms_as_a_step() -> None:
+    curves = [np.full(1, 8 / 8)] * 3 + [np.full(1, 7 / 8)] * 3
+    assert smallest_step(ARMS, curves) == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "agree"),
+    [
+        ([(0.3123, 0.3123), (0.3451, 0.3451)], True),
+        ([(0.3123, 0.3129), (0.3251, 0.3251)], False),  # apart
+        ([(0.31, 0.31), (0.33, 0.33), (0.32, 0.32), (0.3, 0.3)], False),  # two digits make values equal
+        ([(0.3123, 0.3123), (0.3123, 0.3123)], False),  # one value for all pairs
+    ],
+)
+def test_values_agree_if_the_log_could_tell_them_apart(pairs: list[tuple[float, float]], agree: bool) -> None:
+    assert agree_beyond_chance(np.array(pairs)) == agree
