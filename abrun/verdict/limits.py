@@ -171,26 +171,14 @@ def _judge_level_or_ratio(
     if claim.metric == FINAL_WEIGHTS:
         return _judge_weight_distances(result, sides, claim.limit[0])
     limit, is_ratio = claim.limit
-    counter = shared_peak_counter(sides.runs)
-
-    def levels(transform: Transform) -> list[Array]:
-        arms = sides.arms
-        return [
-            np.array([_run_level(run, result.claim, bounds, counter, transform) for run in runs])
-            for runs in arms
-        ]
-
-    baseline, treatment = levels("identity")
-    transform: Transform = "identity"
+    transform: Transform = "log_excess" if claim.is_limit_on_excess else "log" if is_ratio else "identity"
+    baseline, treatment = _levels_of_arms(sides, result.claim, bounds, "identity")
     baseline_sample, treatment_sample = baseline, treatment
     if claim.is_limit_on_excess:
-        transform = "log_excess"
-        baseline_sample, treatment_sample = levels(transform)
+        baseline_sample, treatment_sample = _levels_of_arms(sides, result.claim, bounds, transform)
     elif is_ratio:
-        transform = "log"
         baseline_sample, treatment_sample = (
-            transform_with_gaps(baseline, transform),
-            transform_with_gaps(treatment, transform),
+            transform_with_gaps(levels, transform) for levels in (baseline, treatment)
         )
     needed = np.concatenate([baseline_sample, treatment_sample]) if is_ratio else treatment_sample
     has_repeated_score = sides.axis != "steps" and len(set(treatment)) == 1 < len(treatment)
@@ -225,6 +213,16 @@ def _judge_level_or_ratio(
         are_scores=not is_ratio
         and all(np.isin(run.series(claim.metric).values, (0, 1)).all() for run in sides.treatments),
     )
+
+
+def _levels_of_arms(
+    sides: Sides, terms: ClaimTerms, bounds: tuple[int, int], transform: Transform
+) -> list[Array]:
+    """Return a number per run of each arm."""
+    counter = shared_peak_counter(sides.runs)
+    return [
+        np.array([_run_level(run, terms, bounds, counter, transform) for run in runs]) for runs in sides.arms
+    ]
 
 
 def _detect_difference(

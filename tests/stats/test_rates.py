@@ -150,8 +150,8 @@ def test_the_fewest_runs_that_can_show_something():
     assert min_runs_of_difference(0.0, 0.05, paired=True) == 5  # 0.5**5 < 0.05
     for limit, paired in ((-0.2, True), (-0.2, False), (0.3, True)):
         needed = min_runs_of_difference(limit, 0.05, paired=paired)
+        assert needed is not None
         best = [
-            Outcomes(0 if limit < 0 else n, 0, n, n, paired).p_below(-limit)
-            for n in (needed - 1, needed)  # pyright: ignore
+            Outcomes(0 if limit < 0 else n, 0, n, n, paired).p_below(-limit) for n in (needed - 1, needed)
         ]
         assert best[0] >= 0.05 > best[1]

@@ -13,7 +13,9 @@ def test_the_distance_of_two_arms_is_no_step(jitter: float) -> None:
     """Two constants of 75.02 and 71 were taken for counts that move by 4.02."""
     rng = np.random.default_rng(0)
     curves = [
-        np.round(level + jitter * rng.integers(0, 2, 20), 2) for level in (75.02, 71.0) for _ in range(3)
+        np.round(level + jitter * rng.integers(0, 2, 20).astype(np.float64), 2)
+        for level in (75.02, 71.0)
+        for _ in range(3)
     ]
     assert smallest_step(ARMS, curves) == pytest.approx(jitter)
 

@@ -344,7 +344,7 @@ def test_a_ratio_of_constant_ones_is_no_rate_of_outcomes() -> None:
 def test_exact_claims_compare_the_steps_that_both_runs_have(moved: float, result: str) -> None:
     def run(arm: str, every: int) -> RecordedRun:
         steps = np.arange(0, 51, every)
-        values = np.sin(steps) + moved * (arm == "treatment") * (steps >= 30)
+        values = (np.sin(steps) + moved * (arm == "treatment") * (steps >= 30)).astype(np.float64)
         name, metrics = RunName(arm=arm, seed=0), {"train/loss": Series(steps, values)}
         return RecordedRun(name=name, place="log", status="finished", metrics=metrics)
 
