@@ -1,5 +1,6 @@
 """Parsing of numbers and steps that a log holds as text, such as "0.1661", "1,000" or "1/60"."""
 
+import hashlib
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ DECIMAL_POINT = re.compile(r"[-+]?[0-9]*\.[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 DECIMAL_COMMA = re.compile(r"[-+]?[0-9]*,[0-9]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 STEP_OF_TOTAL = re.compile(r"([0-9][0-9,]*)\s*/\s*[0-9][0-9,]*")  # ms-swift: step / number of steps
 MINUS = "\u2212"
+MAX_TEXT_CHARS = 400  # characters of a cell that are kept
 
 
 def parse_number(text: str) -> float:
@@ -18,6 +20,29 @@ def parse_number(text: str) -> float:
     if "_" in text or not text.isascii():
         raise ValueError
     return float(text)
+
+
+def to_float(value: float) -> float:
+    """Return a number as a float; infinity for a whole number of more than 308 digits."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def shorten_cell(text: str) -> str:
+    """Return at most MAX_TEXT_CHARS characters; a longer text ends in its hash, as prompts begin alike."""
+    if len(text) <= MAX_TEXT_CHARS:
+        return text
+    return text[: MAX_TEXT_CHARS - 16] + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+
+
+def is_number_with_comma(text: str) -> bool:
+    """Return True for a text whose comma is a decimal mark, or groups digits."""
+    text = text.strip()
+    return "," in text and any(
+        pattern.fullmatch(text) for pattern in (COMMA_GROUPED, DECIMAL_COMMA, DOT_GROUPED)
+    )
 
 
 class NumberFormat:

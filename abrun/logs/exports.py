@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from abrun.logs.key_columns import find_key_columns, key_text, name_log
+import numpy as np
+
+from abrun.logs.columns import Table
+from abrun.logs.key_columns import find_key_columns, group_rows, name_log
 from abrun.logs.log import NOTHING_RECORDED, Log, printable
-from abrun.logs.rows import Cells
 from abrun.logs.scores import read_scores
 from abrun.logs.tables import (
     TORN_NOTE,
-    CsvLine,
+    CsvTable,
+    find_ambiguous_columns,
     leave_out_columns,
-    log_from_csv_lines,
-    log_from_parquet_rows,
-    log_from_rows,
-    parse_csv_lines,
-    read_csv_lines,
-    read_json_rows,
-    read_parquet_rows,
-    widen_rows,
+    log_from_table,
+    read_csv_table,
+    read_json_table,
+    read_parquet_table,
+    widen_table,
 )
 
 MAX_RUNS = 1000
@@ -39,44 +39,33 @@ DOWNLOAD = re.compile(r"(?:run-)?(?P<run>.+?)-tag-(?P<tag>.+)")
 
 def read_csv(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
     """Return the runs of a CSV file. Most files hold one, named `name`; with `one_run` all do."""
-    lines, unended, torn = read_csv_lines(path)
-    if not lines:
-        note = TORN_NOTE if torn else NOTHING_RECORDED
+    content = read_csv_table(path, step_column)
+    if not content.header:
+        note = TORN_NOTE if content.torn else NOTHING_RECORDED
         return [Log(name=name, place=printable(str(path)), metrics={}, notes=(note,))]
-    header = [cell.strip() for cell in lines[0][1]]
-    if one_run:
-        logs = [replace(log_from_csv_lines(path, lines, step_column), name=name)]
-    elif tuple(header) == TENSORBOARD:
-        logs = [_read_tensorboard_download(path, name, lines)]
-    elif (chart_columns := _parse_chart_columns(header)) and step_column is None:
-        logs = _read_chart(path, header, lines, chart_columns)
+    if not one_run and tuple(content.header) == TENSORBOARD:
+        logs = [_read_tensorboard_download(path, name, content)]
+    elif not one_run and step_column is None and (chart_columns := _parse_chart_columns(content.header)):
+        logs = _read_chart(path, content, chart_columns)
     else:
-        columns, rows, ambiguous = parse_csv_lines(path, lines, step_column)
-        logs = _read_csv_scores(path, name, lines, unended) if step_column is None else []
-        torn = torn and not logs
-        logs = logs or _read_long_table(path, name, rows, columns, step_column, min_runs=1)
-        logs = logs or [replace(log_from_rows(path, rows, step_column, columns), name=name)]
+        table, ambiguous = content.run_table(path, step_column)
+        if not one_run and step_column is None and (logs := read_scores(path, name, table)):
+            # Nobody is still writing the last line of a table of scores.
+            note = UNENDED_NOTE if content.has_unended_row else TORN_NOTE
+            return [_with_notes(leave_out_columns(log, ambiguous), [note] * content.unended) for log in logs]
+        table = content.complete(table)
+        logs = [] if one_run else _read_long_table(path, name, table, step_column, min_runs=1)
+        logs = logs or [replace(log_from_table(path, table, step_column), name=name)]
         logs = [leave_out_columns(log, ambiguous) for log in logs]
-    return [replace(log, notes=(*log.notes, TORN_NOTE)) if torn else log for log in logs]
-
-
-def _read_csv_scores(path: Path, name: str, lines: list[CsvLine], unended: list[CsvLine]) -> list[Log]:
-    """Return the runs of a CSV file if it is a table of scores; nobody is still writing its last line."""
-    is_whole = bool(unended) and len(unended[0][1]) == len(lines[0][1])
-    columns, rows, _ = parse_csv_lines(path, [*lines, *unended] if is_whole else lines)
-    logs = read_scores(path, name, rows, columns)
-    notes = [UNENDED_NOTE if is_whole else TORN_NOTE] * bool(unended)
-    return [replace(log, notes=(*log.notes, *notes)) for log in logs]
+    return [_with_notes(log, [TORN_NOTE] * content.torn) for log in logs]
 
 
 def read_parquet(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
     """Return the runs of a Parquet file; several if its rows name different arms, runs or seeds."""
-    rows, columns, notes = read_parquet_rows(path)
-    numbered = list(enumerate(rows, 1))
-    logs = [] if one_run or step_column is not None else read_scores(path, name, numbered, columns)
-    if not logs and not one_run:
-        logs = _read_long_table(path, name, numbered, columns, step_column, min_runs=2)
-    return logs or [replace(log_from_parquet_rows(path, rows, columns, notes, step_column), name=name)]
+    table, notes = read_parquet_table(path)
+    if notes:
+        return [Log(name=name, place=table.place, metrics={}, notes=tuple(notes))]
+    return _read_table(path, name, table, step_column, one_run=one_run)
 
 
 def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) -> list[Log]:
@@ -84,13 +73,23 @@ def read_json(path: Path, name: str, step_column: str | None, *, one_run: bool) 
 
     A file holds several if its rows name different arms, runs or seeds, unless `one_run` is set.
     """
-    rows, notes = read_json_rows(path)
-    logs = [] if one_run or step_column is not None else read_scores(path, name, rows)
+    table, notes = read_json_table(path)
+    logs = _read_table(path, name, table, step_column, one_run=one_run)
+    return [_with_notes(log, notes) for log in logs]
+
+
+def _read_table(path: Path, name: str, table: Table, step_column: str | None, *, one_run: bool) -> list[Log]:
+    logs = [] if one_run or step_column is not None else read_scores(path, name, table)
     if not logs and not one_run:
-        logs = _read_long_table(path, name, rows, (), step_column, min_runs=2)
+        logs = _read_long_table(path, name, table, step_column, min_runs=2)
     if not logs:
-        logs = [replace(log_from_rows(path, widen_rows(rows, step_column), step_column), name=name)]
-    return [replace(log, notes=(*log.notes, *notes)) for log in logs]
+        wide = table if table.header else widen_table(table, step_column)
+        logs = [replace(log_from_table(path, wide, step_column), name=name)]
+    return logs
+
+
+def _with_notes(log: Log, notes: Sequence[str]) -> Log:
+    return replace(log, notes=(*log.notes, *notes))
 
 
 # --- exports ---
@@ -107,33 +106,33 @@ def _parse_chart_columns(header: Sequence[str]) -> dict[int, tuple[str, str]]:
     return chart_columns if len(chart_columns) == len(columns) - 1 > 0 else {}
 
 
-def _read_chart(
-    path: Path, header: list[str], lines: list[CsvLine], chart_columns: Mapping[int, tuple[str, str]]
-) -> list[Log]:
-    if any(len(cells) != len(header) for _, cells in lines):
-        return [log_from_csv_lines(path, lines)]  # raises for the line of another length
+def _read_chart(path: Path, content: CsvTable, chart_columns: Mapping[int, tuple[str, str]]) -> list[Log]:
+    header = content.header
     axis = next(i for i, name in enumerate(header) if i not in chart_columns and not name.endswith(BOUNDS))
     guess = "an exported wandb chart: values of its buckets, not of every step"
     logs = []
     for run in dict.fromkeys(run for run, _ in chart_columns.values()):
-        columns = {
+        names = {axis: "step"} | {
             index: metric for index, (column_run, metric) in chart_columns.items() if column_run == run
         }
-        rows = [
-            (number, [cells[axis], *(cells[index] for index in columns)])
-            for number, cells in lines[1:]
-            if any(cells[index] for index in columns)
-        ]
-        log = log_from_csv_lines(path, [(1, ["step", *columns.values()]), *rows], "step")
+        ambiguous = find_ambiguous_columns(path, [*names.values()], "step")
+        table = content.table_of({index: name for index, name in names.items() if name not in ambiguous})
+        table = content.complete(table)
+        has_value = np.zeros(len(table), bool)
+        for name, column in table.columns.items():
+            if name != "step":
+                has_value[column.rows] = has_value[column.text_rows] = True
+        log = leave_out_columns(log_from_table(path, table.select(has_value), "step"), ambiguous)
         logs.append(replace(log, name=run, is_part=True, guesses=(guess,)))
     return logs
 
 
-def _read_tensorboard_download(path: Path, name: str, lines: list[CsvLine]) -> Log:
+def _read_tensorboard_download(path: Path, name: str, content: CsvTable) -> Log:
     match = DOWNLOAD.fullmatch(path.stem)
     run, tag = (match["run"], match["tag"]) if match else (path.parent.name, path.stem)
     folder = name.rsplit("/", 1)[0] + "/" if "/" in name else ""
-    log = log_from_csv_lines(path, [(1, ["Wall time", "Step", tag]), *lines[1:]], "Step")
+    table = content.complete(content.table_of({0: "Wall time", 1: "Step", 2: tag}))
+    log = log_from_table(path, table, "Step")
     return replace(log, name=folder + run, is_part=True, guesses=("metric names from TensorBoard's files",))
 
 
@@ -160,33 +159,22 @@ def merge_parts(logs: Sequence[Log]) -> list[Log]:
 
 
 def _read_long_table(
-    path: Path,
-    name: str,
-    rows: Sequence[tuple[int, Cells]],
-    columns: Sequence[str],
-    step_column: str | None,
-    *,
-    min_runs: int,
+    path: Path, name: str, table: Table, step_column: str | None, *, min_runs: int
 ) -> list[Log]:
-    """Return one run per distinct value of the key columns; empty if there are fewer than `min_runs`.
-
-    `columns`: all column names of the file, if it has a header.
-    """
-    keys = find_key_columns(columns or [*rows[0][1]], rows) if rows else {}
+    """Return one run per distinct value of the key columns; empty if there are fewer than `min_runs`."""
+    if not len(table):
+        return []
+    keys = find_key_columns(table, table.header or [*table.row(0)])
     identity_columns = {kind: column for kind, column in keys.items() if kind != "metric"}
     key_names = [*identity_columns.values()]
-    runs: dict[tuple[str, ...], list[tuple[int, Cells]]] = {}
-    for number, row in rows if keys else ():
-        values = tuple(key_text(row.get(column, "")) for column in key_names)
-        other_cells = {column: cell for column, cell in row.items() if column not in key_names}
-        runs.setdefault(values, []).append((number, other_cells))
-    if not min_runs <= len(runs) <= min(MAX_RUNS, (len(rows) + 1) // 2) or not all(map(all, runs)):
+    max_runs = min(MAX_RUNS, (len(table) + 1) // 2)
+    runs, groups = group_rows(table, key_names, max_runs) if keys else ([], [])
+    if not min_runs <= len(runs) <= max_runs or not all(map(all, runs)):
         return []
-    metric_columns = [] if "metric" in keys else [column for column in columns if column not in key_names]
     origin = f"runs from columns {', '.join(key_names)}" if key_names else "one metric per name"
+    guess = f"a long table: {origin}" if len(runs) > 1 or "metric" in keys else ""
     logs = []
-    for values, run_rows in runs.items():
-        log = log_from_rows(path, widen_rows(run_rows, step_column), step_column, metric_columns)
-        guess = f"a long table: {origin}" if len(runs) > 1 or "metric" in keys else ""
+    for values, run_table in zip(runs, table.without(key_names).split(groups), strict=True):
+        log = log_from_table(path, widen_table(run_table, step_column), step_column)
         logs.append(name_log(log, name, dict(zip(identity_columns, values, strict=True)), guess))
     return logs

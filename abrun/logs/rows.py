@@ -1,22 +1,23 @@
-"""Conversion of table rows to series: choice of the step column and parsing of numbers."""
+"""Conversion of tables to series: choice of the step column and parsing of numbers."""
 
-import hashlib
 import json
-import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
+from abrun.logs.cells import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
+from abrun.logs.columns import Cell, Cells, Column, Rows, Table, table_of
 from abrun.logs.log import Log, list_names, printable, replaced_notes
 from abrun.runs.lines import CHECKSUM
-from abrun.stats.series import Series, series_from_rows
+from abrun.stats.series import Array, Series, split_series
+from abrun.stats.series import build_series as series_from_points
 
 # The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
 # which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
@@ -35,13 +36,13 @@ UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows an
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MAX_METRICS = 100_000
 STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
-MAX_TEXT_CHARS = 400  # characters of a cell that are kept
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
 FIX_STEP = "write a whole number, or name another column with --step-column"
 
-Cells = Mapping[str, float | str]  # of one row: numbers, and texts that may be numbers
+Numbers = tuple[Rows, Array]  # rows of a column, ascending, and their numbers
+_NO_NUMBERS: Numbers = np.empty(0, np.int32), np.empty(0)
 
 
 class NoStepError(StoreError):
@@ -91,18 +92,11 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
             elif isinstance(value, bool | list):
                 yield prefix + key, "[...]" if isinstance(value, list) else str(value).lower()
             elif isinstance(value, int | float):
-                yield prefix + key, _to_float(value)
+                yield prefix + key, to_float(value)
             elif isinstance(value, str):
                 yield prefix + key, float(value) if value in WORDS else shorten_cell(value)
         else:
             levels.pop()
-
-
-def shorten_cell(text: str) -> str:
-    """Return at most MAX_TEXT_CHARS characters; a longer text ends in its hash, as prompts begin alike."""
-    if len(text) <= MAX_TEXT_CHARS:
-        return text
-    return text[: MAX_TEXT_CHARS - 16] + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -116,108 +110,131 @@ def parse_json(text: bytes | str) -> Any:
             return None
 
 
-def _to_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return float("inf") if value > 0 else float("-inf")
+def build_series(rows: Iterable[Cells], place: str, step_column: str | None) -> TableMetrics:
+    """Return the series in rows, which are in the order they were written; see `series_of_table`."""
+    return series_of_table(table_of(rows, place), step_column)
 
 
-def build_series(
-    cells: Sequence[Cells],
-    place: str,
-    step_column: str | None,
-    columns: Sequence[str] = (),
-    lines: Sequence[int] = (),
-) -> TableMetrics:
-    """Return the series in rows, which are in the order they were written, and the values left out.
+def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
+    """Return the series in a table, whose rows are in the order they were written, and what was left out.
 
-    `columns`: all column names of the file; `lines`: each row's line number, for messages. Raises StoreError
-    if no column holds the step, or if a step is not a whole number.
+    Raises StoreError if no column holds the step, or if a step is not a whole number.
     """
-    cells, split_notes = _split_metrics(cells, step_column)
-    rows, texts = _parse_numbers(cells, step_column)
-    places = [f"line {line}" for line in lines] or [f"row {number}" for number in range(1, len(rows) + 1)]
+    place = table.place
+    table, split_notes = _split_metrics(table, step_column)
+    numbers, texts = _parse_numbers(table, step_column)
     unread = {
-        name: describe_text_cell(place, places[cell_texts[0][0]], name, cell_texts[0][1])
-        for name, cell_texts in texts.items()
+        name: describe_text_cell(place, table.describe_row(rows[0]), name, cell_texts[0])
+        for name, (rows, cell_texts) in texts.items()
     }
-    filled_rows = [row for row in rows if not row.keys() <= NON_METRIC_COLUMNS]
-    names = list(columns) or list(dict.fromkeys(name for row in filled_rows for name in row))
+    is_filled = _rows_of(len(table), numbers, numbers.keys() - NON_METRIC_COLUMNS)  # have a metric
+    names = table.header or [name for name, (rows, _) in numbers.items() if is_filled[rows].any()]
     if not names:
         return TableMetrics(unread=unread)
     check_number_of_metrics(len(names), place)
-    column = step_column if step_column is not None else _find_step_column(filled_rows, names, texts)
-    num_without_step = sum(math.isnan(row.get(column or "", math.nan)) for row in filled_rows)
-    is_empty = filled_rows and num_without_step == len(filled_rows)
+    column = step_column if step_column is not None else _find_step_column(numbers, is_filled, names, texts)
+    step_rows, step_values = numbers.get(column or "", _NO_NUMBERS)
+    steps = np.full(len(table), np.nan)
+    steps[step_rows] = step_values
+    num_filled, num_without_step = int(is_filled.sum()), int((is_filled & np.isnan(steps)).sum())
+    is_empty = num_filled > 0 and num_without_step == num_filled
     if column is None or column not in {*names, *texts} or is_empty:
         if column and column in unread:
             raise NoStepError(f"{unread[column]}; or name the step column with --step-column")
         problem = f"no step in column '{printable(column[:80])}'" if column else "no column has the step"
         raise NoStepError(
-            f"{place}: {problem}; columns: {list_names(names, 12)}; name the step column with --step-column"
-            f"{'' if column else SCORES_HINT}"
+            f"{place}: {problem}; columns: {list_names([*names], 12)}; name the step column with "
+            f"--step-column{'' if column else SCORES_HINT}"
         )
-    row_places = [f"{place}, {row_place}" for row_place in places]
-    _refuse_unreadable_steps(column, texts, cells, rows, row_places)
-    steps = [
-        None if math.isnan(row.get(column, math.nan)) else check_step(row[column], row_place, column)
-        for row, row_place in zip(rows, row_places, strict=True)
-    ]
-    config = _constant_config(cells)
+    _refuse_unreadable_steps(table, column, texts, is_filled)
+    is_whole = (np.abs(step_values) < STEP_LIMIT) & (np.floor(step_values) == step_values)
+    for index in np.flatnonzero(~is_whole & ~np.isnan(step_values))[:1]:
+        row_place = f"{place}, {table.describe_row(step_rows[index])}"
+        check_step(float(step_values[index]), row_place, column)
+    config = _constant_config(table)
     excluded = {column, *NON_METRIC_COLUMNS, *config}
-    metrics, replaced = series_from_rows(
-        (step, {name: row[name] for name in row if name not in excluded and not name.startswith(UNNAMED)})
-        for step, row in zip(steps, rows, strict=True)
-        if step is not None and not row.keys() <= NON_METRIC_COLUMNS
-    )
-    notes = [*split_notes, *_text_notes(texts, metrics, places), *replaced_notes(replaced)]
+    has_step = ~np.isnan(steps)
+    built: dict[str, tuple[Series, int]] = {}
+    for name, (rows, values) in numbers.items():
+        is_used = (is_filled & has_step)[rows]
+        if name not in excluded and not name.startswith(UNNAMED) and is_used.any():
+            built[name] = series_from_points(steps[rows[is_used]].astype(np.int64), values[is_used])
+    metrics, replaced = split_series(built)
+    notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
     if num_without_step:
-        notes.append(f"{num_without_step} of {len(filled_rows)} rows without {column} were left out")
+        notes.append(f"{num_without_step} of {num_filled} rows without {column} were left out")
     return TableMetrics(
         metrics=metrics,
         notes=notes,
         unread=unread,
-        dropped=_dropped_steps(texts, steps, rows),
+        dropped=_dropped_steps(numbers, texts, steps),
         config={name.removeprefix(CONFIG).replace("/", "."): value for name, value in config.items()},
     )
+
+
+def _rows_of(num_rows: int, numbers: Mapping[str, Numbers], names: Iterable[str]) -> NDArray[np.bool_]:
+    """Return which rows have a number in one of the columns."""
+    has_number = np.zeros(num_rows, bool)
+    for name in names:
+        has_number[numbers[name][0]] = True
+    return has_number
 
 
 # --- cells ---
 
 
-def _split_metrics(cells: Sequence[Cells], step_column: str | None) -> tuple[Sequence[Cells], list[str]]:
+def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[str]]:
     """Prefix metrics with the word in a column such as `split`: train/reward and eval/reward.
 
     This is done only if rows of different words alternate and record the same metric at the same step, so
     that one would replace the other. Also return a note on it.
     """
-    for column in [name for name, cell in (cells[0] if cells else {}).items() if isinstance(cell, str)]:
-        words = [str(row.get(column, "")) for row in cells]
-        if not (1 < len({*words}) <= MAX_SPLITS and all(re.fullmatch(SPLIT, word) for word in {*words})):
+    candidates = [name for name, column in table.columns.items() if 0 in column.text_rows[:1]]
+    for split_column in candidates if len(table) else []:
+        column = table.columns[split_column]
+        distinct = {*column.texts}
+        if not (len(column.texts) == len(table) and 1 < len(distinct) <= MAX_SPLITS):
             continue
-        num_blocks = 1 + sum(previous != next_word for previous, next_word in pairwise(words))
-        row_steps = [
-            tuple(cell for name, cell in row.items() if _is_step(name, step_column)) for row in cells
+        num_blocks = 1 + sum(previous != next_word for previous, next_word in pairwise(column.texts))
+        if num_blocks <= len(distinct) or not all(re.fullmatch(SPLIT, word) for word in distinct):
+            continue
+        words = sorted(distinct)
+        word_numbers = np.array([words.index(word) for word in column.texts])
+        metric_names = [
+            name for name in table.columns if name != split_column and not _is_step(name, step_column)
         ]
-        first_words: dict[tuple[object, str], str] = {}
-        if num_blocks > len({*words}) and any(
-            first_words.setdefault((step, name), word) != word
-            for row, step, word in zip(cells, row_steps, words, strict=True)
-            for name in row
-            if name != column and not _is_step(name, step_column)
-        ):
-            renamed = [
-                {
-                    name if _is_step(name, step_column) else f"{word}/{name}": cell
-                    for name, cell in row.items()
-                }
-                for row, word in zip(cells, words, strict=True)
-            ]
-            split_names = list_names(sorted({*words}), MAX_SPLITS)
-            note = f"metric names prefixed by column {printable(column[:80])}: {split_names}"
-            return renamed, [note]
-    return cells, []
+        if not _replace_each_other(table, metric_names, word_numbers, step_column):
+            continue
+        renamed: dict[str, Column] = {
+            name: table.columns[name] for name in table.columns if _is_step(name, step_column)
+        }
+        for number, word in enumerate(words):
+            for name in (*metric_names, split_column):
+                part = table.columns[name].select(word_numbers == number)
+                renamed |= {f"{word}/{name}": part} if len(part) else {}
+        note = (
+            f"metric names prefixed by column {printable(split_column[:80])}: {list_names(words, MAX_SPLITS)}"
+        )
+        header = list(renamed) if table.header else ()
+        return replace(table, columns=renamed, header=header), [note]
+    return table, []
+
+
+def _replace_each_other(
+    table: Table, names: Sequence[str], words: NDArray[np.int64], step_column: str | None
+) -> bool:
+    """Return True if rows of different words have the same metric at the same step."""
+    step_cells = [table.cells(name) for name in table.columns if _is_step(name, step_column)]
+    step_numbers: dict[tuple[Cell, ...], int] = {}
+    row_steps = list(zip(*step_cells, strict=True)) or [()] * len(table)
+    steps = np.array([step_numbers.setdefault(step, len(step_numbers)) for step in row_steps])
+    for name in names:
+        column = table.columns[name]
+        rows = np.concatenate([column.rows, column.text_rows])
+        num_pairs = len(np.unique(steps[rows] * MAX_SPLITS + words[rows]))
+        if num_pairs > len(np.unique(steps[rows])):
+            return True
+    return False
 
 
 def _is_step(name: str, step_column: str | None) -> bool:
@@ -225,93 +242,92 @@ def _is_step(name: str, step_column: str | None) -> bool:
 
 
 def _parse_numbers(
-    cells: Sequence[Cells], step_column: str | None
-) -> tuple[list[dict[str, float]], dict[str, list[tuple[int, str]]]]:
-    """Return rows of numbers and, by column, the texts that are not numbers with their row index."""
-    number_format = NumberFormat(cell for row in cells for cell in row.values() if isinstance(cell, str))
-    step_columns: dict[str, bool] = {}  # column that may be the step -> whether it has steps without a point
-    for row in cells:
-        for name, cell in row.items():
-            if name == step_column or name.lower() in STEP_COLUMNS:
-                is_plain = not isinstance(cell, str) or cell.strip().isdigit()
-                step_columns[name] = step_columns.get(name, False) or is_plain
-    rows: list[dict[str, float]] = []
-    texts: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for index, row in enumerate(cells):
-        numbers: dict[str, float] = {}
-        for name, cell in row.items():
-            if not isinstance(cell, str):
-                numbers[name] = cell
-            elif cell and not cell.isspace():
+    table: Table, step_column: str | None
+) -> tuple[dict[str, Numbers], dict[str, tuple[Rows, list[str]]]]:
+    """Return the numbers of each column, and by column the texts that are none, with their rows."""
+    number_format = NumberFormat(text for column in table.columns.values() for text in column.texts)
+    numbers: dict[str, Numbers] = {}
+    texts: dict[str, tuple[Rows, list[str]]] = {}
+    for name, column in table.columns.items():
+        rows, values, unparsed = column.rows, column.values, []
+        if column.texts:
+            is_step = name == step_column or name.lower() in STEP_COLUMNS
+            has_plain = column.has_plain or any(text.strip().isdigit() for text in column.texts)
+            parsed: dict[str, float | None] = {}
+            for text in set(column.texts):
                 try:
-                    if name in step_columns:
-                        numbers[name] = number_format.parse_step(cell, has_plain_steps=step_columns[name])
-                    else:
-                        numbers[name] = number_format.parse_number(cell)
+                    parsed[text] = (
+                        number_format.parse_step(text, has_plain_steps=has_plain)
+                        if is_step
+                        else number_format.parse_number(text)
+                    )
                 except ValueError:
-                    texts[name].append((index, cell))
-        rows.append(numbers)
-    return rows, dict(texts)
+                    parsed[text] = None
+            is_parsed = np.array([parsed[text] is not None for text in column.texts])
+            new_values = [value for text in column.texts if (value := parsed[text]) is not None]
+            all_rows = np.concatenate([rows, column.text_rows[is_parsed]])
+            order = np.argsort(all_rows, kind="stable")
+            rows, values = all_rows[order], np.concatenate([values, new_values])[order]
+            unparsed = [text for text in column.texts if parsed[text] is None]
+            if unparsed:
+                texts[name] = column.text_rows[~is_parsed], unparsed
+        if len(rows):
+            numbers[name] = rows, values
+    return dict(sorted(numbers.items(), key=lambda item: item[1][0][0])), texts
 
 
 def _refuse_unreadable_steps(
-    column: str,
-    texts: Mapping[str, list[tuple[int, str]]],
-    cells: Sequence[Cells],
-    rows: Sequence[Mapping[str, float]],
-    places: Sequence[str],
+    table: Table, column: str, texts: Mapping[str, tuple[Rows, list[str]]], is_filled: NDArray[np.bool_]
 ) -> None:
     """Raise StoreError for a row whose step is text: it would vanish. Rows without values are ignored."""
-    for index, text in texts.get(column, ()):
-        other_cells = (cell for name, cell in cells[index].items() if name != column)
+    for index, text in zip(*texts.get(column, ((), ())), strict=True):
+        other_cells = (cell for name, cell in table.row(int(index)).items() if name != column)
         has_digits = any(isinstance(cell, str) and re.search(r"\d", cell) for cell in other_cells)
-        if has_digits or not rows[index].keys() <= NON_METRIC_COLUMNS:
+        if has_digits or is_filled[index]:
             raise StoreError(
-                f"{places[index]}, column {printable(column[:80])}: "
+                f"{table.place}, {table.describe_row(index)}, column {printable(column[:80])}: "
                 f"got '{printable(text[:40])}' as the step; {FIX_STEP}"
             )
 
 
 def _text_notes(
-    texts: Mapping[str, list[tuple[int, str]]], metrics: Mapping[str, Series], places: Sequence[str]
+    table: Table, texts: Mapping[str, tuple[Rows, list[str]]], metrics: Mapping[str, Series]
 ) -> Iterator[str]:
     """Yield notes on columns whose texts were meant to be numbers."""
-    for name, cell_texts in texts.items():
-        (index, first_text), plural = cell_texts[0], "s" * (len(cell_texts) > 1)
+    for name, (rows, cell_texts) in texts.items():
+        first_text, plural = cell_texts[0], "s" * (len(cell_texts) > 1)
         if name in NON_METRIC_COLUMNS or not (name in metrics or NUMBER_LIKE.fullmatch(first_text.strip())):
             continue
         note = f"{printable(name[:80])}: {len(cell_texts)} value{plural} left out (not a number)"
-        yield f"{note}, the first '{printable(first_text[:40])}' in {places[index]}"
+        yield f"{note}, the first '{printable(first_text[:40])}' in {table.describe_row(rows[0])}"
 
 
 def _dropped_steps(
-    texts: Mapping[str, list[tuple[int, str]]],
-    steps: Sequence[int | None],
-    rows: Sequence[Mapping[str, float]],
+    numbers: Mapping[str, Numbers],
+    texts: Mapping[str, tuple[Rows, list[str]]],
+    steps: Array,  # [R]
 ) -> dict[str, tuple[int, ...]]:
     """Return, by metric, the steps whose last value is text."""
     dropped: dict[str, tuple[int, ...]] = {}
-    for name, cell_texts in texts.items():
-        last_text_row = {step: index for index, _ in cell_texts if (step := steps[index]) is not None}
-        written_later = {
-            step
-            for index, (step, row) in enumerate(zip(steps, rows, strict=True))
-            if step in last_text_row and name in row and index > last_text_row[step]
-        }
-        if last_text_row.keys() - written_later:
-            dropped[name] = tuple(sorted(last_text_row.keys() - written_later))
+    for name, (text_rows, _) in texts.items():
+        last_text_row = {int(steps[row]): row for row in text_rows if not np.isnan(steps[row])}
+        rows = numbers.get(name, _NO_NUMBERS)[0]
+        for row in rows[rows > text_rows[0]]:
+            if not np.isnan(steps[row]) and last_text_row.get(int(steps[row]), row) < row:
+                del last_text_row[int(steps[row])]
+        if last_text_row:
+            dropped[name] = tuple(sorted(last_text_row))
     return dropped
 
 
-def _constant_config(cells: Sequence[Cells]) -> dict[str, Any]:
+def _constant_config(table: Table) -> dict[str, Any]:
     """Return the values that every row repeats under `config/`."""
-    values: dict[str, dict[float | str, None]] = defaultdict(dict)
-    for row in cells:
-        for name, cell in row.items():
-            if name.startswith(CONFIG) and cell != "":
-                values[name][cell] = None
-    constant = {name: [*distinct] for name, distinct in values.items() if len(distinct) == 1}
-    return {name: _parse_config_value(cell) for name, (cell,) in constant.items()}
+    values = {
+        name: {*column.values.tolist(), *column.texts}
+        for name, column in table.columns.items()
+        if name.startswith(CONFIG)
+    }
+    return {name: _parse_config_value(*distinct) for name, distinct in values.items() if len(distinct) == 1}
 
 
 def _parse_config_value(cell: float | str) -> Any:
@@ -335,7 +351,10 @@ def describe_text_cell(place: str, row_place: str, column: str, text: str) -> st
 
 
 def _find_step_column(
-    rows: Sequence[Mapping[str, float]], names: Sequence[str], texts: Mapping[str, object]
+    numbers: Mapping[str, Numbers],
+    is_filled: NDArray[np.bool_],
+    names: Sequence[str],
+    texts: Mapping[str, object],
 ) -> str | None:
     """Return the first of STEP_COLUMNS that most rows have, as a number or else as text.
 
@@ -344,12 +363,15 @@ def _find_step_column(
     names_by_case = {name.lower(): name for name in reversed([*names, *texts])}
     names_by_case |= {name: name for name in (*texts, *names)}  # the exact spelling comes first
     columns = [names_by_case[column] for column in STEP_COLUMNS if column in names_by_case]
-    num_rows = {name: sum(name in row for row in rows) for name in columns}
-    max_rows = max(num_rows.values(), default=0)
-    fullest = [name for name, count in num_rows.items() if count == max_rows]
-    step_values = {name: [row[name] for row in rows if name in row] for name in fullest if name != "_step"}
-    num_decreases = {name: sum(b < a for a, b in pairwise(steps)) for name, steps in step_values.items()}
-    num_steps = {name: len({*steps}) for name, steps in step_values.items()}
+    values: dict[str, Array] = {}
+    for name in columns:
+        rows, column_values = numbers.get(name, _NO_NUMBERS)
+        values[name] = column_values[is_filled[rows]]
+    max_rows = max(map(len, values.values()), default=0)
+    fullest = [name for name in columns if len(values[name]) == max_rows]
+    step_values = {name: values[name] for name in fullest if name != "_step"}
+    num_decreases = {name: int((np.diff(steps) < 0).sum()) for name, steps in step_values.items()}
+    num_steps = {name: len(np.unique(steps)) for name, steps in step_values.items()}
     max_steps = max(num_steps.values(), default=0)
     epoch_counters = {
         name for name in step_values if num_decreases[name] > 1 and 2 * num_steps[name] <= max_steps

@@ -13,25 +13,27 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.key_columns import find_key_columns, key_text, name_log
+from abrun.logs.cells import shorten_cell
+from abrun.logs.columns import Cells, Table, TableBuilder
+from abrun.logs.key_columns import find_key_columns, group_rows, key_text, name_log
 from abrun.logs.log import Log, list_names, printable
-from abrun.logs.rows import STEP_COLUMNS, UNNAMED, Cells, shorten_cell
-from abrun.logs.tables import ARM_COLUMNS, METRIC_COLUMNS, VALUE_COLUMNS, log_from_rows
+from abrun.logs.rows import STEP_COLUMNS, UNNAMED
+from abrun.logs.tables import (
+    ARM_COLUMNS,
+    BENCHMARK_COLUMNS,
+    METRIC_COLUMNS,
+    MODEL_COLUMNS,
+    PROMPT_COLUMNS,
+    VALUE_COLUMNS,
+    log_from_table,
+)
 from abrun.stats.series import Series
 
-MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
-BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")
 SCORE_COLUMNS = (*VALUE_COLUMNS, "score", "result")
-PROMPT_COLUMNS = (
-    *("prompt", "prompt_id", "prompt_idx", "doc_id", "question", "question_id", "problem", "problem_id"),
-    *("example", "example_id", "item", "item_id", "instance", "instance_id", "task_id"),
-)
 SAMPLE_COLUMNS = ("sample", "sample_id", "sample_idx", "completion", "rollout", "repeat", "attempt", "trial")
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 FIRST_HASH = 2**40  # prompts with a number below it keep that number; all others get a hash of their text
 STEP = "step"
-
-Row = tuple[int, Cells]  # its line number and cells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,38 +63,39 @@ class Layout:
         return scores
 
 
-def read_scores(path: Path, name: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Log]:
+def read_scores(path: Path, name: str, table: Table) -> list[Log]:
     """Return the runs of a table of scores; empty if it is none, such as a log with steps.
 
-    `columns`: all column names of the file, if it has a header. Raises StoreError if a run has several rows
-    that nothing tells apart.
+    Raises StoreError if a run has several rows that nothing tells apart.
     """
-    layout = _find_layout(rows, columns or list(dict.fromkeys(column for _, row in rows for column in row)))
+    layout = _find_layout(table)
     if layout is None:
         return []
-    runs: dict[tuple[str, ...], list[Row]] = {}
-    for line, row in rows:
-        runs.setdefault(layout.run_of(row), []).append((line, row))
-    unnamed = next((lines for run, lines in runs.items() if not all(run)), None)
-    if unnamed:
+    runs, groups = group_rows(table, [*layout.keys.values()])
+    unnamed = next((number for number, run in enumerate(runs) if not all(run)), None)
+    if unnamed is not None:
+        row = int(np.flatnonzero(groups == unnamed)[0])
         raise StoreError(
-            f"{printable(str(path))}, line {unnamed[0][0]}: no value in a column that names the run "
+            f"{printable(str(path))}, line {table.lines[row]}: no value in a column that names the run "
             f"({list_names([*layout.keys.values()])}); fill it in, or remove the line"
         )
-    if layout.prompt is not None:
-        return [_read_prompts(path, name, layout, run, run_rows) for run, run_rows in runs.items()]
-    if layout.step is not None and not _is_one_row_per_run(layout, rows, len(runs)):
-        return []
-    if [*layout.keys] == ["run"] and len(runs) < len(rows) and layout.keys["run"].lower() in MODEL_COLUMNS:
-        layout = replace(layout, keys={"arm": layout.keys["run"]})  # a model named twice is no run
-    if layout.step is None and [*layout.keys] == ["arm"] and not layout.benchmarks:
-        runs = {(*run, f"line {line}"): [(line, row)] for run, lines in runs.items() for line, row in lines}
-        layout = replace(layout, keys={**layout.keys, "run": "line"})
-    return [_read_final_scores(path, name, layout, run, run_rows) for run, run_rows in runs.items()]
+    if layout.prompt is None:
+        if layout.step is not None and not _is_one_row_per_run(layout, table, len(runs)):
+            return []
+        is_model = layout.keys.get("run", "").lower() in MODEL_COLUMNS
+        if [*layout.keys] == ["run"] and len(runs) < len(table) and is_model:
+            layout = replace(layout, keys={"arm": layout.keys["run"]})  # a model named twice is no run
+        if layout.step is None and [*layout.keys] == ["arm"] and not layout.benchmarks:
+            runs = [(*runs[group], f"line {line}") for group, line in zip(groups, table.lines, strict=True)]
+            groups, layout = np.arange(len(table)), replace(layout, keys={**layout.keys, "run": "line"})
+    read_run = _read_final_scores if layout.prompt is None else _read_prompts
+    tables = zip(runs, table.split(groups), strict=True)
+    return [read_run(path, name, layout, run, run_table) for run, run_table in tables]
 
 
-def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
+def _find_layout(table: Table) -> Layout | None:
     """Return the columns of a table of scores; None if no column names a run."""
+    columns = table.names()
     by_name = {column.strip().lower(): column for column in reversed(columns)}
 
     def find_column(names: Sequence[str]) -> str | None:
@@ -100,7 +103,7 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
 
     keys = {
         kind: column
-        for kind, column in find_key_columns(columns, rows, (*ARM_COLUMNS, *MODEL_COLUMNS)).items()
+        for kind, column in find_key_columns(table, columns, (*ARM_COLUMNS, *MODEL_COLUMNS)).items()
         if kind != "metric"
     }
     if [*keys] == ["arm"] and keys["arm"].lower() in MODEL_COLUMNS:
@@ -108,14 +111,13 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     step, prompt = find_column(STEP_COLUMNS), find_column(PROMPT_COLUMNS)
     if prompt is not None and keys.keys() == {"arm", "run", "seed"}:
         del keys["run"]  # it numbers the samples of a prompt
-    steps = {row.get(step, "") for _, row in rows} if step is not None else set()
-    if not keys or (prompt is not None and len(steps) > 1):
+    if not keys or (prompt is not None and len({*table.cells(step)}) > 1):
         return None
     score, metric = find_column(SCORE_COLUMNS), find_column(METRIC_COLUMNS)
     named_by = [find_column([column]) for column in BENCHMARK_COLUMNS]
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
-    if all(isinstance(row.get(column), float) for _, row in rows for column in benchmarks):
+    if all(len(table.columns[column].rows) == len(table) for column in benchmarks if column in table.columns):
         benchmarks = ()
     samples = {by_name[column] for column in SAMPLE_COLUMNS if column in by_name} if prompt else set()
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
@@ -129,28 +131,27 @@ def _find_layout(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     )
 
 
-def _is_one_row_per_run(layout: Layout, rows: Sequence[Row], num_runs: int) -> bool:
+def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:
     """Return True for final scores that also name the step of the evaluated checkpoint."""
-    num_steps = len({row.get(layout.step or "", "") for _, row in rows})
-    evaluated = {(layout.run_of(row), *layout.scores(row)) for _, row in rows}
-    return (
-        "seed" in layout.keys
-        and num_runs > 1
-        and len(evaluated) == len(rows)
-        and 2 * num_steps <= len(rows) + 1
-    )
+    num_steps = len({*table.cells(layout.step)})
+    if "seed" not in layout.keys or num_runs < 2 or 2 * num_steps > len(table) + 1:
+        return False
+    evaluated = {(layout.run_of(row), *layout.scores(row)) for _, row in table.iterate()}
+    return len(evaluated) == len(table)
 
 
-def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str], rows: Sequence[Row]) -> Log:
+def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str], table: Table) -> Log:
     """Return one run of a table of final scores: each metric has one value, at step 0."""
     scores: dict[str, float | str] = {}
     first_line: dict[str, int] = {}
-    for line, row in rows:
+    for line, row in table.iterate():
         for benchmark, score in layout.scores(row).items():
             if benchmark in scores:
-                raise _repeated_run_error(path, layout, run, rows[0][1], (first_line[benchmark], line))
+                raise _repeated_run_error(path, layout, run, table.names(), (first_line[benchmark], line))
             scores[benchmark], first_line[benchmark] = score, line
-    log = log_from_rows(path, [(rows[0][0], {STEP: 0.0, **scores})], STEP, [STEP, *scores])
+    builder = TableBuilder(table.place)
+    builder.add(int(table.lines[0]), {STEP: 0.0, **scores})
+    log = log_from_table(path, builder.build([STEP, *scores]), STEP)
     columns = " and ".join(layout.keys.values())
     guess = f"final scores, one row per {columns}: windows and step one do not apply"
     return replace(
@@ -159,26 +160,28 @@ def _read_final_scores(path: Path, name: str, layout: Layout, run: Sequence[str]
 
 
 def _repeated_run_error(
-    path: Path, layout: Layout, run: Sequence[str], row: Cells, lines: tuple[int, int]
+    path: Path, layout: Layout, run: Sequence[str], columns: list[str], lines: tuple[int, int]
 ) -> StoreError:
     values = ", ".join(f"{column}={text}" for column, text in zip(layout.keys.values(), run, strict=True))
     return StoreError(
         f"{printable(str(path))}, lines {lines[0]} and {lines[1]}: two rows of {printable(values)}, and no "
-        f"column with the step, the prompt or another seed; columns: {list_names([*row], 12)}; name the step "
-        "column with --step-column, or add a column 'seed' or 'prompt'"
+        f"column with the step, the prompt or another seed; columns: {list_names(columns, 12)}; name the "
+        "step column with --step-column, or add a column 'seed' or 'prompt'"
     )
 
 
-def _read_prompts(path: Path, name: str, layout: Layout, run: Sequence[str], rows: Sequence[Row]) -> Log:
+def _read_prompts(path: Path, name: str, layout: Layout, run: Sequence[str], table: Table) -> Log:
     """Return one run of a table of per-prompt scores: its series are over prompts, not steps."""
     assert layout.prompt is not None
-    numbered = [(line, {STEP: float(index), **layout.scores(row)}) for index, (line, row) in enumerate(rows)]
-    scores = dict.fromkeys(benchmark for _, row in numbered for benchmark in row if benchmark != STEP)
-    log = log_from_rows(path, numbered, STEP, [STEP, *scores])
-    prompts = np.array([number_prompt(row.get(layout.prompt, "")) for _, row in rows])
+    builder = TableBuilder(table.place)
+    for index, (line, row) in enumerate(table.iterate()):
+        builder.add(line, {STEP: float(index), **layout.scores(row)})
+    scored = builder.build()
+    log = log_from_table(path, replace(scored, header=[STEP, *scored.columns]), STEP)
+    prompts = np.array([number_prompt(cell) for cell in table.cells(layout.prompt)])
     metrics = {metric: average_by_prompt(series, prompts) for metric, series in log.metrics.items()}
     log = name_log(replace(log, metrics=metrics), name, dict(zip(layout.keys, run, strict=True)), "")
-    return replace(log, axis="prompts", guesses=(describe_prompts(log, layout.prompt, len(rows)),))
+    return replace(log, axis="prompts", guesses=(describe_prompts(log, layout.prompt, len(table)),))
 
 
 def describe_prompts(log: Log, column: str, num_rows: int) -> str:

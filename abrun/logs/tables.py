@@ -1,34 +1,34 @@
-"""Readers for tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers."""
+"""Readers for tables: CSV, JSON lines, Parquet, and the trainer_state.json of transformers.
 
-import codecs
+A file becomes columns block by block; none is ever whole in memory as rows.
+"""
+
 import csv
-import io
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from abrun.errors import StoreError
+from abrun.logs.cells import DOT_GROUPED, is_number_with_comma, shorten_cell
+from abrun.logs.columns import BLOCK_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable, wrap_read_errors
 from abrun.logs.rows import (
     STEP_COLUMNS,
     UNNAMED,
-    Cells,
-    TableMetrics,
-    build_series,
     flat_cells,
     parse_json,
-    shorten_cell,
+    series_of_table,
 )
-from abrun.regular_files import open_regular, read_regular
+from abrun.logs.texts import TextFile
+from abrun.regular_files import open_regular
 from abrun.runs.lines import LineParser, damaged_line_error
 
-GZIP = b"\x1f\x8b"
-MAX_UNPACKED_BYTES = 2**30  # bytes
-UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
@@ -40,107 +40,183 @@ RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
 SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
 METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")
+WITH_MARK = re.compile(r".*[.,].*")
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
 EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
 
-CsvLine = tuple[int, list[str]]  # line number of its end, and its cells
+# A row's identity is its text: a run may be named 007, and a prompt's number have twenty digits.
+KEY_COLUMNS = {*ARM_COLUMNS, *RUN_COLUMNS, *SEED_COLUMNS, *METRIC_COLUMNS}
+MODEL_COLUMNS = ("model", "model_name", "checkpoint")  # settings, in a table with steps
+BENCHMARK_COLUMNS = ("benchmark", "task", "dataset", "eval", "evaluation")
+PROMPT_COLUMNS = (
+    *("prompt", "prompt_id", "prompt_idx", "doc_id", "question", "question_id", "problem", "problem_id"),
+    *("example", "example_id", "item", "item_id", "instance", "instance_id", "task_id"),
+)
+KEY_COLUMNS |= {*MODEL_COLUMNS, *BENCHMARK_COLUMNS, *PROMPT_COLUMNS}
 
 
 # --- CSV ---
 
 
-def log_from_csv_lines(path: Path, lines: list[CsvLine], step_column: str | None = None) -> Log:
-    """Return the run in a CSV file's complete lines, header first. Empty cells are not recorded."""
-    header, rows, ambiguous = parse_csv_lines(path, lines, step_column)
-    return leave_out_columns(log_from_rows(path, rows, step_column, header), ambiguous)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvTable:
+    """Content of a CSV file; without columns if it has no complete line."""
+
+    header: Sequence[str]  # names by position, some of which may be the same
+    columns: Sequence[Column]  # by position
+    table: Table  # its rows, without columns
+    torn: bool
+    unended: bool  # the last line has no line end: it may still be being written
+    has_unended_row: bool  # it has as many cells as the header, and is the table's last row
+
+    def table_of(self, names: Mapping[int, str]) -> Table:
+        """Return the columns at some positions, under other names."""
+        columns = {name: self.columns[position] for position, name in names.items()}
+        filled = {name: column for name, column in columns.items() if len(column)}
+        return replace(self.table, columns=filled, header=[*columns])
+
+    def complete(self, table: Table) -> Table:
+        """Return the rows of lines that have an end."""
+        return table.head(len(table) - 1) if self.has_unended_row else table
+
+    def run_table(self, path: Path, step_column: str | None) -> tuple[Table, dict[str, str]]:
+        """Return the columns, and the problems of metrics of which two columns have the name."""
+        ambiguous = find_ambiguous_columns(path, self.header, step_column)
+        names = {index: name for index, name in enumerate(self.header) if name not in ambiguous}
+        return self.table_of(names), ambiguous
 
 
-def parse_csv_lines(
-    path: Path, lines: Sequence[CsvLine], step_column: str | None = None
-) -> tuple[list[str], list[tuple[int, Cells]], dict[str, str]]:
-    """Return the columns and the rows of a CSV file's complete lines, header first.
+def read_csv_table(path: Path, step_column: str | None, *, keeps_marks: bool = False) -> CsvTable:
+    """Return the content of a CSV file. Empty cells are not recorded.
 
-    Metrics of which two columns have the name are not among them; they come last, each with its problem.
+    `keeps_marks`: keep every cell with a point or a comma as text. This is needed only if some cell shows
+    that commas are decimal marks, or group digits.
     """
-    # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
-    header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(lines[0][1])]
-    ambiguous = _find_ambiguous_columns(path, header, step_column)
-    rows = [(number, cells) for number, cells in lines[1:] if not _is_comment(cells, header)]
-    for number, cells in rows:
-        _check_length(path, number, cells, header)
-    columns = [name for name in header if name not in ambiguous]
-    numbered_cells: list[tuple[int, Cells]] = []
-    for number, cells in rows:
-        row = dict(zip(header, cells, strict=True))
-        numbered_cells.append((number, {name: row[name] for name in columns} if ambiguous else row))
-    return columns, numbered_cells, ambiguous
+    content = _CsvReader(path, step_column, keeps_marks).read()
+    texts = chain.from_iterable(column.texts for column in content.columns)
+    if keeps_marks or not any(map(is_number_with_comma, texts)):
+        return content
+    return read_csv_table(path, step_column, keeps_marks=True)
+
+
+class _CsvReader:
+    """Reader of a CSV file. A resumed writer may repeat the header, with other columns."""
+
+    def __init__(self, path: Path, step_column: str | None, keeps_marks: bool) -> None:
+        self.path, self.step_column, self.keeps_marks = path, step_column, keeps_marks
+        self.builder = TableBuilder(path_text(path))
+        self.first_header: list[str] = []
+        self.header: list[str] = []
+        self.columns: list[ColumnBuilder] = []
+        self.positions: list[int] = []  # of the cells of a row, after the last header
+
+    def read(self) -> CsvTable:
+        file, place = TextFile(self.path), path_text(self.path)
+        csv.field_size_limit(MAX_CELL_CHARS)
+        lines, num_skipped, delimiter = _skip_comments(file.text_lines())
+        reader = csv.reader(lines, strict=True, delimiter=delimiter)
+        numbers, rows = list[int](), list[list[str]]()  # line numbers of the ends of rows, and their cells
+        num_lines, torn, problem = num_skipped, False, ""
+        while not torn:
+            start = len(rows)
+            try:
+                rows.extend(islice(reader, max(1, BLOCK_CELLS // (len(self.header) or BLOCK_CELLS))))
+            except csv.Error as error:
+                torn, problem = True, error_text(error)
+            if len(rows) == start and not torn:
+                break
+            numbers += _number_lines(rows[start:], num_lines, num_skipped + reader.line_num)
+            num_lines = numbers[-1] if numbers else num_lines
+            # An open quote at the end of the file is a torn line, or starts far above and swallowed the rest.
+            is_last_line = num_skipped + reader.line_num == num_lines + 1
+            if torn and not ("unexpected end of data" in problem and is_last_line):
+                raise StoreError(f"{place}, line {num_lines + 1}: not valid CSV: {problem}")
+            self._add(numbers[:-1], rows[:-1])  # the last line waits: it may have no end
+            numbers, rows = numbers[-1:], rows[-1:]
+        is_unended = bool(rows and rows[0]) and not (torn or file.ended)
+        if not is_unended:
+            self._add(numbers, rows)
+        is_whole = is_unended and bool(self.header) and len(rows[0]) == len(self.positions)
+        if is_whole:
+            self._add(numbers, rows)
+        return CsvTable(
+            header=self.header,
+            columns=[column.build() for column in self.columns],
+            table=self.builder.build(),
+            torn=torn or file.torn or is_unended,
+            unended=is_unended,
+            has_unended_row=is_whole,
+        )
+
+    def _add(self, numbers: Sequence[int], rows: Sequence[list[str]]) -> None:
+        if not all(rows):  # blank lines
+            numbers = [number for number, cells in zip(numbers, rows, strict=True) if cells]
+            rows = [cells for cells in rows if cells]
+        if rows and not self.header:
+            self.first_header = rows[0]
+            # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
+            self.header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(rows[0])]
+            self.columns = [ColumnBuilder() for _ in self.header]
+            self.positions = [*range(len(self.header))]
+            numbers, rows = numbers[1:], rows[1:]
+        has_no_name = ({*self.first_header, *self.header} - {""}).isdisjoint
+        headers = [index for index, cells in enumerate(rows) if not has_no_name(cells)]
+        start = 0
+        for index in headers:
+            if _is_header(rows[index], self.first_header):
+                self._add_rows(numbers[start:index], rows[start:index])
+                self._repeat_header(rows[index])
+                start = index + 1
+        self._add_rows(numbers[start:], rows[start:])
+
+    def _repeat_header(self, cells: Sequence[str]) -> None:
+        names = [name.removeprefix(COMMENT).strip() for name in cells]
+        _check_unique_columns(self.path, self.header)
+        _check_unique_columns(self.path, names)
+        for name in names:
+            if name not in self.header:
+                self.header.append(name)
+                self.columns.append(ColumnBuilder())
+        self.positions = [self.header.index(name) for name in names]
+
+    def _add_rows(self, numbers: Sequence[int], rows: Sequence[list[str]]) -> None:
+        width = len(self.positions)
+        if {*map(len, rows)} - {width}:
+            numbered = [
+                (number, cells)
+                for number, cells in zip(numbers, rows, strict=True)
+                if not (cells[0].startswith(COMMENT) and len(cells) != width)
+            ]
+            for number, cells in numbered:
+                if len(cells) != width:
+                    raise StoreError(
+                        f"{path_text(self.path)}, line {number}: got {len(cells)} cells; the header has "
+                        f"{width}: fix the line or write the file again"
+                    )
+            numbers, rows = [number for number, _ in numbered], [cells for _, cells in numbered]
+        first_row = self.builder.add_lines(numbers)
+        for position, cells in zip(self.positions, zip(*rows, strict=True), strict=bool(rows)):
+            name, column = self.header[position], self.columns[position]
+            if name.lower() in KEY_COLUMNS:
+                self.builder.add_texts(column, first_row, cells)
+            elif self.keeps_marks:
+                self.builder.add_cells(column, first_row, cells, ".,", WITH_MARK)
+            elif name == self.step_column or name.lower() in STEP_COLUMNS:
+                self.builder.add_cells(column, first_row, cells, ".", DOT_GROUPED)
+            else:
+                self.builder.add_cells(column, first_row, cells)
+
+
+def log_from_table(path: Path, table: Table, step_column: str | None) -> Log:
+    """Return the run in a table with a column per metric."""
+    return series_of_table(table, step_column).as_log(name=path.name, place=table.place)
 
 
 def leave_out_columns(log: Log, ambiguous: Mapping[str, str]) -> Log:
     """Return a log with a note on each column that was left out; a claim on one is refused."""
     notes = [f"not read: {problem}" for problem in ambiguous.values()]
     return replace(log, unread={**log.unread, **ambiguous}, notes=(*log.notes, *notes))
-
-
-def log_from_rows(
-    path: Path, rows: Iterable[tuple[int, Cells]], step_column: str | None, columns: Sequence[str] = ()
-) -> Log:
-    """Return the run in a file's rows, each given with its line number."""
-    lines, cells = [], []
-    for line, row in rows:
-        lines.append(line)
-        cells.append(row)
-    return _make_log(path, build_series(cells, _path_text(path), step_column, columns, lines))
-
-
-def read_csv_lines(path: Path) -> tuple[list[CsvLine], list[CsvLine], bool]:
-    """Return the complete lines with their line numbers, a last line without a line end, and True if torn.
-
-    The last line may still be being written, so it is kept apart.
-    """
-    content, torn = _read_content(path)
-    csv.field_size_limit(MAX_CELL_CHARS)
-    text, num_skipped, delimiter = _skip_comments(_decode(path, content))
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
-    lines: list[CsvLine] = []
-    last_line = 0
-    try:
-        for cells in reader:
-            last_line = reader.line_num
-            if cells:
-                lines.append((num_skipped + last_line, cells))
-    except csv.Error as error:
-        # An open quote at the end of the file is a torn line, or starts far above and swallowed the rest.
-        if "unexpected end of data" in str(error) and reader.line_num == last_line + 1:
-            return lines, [], True
-        raise StoreError(
-            f"{_path_text(path)}, line {num_skipped + last_line + 1}: not valid CSV: {_error_text(error)}"
-        ) from None
-    unended: list[CsvLine] = []
-    if lines and not content.endswith((b"\n", b"\r")):
-        lines, unended, torn = lines[:-1], lines[-1:], True
-    return _merge_headers(path, lines), unended, torn
-
-
-def _merge_headers(path: Path, lines: list[CsvLine]) -> list[CsvLine]:
-    """Merge later headers, which a resumed writer may repeat with other columns, into the first."""
-    first_header = lines[0][1] if lines else []
-    header_indices = {i for i, (_, cells) in enumerate(lines) if i and _is_header(cells, first_header)}
-    if not header_indices:
-        return lines
-    header, rows = [name.strip() for name in first_header], []
-    _check_unique_columns(path, header)
-    columns = dict.fromkeys(header)
-    for index, (number, cells) in enumerate(lines[1:], 1):
-        if index in header_indices:
-            header = [name.removeprefix(COMMENT).strip() for name in cells]
-            _check_unique_columns(path, header)
-            columns |= dict.fromkeys(header)
-        elif not _is_comment(cells, header):
-            _check_length(path, number, cells, header)
-            rows.append((number, dict(zip(header, cells, strict=True))))
-    return [(lines[0][0], [*columns]), *((n, [row.get(name, "") for name in columns]) for n, row in rows)]
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
@@ -151,43 +227,46 @@ def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:
     return cells == header or (2 * len(common) >= len(header) and not has_number)
 
 
-def _check_length(path: Path, number: int, cells: Sequence[str], header: Sequence[str]) -> None:
-    if len(cells) != len(header):
-        raise StoreError(
-            f"{_path_text(path)}, line {number}: got {len(cells)} cells; the header has {len(header)}: "
-            "fix the line or write the file again"
-        )
+def _number_lines(rows: Sequence[Sequence[str]], num_lines: int, num_read: int) -> Iterable[int]:
+    """Return the number of the line at which each row ends; `num_lines` precede them."""
+    if num_lines + len(rows) == num_read:
+        return range(num_lines + 1, num_read + 1)
+    numbers = []
+    for cells in rows:  # a quoted cell may hold line ends
+        joined = "".join(cells)
+        num_lines += 1 + joined.count("\n") + joined.count("\r") - joined.count("\r\n")
+        numbers.append(num_lines)
+    return numbers
 
 
-def _skip_comments(text: str) -> tuple[str, int, str]:
-    """Return the text from the header on, the number of lines above it, and the delimiter.
+def _skip_comments(lines: Iterator[str]) -> tuple[Iterator[str], int, str]:
+    """Return the lines from the header on, the number of lines above it, and the delimiter.
 
     The header may itself begin with `#` if the line below has as many cells.
     """
     num_skipped, last_comment, delimiter = 0, "", ""
-    while text:
-        line, _, rest = text.partition("\n")
-        excel = EXCEL_DELIMITER.fullmatch(line.strip("\r"))
+    for first_line in lines:
+        line = first_line.strip("\r\n")
+        excel = EXCEL_DELIMITER.fullmatch(line)
         if not (line.startswith(COMMENT) or excel or (num_skipped and not line.strip())):
             break
-        text, num_skipped, last_comment = rest, num_skipped + 1, line if line.strip() else last_comment
+        num_skipped, last_comment = num_skipped + 1, line if line.strip() else last_comment
         delimiter = excel[1] if excel else delimiter
-    first_line, second_line = [*text.split("\n", 2), ""][:2]
+    else:
+        first_line = ""
+    second_line = next(lines, "")
     if not delimiter:  # equally frequent in the header and below it, else most frequent in the header
         counts = {mark: first_line.count(mark) for mark in DELIMITERS}
         delimiter = max(counts, key=lambda mark: (0 < counts[mark] == second_line.count(mark), counts[mark]))
-    cells = first_line.split(delimiter)
+    start = [line for line in (first_line, second_line) if line]
     header = last_comment.removeprefix(COMMENT).strip()
-    if header and len(cells) == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first_line):
-        return f"{header}\n{text}", num_skipped - 1, delimiter
-    return text, num_skipped, delimiter
+    num_cells = len(first_line.split(delimiter))
+    if header and num_cells == len(header.split(delimiter)) and not re.search(r"[^\W\d_]{4}", first_line):
+        return chain([f"{header}\n", *start], lines), num_skipped - 1, delimiter
+    return chain(start, lines), num_skipped, delimiter
 
 
-def _is_comment(cells: Sequence[str], header: Sequence[str]) -> bool:
-    return cells[0].startswith(COMMENT) and len(cells) != len(header)
-
-
-def _find_ambiguous_columns(path: Path, names: Sequence[str], step_column: str | None) -> dict[str, str]:
+def find_ambiguous_columns(path: Path, names: Sequence[str], step_column: str | None) -> dict[str, str]:
     """Return the metrics that two columns are named after, each with its problem.
 
     Raises StoreError for a table without a step, where any column may name the runs, and for a column that
@@ -210,50 +289,56 @@ def _check_unique_columns(path: Path, names: Sequence[str]) -> None:
 
 def _duplicate_columns(path: Path, names: Sequence[str]) -> dict[str, str]:
     duplicates = sorted(name for name, count in Counter(names).items() if name and count > 1)
-    problem = f"{_path_text(path)}: duplicate column '{{}}'; rename one of them"
+    problem = f"{path_text(path)}: duplicate column '{{}}'; rename one of them"
     return {name: problem.format(printable(name[:80])) for name in duplicates}
 
 
 # --- JSON ---
 
 
-def read_json_rows(path: Path) -> tuple[list[tuple[int, Cells]], list[str]]:
-    """Return the flat rows of JSON lines or of a list with their line numbers, and notes on a torn end.
+def read_json_table(path: Path) -> tuple[Table, list[str]]:
+    """Return the flat rows of JSON lines or of a list, and notes on a torn end.
 
     Nested names are joined by '/'; NaN and Infinity may be bare or quoted.
     """
-    content, torn = _read_content(path)
-    if content.lstrip().startswith(b"["):
-        numbered, notes = list(enumerate(_parse_list(path, content), 1)), []
+    file, notes = TextFile(path), list[str]()
+    lines = enumerate(file.lines(), 1)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        notes.append(NOTHING_RECORDED)
+    if first is not None and first[1].lstrip().startswith(b"["):
+        rows = enumerate(_parse_list(path, TextFile(path).content()), 1)
     else:
-        numbered, notes = _parse_objects(path, content.split(b"\n"))
-    rows: list[tuple[int, Cells]] = [
-        (number, dict(flat_cells(_unwrap_envelope(row)))) for number, row in numbered if not _is_summary(row)
-    ]
-    return rows, notes or [TORN_NOTE] * torn
+        rows = _parse_objects(path, chain([first] if first else [], lines), notes)
+    builder = TableBuilder(path_text(path))
+    for number, row in rows:
+        if not _is_summary(row):
+            row = _unwrap_envelope(row)
+            is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
+            builder.add(number, row if is_flat else dict(flat_cells(row)))
+    return builder.build(), notes or [TORN_NOTE] * file.torn
 
 
-def _parse_objects(path: Path, lines: Sequence[bytes]) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    last_index = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
-    rows, parser = [], LineParser()
-    notes = [] if last_index >= 0 else [NOTHING_RECORDED]
-    for index, line in enumerate(lines):
-        if not line.strip():
+def _parse_objects(
+    path: Path, lines: Iterator[tuple[int, bytes]], notes: list[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    parser = LineParser()
+    for number, line in lines:
+        if not line or line.isspace():
             continue
         if not parser.is_intact(line):
-            raise damaged_line_error(_path_text(path), f"line {index + 1}", line)
-        row = _parse_object(line)
-        if row is not None:
-            rows.append((index + 1, row))
-        elif index == last_index and line.lstrip().startswith(b"{"):
-            notes.append(TORN_NOTE)
+            raise damaged_line_error(path_text(path), f"line {number}", line)
+        row = parse_json(line)
+        if isinstance(row, dict):
+            yield number, row
+        elif line.lstrip().startswith(b"{") and not any(line.strip() for _, line in lines):
+            notes.append(TORN_NOTE)  # the last line
         else:
             excerpt = printable(line[:40].decode(errors="replace"))
             raise StoreError(
-                f"{_path_text(path)}, line {index + 1}: got '{excerpt}'; expected a JSON object: "
+                f"{path_text(path)}, line {number}: got '{excerpt}'; expected a JSON object: "
                 "remove the line or write the file again"
             )
-    return rows, notes
 
 
 def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
@@ -261,7 +346,7 @@ def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         excerpt = printable(content[:40].decode(errors="replace"))
         raise StoreError(
-            f"{_path_text(path)}, line 1: got '{excerpt}'; expected a JSON object in every line, or one list "
+            f"{path_text(path)}, line 1: got '{excerpt}'; expected a JSON object in every line, or one list "
             "of objects: write the file again"
         )
     return rows
@@ -272,42 +357,69 @@ def _is_summary(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get("log_history"), list)
 
 
-def widen_rows(rows: Sequence[tuple[int, Cells]], step_column: str | None) -> Iterator[tuple[int, Cells]]:
+def widen_table(table: Table, step_column: str | None) -> Table:
     """Convert long rows, `{"step": 1, "name": "loss", "value": 0.5}`, to rows with a column per metric.
 
     The keys may be nested, like fms-hf-tuning's `data/step` and `data/value`. Other rows stay unchanged.
     """
-    metric, value = find_long_columns(rows)
+    metric, value = find_long_columns(table)
+    if not metric:
+        return table
+    is_long, metrics = np.zeros(len(table), bool), table.columns[metric]
+    is_long[metrics.text_rows] = True
+    has_value = np.zeros(len(table), bool)
+    values = table.columns[value]
+    has_value[values.rows] = has_value[values.text_rows] = True
+    is_long &= has_value
+    columns: dict[str, Column] = {}
 
-    def is_step(name: str) -> bool:
-        return name == step_column or name.lower() in STEP_COLUMNS
+    def add(name: str, column: Column) -> None:
+        if len(column):
+            columns[name] = columns[name].merge(column) if name in columns else column
 
-    for number, row in rows:
-        if not isinstance(row.get(metric), str) or value not in row:
-            yield number, row
-            continue
-        cells = {name if is_step(name) else name.rpartition("/")[2]: cell for name, cell in row.items()}
-        steps = {name: cell for name, cell in cells.items() if is_step(name)}
-        yield number, steps | {str(row[metric]).strip(): row[value]}
+    for name, column in table.columns.items():
+        add(name, column.select(~is_long))
+        long_name = name if _is_step(name, step_column) else name.rpartition("/")[2]
+        if _is_step(long_name, step_column):
+            add(long_name, column.select(is_long))
+    metric_numbers: dict[str, int] = {}
+    groups = np.zeros(len(table), np.int64)
+    for row, text in zip(metrics.text_rows, metrics.texts, strict=True):
+        groups[row] = metric_numbers.setdefault(text.strip(), len(metric_numbers))
+    parts = values.select(is_long).split(groups)
+    for name, number in metric_numbers.items():
+        if number in parts:
+            add(name, parts[number])
+    return replace(table, columns=columns, header=())
 
 
-def find_long_columns(rows: Sequence[tuple[int, Cells]]) -> tuple[str, str]:
+def _is_step(name: str, step_column: str | None) -> bool:
+    return name == step_column or name.lower() in STEP_COLUMNS
+
+
+def find_long_columns(table: Table) -> tuple[str, str]:
     """Return the columns that hold a metric's name and its value; empty strings if no row has both."""
-    keys = (
-        (_find_by_last_part(row, METRIC_COLUMNS), _find_by_last_part(row, VALUE_COLUMNS)) for _, row in rows
-    )
-    return next(((metric, value) for metric, value in keys if metric and value), ("", ""))
+    if table.header:
+        return find_long_names(table.header)
+    has_cells = np.zeros((2, len(table)), bool)
+    for index, words in enumerate((METRIC_COLUMNS, VALUE_COLUMNS)):
+        for name, column in table.columns.items():
+            if name.rpartition("/")[2].lower() in words:
+                has_cells[index, column.rows] = has_cells[index, column.text_rows] = True
+    rows = np.flatnonzero(has_cells.all(0))
+    return find_long_names(table.row(int(rows[0]))) if len(rows) else ("", "")
+
+
+def find_long_names(names: Iterable[str]) -> tuple[str, str]:
+    """Return the names of a long row's metric and value; empty strings if one is missing."""
+    metric, value = (_find_by_last_part(names, words) for words in (METRIC_COLUMNS, VALUE_COLUMNS))
+    return (metric, value) if metric and value else ("", "")
 
 
 def _find_by_last_part(names: Iterable[str], words: Sequence[str]) -> str | None:
     """Return the column whose last path part is the first of `words` that occurs."""
     names_by_last_part = {name.rpartition("/")[2].lower(): name for name in names}
     return next((names_by_last_part[word] for word in words if word in names_by_last_part), None)
-
-
-def _parse_object(text: bytes) -> dict[str, Any] | None:
-    row = parse_json(text)
-    return row if isinstance(row, dict) else None
 
 
 def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
@@ -318,32 +430,28 @@ def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     """Read the trainer_state.json of transformers (and TRL), with the metric names of its other loggers."""
-    state = _parse_object(_read_content(path)[0])
-    history = state.get("log_history") if state else None
+    state = parse_json(TextFile(path).content())
+    history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
-            f"{_path_text(path)}: expected a trainer_state.json of transformers with a log_history"
+            f"{path_text(path)}: expected a trainer_state.json of transformers with a log_history"
         )
-    rows = [dict(_rename_as_logged(dict(flat_cells(row)))) for row in history]
-    return _make_log(path, build_series(rows, _path_text(path), step_column))
+    table = table_of((dict(flat_cells(row)) for row in history), path_text(path))
+    return log_from_table(path, table.rename(_name_as_logged), step_column)
 
 
-def _rename_as_logged(row: Cells) -> Iterator[tuple[str, float | str]]:
-    """Rename metrics like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
-    for name, value in row.items():
-        if name == "step":
-            yield name, value
-        elif name.startswith(("eval_", "test_")):
-            yield name.replace("_", "/", 1), value
-        else:
-            yield f"train/{name}", value
+def _name_as_logged(name: str) -> str:
+    """Rename a metric like transformers' `rewrite_logs`: eval_x to eval/x, test_x to test/x, x to train/x."""
+    if name == "step":
+        return name
+    return name.replace("_", "/", 1) if name.startswith(("eval_", "test_")) else f"train/{name}"
 
 
 # --- Parquet ---
 
 
-def read_parquet_rows(path: Path) -> tuple[list[dict[str, float | str]], list[str], list[str]]:
-    """Return the rows and columns of a Parquet file, and notes on a torn or empty one.
+def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
+    """Return the content of a Parquet file, and notes on a torn or empty one.
 
     A null is not recorded (pandas writes NaN as null).
     """
@@ -352,10 +460,11 @@ def read_parquet_rows(path: Path) -> tuple[list[dict[str, float | str]], list[st
         size = file.seek(0, 2)
         file.seek(max(0, size - len(PARQUET_MAGIC)))
         end = file.read()
+    empty = Table(place=path_text(path), columns={}, lines=[], line_word="row")
     if not size:
-        return [], [], [NOTHING_RECORDED]
+        return empty, [NOTHING_RECORDED]
     if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
-        return [], [], [NO_FOOTER_NOTE]
+        return empty, [NO_FOOTER_NOTE]
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -372,96 +481,39 @@ def read_parquet_rows(path: Path) -> tuple[list[dict[str, float | str]], list[st
             num_values = file.metadata.num_rows * len(numeric + texts)
             if num_values > MAX_VALUES:  # a tiny file can claim this many by repeating a value
                 raise StoreError(
-                    f"{_path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
+                    f"{path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
                 )
             table = file.read(columns=numeric + texts).combine_chunks()
-            columns = [
-                [text and shorten_cell(text) for text in column.to_pylist()]
-                if column.type in text_types
-                else column.cast(pa.float64(), safe=False).to_pylist()
-                for column in table.columns
-            ]
+            columns = {
+                name: _parquet_column(column, is_text=column.type in text_types)
+                for name, column in zip(table.column_names, table.columns, strict=True)
+            }
     except StoreError:
         raise
     except Exception as error:  # from Arrow or the system: invalid text, out of memory
-        raise StoreError(f"{_path_text(path)}: not valid Parquet: {_error_text(error)}") from None
-    rows: list[dict[str, float | str]] = [{} for _ in range(table.num_rows)]
-    for name, values in zip(table.column_names, columns, strict=True):
-        for row, value in zip(rows, values, strict=True):
-            if value is not None:
-                row[name] = value
-    return rows, schema.names, []
+        raise StoreError(f"{path_text(path)}: not valid Parquet: {error_text(error)}") from None
+    filled = {name: column for name, column in columns.items() if len(column)}
+    lines = np.arange(1, table.num_rows + 1)
+    return replace(empty, columns=filled, lines=lines, header=schema.names), []
 
 
-def log_from_parquet_rows(
-    path: Path, rows: Sequence[Cells], columns: Sequence[str], notes: Sequence[str], step_column: str | None
-) -> Log:
-    """Return the run in the rows of a Parquet file with one column per metric."""
-    metrics = TableMetrics() if notes else build_series(rows, _path_text(path), step_column, columns)
-    return _make_log(path, metrics, notes)
+def _parquet_column(column: Any, *, is_text: bool) -> Column:  # a ChunkedArray of text or numbers
+    import pyarrow as pa
+
+    rows = np.flatnonzero(column.is_valid().to_numpy()).astype(np.int32)
+    column = column.drop_null()
+    no_rows = np.empty(0, np.int32)
+    if not is_text:
+        values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+        return Column(rows, values, no_rows, [])
+    texts = [shorten_cell(text) for text in column.to_pylist()]
+    is_filled = np.array([bool(text.strip()) for text in texts], bool)
+    return Column(no_rows, np.empty(0), rows[is_filled], [text for text in texts if text.strip()])
 
 
-# --- files ---
-
-
-def _read_content(path: Path) -> tuple[bytes, bool]:
-    """Return a file's bytes, decompressed and as UTF-8 without byte order mark, and True if its end is torn.
-
-    Raises StoreError.
-    """
-    with wrap_read_errors(path):
-        content = read_regular(path)
-    torn = False
-    if content.startswith(GZIP):
-        content, torn = _decompress(path, content)
-    encoding = UTF_16.get(content[:2])
-    if encoding:
-        text, read = codecs.getincrementaldecoder(encoding)("replace").decode(content[2:]), len(content)
-        return text.encode(errors="replace"), torn or read % 2 == 1
-    return content.removeprefix(codecs.BOM_UTF8), torn
-
-
-def _decompress(path: Path, content: bytes) -> tuple[bytes, bool]:
-    """Return the concatenated content of all gzip members, and True if the last one is torn."""
-    chunks: list[bytes] = []
-    size = 0
-    while content.startswith(GZIP):
-        member = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        try:
-            chunks.append(member.decompress(content, MAX_UNPACKED_BYTES - size + 1))
-        except zlib.error as error:
-            raise StoreError(
-                f"{_path_text(path)}: damaged gzip file ({error}); write the file again"
-            ) from None
-        size += len(chunks[-1])
-        if size > MAX_UNPACKED_BYTES:
-            raise StoreError(
-                f"{_path_text(path)}: unpacks to more than {MAX_UNPACKED_BYTES} bytes; log less often"
-            )
-        if not member.eof:
-            return b"".join(chunks), True
-        content = member.unused_data
-    return b"".join(chunks), False
-
-
-def _decode(path: Path, content: bytes) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        if error.reason == "unexpected end of data":  # torn inside a character
-            return content[: error.start].decode()
-        raise StoreError(
-            f"{_path_text(path)}: byte {error.start} is not UTF-8; expected a CSV file: save it as UTF-8"
-        ) from None
-
-
-def _make_log(path: Path, metrics: TableMetrics, notes: Sequence[str] = ()) -> Log:
-    return metrics.as_log(name=path.name, place=_path_text(path), notes=notes)
-
-
-def _path_text(path: Path) -> str:
+def path_text(path: Path) -> str:
     return printable(str(path))
 
 
-def _error_text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     return printable(" ".join(str(error).split())[:200])

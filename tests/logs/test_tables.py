@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs import Log, read_log, read_logs, tables
+from abrun.logs import Log, read_log, read_logs, texts
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import open_sources
-from abrun.regular_files import read_regular
+from abrun.regular_files import open_regular
 from abrun.report.comparing import with_options
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -162,12 +162,12 @@ def test_a_table_of_a_run_that_may_not_be_read_is_not_called_damaged(
         (tmp_path / f"a-s{seed}.csv").write_text("step,reward\n1,0.1\n")
     denied = tmp_path / "a-s1.csv"
 
-    def read(path: Path, *arguments: Any, **options: Any) -> Any:
+    def read(path: Path) -> Any:
         if path == denied:
             raise PermissionError(13, "Permission denied", str(path))
-        return read_regular(path, *arguments, **options)
+        return open_regular(path)
 
-    monkeypatch.setattr(tables, "read_regular", read)
+    monkeypatch.setattr(texts, "open_regular", read)
     _, log = read_logs(str(tmp_path))
     assert (log.status, log.forbidden) == ("unreadable", True) and "Permission denied" in log.failure
 

@@ -1,0 +1,393 @@
+"""Tables in memory: each column holds its numbers in arrays, and its texts beside them.
+
+Rows arrive in blocks, so that a file of millions of rows never exists as Python objects: a number takes 12
+bytes here, and some 90 as a row of a dictionary.
+"""
+
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from abrun.errors import StoreError
+from abrun.logs.cells import parse_number, shorten_cell, to_float
+from abrun.stats.series import Array
+
+BLOCK_CELLS = 1 << 16  # that are converted together
+MAX_NUMBERS = 2**26  # of a table: 0.8 GB
+MAX_TEXTS = 2**23  # of a table, those that repeat in a column apart
+MAX_SHARED = 10_000  # different texts of a column that are kept once, such as names of arms
+
+Rows = NDArray[np.int32]
+Cell = float | str
+Cells = Mapping[str, Cell]  # of one row: numbers, and texts that may be numbers
+PLAIN_TYPES = {int, float}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """Cells of a column; a row without a cell is in neither list of rows."""
+
+    rows: Rows  # [N] ascending, the rows with a number
+    values: Array  # [N]
+    text_rows: Rows  # [M] ascending, the rows with a text
+    texts: Sequence[str]  # [M] neither empty nor blank
+    has_plain: bool = True  # some number is written without a point
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.texts)
+
+    def cells(self, num_rows: int) -> list[Cell]:
+        """Return the cell of every row; an empty text where there is none."""
+        cells: list[Cell] = [""] * num_rows
+        for row, cell in chain(
+            zip(self.rows.tolist(), self.values.tolist(), strict=True),
+            zip(self.text_rows.tolist(), self.texts, strict=True),
+        ):
+            cells[row] = cell
+        return cells
+
+    def select(self, is_selected: NDArray[np.bool_], new_rows: Rows | None = None) -> "Column":
+        """Return the cells of the selected rows; `new_rows`: the number that each old row gets."""
+        numbers, texts = is_selected[self.rows], is_selected[self.text_rows]
+        rows, text_rows = self.rows[numbers], self.text_rows[texts]
+        if new_rows is not None:
+            rows, text_rows = new_rows[rows], new_rows[text_rows]
+        kept_texts = [self.texts[index] for index in np.flatnonzero(texts)]
+        return replace(self, rows=rows, values=self.values[numbers], text_rows=text_rows, texts=kept_texts)
+
+    def split(self, groups: NDArray[np.int64], new_rows: Rows | None = None) -> dict[int, "Column"]:
+        """Return the cells of each group that has some; `groups` has a number from 0 for each row."""
+        num_groups = int(groups.max(initial=0)) + 1
+        orders = [np.argsort(groups[rows], kind="stable") for rows in (self.rows, self.text_rows)]
+        counts = [np.bincount(groups[rows], minlength=num_groups) for rows in (self.rows, self.text_rows)]
+        ends = [np.cumsum(group_counts) for group_counts in counts]
+        parts: dict[int, Column] = {}
+        for group in np.flatnonzero(counts[0] + counts[1]).tolist():
+            numbers, texts = (
+                order[group_ends[group] - group_counts[group] : group_ends[group]]
+                for order, group_counts, group_ends in zip(orders, counts, ends, strict=True)
+            )
+            rows, text_rows = self.rows[numbers], self.text_rows[texts]
+            if new_rows is not None:
+                rows, text_rows = new_rows[rows], new_rows[text_rows]
+            group_texts = [self.texts[index] for index in texts]
+            parts[group] = Column(rows, self.values[numbers], text_rows, group_texts, self.has_plain)
+        return parts
+
+    def merge(self, other: "Column") -> "Column":
+        """Return the cells of both; where both have one, that of `other`."""
+        is_free = np.ones(1 + max(map(_last_row, (self, other))), bool)
+        is_free[other.rows] = is_free[other.text_rows] = False
+        kept = self.select(is_free)
+        rows = np.concatenate([kept.rows, other.rows])
+        text_rows = np.concatenate([kept.text_rows, other.text_rows])
+        order, text_order = np.argsort(rows, kind="stable"), np.argsort(text_rows, kind="stable")
+        texts = [*kept.texts, *other.texts]
+        return Column(
+            rows[order],
+            np.concatenate([kept.values, other.values])[order],
+            text_rows[text_order],
+            [texts[index] for index in text_order],
+            self.has_plain or other.has_plain,
+        )
+
+
+def _last_row(column: Column) -> int:
+    return max((int(rows[-1]) for rows in (column.rows, column.text_rows) if len(rows)), default=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """Rows of one file or one run, as columns in the order of their first cells."""
+
+    place: str  # for messages
+    columns: Mapping[str, Column]
+    lines: Sequence[int] | NDArray[np.int64]  # [R] number of each row's line
+    line_word: str = "line"  # "row" if the numbers are not those of lines
+    header: Sequence[str] = ()  # names of all columns, if the file states them
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def names(self) -> list[str]:
+        return list(self.header or self.columns)
+
+    def describe_row(self, row: int) -> str:
+        return f"{self.line_word} {self.lines[row]}"
+
+    def cells(self, name: str | None) -> list[Cell]:
+        """Return the cell of every row in a column; empty texts for a column that does not exist."""
+        column = self.columns.get(name) if name is not None else None
+        return column.cells(len(self)) if column else [""] * len(self)
+
+    def iterate(self) -> Iterator[tuple[int, dict[str, Cell]]]:
+        """Yield each row's line number and cells."""
+        num_rows = max(1, BLOCK_CELLS // (len(self.columns) or 1))
+        for start in range(0, len(self), num_rows):
+            lines = self.lines[start : start + num_rows]
+            block: list[dict[str, Cell]] = [{} for _ in lines]
+            for name, column in self.columns.items():
+                for row, cell in enumerate(_slice_cells(column, start, len(block))):
+                    if cell != "":
+                        block[row][name] = cell
+            yield from zip(map(int, lines), block, strict=True)
+
+    def row(self, index: int) -> dict[str, Cell]:
+        """Return the cells of one row."""
+        cells = {name: _slice_cells(column, index, 1)[0] for name, column in self.columns.items()}
+        return {name: cell for name, cell in cells.items() if cell != ""}
+
+    def head(self, num_rows: int) -> "Table":
+        """Return the first rows."""
+        is_selected = np.arange(len(self)) < num_rows
+        return self.select(is_selected)
+
+    def select(self, is_selected: NDArray[np.bool_]) -> "Table":  # [R]
+        """Return the selected rows."""
+        new_rows = (np.cumsum(is_selected) - 1).astype(np.int32)
+        columns = {name: column.select(is_selected, new_rows) for name, column in self.columns.items()}
+        return replace(
+            self,
+            lines=np.asarray(self.lines)[is_selected],
+            columns={name: column for name, column in columns.items() if len(column)},
+        )
+
+    def split(self, groups: Sequence[int] | NDArray[np.int64]) -> list["Table"]:
+        """Return a table per group; `groups` [R] has a number from 0 for each row."""
+        numbers, lines = np.asarray(groups), np.asarray(self.lines)
+        if not len(numbers):
+            return []
+        if not numbers.any():
+            return [self]
+        order = np.argsort(numbers, kind="stable")
+        counts = np.bincount(numbers)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        new_rows = np.empty(len(numbers), np.int32)
+        new_rows[order] = np.arange(len(numbers)) - np.repeat(starts[:-1], counts)
+        columns: list[dict[str, Column]] = [{} for _ in counts]
+        for name, column in self.columns.items():
+            for group, part in column.split(numbers, new_rows).items():
+                columns[group][name] = part
+        return [
+            replace(self, columns=columns[group], lines=lines[order[starts[group] : starts[group + 1]]])
+            for group in range(len(counts))
+        ]
+
+    def rename(self, new_name: Callable[[str], str]) -> "Table":
+        """Return the table with other names; of two columns that get one name, the last cells count."""
+        columns: dict[str, Column] = {}
+        for name, column in self.columns.items():
+            renamed = new_name(name)
+            columns[renamed] = columns[renamed].merge(column) if renamed in columns else column
+        return replace(self, columns=columns, header=[new_name(name) for name in self.header])
+
+    def without(self, names: Iterable[str]) -> "Table":
+        """Return the table without some columns."""
+        left_out = set(names)
+        return replace(
+            self,
+            columns={name: column for name, column in self.columns.items() if name not in left_out},
+            header=[name for name in self.header if name not in left_out],
+        )
+
+
+def _slice_cells(column: Column, start: int, num_rows: int) -> list[Cell]:
+    numbers = slice(*np.searchsorted(column.rows, [start, start + num_rows]))
+    texts = slice(*np.searchsorted(column.text_rows, [start, start + num_rows]))
+    part = Column(
+        column.rows[numbers] - np.int32(start),
+        column.values[numbers],
+        column.text_rows[texts] - np.int32(start),
+        column.texts[texts],
+    )
+    return part.cells(num_rows)
+
+
+# --- building ---
+
+
+@dataclass(slots=True, eq=False)
+class ColumnBuilder:
+    """Cells of a column, added in any order of rows."""
+
+    rows: list[Rows] = field(default_factory=list)
+    values: list[Array] = field(default_factory=list)
+    text_rows: array = field(default_factory=lambda: array("i"))
+    texts: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    has_plain: bool = False
+
+    def add_numbers(self, rows: Rows, values: Array) -> None:
+        self.rows.append(rows)
+        self.values.append(values)
+
+    def add_text(self, row: int, text: str) -> bool:
+        """Add a text; return True if it is kept once more, and not shared with an equal one."""
+        known = self.shared.get(text)
+        is_new = known is None
+        if known is None and len(self.shared) < MAX_SHARED:
+            self.shared[text] = text
+        self.text_rows.append(row)
+        self.texts.append(text if known is None else known)
+        return is_new
+
+    def build(self) -> Column:
+        rows = np.concatenate(self.rows or [np.empty(0, np.int32)])
+        self.rows = []
+        values = np.concatenate(self.values or [np.empty(0)])
+        self.values = []
+        text_rows = np.array(self.text_rows, np.int32)
+        texts = self.texts
+        if len(rows) > 1 and (np.diff(rows) < 0).any():
+            order = np.argsort(rows, kind="stable")
+            rows, values = rows[order], values[order]
+        if len(text_rows) > 1 and (np.diff(text_rows) < 0).any():
+            text_order = np.argsort(text_rows, kind="stable")
+            text_rows, texts = text_rows[text_order], [texts[index] for index in text_order]
+        return Column(rows, values, text_rows, texts, self.has_plain)
+
+
+class TableBuilder:
+    """Builder of a table from rows. Raises StoreError for a table beyond MAX_NUMBERS or MAX_TEXTS."""
+
+    def __init__(self, place: str, line_word: str = "line") -> None:
+        self.place, self.line_word = place, line_word
+        self.lines = array("q")
+        self.columns: dict[str, ColumnBuilder] = {}
+        self._block: list[Cells] = []
+        self._num_cells = 0  # in the block
+        self._num_numbers = self._num_texts = 0
+
+    def add(self, line: int, cells: Cells) -> None:
+        """Add a row."""
+        self.lines.append(line)
+        self._block.append(cells)
+        self._num_cells += len(cells)
+        if self._num_cells >= BLOCK_CELLS:
+            self._add_block()
+
+    def add_texts(self, column: ColumnBuilder, first_row: int, cells: Sequence[str]) -> None:
+        """Add the cells of consecutive rows to a column, as texts."""
+        filled = [(row, cell) for row, cell in enumerate(cells, first_row) if cell and not cell.isspace()]
+        self._count(0, sum(column.add_text(row, shorten_cell(cell)) for row, cell in filled))
+
+    def add_cells(
+        self,
+        column: ColumnBuilder,
+        first_row: int,
+        cells: Sequence[str],
+        marks: str = "",
+        kept_texts: re.Pattern[str] | None = None,
+    ) -> None:
+        """Add the cells of consecutive rows to a column: as numbers, and as texts what is no plain number.
+
+        Cells that match `kept_texts` stay texts; each has one of the `marks`.
+        """
+        joined = "".join(cells)
+        if joined.isascii() and not any(mark in joined for mark in ("_", *marks)):
+            try:
+                values = np.fromiter(map(float, cells), np.float64, len(cells))
+            except ValueError:
+                pass  # some cell is empty, or a text
+            else:
+                column.add_numbers(np.arange(first_row, first_row + len(cells), dtype=np.int32), values)
+                column.has_plain = column.has_plain or any(map(str.isdigit, cells))
+                self._count(len(cells), 0)
+                return
+        rows, values, num_texts = array("i"), array("d"), 0
+        for row, cell in enumerate(cells, first_row):
+            if not cell or cell.isspace():
+                continue
+            try:
+                if kept_texts and kept_texts.fullmatch(cell.strip()):
+                    raise ValueError
+                values.append(parse_number(cell.strip()))
+                rows.append(row)
+                column.has_plain = column.has_plain or cell.strip().isdigit()
+            except ValueError:
+                num_texts += column.add_text(row, shorten_cell(cell))
+        column.add_numbers(np.array(rows, np.int32), np.array(values, np.float64))
+        self._count(len(rows), num_texts)
+
+    def add_lines(self, lines: Iterable[int]) -> int:
+        """Add rows whose cells follow by `add_cells`; return the first one's number."""
+        first_row = len(self.lines)
+        self.lines.extend(lines)
+        return first_row
+
+    def build(self, header: Sequence[str] = ()) -> Table:
+        self._add_block()
+        columns = {name: column.build() for name, column in self.columns.items()}
+        return Table(
+            place=self.place,
+            columns={name: column for name, column in columns.items() if len(column)},
+            lines=np.array(self.lines, np.int64),
+            line_word=self.line_word,
+            header=header,
+        )
+
+    def _add_block(self) -> None:
+        """Add the rows of a block, column by column. Rows with the same names are taken together."""
+        first_row = len(self.lines) - len(self._block)
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for index, cells in enumerate(self._block):
+            groups.setdefault(tuple(cells), []).append(index)
+        columns: dict[str, tuple[list[int], list[Cell]]] = defaultdict(lambda: ([], []))
+        for names, indices in groups.items():
+            for name in names:
+                rows, cells = columns[name]
+                rows += indices
+                cells += [self._block[index][name] for index in indices]
+        for name, (rows, cells) in columns.items():
+            self._add_column(name, np.array(rows, np.int32) + np.int32(first_row), cells)
+        self._block, self._num_cells = [], 0
+
+    def _add_column(self, name: str, rows: Rows, cells: Sequence[Cell]) -> None:
+        column = self.columns.get(name)
+        if column is None:
+            column = self.columns[name] = ColumnBuilder()
+        if PLAIN_TYPES.issuperset(map(type, cells)):
+            column.add_numbers(rows, _to_floats(cells))
+            column.has_plain = True
+            self._count(len(cells), 0)
+            return
+        num_texts, numbers = 0, []
+        for index, cell in enumerate(cells):
+            if not isinstance(cell, str):
+                numbers.append(index)
+            elif cell and not cell.isspace():
+                num_texts += column.add_text(int(rows[index]), cell)
+        column.add_numbers(rows[numbers], _to_floats([cells[index] for index in numbers]))
+        column.has_plain = column.has_plain or bool(numbers)
+        self._count(len(numbers), num_texts)
+
+    def _count(self, num_numbers: int, num_texts: int) -> None:
+        self._num_numbers += num_numbers
+        self._num_texts += num_texts
+        for number, limit, kind in (
+            (self._num_numbers, MAX_NUMBERS, "numbers"),
+            (self._num_texts, MAX_TEXTS, "different texts"),
+        ):
+            if number > limit:
+                raise StoreError(f"{self.place}: more than {limit:,} {kind}; log less often, or split it")
+
+
+def _to_floats(cells: Sequence[Cell]) -> Array:
+    try:
+        return np.array(cells, np.float64)
+    except OverflowError:  # whole numbers of more than 308 digits
+        return np.array([to_float(cell) for cell in cells if not isinstance(cell, str)], np.float64)
+
+
+def table_of(rows: Iterable[Cells], place: str) -> Table:
+    """Return a table of rows that have no line numbers."""
+    builder = TableBuilder(place, "row")
+    for number, row in enumerate(rows, 1):
+        builder.add(number, row)
+    return builder.build()
