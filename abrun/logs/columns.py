@@ -9,7 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,75 +31,74 @@ PLAIN_TYPES = {int, float}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """Cells of a column; a row without a cell is in neither list of rows."""
+    """Cells of a column, in the order of their rows. Rows without a cell are left out."""
 
-    rows: Rows  # [N] ascending, the rows with a number
-    values: Array  # [N]
-    text_rows: Rows  # [M] ascending, the rows with a text
-    texts: Sequence[str]  # [M] neither empty nor blank
+    rows: Rows  # [N] ascending
+    values: Array  # [N] NaN for a text
+    all_texts: NDArray[np.object_] | None = None  # [N] None for a number; without the array all are numbers
     has_plain: bool = True  # some number is written without a point
 
     def __len__(self) -> int:
-        return len(self.rows) + len(self.texts)
+        return len(self.rows)
+
+    @property
+    def is_text(self) -> NDArray[np.bool_]:
+        """Which cells are texts [N]."""
+        return np.zeros(len(self), bool) if self.all_texts is None else self.all_texts != None  # noqa: E711
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, in the order of their rows."""
+        return [] if self.all_texts is None else self.all_texts[self.is_text].tolist()
 
     def cells(self, num_rows: int) -> list[Cell]:
         """Return the cell of every row; an empty text where there is none."""
         cells: list[Cell] = [""] * num_rows
-        for row, cell in chain(
-            zip(self.rows.tolist(), self.values.tolist(), strict=True),
-            zip(self.text_rows.tolist(), self.texts, strict=True),
-        ):
-            cells[row] = cell
+        for row, value in zip(self.rows.tolist(), self.values.tolist(), strict=True):
+            cells[row] = value
+        for row, text in zip(self.rows[self.is_text].tolist(), self.texts, strict=True):
+            cells[row] = text
         return cells
 
-    def select(self, is_selected: NDArray[np.bool_], new_rows: Rows | None = None) -> "Column":
-        """Return the cells of the selected rows; `new_rows`: the number that each old row gets."""
-        numbers, texts = is_selected[self.rows], is_selected[self.text_rows]
-        rows, text_rows = self.rows[numbers], self.text_rows[texts]
-        if new_rows is not None:
-            rows, text_rows = new_rows[rows], new_rows[text_rows]
-        kept_texts = [self.texts[index] for index in np.flatnonzero(texts)]
-        return replace(self, rows=rows, values=self.values[numbers], text_rows=text_rows, texts=kept_texts)
+    def take(self, indices: Any) -> "Column":  # a mask [N], indices or a slice
+        """Return some cells."""
+        texts = None if self.all_texts is None else self.all_texts[indices]
+        return replace(self, rows=self.rows[indices], values=self.values[indices], all_texts=texts)
 
-    def split(self, groups: NDArray[np.int64], new_rows: Rows | None = None) -> dict[int, "Column"]:
+    def split(self, groups: NDArray[np.int64]) -> dict[int, "Column"]:
         """Return the cells of each group that has some; `groups` has a number from 0 for each row."""
-        num_groups = int(groups.max(initial=0)) + 1
-        orders = [np.argsort(groups[rows], kind="stable") for rows in (self.rows, self.text_rows)]
-        counts = [np.bincount(groups[rows], minlength=num_groups) for rows in (self.rows, self.text_rows)]
-        ends = [np.cumsum(group_counts) for group_counts in counts]
-        parts: dict[int, Column] = {}
-        for group in np.flatnonzero(counts[0] + counts[1]).tolist():
-            numbers, texts = (
-                order[group_ends[group] - group_counts[group] : group_ends[group]]
-                for order, group_counts, group_ends in zip(orders, counts, ends, strict=True)
-            )
-            rows, text_rows = self.rows[numbers], self.text_rows[texts]
-            if new_rows is not None:
-                rows, text_rows = new_rows[rows], new_rows[text_rows]
-            group_texts = [self.texts[index] for index in texts]
-            parts[group] = Column(rows, self.values[numbers], text_rows, group_texts, self.has_plain)
-        return parts
+        cell_groups = groups[self.rows]
+        order = np.argsort(cell_groups, kind="stable")
+        present, starts = np.unique(cell_groups[order], return_index=True)
+        return {
+            int(group): self.take(indices)
+            for group, indices in zip(present, np.split(order, starts[1:]), strict=False)
+        }
 
     def merge(self, other: "Column") -> "Column":
         """Return the cells of both; where both have one, that of `other`."""
-        is_free = np.ones(1 + max(map(_last_row, (self, other))), bool)
-        is_free[other.rows] = is_free[other.text_rows] = False
-        kept = self.select(is_free)
-        rows = np.concatenate([kept.rows, other.rows])
-        text_rows = np.concatenate([kept.text_rows, other.text_rows])
-        order, text_order = np.argsort(rows, kind="stable"), np.argsort(text_rows, kind="stable")
-        texts = [*kept.texts, *other.texts]
-        return Column(
-            rows[order],
-            np.concatenate([kept.values, other.values])[order],
-            text_rows[text_order],
-            [texts[index] for index in text_order],
-            self.has_plain or other.has_plain,
+        kept = self.take(~np.isin(self.rows, other.rows))
+        return join_cells(
+            [kept.rows, other.rows],
+            [kept.values, other.values],
+            [*np.flatnonzero(kept.is_text), *(len(kept) + np.flatnonzero(other.is_text))],
+            [*kept.texts, *other.texts],
+            has_plain=self.has_plain or other.has_plain,
         )
 
 
-def _last_row(column: Column) -> int:
-    return max((int(rows[-1]) for rows in (column.rows, column.text_rows) if len(rows)), default=-1)
+def join_cells(
+    rows: Sequence[Rows], values: Sequence[Array], text_indices: Any, texts: Sequence[str], *, has_plain: bool
+) -> Column:
+    """Return the column of cells in any order; `text_indices`: which of them are the texts."""
+    joined_rows, all_texts = np.concatenate(rows), None
+    if len(texts):
+        all_texts = np.full(len(joined_rows), None, object)
+        all_texts[np.asarray(text_indices, np.int64)] = texts
+    column = Column(joined_rows, np.concatenate(values), all_texts, has_plain)
+    if len(column) > 1 and (np.diff(joined_rows) < 0).any():
+        return column.take(np.argsort(joined_rows, kind="stable"))
+    return column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,50 +132,41 @@ class Table:
             lines = self.lines[start : start + num_rows]
             block: list[dict[str, Cell]] = [{} for _ in lines]
             for name, column in self.columns.items():
-                for row, cell in enumerate(_slice_cells(column, start, len(block))):
+                first, last = np.searchsorted(column.rows, [start, start + len(block)])
+                part = column.take(slice(first, last))
+                for row, cell in enumerate(replace(part, rows=part.rows - start).cells(len(block))):
                     if cell != "":
                         block[row][name] = cell
             yield from zip(map(int, lines), block, strict=True)
 
     def row(self, index: int) -> dict[str, Cell]:
         """Return the cells of one row."""
-        cells = {name: _slice_cells(column, index, 1)[0] for name, column in self.columns.items()}
-        return {name: cell for name, cell in cells.items() if cell != ""}
+        _, cells = next(self.select(np.arange(len(self)) == index).iterate())
+        return cells
 
     def head(self, num_rows: int) -> "Table":
         """Return the first rows."""
-        is_selected = np.arange(len(self)) < num_rows
-        return self.select(is_selected)
+        return self.select(np.arange(len(self)) < num_rows)
 
     def select(self, is_selected: NDArray[np.bool_]) -> "Table":  # [R]
         """Return the selected rows."""
-        new_rows = (np.cumsum(is_selected) - 1).astype(np.int32)
-        columns = {name: column.select(is_selected, new_rows) for name, column in self.columns.items()}
-        return replace(
-            self,
-            lines=np.asarray(self.lines)[is_selected],
-            columns={name: column for name, column in columns.items() if len(column)},
-        )
+        return self.split(np.where(is_selected, 0, 1), num_groups=1)[0]
 
-    def split(self, groups: Sequence[int] | NDArray[np.int64]) -> list["Table"]:
-        """Return a table per group; `groups` [R] has a number from 0 for each row."""
-        numbers, lines = np.asarray(groups), np.asarray(self.lines)
-        if not len(numbers):
-            return []
-        if not numbers.any():
-            return [self]
-        order = np.argsort(numbers, kind="stable")
-        counts = np.bincount(numbers)
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        new_rows = np.empty(len(numbers), np.int32)
-        new_rows[order] = np.arange(len(numbers)) - np.repeat(starts[:-1], counts)
+    def split(self, groups: NDArray[np.int64], num_groups: int) -> list["Table"]:
+        """Return a table for each of the first groups; `groups` [R] has a number from 0 for each row."""
+        lines = np.asarray(self.lines)
+        order = np.argsort(groups, kind="stable")
+        counts = np.bincount(groups, minlength=num_groups)
+        starts = np.cumsum(counts) - counts
+        new_rows = np.empty(len(groups), np.int32)
+        new_rows[order] = np.arange(len(groups)) - np.repeat(starts, counts)
         columns: list[dict[str, Column]] = [{} for _ in counts]
         for name, column in self.columns.items():
-            for group, part in column.split(numbers, new_rows).items():
-                columns[group][name] = part
+            for group, part in column.split(groups).items():
+                columns[group][name] = replace(part, rows=new_rows[part.rows])
         return [
-            replace(self, columns=columns[group], lines=lines[order[starts[group] : starts[group + 1]]])
-            for group in range(len(counts))
+            replace(self, columns=columns[group], lines=lines[order[start : start + counts[group]]])
+            for group, start in enumerate(starts[:num_groups])
         ]
 
     def rename(self, new_name: Callable[[str], str]) -> "Table":
@@ -195,18 +185,6 @@ class Table:
             columns={name: column for name, column in self.columns.items() if name not in left_out},
             header=[name for name in self.header if name not in left_out],
         )
-
-
-def _slice_cells(column: Column, start: int, num_rows: int) -> list[Cell]:
-    numbers = slice(*np.searchsorted(column.rows, [start, start + num_rows]))
-    texts = slice(*np.searchsorted(column.text_rows, [start, start + num_rows]))
-    part = Column(
-        column.rows[numbers] - np.int32(start),
-        column.values[numbers],
-        column.text_rows[texts] - np.int32(start),
-        column.texts[texts],
-    )
-    return part.cells(num_rows)
 
 
 # --- building ---
@@ -238,19 +216,16 @@ class ColumnBuilder:
         return is_new
 
     def build(self) -> Column:
-        rows = np.concatenate(self.rows or [np.empty(0, np.int32)])
-        self.rows = []
-        values = np.concatenate(self.values or [np.empty(0)])
-        self.values = []
-        text_rows = np.array(self.text_rows, np.int32)
-        texts = self.texts
-        if len(rows) > 1 and (np.diff(rows) < 0).any():
-            order = np.argsort(rows, kind="stable")
-            rows, values = rows[order], values[order]
-        if len(text_rows) > 1 and (np.diff(text_rows) < 0).any():
-            text_order = np.argsort(text_rows, kind="stable")
-            text_rows, texts = text_rows[text_order], [texts[index] for index in text_order]
-        return Column(rows, values, text_rows, texts, self.has_plain)
+        num_numbers = sum(map(len, self.rows))
+        column = join_cells(
+            [*self.rows, np.array(self.text_rows, np.int32)],
+            [*self.values, np.full(len(self.texts), np.nan)],
+            range(num_numbers, num_numbers + len(self.texts)),
+            self.texts,
+            has_plain=self.has_plain,
+        )
+        self.rows, self.values, self.texts = [], [], []
+        return column
 
 
 class TableBuilder:
@@ -327,7 +302,7 @@ class TableBuilder:
         return Table(
             place=self.place,
             columns={name: column for name, column in columns.items() if len(column)},
-            lines=np.array(self.lines, np.int64),
+            lines=np.frombuffer(self.lines, np.int64),
             line_word=self.line_word,
             header=header,
         )

@@ -121,7 +121,7 @@ def _read_chart(path: Path, content: CsvTable, chart_columns: Mapping[int, tuple
         has_value = np.zeros(len(table), bool)
         for name, column in table.columns.items():
             if name != "step":
-                has_value[column.rows] = has_value[column.text_rows] = True
+                has_value[column.rows] = True
         log = leave_out_columns(log_from_table(path, table.select(has_value), "step"), ambiguous)
         logs.append(replace(log, name=run, is_part=True, guesses=(guess,)))
     return logs
@@ -174,7 +174,7 @@ def _read_long_table(
     origin = f"runs from columns {', '.join(key_names)}" if key_names else "one metric per name"
     guess = f"a long table: {origin}" if len(runs) > 1 or "metric" in keys else ""
     logs = []
-    for values, run_table in zip(runs, table.without(key_names).split(groups), strict=True):
+    for values, run_table in zip(runs, table.without(key_names).split(groups, len(runs)), strict=True):
         log = log_from_table(path, widen_table(run_table, step_column), step_column)
         logs.append(name_log(log, name, dict(zip(identity_columns, values, strict=True)), guess))
     return logs

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -153,12 +154,16 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         check_step(float(step_values[index]), row_place, column)
     config = _constant_config(table)
     excluded = {column, *NON_METRIC_COLUMNS, *config}
-    has_step = ~np.isnan(steps)
+    is_used = is_filled & ~np.isnan(steps)
+    all_steps = steps.astype(np.int64) if is_used.all() else None
     built: dict[str, tuple[Series, int]] = {}
     for name, (rows, values) in numbers.items():
-        is_used = (is_filled & has_step)[rows]
-        if name not in excluded and not name.startswith(UNNAMED) and is_used.any():
-            built[name] = series_from_points(steps[rows[is_used]].astype(np.int64), values[is_used])
+        if name in excluded or name.startswith(UNNAMED):
+            continue
+        if all_steps is not None and len(rows) == len(table):
+            built[name] = series_from_points(all_steps, values)  # dense metrics share their steps
+        elif (used := is_used[rows]).any():
+            built[name] = series_from_points(steps[rows[used]].astype(np.int64), values[used])
     metrics, replaced = split_series(built)
     notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
     if num_without_step:
@@ -189,17 +194,16 @@ def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[s
     This is done only if rows of different words alternate and record the same metric at the same step, so
     that one would replace the other. Also return a note on it.
     """
-    candidates = [name for name, column in table.columns.items() if 0 in column.text_rows[:1]]
-    for split_column in candidates if len(table) else []:
-        column = table.columns[split_column]
-        distinct = {*column.texts}
-        if not (len(column.texts) == len(table) and 1 < len(distinct) <= MAX_SPLITS):
+    candidates = [name for name, column in table.columns.items() if column.rows[0] == 0 and column.is_text[0]]
+    for split_column in candidates:
+        words = table.columns[split_column].texts
+        distinct = sorted({*words})
+        if not (len(words) == len(table) and 1 < len(distinct) <= MAX_SPLITS):
             continue
-        num_blocks = 1 + sum(previous != next_word for previous, next_word in pairwise(column.texts))
+        num_blocks = 1 + sum(previous != next_word for previous, next_word in pairwise(words))
         if num_blocks <= len(distinct) or not all(re.fullmatch(SPLIT, word) for word in distinct):
             continue
-        words = sorted(distinct)
-        word_numbers = np.array([words.index(word) for word in column.texts])
+        word_numbers = np.array([distinct.index(word) for word in words])
         metric_names = [
             name for name in table.columns if name != split_column and not _is_step(name, step_column)
         ]
@@ -208,13 +212,11 @@ def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[s
         renamed: dict[str, Column] = {
             name: table.columns[name] for name in table.columns if _is_step(name, step_column)
         }
-        for number, word in enumerate(words):
-            for name in (*metric_names, split_column):
-                part = table.columns[name].select(word_numbers == number)
-                renamed |= {f"{word}/{name}": part} if len(part) else {}
-        note = (
-            f"metric names prefixed by column {printable(split_column[:80])}: {list_names(words, MAX_SPLITS)}"
-        )
+        for name in (*metric_names, split_column):
+            parts = table.columns[name].split(word_numbers)
+            renamed |= {f"{distinct[number]}/{name}": part for number, part in parts.items()}
+        split_names = list_names(distinct, MAX_SPLITS)
+        note = f"metric names prefixed by column {printable(split_column[:80])}: {split_names}"
         header = list(renamed) if table.header else ()
         return replace(table, columns=renamed, header=header), [note]
     return table, []
@@ -229,8 +231,7 @@ def _replace_each_other(
     row_steps = list(zip(*step_cells, strict=True)) or [()] * len(table)
     steps = np.array([step_numbers.setdefault(step, len(step_numbers)) for step in row_steps])
     for name in names:
-        column = table.columns[name]
-        rows = np.concatenate([column.rows, column.text_rows])
+        rows = table.columns[name].rows
         num_pairs = len(np.unique(steps[rows] * MAX_SPLITS + words[rows]))
         if num_pairs > len(np.unique(steps[rows])):
             return True
@@ -249,31 +250,29 @@ def _parse_numbers(
     numbers: dict[str, Numbers] = {}
     texts: dict[str, tuple[Rows, list[str]]] = {}
     for name, column in table.columns.items():
-        rows, values, unparsed = column.rows, column.values, []
-        if column.texts:
-            is_step = name == step_column or name.lower() in STEP_COLUMNS
-            has_plain = column.has_plain or any(text.strip().isdigit() for text in column.texts)
-            parsed: dict[str, float | None] = {}
-            for text in set(column.texts):
-                try:
-                    parsed[text] = (
-                        number_format.parse_step(text, has_plain_steps=has_plain)
-                        if is_step
-                        else number_format.parse_number(text)
-                    )
-                except ValueError:
-                    parsed[text] = None
-            is_parsed = np.array([parsed[text] is not None for text in column.texts])
-            new_values = [value for text in column.texts if (value := parsed[text]) is not None]
-            all_rows = np.concatenate([rows, column.text_rows[is_parsed]])
-            order = np.argsort(all_rows, kind="stable")
-            rows, values = all_rows[order], np.concatenate([values, new_values])[order]
-            unparsed = [text for text in column.texts if parsed[text] is None]
-            if unparsed:
-                texts[name] = column.text_rows[~is_parsed], unparsed
-        if len(rows):
-            numbers[name] = rows, values
+        if column.all_texts is None:
+            numbers[name] = column.rows, column.values
+            continue
+        cell_texts, is_unread, values = column.texts, column.is_text, column.values.copy()
+        parse: Callable[[str], float] = number_format.parse_number
+        if name == step_column or name.lower() in STEP_COLUMNS:
+            has_plain = column.has_plain or any(text.strip().isdigit() for text in cell_texts)
+            parse = partial(number_format.parse_step, has_plain_steps=has_plain)
+        parsed = {text: _parse_or_none(parse, text) for text in {*cell_texts}}
+        values[is_unread] = [parsed[text] for text in cell_texts]  # None becomes NaN
+        is_unread[is_unread] = [parsed[text] is None for text in cell_texts]
+        if unread_texts := [text for text in cell_texts if parsed[text] is None]:
+            texts[name] = column.rows[is_unread], unread_texts
+        if not is_unread.all():
+            numbers[name] = column.rows[~is_unread], values[~is_unread]
     return dict(sorted(numbers.items(), key=lambda item: item[1][0][0])), texts
+
+
+def _parse_or_none(parse: Callable[[str], float], text: str) -> float | None:
+    try:
+        return parse(text)
+    except ValueError:
+        return None
 
 
 def _refuse_unreadable_steps(
@@ -323,7 +322,7 @@ def _dropped_steps(
 def _constant_config(table: Table) -> dict[str, Any]:
     """Return the values that every row repeats under `config/`."""
     values = {
-        name: {*column.values.tolist(), *column.texts}
+        name: {*column.values[~column.is_text].tolist(), *column.texts}
         for name, column in table.columns.items()
         if name.startswith(CONFIG)
     }

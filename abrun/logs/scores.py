@@ -89,7 +89,7 @@ def read_scores(path: Path, name: str, table: Table) -> list[Log]:
             runs = [(*runs[group], f"line {line}") for group, line in zip(groups, table.lines, strict=True)]
             groups, layout = np.arange(len(table)), replace(layout, keys={**layout.keys, "run": "line"})
     read_run = _read_final_scores if layout.prompt is None else _read_prompts
-    tables = zip(runs, table.split(groups), strict=True)
+    tables = zip(runs, table.split(groups, len(runs)), strict=True)
     return [read_run(path, name, layout, run, run_table) for run, run_table in tables]
 
 
@@ -117,7 +117,7 @@ def _find_layout(table: Table) -> Layout | None:
     named_by = [find_column([column]) for column in BENCHMARK_COLUMNS]
     named_by += [metric] if score is not None and metric not in keys.values() else []
     benchmarks = tuple(column for column in named_by if column is not None and column not in keys.values())
-    if all(len(table.columns[column].rows) == len(table) for column in benchmarks if column in table.columns):
+    if all(_has_only_numbers(table, column) for column in benchmarks):
         benchmarks = ()
     samples = {by_name[column] for column in SAMPLE_COLUMNS if column in by_name} if prompt else set()
     ignored = {*keys.values(), *benchmarks, *samples, *filter(None, (prompt, step))}
@@ -129,6 +129,11 @@ def _find_layout(table: Table) -> Layout | None:
         step=step,
         ignored=frozenset(ignored),
     )
+
+
+def _has_only_numbers(table: Table, name: str) -> bool:
+    column = table.columns.get(name)
+    return column is not None and column.all_texts is None and len(column) == len(table)
 
 
 def _is_one_row_per_run(layout: Layout, table: Table, num_runs: int) -> bool:

@@ -365,12 +365,10 @@ def widen_table(table: Table, step_column: str | None) -> Table:
     metric, value = find_long_columns(table)
     if not metric:
         return table
-    is_long, metrics = np.zeros(len(table), bool), table.columns[metric]
-    is_long[metrics.text_rows] = True
-    has_value = np.zeros(len(table), bool)
-    values = table.columns[value]
-    has_value[values.rows] = has_value[values.text_rows] = True
-    is_long &= has_value
+    metrics, values = table.columns[metric], table.columns[value]
+    has_name, has_value = np.zeros((2, len(table)), bool)
+    has_name[metrics.rows[metrics.is_text]] = has_value[values.rows] = True
+    is_long = has_name & has_value
     columns: dict[str, Column] = {}
 
     def add(name: str, column: Column) -> None:
@@ -378,16 +376,17 @@ def widen_table(table: Table, step_column: str | None) -> Table:
             columns[name] = columns[name].merge(column) if name in columns else column
 
     for name, column in table.columns.items():
-        add(name, column.select(~is_long))
+        add(name, column.take(~is_long[column.rows]))
         long_name = name if _is_step(name, step_column) else name.rpartition("/")[2]
         if _is_step(long_name, step_column):
-            add(long_name, column.select(is_long))
-    metric_numbers: dict[str, int] = {}
+            add(long_name, column.take(is_long[column.rows]))
+    names: dict[str, int] = {}
     groups = np.zeros(len(table), np.int64)
-    for row, text in zip(metrics.text_rows, metrics.texts, strict=True):
-        groups[row] = metric_numbers.setdefault(text.strip(), len(metric_numbers))
-    parts = values.select(is_long).split(groups)
-    for name, number in metric_numbers.items():
+    groups[metrics.rows[metrics.is_text]] = [
+        names.setdefault(text.strip(), len(names)) for text in metrics.texts
+    ]
+    parts = values.take(is_long[values.rows]).split(groups)
+    for name, number in names.items():
         if number in parts:
             add(name, parts[number])
     return replace(table, columns=columns, header=())
@@ -405,7 +404,7 @@ def find_long_columns(table: Table) -> tuple[str, str]:
     for index, words in enumerate((METRIC_COLUMNS, VALUE_COLUMNS)):
         for name, column in table.columns.items():
             if name.rpartition("/")[2].lower() in words:
-                has_cells[index, column.rows] = has_cells[index, column.text_rows] = True
+                has_cells[index, column.rows] = True
     rows = np.flatnonzero(has_cells.all(0))
     return find_long_names(table.row(int(rows[0]))) if len(rows) else ("", "")
 
@@ -502,13 +501,13 @@ def _parquet_column(column: Any, *, is_text: bool) -> Column:  # a ChunkedArray 
 
     rows = np.flatnonzero(column.is_valid().to_numpy()).astype(np.int32)
     column = column.drop_null()
-    no_rows = np.empty(0, np.int32)
     if not is_text:
-        values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
-        return Column(rows, values, no_rows, [])
-    texts = [shorten_cell(text) for text in column.to_pylist()]
-    is_filled = np.array([bool(text.strip()) for text in texts], bool)
-    return Column(no_rows, np.empty(0), rows[is_filled], [text for text in texts if text.strip()])
+        return Column(rows, column.cast(pa.float64(), safe=False).to_numpy().astype(np.float64))
+    builder = ColumnBuilder()
+    for row, text in zip(rows.tolist(), column.to_pylist(), strict=True):
+        if text.strip():
+            builder.add_text(row, shorten_cell(text))
+    return builder.build()
 
 
 def path_text(path: Path) -> str:

@@ -1,14 +1,15 @@
 """Measure `abrun compare` and `abrun status` on large experiments: seconds, and memory of all processes.
 
-    python -m tests.bench.bench_compare [long] [many] [wide] [usual]
+    python -m tests.bench.bench_compare [long] [many] [wide] [usual] [table]
     python -m tests.bench.bench_compare --runs 200 --steps 2000 --metrics 40 [--nan]
 
 Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
-all formats of the report. Prints seconds (wall clock, and of the processor), and the peak of the proportional
+all formats of the report. `table` is a compressed CSV file of 6 million rows of two metrics. Prints seconds (wall clock, and of the processor), and the peak of the proportional
 set size, summed over the processes of the command. Fails where a comparison takes a minute or 2 GB.
 """
 
 import contextlib
+import gzip
 import os
 import resource
 import subprocess
@@ -30,6 +31,7 @@ SHAPES = {  # runs, steps, metrics
     "wide": (2, 2_000, 5_000),
     "usual": (20, 10_000, 40),
 }
+TABLE_ROWS = 6_000_000
 MAX_SECONDS = 60.0
 MAX_BYTES = 2e9
 SAMPLED_EVERY_S = 0.1
@@ -37,18 +39,20 @@ SAMPLED_EVERY_S = 0.1
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], help="all without an option")
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, "table", []], help="all without an option")
     parser.add_argument("--runs", type=int)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--metrics", type=int, default=40)
     parser.add_argument("--nan", action="store_true", help="one value of every run is NaN")
     options = parser.parse_args()
-    shapes = [SHAPES[name] for name in options.shapes or SHAPES]
+    names = options.shapes or [*SHAPES, "table"]
+    shapes = [SHAPES[name] for name in names if name in SHAPES]
     if options.runs:
-        shapes = [(options.runs, options.steps, options.metrics)]
+        shapes, names = [(options.runs, options.steps, options.metrics)], []
     print("| runs | steps | metrics | metrics.jsonl | command | seconds | CPU seconds | peak memory | page |")
     print("|---|---|---|---|---|---|---|---|---|")
     exceeded = [measure(*shape, nan=options.nan) for shape in shapes]
+    exceeded += [measure_table(TABLE_ROWS)] if "table" in names else []
     sys.exit(any(exceeded))
 
 
@@ -61,10 +65,12 @@ def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
         shape = f"| {runs} | {steps:,} | {metrics:,} | {size / 2**20:,.0f} MiB"
         measured = {}
         for command in ("compare", "status"):
+            report = Path(folder) / "report"
+            options = ["-o", str(report)] if command == "compare" else []
             seconds, cpu_seconds, peak, code = timed(
-                [sys.executable, "-m", "abrun", command, str(experiment_dir)]
+                [sys.executable, "-m", "abrun", command, str(experiment_dir), *options]
             )
-            page = experiment_dir / "report" / "report.html"
+            page = report / "report.html"
             drawn = f"{page.stat().st_size / 2**20:.1f} MiB" if command == "compare" else ""
             label = command if code == 0 else f"{command}: exit code {code}"
             print(
@@ -73,6 +79,23 @@ def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
             )
             measured[command] = seconds, peak
     seconds, peak = measured["compare"]
+    return seconds > MAX_SECONDS or peak > MAX_BYTES
+
+
+def measure_table(num_rows: int) -> bool:
+    """Print a line for a table; return True where reading it exceeds the bound."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table.csv.gz"
+        with gzip.open(path, "wt", compresslevel=1) as file:
+            file.write("step,train/reward,train/loss\n")
+            file.writelines(f"{n},{n % 1000 / 1000:.3f},{n % 777 / 77:.4f}\n" for n in range(num_rows))
+        seconds, cpu_seconds, peak, code = timed([sys.executable, "-m", "abrun", "compare", str(path)])
+        size = path.stat().st_size / 2**20
+        print(
+            f"| 1 | {num_rows:,} | 2 | {size:,.0f} MiB of CSV | compare: exit code {code} | {seconds:.1f} | "
+            f"{cpu_seconds:.1f} | {peak / 1e9:.2f} GB | |",
+            flush=True,
+        )
     return seconds > MAX_SECONDS or peak > MAX_BYTES
 
 
