@@ -115,10 +115,6 @@ class Code(StrEnum):
     LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT, LEFT_OUT_NOT_FINITE = auto(), auto(), auto()
     FEW_STEPS_IN_COMMON, NEW_RUN_RANGE, METRICS_WITHOUT_LEVEL = auto(), auto(), auto()
 
-    # MLPerf's reference check
-    RCP_PASSES, RCP_FAILS, RCP_NOT_CONVERGED, RCP_MISSING = auto(), auto(), auto(), auto()
-    RCP_WITHOUT_SPREAD, RCP_OTHER_NUM_RUNS = auto(), auto()
-
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED, ROLLOUTS_DIFFER = auto(), auto(), auto(), auto()

@@ -184,7 +184,7 @@ def test_every_command_has_help(run: Run) -> None:
         (["freeze", "x", "-o", "y"], "freeze was renamed; use abrun reference save"),
         (["export", SMALL], "export was renamed; use abrun launch --export"),
         (["faults", "flipped"], "allowed: show, run, as in abrun faults show flipped; see: abrun "),
-        (["reference", "my ref.json"], "mlperf, as in abrun reference show 'my ref.json'; "),
+        (["reference", "my ref.json"], "add, as in abrun reference show 'my ref.json'; "),
         (["reference", "save", "x", "-o", "y", "--chain-alone"], "--chain-alone requires --budget; add it"),
         (["reference", "show", "/dev/null"], "got '/dev/null', not a file; make one with abrun"),
         (["faults", "show", "fliped_advantages"], "faults show: got 'fliped_advantages'; allowed: names"),

@@ -63,7 +63,6 @@ COMMANDS: dict[str, list[Command]] = {
         lambda name: [f"logs/{name}/b", "--against", f"{name}.jsonl"],
         lambda name: [f"nowhere/{name}", "--against", f"nowhere/{name}.jsonl"],
     ],
-    "reference mlperf": [lambda name: [f"nowhere/{name}", f"{name}.json"]],
     "reference save": [lambda name: [f"nowhere/{name}", "--output", "frozen.json"]],
     "reference show": [lambda name: [f"nowhere/{name}"]],
     "reference add": [lambda name: [f"nowhere/{name}", name]],

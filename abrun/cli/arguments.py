@@ -91,7 +91,7 @@ _SOURCES = typer.Argument(
     metavar="SOURCE",
     help="An experiment (a path, or a name under --runs-dir); or one folder or file of runs per arm "
     "(NAME=PATH names the arm); or wandb:ENTITY/PROJECT. tb:PATH, wandb:PATH, csv:PATH, jsonl:PATH, "
-    "parquet:PATH, mlperf:PATH, mlflow:PATH, trackio:PATH, swanlab:PATH and lm-eval:PATH select a format.",
+    "parquet:PATH, mlflow:PATH, trackio:PATH, swanlab:PATH and lm-eval:PATH select a format.",
 )
 Sources = Annotated[list[str], _SOURCES]
 OptionalSources = Annotated[list[str] | None, _SOURCES]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import add_group, console, print_json, survive_output_errors
+from abrun.cli.app import add_group, console, survive_output_errors
 from abrun.cli.arguments import (
     Aliases,
     Baseline,
@@ -14,7 +14,6 @@ from abrun.cli.arguments import (
     Exclude,
     Experiment,
     Group,
-    Json,
     Pattern,
     RunsDir,
     Seeds,
@@ -25,7 +24,7 @@ from abrun.cli.arguments import (
     parse_claims,
     refuse_options,
 )
-from abrun.messages import records, sentence, sentences
+from abrun.messages import sentence
 from abrun.reasons import Code
 
 if TYPE_CHECKING:
@@ -179,37 +178,6 @@ def add(
     from abrun.runs.experiment import find_experiment
 
     _print_reference(add_to_ledger(reference, find_experiment(experiment, runs_dir), arm, tried))
-
-
-@references.command()
-def mlperf(
-    results: Annotated[Path, typer.Argument(help="Folder of a submission's logs: result_*.txt.")],
-    points: Annotated[
-        Path,
-        typer.Argument(help="Reference convergence points: rcps_*.json of its round in mlcommons/logging."),
-    ],
-    as_json: Json = False,
-) -> None:
-    """Check MLPerf logs against reference convergence points.
-
-    Same answer as MLPerf's rcp_checker: a submission must not converge significantly faster than the
-    reference. Warns if the reference runs have no spread.
-
-    Exit code: 0 PASS, 3 FAIL, 2 for bad input.
-
-    Examples:
-        abrun reference mlperf results/system/llama31_8b rcps_llama31_8b.json
-    """
-    from abrun.diagnose.mlperf.check import FAILED, check_submission
-
-    check = check_submission(results, points)
-    if as_json:
-        print_json(records.as_json(check))
-    else:
-        console().say(f"{check.result}: {check.benchmark}: {'; '.join(sentences(check.reasons))}")
-        for warning in check.warnings:
-            console().say(f"warning: {sentence(warning)}")
-    raise typer.Exit(0 if check.result == "PASS" else FAILED)
 
 
 def _print_reference(reference: "Reference") -> None:

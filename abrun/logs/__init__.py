@@ -1,4 +1,4 @@
-"""Readers for the logs of any framework: TensorBoard, wandb, CSV, JSON lines, Parquet, MLPerf.
+"""Readers for the logs of any framework: TensorBoard, wandb, CSV, JSON lines, Parquet and others.
 
 A source is a file, a folder that may hold many runs, or a project on a wandb server. Each run becomes a
 `Log`. The module `naming` finds its arm and seed, and `aliases` maps its metric names to abrun's.
@@ -17,7 +17,6 @@ from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_read_errors
 from abrun.logs.mlflow_files import is_run_folder
-from abrun.logs.mlperf import is_mlperf_log, read_mlperf_log
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.run_parts import merge_run_parts
 from abrun.logs.stored import is_run_dir, read_run_dir
@@ -30,7 +29,7 @@ from abrun.runs.access import UnreadableError
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
-FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet", "mlperf")  # of one run, which read_log follows
+FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")  # of one run, which read_log follows
 STORES = (*TRACKERS, "lm-eval")  # of any number of runs, for comparisons only
 PREFIXES = {
     "tb": "tensorboard",
@@ -48,7 +47,7 @@ TRAINER_STATE = "trainer_state.json"
 FALLBACK_FORMATS = ("trainer_state", "json")
 # Order of preference among formats with equally many runs. The last two are fallbacks.
 FORMATS_BY_PREFERENCE = (
-    *("abrun", "tensorboard", "wandb", *TRACKERS, "mlperf", "jsonl", "csv", "parquet", "lm-eval"),
+    *("abrun", "tensorboard", "wandb", *TRACKERS, "jsonl", "csv", "parquet", "lm-eval"),
     *FALLBACK_FORMATS,
 )
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
@@ -111,7 +110,7 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     if not exists(path) or not files:
         problem = "holds nothing of that format yet" if exists(path) else "does not exist yet"
         return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {problem}",))
-    if format in ("csv", "jsonl", "parquet", "mlperf") and len(files) > 1:
+    if format in ("csv", "jsonl", "parquet") and len(files) > 1:
         raise StoreError(
             f"{printable(str(path))}: got {len(files)} {format} files; one run is one file: name it"
         )
@@ -162,7 +161,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
-    kind = _file_format(path) or ("mlperf" if is_mlperf_log(path) else find_tracker(path))
+    kind = _file_format(path) or find_tracker(path)
     if (kind is None and format in FORMATS[1:]) or (kind == "json" and format == "jsonl"):
         kind = format  # the user's prefix decides for an unknown suffix
     if kind is None or (format is not None and kind != format):
@@ -227,9 +226,6 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
         is_table = kind in TABLE_FORMATS and not DUMP_FILE.fullmatch(strip_suffix(file.name))
         if kind and is_table and (kind != "json" or _is_json_list(file)):
             yield RunFiles(format=kind, name=_relative_name(file, top), path=file, files=(file,))
-        elif kind is None and is_mlperf_log(file):
-            run_name = _relative_name(file.with_suffix(""), top)
-            yield RunFiles(format="mlperf", name=run_name, path=file, files=(file,))
         elif kind is None and (tracker := find_tracker(file)):
             yield RunFiles(format=tracker, name=_relative_name(file, top), path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
@@ -375,8 +371,6 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
             log = read_event_files(run.files, run.name, run.path)
         case "wandb":
             log = read_wandb_files(run.files, run.name, step_column)
-        case "mlperf":
-            log = read_mlperf_log(run.path, run.name)
         case "lm-eval":
             log = read_samples(run.files, run.name)
         case "mlflow" | "trackio" | "swanlab":

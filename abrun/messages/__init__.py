@@ -15,7 +15,6 @@ from abrun.messages import (
     guards,
     injected,
     launching,
-    mlperf,
     next_steps,
     noise,
     not_tested,
@@ -31,7 +30,7 @@ from abrun.messages.message import Message, render
 from abrun.reasons import Code, Reason
 
 _MODULES = (
-    *(claim_evidence, claims, comparing, costs, endings, fleet, gate, guards, injected, launching, mlperf),
+    *(claim_evidence, claims, comparing, costs, endings, fleet, gate, guards, injected, launching),
     *(next_steps, noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
 )
 MESSAGES: dict[Code, Message] = {

@@ -48,7 +48,7 @@ def _check_aliases(value: Any) -> Any:
 class MetricsLog(Section):
     """Metrics that the command writes: a file, or a folder for formats that consist of several files."""
 
-    format: Literal["tensorboard", "wandb", "csv", "jsonl", "parquet", "mlperf"]
+    format: Literal["tensorboard", "wandb", "csv", "jsonl", "parquet"]
     path: str
     step_column: str | None = None  # None: the format's step, or a column with a common name
 

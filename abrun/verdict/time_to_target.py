@@ -1,7 +1,7 @@
 """Claims on the time to a target: `reaches 0.6` in less than 1.1 times the baseline's steps or seconds.
 
 The time is that of the first evaluation at or beyond the target, on the values as logged: one good evaluation
-suffices, as in MLPerf, so that arms that evaluate more often have more chances. Smoothed values would make
+suffices, so that arms that evaluate more often have more chances. Smoothed values would make
 the time depend on the length of the smoothing. `abrun.stats.time_ratio` has the tests.
 """
 

@@ -1,1 +1,0 @@
-"""MLPerf's check of a submission against reference convergence points."""
