@@ -5,8 +5,8 @@
 
 Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
 all formats of the report. `table` is a compressed CSV file of 6 million rows of two metrics. Prints seconds
-(wall clock, and of the processor), and the peak of the proportional set size, summed over the processes of the
-command. Fails where a comparison takes a minute or 2 GB.
+(wall clock, and of the processor), and the peak of the proportional set size, summed over the processes of
+the command. Fails where a comparison takes a minute or 2 GB.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs import columns, read_logs, tables, texts
+from abrun.logs import columns, csv_files, read_logs, texts
 from abrun.logs.columns import Cells, Table, TableBuilder
 
 LONG = "".join(
@@ -79,7 +79,7 @@ def test_blocks_of_any_size_give_the_same_runs(
     expected = describe(path)
     assert any(log["metrics"] for log in expected)
     for num_cells, num_bytes in ((1, 1), (5, 3), (64, 7)):
-        for module in (columns, tables):
+        for module in (columns, csv_files):
             monkeypatch.setattr(module, "BLOCK_CELLS", num_cells)
         monkeypatch.setattr(texts, "BLOCK_BYTES", num_bytes)
         assert describe(path) == expected
