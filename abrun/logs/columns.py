@@ -87,6 +87,9 @@ class Column:
         )
 
 
+NO_CELLS = Column(np.empty(0, np.int32), np.empty(0))
+
+
 def join_cells(
     rows: Sequence[Rows], values: Sequence[Array], text_indices: Any, texts: Sequence[str], *, has_plain: bool
 ) -> Column:

@@ -129,8 +129,7 @@ class _CsvReader:
             rows = [cells for cells in rows if cells]
         if rows and not self.header:
             self.first_header = rows[0]
-            # The index of a data frame has no name in a CSV file; pandas uses this name when reading it.
-            self.header = [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(rows[0])]
+            self.header = _name_columns(rows[0])
             self.columns = [ColumnBuilder() for _ in self.header]
             self.positions = [*range(len(self.header))]
             numbers, rows = numbers[1:], rows[1:]
@@ -145,7 +144,7 @@ class _CsvReader:
         self._add_rows(numbers[start:], rows[start:])
 
     def _repeat_header(self, cells: Sequence[str]) -> None:
-        names = [name.removeprefix(COMMENT).strip() for name in cells]
+        names = _name_columns([name.removeprefix(COMMENT) for name in cells])
         check_unique_columns(self.path, self.header)
         check_unique_columns(self.path, names)
         for name in names:
@@ -186,6 +185,11 @@ def leave_out_columns(log: Log, ambiguous: Mapping[str, str]) -> Log:
     """Return a log with a note on each column that was left out; a claim on one is refused."""
     notes = [f"not read: {problem}" for problem in ambiguous.values()]
     return replace(log, unread={**log.unread, **ambiguous}, notes=(*log.notes, *notes))
+
+
+def _name_columns(names: Sequence[str]) -> list[str]:
+    """Return names without spaces; pandas reads a data frame's index, which has no name, under this one."""
+    return [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(names)]
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:

@@ -121,7 +121,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
 
     Raises StoreError if no column holds the step, or if a step is not a whole number.
     """
-    place = table.place
+    place, header = table.place, table.header
     table, split_notes = _split_metrics(table, step_column)
     numbers, texts = _parse_numbers(table, step_column)
     unread = {
@@ -129,7 +129,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         for name, (rows, cell_texts) in texts.items()
     }
     is_filled = _rows_of(len(table), numbers, numbers.keys() - NON_METRIC_COLUMNS)  # have a metric
-    names = table.header or [name for name, (rows, _) in numbers.items() if is_filled[rows].any()]
+    names = header or [name for name, (rows, _) in numbers.items() if is_filled[rows].any()]
     if not names:
         return TableMetrics(unread=unread)
     check_number_of_metrics(len(names), place)
@@ -217,8 +217,7 @@ def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[s
             renamed |= {f"{distinct[number]}/{name}": part for number, part in parts.items()}
         split_names = list_names(distinct, MAX_SPLITS)
         note = f"metric names prefixed by column {printable(split_column[:80])}: {split_names}"
-        header = list(renamed) if table.header else ()
-        return replace(table, columns=renamed, header=header), [note]
+        return replace(table, columns=renamed), [note]
     return table, []
 
 

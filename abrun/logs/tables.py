@@ -11,7 +11,7 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.cells import shorten_cell
-from abrun.logs.columns import PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
+from abrun.logs.columns import NO_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable, wrap_read_errors
 from abrun.logs.rows import (
     STEP_COLUMNS,
@@ -133,10 +133,12 @@ def widen_table(table: Table, step_column: str | None) -> Table:
     metric, value = find_long_columns(table)
     if not metric:
         return table
-    metrics, values = table.columns[metric], table.columns[value]
+    metrics, values = (table.columns.get(name, NO_CELLS) for name in (metric, value))
     has_name, has_value = np.zeros((2, len(table)), bool)
     has_name[metrics.rows[metrics.is_text]] = has_value[values.rows] = True
-    is_long = has_name & has_value
+    is_long = has_name & has_value | bool(
+        table.header
+    )  # a row of a CSV file has all cells, if only empty ones
     columns: dict[str, Column] = {}
 
     def add(name: str, column: Column) -> None:
@@ -148,7 +150,7 @@ def widen_table(table: Table, step_column: str | None) -> Table:
         long_name = name if _is_step(name, step_column) else name.rpartition("/")[2]
         if _is_step(long_name, step_column):
             add(long_name, column.take(is_long[column.rows]))
-    names: dict[str, int] = {}
+    names = {"": 0}
     groups = np.zeros(len(table), np.int64)
     groups[metrics.rows[metrics.is_text]] = [
         names.setdefault(text.strip(), len(names)) for text in metrics.texts

@@ -128,6 +128,20 @@ def test_a_line_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
             read_logs(str(tmp_path / name))
 
 
+def test_a_long_table_without_values_records_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("step,metric,value,epoch\n1,loss,,0.1\n2,loss,,0.2\n")
+    assert [log["metrics"] for log in describe(path)] == [{}]
+    path.write_text("step,metric,value,epoch\n1,loss,5,0.1\n2,,7,0.2\n3,loss,6,0.2\n")
+    assert describe(path)[0]["metrics"]["loss"] == ([1, 3], ["5.0", "6.0"])
+
+
+def test_a_resumed_table_with_an_index_keeps_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",step,loss\n0,1,5\n1,2,6\n,step,loss\n0,3,7\n")
+    assert describe(path)[0]["metrics"] == {"loss": ([1, 2, 3], ["5.0", "6.0", "7.0"])}
+
+
 # --- operations ---
 
 
