@@ -84,7 +84,7 @@ def installed_version(package: str) -> str | None:
 
 
 @cache
-def tested_versions(package: str) -> "SpecifierSet | None":
+def range_of_tested_versions(package: str) -> "SpecifierSet | None":
     """Return the versions allowed by pyproject.toml, which are the tested ones; None for other packages.
 
     Reads abrun's installed metadata, including all extras.
@@ -109,7 +109,7 @@ def tested_versions(package: str) -> "SpecifierSet | None":
 
 def install_command(package: str, *options: str) -> str:
     """Return the pip command that installs a tested version of a package."""
-    words = ["pip", "install", *options, f"'{package}{tested_versions(package) or ''}'"]
+    words = ["pip", "install", *options, f"'{package}{range_of_tested_versions(package) or ''}'"]
     return " ".join(words)
 
 
@@ -117,7 +117,7 @@ def untested_version(package: str, version: str | None) -> Reason | None:
     """Return a reason if the version is outside the tested range; None if it is inside or unknown."""
     from packaging.version import InvalidVersion, Version
 
-    tested = tested_versions(package)
+    tested = range_of_tested_versions(package)
     if not (tested and version):
         return None
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 # Tokens whose vendors gave them a prefix for scanners: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
 # Stripe, NVIDIA, Groq, xAI, Replicate, Docker, AWS, Slack, Google, npm, PyPI, Weights & Biases, JSON Web
-# Tokens, PEM. Lookaheads are bounded, because one line of a diff can have a megabyte.
+# Tokens, PEM, DER in base64, netrc. Lookaheads are bounded, because one line of a diff can have a megabyte.
 _TOKEN_PATTERNS = (
     r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
     r"\bgh[pousr]_[A-Za-z0-9]{20,}",
@@ -42,7 +42,11 @@ _TOKEN_PATTERNS = (
     r"\bwandb_v\d+_\w{20,}",
     r"\blocal-[0-9a-f]{40}\b",
     r"\beyJ[\w-]{8,500}\.[\w-]{8,}(?:\.[\w-]*)?",
-    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY-----|[\s\S]*)",
+    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)",
+    r"\bMII[A-Za-z0-9+/]{57,}(?:(?:\s|\\n){0,2}[A-Za-z0-9+/]{8,}){0,400}[A-Za-z0-9+/]*={0,2}",
+    r"\bhooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/-]{16,}",
+    r"\bmachine\s{1,9}\S{1,200}\s{1,9}(?:login\s{1,9}\S{1,200}\s{1,9})?password\s{1,9}(?!\$\{|<secret)\S{1,200}",
     # Token in place of the user name in a URL
     r"(?<=://)(?=[^\s/@]{0,80}\d)(?=[\d.~%+-]{0,80}[A-Za-z])[\w.~%+-]{16,200}(?=@)",
     r"(?i:(?<=[?&]token=)|(?<=[?&]access_token=)|(?<=[?&]sig=)|(?<=-signature=))[\w%.~+/-]{16,}",

@@ -1,5 +1,6 @@
 """The command line: help, one line for bad input, dry runs that write nothing, and exit codes."""
 
+import errno
 import json
 import os
 import re
@@ -119,6 +120,36 @@ def test_every_command_has_help(run: Run) -> None:
 
 
 # --- bad input: one line, exit code 2 ---
+
+
+def test_an_error_with_a_built_in_recipe_is_one_line_and_output_follows_its_path(run: Run) -> None:
+    code, output, errors = run("launch", "quickstart", "--set", "wrong=1", "--dry-run")
+    assert (code, output, errors.count("\n")) == (2, "", 1) and "wrong" in errors
+    code, output, errors = run("launch", "quickstart", "--dry-run")
+    assert code == 0 and output and errors.startswith("abrun: using built-in recipe quickstart: ")
+
+
+@pytest.mark.parametrize("kib", [60_000, 180_000, 470_000])
+def test_too_little_address_space_is_one_line(kib: int, tmp_path: Path) -> None:
+    limited = ["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh", sys.executable, "-m", "abrun"]
+    done = subprocess.run([*limited, "compare", "x"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("abrun: ulimit -v is ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, "x"),
+        ImportError("x.so: failed to map segment from shared object"),
+    ],
+)
+def test_no_memory_is_one_line(run: Run, verdict: Callable[[Any], list[Any]], error: Exception) -> None:
+    verdict(error)
+    code, output, errors = run("compare", "mine")
+    assert (code, output, errors.count("\n")) == (2, "", 1) and errors.startswith("abrun: no memory for ")
 
 
 @pytest.mark.parametrize(

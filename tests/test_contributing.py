@@ -107,6 +107,22 @@ def test_what_has_a_type_is_packaged_as_such() -> None:
     assert (ROOT / "abrun" / "py.typed").is_file()
 
 
+def test_pytest_collects_nothing_that_a_test_imports_from_abrun() -> None:
+    for path, source in SOURCES.items():
+        for item in ast.parse(source).body:
+            names = [item.name] if isinstance(item, ast.FunctionDef | ast.ClassDef) else []
+            assert not [name for name in names if name.lower().startswith("test")], path
+
+
+def test_actions_are_pinned_and_publish_no_report_that_lay_in_the_repository() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml")]
+    used = [line for file in files for line in file.read_text().splitlines() if "uses: " in line]
+    pinned = re.compile(r".*uses: (\./.*|[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+)")
+    assert len(used) >= 7 and not [line for line in used if not pinned.fullmatch(line)]
+    steps = (ROOT / ".github/actions/regression/action.yml").read_text()
+    assert 0 < steps.index("rm -rf report summary.md") < steps.index("abrun launch ")
+
+
 def test_the_hooks_and_the_workflow_run_what_the_gate_runs() -> None:
     gate = (ROOT / ".ci" / "run").read_text()
     checks = re.findall(r"^step ((?:ruff|lint-imports|pyright).*)$", gate, re.M)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,7 +94,8 @@ def test_an_interrupted_demo_is_completed(tmp_path: Path, monkeypatch: pytest.Mo
     def write_until_killed(path: Path, content: bytes, **options: Any) -> None:
         nonlocal num_written
         if num_written == 7:
-            (path.parent / f".{path.name}.host.1.partial").write_bytes(content[:9])
+            name = f".{path.name}.{socket.gethostname()}.{ended_process()}.partial"
+            (path.parent / name).write_bytes(content[:9])
             raise KeyboardInterrupt
         num_written += 1
         write_file(path, content, **options)
@@ -110,7 +112,13 @@ def test_an_interrupted_demo_is_completed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial"]
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def test_the_demo_leaves_other_experiments_of_its_names_as_they_are(tmp_path: Path, abrun: Command) -> None:

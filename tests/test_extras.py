@@ -130,10 +130,10 @@ def installed_metadata(monkeypatch: pytest.MonkeyPatch):
         for requirement in requirements:
             message["Requires-Dist"] = requirement
         monkeypatch.setattr(importlib.metadata, "metadata", lambda _: message)
-        extras.tested_versions.cache_clear()
+        extras.range_of_tested_versions.cache_clear()
 
     yield declare
-    extras.tested_versions.cache_clear()
+    extras.range_of_tested_versions.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,6 @@ def test_without_metadata_every_version_is_tested(monkeypatch: pytest.MonkeyPatc
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(importlib.metadata, "metadata", missing)
-    extras.tested_versions.cache_clear()
+    extras.range_of_tested_versions.cache_clear()
     assert extras.untested_version("torch", "99") is None
-    extras.tested_versions.cache_clear()
+    extras.range_of_tested_versions.cache_clear()

@@ -33,6 +33,10 @@ TOKENS = [
     f"wandb_v1_{LETTERS}",
     f"local-{'0123456789' * 4}",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dBjftJeZ4CVP",
+    f"https://hooks.slack.com/services/T0123/B0123/{LETTERS}",
+    "MII" + LETTERS * 4,
+    f"machine api.wandb.ai login user password {LETTERS}",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjE\n-----END OPENSSH PRIVATE KEY-----",
 ]
 

@@ -22,7 +22,7 @@ from abrun.redaction import display_safe
 from abrun.regular_files import is_directory, is_file
 from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
-from abrun.runs.files import partial_files, write_file
+from abrun.runs.files import partial_files, remove_partial_files, write_file
 from abrun.runs.layout import EXPERIMENT, REPORT
 from abrun.verdict.results import ClaimResult
 
@@ -83,6 +83,7 @@ def unpack_runs(folder: Path) -> None:
     for name in contents.keys() - missing.keys():
         if name.endswith(EXPERIMENT) and (folder / name).read_bytes() != contents[name].encode():
             raise RecipeError(f"{folder / name}: is not the demo's; choose another folder with -o")
+    remove_partial_files(folder)
     try:
         for name, text in missing.items():
             write_file(folder / name, text.encode(), durable=False)

@@ -1,6 +1,9 @@
 """Command line: each command parses its options, calls one function and prints the result."""
 
+import errno
 import os
+import re
+import resource
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,7 +25,7 @@ from abrun.cli import (
     starting,
     tracing,
 )
-from abrun.cli.app import app, finish_help, print_error
+from abrun.cli.app import app, finish_help, print_error, print_notes
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
 from abrun.redaction import hide_secrets_of
@@ -48,6 +51,9 @@ MISTAKEN_OPTIONS = {
     "--format": ("--output", "was removed; use --output FOLDER for the whole report, --json for JSON"),
     "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
 }
+OUT_OF_MEMORY = "no memory for more data, threads or processes; free some, or raise ulimit -v and -u"
+# With less address space, OpenBLAS (numpy's, scipy's) retries for minutes or fails; a thread per core
+MIN_ADDRESS_SPACE_MIB, MIB_PER_CORE = 512, 64
 RENAMED_COMMANDS = {
     "cancel": "stop",
     "samples": "completions",
@@ -77,7 +83,9 @@ def _run() -> int:
     if command in RENAMED_COMMANDS:
         return print_error(f"{command} was renamed; use abrun {RENAMED_COMMANDS[command]}")
     try:
+        _check_address_space()
         code = _commands()([command, *options], prog_name="abrun", standalone_mode=False) or 0
+        print_notes()
         sys.stdout.flush()
         return code
     except TyperException as error:
@@ -88,6 +96,10 @@ def _run() -> int:
         return 130
     except BrokenPipeError:  # the reader of the output exited, as in `abrun status | head`
         return 1
+    except (ImportError, MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or re.search("can't start new thread|failed to map", str(error)):
+            return print_error(OUT_OF_MEMORY)
+        raise
     except OSError as error:  # such as a path that is too long, or an unreadable folder
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
             from abrun.runs.access import has_permission, unreadable_error
@@ -96,8 +108,18 @@ def _run() -> int:
             is_there = os.path.lexists(path) or not has_permission(path.parent, os.X_OK)
             if is_there and not has_permission(path, os.R_OK):
                 return print_error(str(unreadable_error(path)))
+        if error.errno == errno.ENOMEM:
+            return print_error(OUT_OF_MEMORY)
         where = error.filename or "a file, perhaps standard output"
         return print_error(f"{where}: {error.strerror or error}")
+
+
+def _check_address_space() -> None:
+    """Raise AbrunError if `ulimit -v` is too low for numpy."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_AS)[0], MIN_ADDRESS_SPACE_MIB
+    needed += MIB_PER_CORE * (os.cpu_count() or 1)
+    if limit != resource.RLIM_INFINITY and limit < needed * 2**20:
+        raise AbrunError(f"ulimit -v is {limit // 2**20} MiB; abrun needs {needed}; try ulimit -v unlimited")
 
 
 @cache

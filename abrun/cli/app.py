@@ -26,6 +26,8 @@ COMMANDS = {
     "Diagnostics": ("trace", "logprob-diff", "memory-profile", "bisect"),
 }
 
+_notes: list[str] = []  # printed before the first output; not before an error, which is one line
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -122,12 +124,25 @@ def print_json(content: Any) -> None:
     """Print JSON to stdout; NaN and Inf become text, as in all of abrun's files."""
     from abrun.runs.files import encode_non_finite
 
+    print_notes()
     is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(encode_non_finite(content), indent=1, ensure_ascii=not is_utf, allow_nan=False))
 
 
+def note(line: str) -> None:
+    """Print a line to stderr before the command's first output, unless an error comes first."""
+    _notes.append(line)
+
+
+def print_notes() -> None:
+    for line in _notes:
+        print(f"abrun: {line}", file=sys.stderr)
+    _notes.clear()
+
+
 def print_error(message: str) -> int:
     """Print one line to stderr and return the exit code for bad input."""
+    _notes.clear()
     print(f"abrun: {display_safe(' '.join(message.split()))}", file=sys.stderr)
     return 2
 
@@ -150,4 +165,6 @@ def survive_output_errors(command: Callable[P, R]) -> Callable[P, R]:
 def console() -> "Terminal":
     from abrun.present.terminal import terminal
 
-    return terminal()
+    screen = terminal()
+    screen.before_print = print_notes
+    return screen

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from abrun.cli.app import note
 from abrun.errors import RecipeError
 from abrun.reasons import Code
 from abrun.redaction import shortened
@@ -33,7 +34,7 @@ def resolve_recipe_file(context: typer.Context, path: Path | None) -> Path | Non
     recipe_path = find_recipe(path, context.params.get("runs_dir", Path("runs")))
     if recipe_path != path:
         kind = "the recipe of experiment" if is_directory(recipe_path) else "built-in recipe"
-        print(f"abrun: using {kind} {path}: {recipe_path}", file=sys.stderr)
+        note(f"using {kind} {path}: {recipe_path}")
     return recipe_path
 
 

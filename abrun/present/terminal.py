@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import IO, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -35,6 +35,12 @@ class Terminal(Console):
             else:
                 printable = (char if char.isprintable() or char == "\n" else "?" for char in segment.text)
                 yield Segment("".join(printable), segment.style)
+
+    before_print: Callable[[], None] = staticmethod(lambda: None)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.before_print()
+        super().print(*objects, **options)
 
     def say(self, line: str) -> None:
         """Print a line without wrapping it; the terminal does that."""

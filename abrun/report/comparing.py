@@ -37,7 +37,7 @@ from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run
 from abrun.verdict.seed_noise import describe_one_arm
-from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file, tested_arms
+from abrun.verdict.verdict_file import VerdictFile, arms_with_tests, as_json, build_verdict_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def compare(
     if arms or (one_arm and one_arm.claims):
         post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
     content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
-    tested = tested_arms([*arms, *([one_arm] if one_arm else [])])
+    tested = arms_with_tests([*arms, *([one_arm] if one_arm else [])])
     readings = [make_claim_test(experiment, arm.arm) for arm in tested]
     files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
     steps_to_take = next_steps(experiment, content, command)

@@ -207,15 +207,15 @@ def open_log(path: Path) -> BinaryIO:
     return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
-def open_without_links(path: Path, flags: int) -> int:
+def open_without_links(path: Path, flags: int, mode: int = PRIVATE_MODE) -> int:
     """Open a file of the store without following links.
 
-    With O_CREAT a new file is readable by its owner and the experiment's readers. Raises OSError unless the
+    With O_CREAT a new file gets `mode`, and the experiment's readers. Raises OSError unless the
     path is a regular file.
     """
     is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
     # O_NONBLOCK: opening a pipe without a reader must not block.
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_MODE)
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))

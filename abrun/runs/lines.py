@@ -14,7 +14,7 @@ from abrun.errors import StoreError
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import iter_lines, open_regular
-from abrun.runs.access import read_error
+from abrun.runs.access import PRIVATE_MODE, read_error
 from abrun.runs.files import (
     decode_non_finite,
     encode_non_finite,
@@ -37,13 +37,13 @@ _NUM_CHECKSUM_BYTES = len(_CHECKSUM_PREFIX) + len(b'00000000"}')
 class LineWriter:
     """Writer that appends JSON lines, one `write()` each. Opening drops a killed writer's torn last line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = PRIVATE_MODE) -> None:
         self.path = path
         self._torn = True
         with wrap_write_errors(path):
             make_folder(path.parent)
             # O_APPEND: a late write of an older attempt must not overwrite a row of a newer one.
-            self._file = open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._file = open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
             try:
                 self._drop_torn_line()
                 self._end = os.fstat(self._file).st_size
@@ -100,11 +100,11 @@ class LineParser:
     """Parser of one file's lines, in order, that verifies the checksum that LineWriter appends to each.
 
     Lines without a checksum come from older versions or other writers and are accepted. After a line with a
-    checksum, a line without one counts as damaged.
+    checksum, or if the file `has_checksums`, a line without one counts as damaged.
     """
 
-    def __init__(self) -> None:
-        self._has_checksums = False
+    def __init__(self, *, has_checksums: bool = False) -> None:
+        self._has_checksums = has_checksums
 
     def parse(self, line: bytes) -> dict[str, Any]:
         """Return the row without its checksum, NaN and Inf restored. Raises ValueError for a damaged line."""
@@ -150,11 +150,11 @@ class JsonLine(NamedTuple):
 class LineReader:
     """Reader that follows a JSON-lines file: each call returns the new lines, with NaN and Inf restored."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_checksums: bool = False) -> None:
         self.path = path
         self._offset = 0
         self._num_lines = 0
-        self._parser = LineParser()
+        self._parser = LineParser(has_checksums=has_checksums)
 
     def lines(self, *, ended: bool = False) -> Iterator[JsonLine]:
         """Yield the new lines, including damaged ones. Raises OSError.
@@ -191,9 +191,9 @@ class LineReader:
             return error
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a JSON-lines file; see LineReader."""
-    return LineReader(path).read()
+def read_json_lines(path: Path, *, has_checksums: bool = False) -> list[dict[str, Any]]:
+    """Return all rows of a JSON-lines file; see LineReader and LineParser."""
+    return LineReader(path, has_checksums=has_checksums).read()
 
 
 def read_valid_rows(path: Path) -> Iterator[dict[str, Any]]:

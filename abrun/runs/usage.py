@@ -16,6 +16,8 @@ from abrun.runs.owner import Owner
 from abrun.runs.records import Attempt, Launch
 from abrun.runs.rundir import RunDir
 
+MAX_START_S = 366 * 86_400.0  # longer, or negative: a clock was set meanwhile
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
@@ -77,7 +79,11 @@ def read_starts(
         is_row = np.isin(times.attempts, [attempt.number for attempt in attempts])
         row_times = times.time_s[is_row & np.isfinite(times.time_s)].tolist()
         ends = [record.ended_s, *(attempt.ended_s for attempt in attempts[::-1]), *row_times[-1:]]
-        ended_s = max(record.started_s, next((end for end in ends if end is not None), 0.0))
+        ended_s = next((end for end in ends if end is not None), record.started_s)
+        if not is_plausible(ended_s - record.started_s):
+            recorded = times.step_s, times.checkpoint_s, times.validation_s
+            recorded_s = sum(np.nansum(seconds[is_row]) for seconds in recorded)
+            ended_s = record.started_s + float(np.clip(recorded_s, 0.0, MAX_START_S))
         statuses = {record.status, *(attempt.status for attempt in attempts)}
         starts.append(
             Start(
@@ -93,6 +99,11 @@ def read_starts(
             )
         )
     return starts
+
+
+def is_plausible(seconds: float) -> bool:
+    """Return whether a difference of two times is one that a start can last."""
+    return 0 <= seconds <= MAX_START_S
 
 
 def _group_attempts(

@@ -126,7 +126,7 @@ def judge(
     judged: dict[str, ArmVerdict] = {}
     analyses: dict[str, list[InterimAnalysis]] = {arm: [] for arm in arms}
     for analysis in due_analyses:
-        results = test_claims(experiment, claims, analysis, may_repeat=may_repeat)
+        results = judge_claims(experiment, claims, analysis, may_repeat=may_repeat)
         for arm in arms:
             if not analyses[arm] or analyses[arm][-1].verdict == "INCONCLUSIVE":
                 arm_verdict = judge_arm(experiment, arm, claims, results[arm], analysis)
@@ -140,7 +140,7 @@ def judge(
     ]
 
 
-def test_claims(
+def judge_claims(
     experiment: RecordedExperiment,
     claims: Sequence[Claim],
     analysis: InterimAnalysis,

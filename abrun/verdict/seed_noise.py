@@ -16,7 +16,7 @@ from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_ma
 from abrun.stats.power import sd_interval, sd_of_difference
 from abrun.stats.rates import are_outcomes
 from abrun.stats.series import Array, window_bounds
-from abrun.verdict.decide import InterimAnalysis, Verdict, decide_verdict, test_claims
+from abrun.verdict.decide import InterimAnalysis, Verdict, decide_verdict, judge_claims
 from abrun.verdict.description import (
     MAX_OTHER_METRICS,
     default_window,
@@ -97,7 +97,7 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     analysis = InterimAnalysis(
         num_pairs=0, alpha=compare.alpha, alpha_difference=compare.alpha, alpha_guards=0.0
     )
-    results = test_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
+    results = judge_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
     verdict, outcomes = decide_verdict(
         invalid,
         (),

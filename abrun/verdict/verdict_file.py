@@ -113,7 +113,7 @@ def build_verdict_file(
     judged = [*arms, *([one_arm] if one_arm else [])]
     verdict = worst_verdict([section.verdict for section in judged])
     reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
-    readings = [count_readings(experiment, arm.arm, earlier) for arm in tested_arms(judged)]
+    readings = [count_readings(experiment, arm.arm, earlier) for arm in arms_with_tests(judged)]
     notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
     has_no_claim |= one_arm is not None and not experiment.compare.claims
@@ -179,7 +179,7 @@ def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
         yield experiment.trace
 
 
-def tested_arms(arms: Sequence[ArmVerdict | OneArm]) -> list[ArmVerdict | OneArm]:
+def arms_with_tests(arms: Sequence[ArmVerdict | OneArm]) -> list[ArmVerdict | OneArm]:
     """Return the arms with a tested claim; an INVALID one has none."""
     return [
         arm

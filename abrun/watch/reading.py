@@ -19,6 +19,7 @@ from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.usage import is_plausible
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 
@@ -83,7 +84,8 @@ class WatchedRun:
     def since_step_s(self) -> float | None:
         """Seconds since the last step, or the last start if later; None for a run that is not running."""
         progress = self.state.progress
-        return max(0.0, time.time() - progress.last_step_s) if progress else None
+        seconds = max(0.0, time.time() - progress.last_step_s) if progress else math.inf
+        return seconds if is_plausible(seconds) else None
 
     @property
     def is_silent(self) -> bool:
@@ -106,8 +108,8 @@ class WatchedRun:
             return None
         is_active = self.state.status in ("running", "stalled")
         last_s = time.time() if is_active else self.latest.get("time_s")
-        if not isinstance(last_s, float) or last_s < self.state.started_s:
-            # No step since the run was restarted.
+        if not isinstance(last_s, float) or not is_plausible(last_s - self.state.started_s):
+            # No step since the run was restarted, or a clock was set.
             return None
         return last_s - self.state.started_s
 
@@ -183,7 +185,7 @@ def _measure_start_up_s(state: RunState, first_row: Mapping[str, Any]) -> float 
         return None
     seconds = step_end_s - step_time_s - state.started_s
     # Negative if the row is one of an earlier attempt.
-    return seconds if seconds >= 0 else None
+    return seconds if is_plausible(seconds) else None
 
 
 class ExperimentReader:
@@ -256,7 +258,7 @@ def _estimate_seconds_left(run: WatchedRun, runs: Sequence[WatchedRun], start_up
     seconds = step_time_s * (run.state.num_steps - run.step)
     if run.start_up_s is None:
         began_s = run.state.started_s if run.state.status == "running" else None
-        seconds += max(0.0, start_up_s - (time.time() - began_s if began_s else 0.0))
+        seconds += min(start_up_s, max(0.0, start_up_s - (time.time() - began_s if began_s else 0.0)))
     return seconds
 
 

@@ -233,6 +233,12 @@ def test_clocks_that_were_set_leave_no_negative_part(tmp_path: Path) -> None:
     assert (spent.held_s, spent.steps_s, spent.start_up_s, spent.other_s) == (100.0, 100.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("ended_s", [100 + 57 * 365 * 86_400, 50])
+def test_after_a_jump_of_the_clock_a_start_takes_what_it_recorded(tmp_path: Path, ended_s: int) -> None:
+    spent = spent_of(one_pair(tmp_path, ended_s=ended_s))
+    assert (spent.held_s, spent.idle_s) == (160.0, 0.0)
+
+
 def test_runs_without_step_times_have_no_useful_share(tmp_path: Path) -> None:
     directory = one_pair(tmp_path)
     for path in directory.glob("*/*/metrics.jsonl"):

@@ -86,15 +86,8 @@ def ask_gate(
     Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.
     """
     start = read_state(path).start
-    claim = Claim(
-        metric=start.metric,
-        window=start.window,
-        transform=start.transform,
-        higher_is_better=start.higher_is_better,
-        better=start.margin,
-    )
     steps = start.first_step, start.last_step
-    candidate, *_, left_out = _read_arm(source, reading, claim, arm, name, steps)
+    candidate, *_, left_out = _read_arm(source, reading, start.claim(), arm, name, steps)
     with locked_state(path) as (state, writer):
         answer = _judge(state, candidate)
         if answer is not state.candidates.get(candidate.name):

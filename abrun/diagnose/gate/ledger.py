@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.metric_names import Transform
 from abrun.reasons import Code
+from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun
 from abrun.recorded.known_runs import KnownRun
+from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.lock import file_lock
 from abrun.runs.schemas import Count, Items, Seconds, Texts, checked
@@ -69,6 +71,15 @@ class Start:
     alpha: Annotated[float, Field(gt=0, lt=0.5)]  # false discovery rate
     max_seeds: Annotated[int, Field(ge=3, le=100)] = MAX_SEEDS
     incumbent: Runs
+
+    def claim(self) -> Claim:
+        return Claim(
+            metric=self.metric,
+            window=self.window,
+            transform=self.transform,
+            higher_is_better=self.higher_is_better,
+            better=self.margin,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +152,7 @@ def create_ledger(path: Path, start: Start) -> None:
     with suppress(FileNotFoundError):
         if path.lstat().st_size:
             raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
-    with closing(LineWriter(path)) as writer, file_lock(path):
+    with closing(LineWriter(path, PUBLIC_MODE)) as writer, file_lock(path):
         if read_json_lines(path):  # another gate was faster
             raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
         writer.write(asdict(start))
@@ -156,8 +167,13 @@ def read_state(path: Path) -> State:
     if not rows or rows[0].get("kind") != "start":
         raise StoreError(Code.GATE_LEDGER_INVALID(path=path))
     start = checked(Start, rows[0], path)
+    try:
+        start.claim()
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field="window", problem=problem)) from None
     state = State(start=start, incumbent=start.incumbent)
-    for row in rows[1:]:
+    for row in read_json_lines(path, has_checksums=True)[1:]:
         answer = checked(Answer, row, path)
         expected = state.num_answers + 1
         if answer.number != expected:
@@ -169,8 +185,10 @@ def read_state(path: Path) -> State:
 @contextmanager
 def locked_state(path: Path) -> Iterator[tuple[State, LineWriter]]:
     """Yield the state of a file that is a ledger, and a writer for its next answer; other gates wait."""
-    with file_lock(path), closing(LineWriter(path)) as writer:
-        yield read_state(path), writer
+    with file_lock(path):
+        state = read_state(path)  # first: opening a writer cuts a torn last line, also of another file
+        with closing(LineWriter(path)) as writer:
+            yield state, writer
 
 
 def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:

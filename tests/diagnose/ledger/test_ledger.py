@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +13,21 @@ from typer.testing import CliRunner, Result
 from abrun import cli
 from abrun.diagnose.ledger.command import add_to_ledger, ledger_maker
 from abrun.diagnose.ledger.drift import anchor_levels, drift_of, is_over_budget, ledger_state
+from abrun.diagnose.ledger.table import render_reference
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import load_reference
+from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.stored import load_experiment
-from abrun.report.comparing import freeze_arm
+from abrun.report.comparing import compare_sources, freeze_arm
 from abrun.runs.files import read_json
 from abrun.runs.lock import file_lock
 from abrun.stats.equivalence import welch_interval
 from tests.bench.bench_ledger import beyond
+from tests.diagnose.gate.test_damaged_ledger import ALL, mutations, with_value
 from tests.reasons import refused
 from tests.verdict.simulate import edit, write_experiment
 
@@ -247,6 +251,22 @@ def test_an_edit_is_seen(tmp_path, reference, change, code, entry, snapshot):
         with refused(code, **({"entry": entry} if entry else {})) as error:
             read(reference)
         snapshot(error.value)
+
+
+@pytest.mark.parametrize("num", [30, ALL])
+def test_each_field_with_another_value_is_read_or_refused(tmp_path: Path, reference: Path, num: int) -> None:
+    add(reference, changed_experiment(tmp_path))
+    second, plain = changed_experiment(tmp_path, "second", SECOND), tmp_path / "plain.json"
+    freeze_arm(load_experiment(tmp_path / "anchor"), "baseline", plain)
+    for path in (reference, plain):
+        content = json.loads(path.read_text())
+        for fields, value in mutations(content, num):
+            path.write_text(json.dumps(with_value(content, fields, value)))
+            with suppress(AbrunError):
+                add(path, second)
+            with suppress(AbrunError):
+                render_reference(load_reference(path))
+                compare_sources([str(second)], ReadingOptions(), reference=path)
 
 
 def test_a_reference_without_a_ledger_reads_as_ever_and_gets_no_entry(tmp_path, reference):
