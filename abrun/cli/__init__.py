@@ -52,8 +52,7 @@ MISTAKEN_OPTIONS = {
     "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
 }
 OUT_OF_MEMORY = "no memory for more data, threads or processes; free some, or raise ulimit -v and -u"
-# With less address space, OpenBLAS (numpy's, scipy's) retries for minutes or fails; a thread per core
-MIN_ADDRESS_SPACE_MIB, MIB_PER_CORE = 512, 64
+MIN_ADDRESS_SPACE_MIB = 512  # with less, OpenBLAS (numpy's, scipy's) retries for minutes or fails
 RENAMED_COMMANDS = {
     "cancel": "stop",
     "samples": "completions",
@@ -115,11 +114,15 @@ def _run() -> int:
 
 
 def _check_address_space() -> None:
-    """Raise AbrunError if `ulimit -v` is too low for numpy."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_AS)[0], MIN_ADDRESS_SPACE_MIB
-    needed += MIB_PER_CORE * (os.cpu_count() or 1)
-    if limit != resource.RLIM_INFINITY and limit < needed * 2**20:
-        raise AbrunError(f"ulimit -v is {limit // 2**20} MiB; abrun needs {needed}; try ulimit -v unlimited")
+    """Raise AbrunError if `ulimit -v` is too low for numpy; under any limit OpenBLAS gets one thread."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if limit < MIN_ADDRESS_SPACE_MIB * 2**20:
+        raise AbrunError(
+            f"ulimit -v is {limit // 2**20} MiB; abrun needs {MIN_ADDRESS_SPACE_MIB}; try ulimit -v unlimited"
+        )
 
 
 @cache
