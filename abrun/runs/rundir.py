@@ -276,16 +276,24 @@ class RunDir:
             return self.last_attempt > 0
 
     def identity(self) -> str:
-        """Return the run's name and a hash of its config, which identify its files.
+        """Return the run's name and a hash of its config, which identify its files."""
+        return self.identities()[0]
+
+    def identities(self) -> tuple[str, str]:
+        """Return the run's identity, and that of versions before runs could share a GPU.
 
         Limits and the share of a GPU, which a resumed launch may change, have no part in the hash.
         """
         stored = read_stored_config(self.path / layout.CONFIG)
-        relevant_config = {key: value for key, value in stored.config.items() if key != "limits"}
-        if isinstance(cluster := relevant_config.get("cluster"), dict) and "runs_per_gpu" in cluster:
-            relevant_config["cluster"] = {**cluster, "runs_per_gpu": 1}
-        digest = hashlib.sha256(json.dumps(relevant_config, sort_keys=True).encode()).hexdigest()
-        return f"{stored.name} {digest[:16]}"
+        config = {key: value for key, value in stored.config.items() if key != "limits"}
+        earlier_config = config
+        if isinstance(cluster := config.get("cluster"), dict) and "runs_per_gpu" in cluster:
+            earlier_cluster = {key: value for key, value in cluster.items() if key != "runs_per_gpu"}
+            earlier_config = {**config, "cluster": earlier_cluster}
+            config = {**config, "cluster": {**cluster, "runs_per_gpu": 1}}
+        texts = (json.dumps(each, sort_keys=True) for each in (config, earlier_config))
+        now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+        return f"{stored.name} {now}", f"{stored.name} {earlier}"
 
     def attempts(self) -> list[Attempt]:
         """Return every attempt, oldest first."""
