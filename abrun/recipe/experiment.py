@@ -228,7 +228,7 @@ def load_recipe(
     """Load a recipe from a YAML file, merged over its `defaults:`, with `key=value` overrides on top.
 
     For an experiment's folder, load the recipe it was launched with, under the folder's name. A recipe that
-    `is_launched` may have the keys of an earlier version. Raises RecipeError, one line: field, value received,
+    `is_launched` may have keys of an earlier version. Raises RecipeError, one line: field, value received,
     what is allowed, what to do.
     """
     try:

@@ -5,8 +5,6 @@ of older attempts must not write; every write checks that first.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -280,20 +278,8 @@ class RunDir:
         return self.identities()[0]
 
     def identities(self) -> tuple[str, str]:
-        """Return the run's identity, and that of versions before runs could share a GPU.
-
-        Limits and the share of a GPU, which a resumed launch may change, have no part in the hash.
-        """
-        stored = read_stored_config(self.path / layout.CONFIG)
-        config = {key: value for key, value in stored.config.items() if key != "limits"}
-        earlier_config = config
-        if isinstance(cluster := config.get("cluster"), dict) and "runs_per_gpu" in cluster:
-            earlier_cluster = {key: value for key, value in cluster.items() if key != "runs_per_gpu"}
-            earlier_config = {**config, "cluster": earlier_cluster}
-            config = {**config, "cluster": {**cluster, "runs_per_gpu": 1}}
-        texts = (json.dumps(each, sort_keys=True) for each in (config, earlier_config))
-        now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
-        return f"{stored.name} {now}", f"{stored.name} {earlier}"
+        """Return the identity, and that of versions before runs could share a GPU."""
+        return read_stored_config(self.path / layout.CONFIG).identities()
 
     def attempts(self) -> list[Attempt]:
         """Return every attempt, oldest first."""
