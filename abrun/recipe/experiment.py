@@ -32,6 +32,7 @@ from abrun.recipe.merging import (
 from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
+from abrun.recipe.rules import NEW_RULES, find_broken_rule
 from abrun.recipe.run import OwnRunConfig, RecipeCluster, recorded_source
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
@@ -255,7 +256,10 @@ def load_recipe(
             if key.split(".")[0] not in model.model_fields:
                 field, section_key = f"arms.{arm}.{key}", key.split(".")[0]
                 raise RecipeError(unknown_key(field, section_key, model, source=str(path), others=()))
-        resolved.run_config(arm)
+        broken = find_broken_rule(resolved.run_config(arm), {} if is_launched else NEW_RULES)
+        if broken:
+            field, problem = broken
+            raise RecipeError(Code.RULE_BROKEN(source=str(path), field=field, problem=problem, others=()))
     return recipe
 
 
