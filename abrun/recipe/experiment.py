@@ -314,6 +314,11 @@ def parse_stored_run(content: Any, source: str = "config") -> OwnRunConfig | Com
     return validated(RUN_CONFIGS[kind or "abrun"], content, source)
 
 
+def parse_stored_own_run(content: Any) -> OwnRunConfig:
+    """Parse the stored configuration of a run of abrun's own trainer, of any version. Raises RecipeError."""
+    return validated(OwnRunConfig, drop_removed(migrate(content)), "config")
+
+
 def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
     """Return the `trainer.type` of a mapping; None if it has none. Raises RecipeError if unknown."""
     trainer = raw.get("trainer")
