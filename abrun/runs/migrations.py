@@ -42,8 +42,8 @@ def migrate_dotted(values: Any) -> Any:
     """Return values by dotted key with today's keys, without removed keys that have their default."""
     if not isinstance(values, Mapping):
         return values
-    kept = {key: value for key, value in values.items() if key not in REMOVED or REMOVED[key] != value}
-    return {_migrate_key(key): value for key, value in kept.items()}
+    values = {key: value for key, value in values.items() if key not in REMOVED or REMOVED[key] != value}
+    return {_migrate_key(key): value for key, value in values.items()}
 
 
 def migrate_ledger(ledger: Any) -> Any:
@@ -106,8 +106,7 @@ def _without_removed(change: Any) -> Any:
 def _convert_limits(tree: Any, convert: Callable[[Any], Any]) -> Any:
     """Return the tree with the limits of its claims converted."""
     compare = tree.get("compare") if isinstance(tree, Mapping) else None
-    claims = compare.get("claims") if isinstance(compare, Mapping) else None
-    if not isinstance(claims, list):
+    if not isinstance(compare, Mapping) or not isinstance(claims := compare.get("claims"), list):
         return tree
     converted = [
         {key: convert(value) if key in ("below", "above") else value for key, value in claim.items()}

@@ -408,7 +408,7 @@ class StoredConfig:
         if isinstance(cluster := config.get("cluster"), dict) and "runs_per_gpu" in cluster:
             others = {key: value for key, value in cluster.items() if key != "runs_per_gpu"}
             configs = [{**config, "cluster": {**cluster, "runs_per_gpu": 1}}, {**config, "cluster": others}]
-        texts = (json.dumps(each, sort_keys=True) for each in configs)
+        texts = (json.dumps(content, sort_keys=True) for content in configs)
         now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
         return f"{self.name} {now}", f"{self.name} {earlier}"
 

@@ -1,8 +1,8 @@
 """Write a folder of stored experiments with an older version: `python tests/formats/make.py NAME COMMIT`.
 
 The commit is checked out as a git worktree, and its own commands launch `pairs` (claims, interim analyses, a
-rerun), `killed` (its launcher died with runs half-way) and `own` (abrun's trainer). Hosts, users and paths are
-replaced by neutral ones. `expected.json` holds what that version said.
+rerun), `killed` (its launcher died with runs half-way) and `own` (abrun's trainer). Hosts, users and paths
+are replaced by neutral ones. `expected.json` holds what that version said.
 """
 
 import contextlib
