@@ -224,7 +224,8 @@ def launch(
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
     path = find_recipe(Path(recipe), Path(runs_dir))
-    loaded = load_recipe(path, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    settings = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    loaded = load_recipe(path, settings, is_launched=resume)
     options = LaunchOptions(
         runs_dir=choose_runs_dir(path, Path(runs_dir), resume=resume and name is None),
         name=name,

@@ -111,7 +111,7 @@ def launch(
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
     if export is None:
         refuse_options({"--output": output}, Code.OPTION_NEEDS, needed="--export")
-    loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds)), console()
+    loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds), is_launched=resume), console()
     options = LaunchOptions(
         runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
         name=name,

@@ -30,6 +30,7 @@ from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.experiment import WARM_START
 from abrun.runs.layout import RunName
+from abrun.runs.migrations import earlier_forms
 
 VALIDATION_NEEDS: tuple[Need, ...] = (
     "validation",
@@ -360,6 +361,13 @@ def compare_hash(compare: Compare) -> str:
     Defaults are excluded, so a new field in abrun does not change the hash of older declarations.
     """
     return _sha256(compare.model_dump(mode="json", exclude_defaults=True))
+
+
+def launched_compare_hash(stored_sha256: str, compare: Compare) -> str:
+    """Return the hash stored at launch, as this version computes it if an earlier one declared the same."""
+    content = compare.model_dump(mode="json", exclude_defaults=True)
+    is_declared = stored_sha256 in map(_sha256, earlier_forms(content))
+    return compare_hash(compare) if is_declared else stored_sha256
 
 
 def _reruns_of_seed(index: int, num_reruns: int, recipe: ExperimentDeclaration) -> int:

@@ -7,7 +7,7 @@ Seeds are run in their order.
 from pathlib import Path
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.plan import compare_hash
+from abrun.experiment.plan import compare_hash, launched_compare_hash
 from abrun.reasons import Code
 from abrun.recipe.experiment import (
     MAX_SEEDS,
@@ -65,7 +65,7 @@ def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) ->
     content = open_experiment(experiment_dir)
     launched_interim = (content.get("recipe", {}).get("compare") or {}).get("interim") or []
     # The stored recipe is that of the last --resume; the hash is that of the first launch.
-    launched_hash = content.get("compare_sha256")
+    launched_hash = launched_compare_hash(content.get("compare_sha256", ""), recipe.compare)
     if launched_interim != recipe.compare.interim and launched_hash != compare_hash(recipe.compare):
         description = (
             f"with interim analyses at {launched_interim} pairs"

@@ -32,11 +32,13 @@ from abrun.recipe.merging import (
 from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
+from abrun.recipe.rules import NEW_RULES, find_broken_rule
 from abrun.recipe.run import OwnRunConfig, RecipeCluster, recorded_source
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
 from abrun.runs.layout import NAME_PATTERN
+from abrun.runs.migrations import drop_removed, migrate
 
 BASELINE = "baseline"
 MAX_ARMS = 1000
@@ -221,11 +223,14 @@ RUN_CONFIGS: dict[str, type[OwnRunConfig] | type[CommandRunConfig]] = {
 }
 
 
-def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRecipe:
+def load_recipe(
+    path: Path, overrides: Iterable[str] = (), *, is_launched: bool = False
+) -> Recipe | CommandRecipe:
     """Load a recipe from a YAML file, merged over its `defaults:`, with `key=value` overrides on top.
 
-    For an experiment's folder, load the recipe it was launched with, under the folder's name. Raises
-    RecipeError, one line: field, value received, what is allowed, what to do.
+    For an experiment's folder, load the recipe it was launched with, under the folder's name. A recipe that
+    `is_launched` may have keys of an earlier version. Raises RecipeError, one line: field, value received,
+    what is allowed, what to do.
     """
     try:
         tree = (
@@ -238,11 +243,12 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
         for override in overrides:
             raw = apply_override(raw, override)
         raw = drop_foreign_nulls(_convert_arms(raw, dotted))
+        raw = drop_removed(migrate(raw)) if is_launched else raw
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
     except RecursionError:
         raise RecipeError(Code.RECIPE_TOO_DEEP(source=path)) from None
-    recipe = parse_stored_recipe(raw, str(path))
+    recipe = _parse_recipe(raw, str(path))
     resolved = recipe.with_auto_values()
     for arm, change in recipe.arms.items():
         model = RUN_CONFIGS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
@@ -250,7 +256,10 @@ def load_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe | CommandRe
             if key.split(".")[0] not in model.model_fields:
                 field, section_key = f"arms.{arm}.{key}", key.split(".")[0]
                 raise RecipeError(unknown_key(field, section_key, model, source=str(path), others=()))
-        resolved.run_config(arm)
+        broken = find_broken_rule(resolved.run_config(arm), {} if is_launched else NEW_RULES)
+        if broken:
+            field, problem = broken
+            raise RecipeError(Code.RULE_BROKEN(source=str(path), field=field, problem=problem, others=()))
     return recipe
 
 
@@ -288,16 +297,26 @@ def _convert_arms(
 
 
 def parse_stored_recipe(content: Mapping[str, Any], source: str = "recipe") -> Recipe | CommandRecipe:
-    """Parse a recipe stored by `model_dump` in experiment.json. Raises RecipeError, one line."""
+    """Parse a recipe stored by `model_dump`, of any version. Raises RecipeError, one line."""
+    return _parse_recipe(drop_removed(migrate(content)), source)
+
+
+def _parse_recipe(content: Mapping[str, Any], source: str) -> Recipe | CommandRecipe:
     if _trainer_type(content, source) == "command":
         return validated(CommandRecipe, content, source)
     return validated(Recipe, content, source)
 
 
 def parse_stored_run(content: Any, source: str = "config") -> OwnRunConfig | CommandRunConfig:
-    """Parse a run's resolved configuration from config.json. Raises RecipeError, one line."""
+    """Parse a run's resolved configuration from config.json, of any version. Raises RecipeError, one line."""
+    content = drop_removed(migrate(content))
     kind = _trainer_type(content, source) if isinstance(content, Mapping) else None
     return validated(RUN_CONFIGS[kind or "abrun"], content, source)
+
+
+def parse_stored_own_run(content: Any) -> OwnRunConfig:
+    """Parse the stored configuration of a run of abrun's own trainer, of any version. Raises RecipeError."""
+    return validated(OwnRunConfig, drop_removed(migrate(content)), "config")
 
 
 def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:

@@ -14,6 +14,7 @@ from abrun.reasons import Code
 from abrun.recipe.refusals import shortened
 from abrun.regular_files import MAX_FILE_BYTES, read_regular
 from abrun.runs.layout import EXPERIMENT
+from abrun.runs.migrations import drop_removed, migrate
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -137,7 +138,7 @@ def read_launched_recipe(experiment_dir: Path) -> dict[str, Any]:
     path = experiment_dir / EXPERIMENT
     try:
         recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]
-        return {**recipe, "name": Path(os.path.realpath(experiment_dir)).name}
+        return {**drop_removed(migrate(recipe)), "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
         raise RecipeError(Code.FOLDER_WITHOUT_RECIPE(source=experiment_dir, file=EXPERIMENT)) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -11,16 +11,12 @@ from abrun.errors import RecipeError
 from abrun.reasons import Code, Reason
 from abrun.recipe.section import Section
 from abrun.redaction import shortened
+from abrun.runs.migrations import RENAMED
 
 M = TypeVar("M", bound=BaseModel)
 
 LIMIT_KEYS = ("gt", "ge", "lt", "le", "expected")  # keys of pydantic's error context for numbers and literals
-RENAMED_KEYS = {
-    "primary": "claims",
-    "looks": "interim",
-    "looks_spending": "alpha_spending",
-    "planted_fault": "injected_fault",
-}
+RENAMED_KEYS = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
 # Texts that YAML reads as numbers or booleans
 SCALAR_PATTERN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"
 

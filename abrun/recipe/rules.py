@@ -58,10 +58,13 @@ def _value_at(section: Any, names: list[str]) -> Any:
     return value
 
 
-def find_broken_rule(section: Any) -> tuple[str, str] | None:
+def find_broken_rule(
+    section: Any, rules: Mapping[str, tuple[RecipeRule, ...]] | None = None
+) -> tuple[str, str] | None:
     """Return the field and problem of the first rule that a section breaks; None if it obeys all."""
     classes = reversed(type(section).__mro__)
-    refusals = (rule.refusal(section) for model in classes for rule in RULES.get(model.__name__, ()))
+    rules = RULES if rules is None else rules
+    refusals = (rule.refusal(section) for model in classes for rule in rules.get(model.__name__, ()))
     return next(filter(None, refusals), None)
 
 
@@ -280,11 +283,6 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
     ),
     "PolicyGradientSettings": (
         RecipeRule("algorithm.kl_estimator",
-             lambda algorithm: (algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss"
-                 and algorithm.kl_estimator == "k1"),
-             "got 'k1' with kl_in 'loss', where its expected gradient is zero; use kl_estimator: k2, k3 or "
-             "k3+, or kl_in: reward"),
-        RecipeRule("algorithm.kl_estimator",
              lambda algorithm: algorithm.kl_in != "loss" and algorithm.kl_estimator == "k3+",
              "got 'k3+' with kl_in {kl_in!r}, but it differs from k3 only in its gradient, which a reward "
              "does not have; use kl_estimator: k3, or kl_in: loss"),
@@ -482,6 +480,16 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("seeds", _find_claim_of_one_seed,
              "got one seed with {bound} (compare.claims), which needs the spread over seeds; use two or "
              "more, or compare.claims: [] for the step-one check alone"),
+    ),
+}
+# Rules of new recipes alone: earlier versions launched recipes that break them
+NEW_RULES: dict[str, tuple[RecipeRule, ...]] = {
+    "OwnRunConfig": (
+        RecipeRule("algorithm.kl_estimator",
+             lambda run: (run.algorithm.type in POLICY_GRADIENTS and run.algorithm.kl_coefficient > 0
+                 and (run.algorithm.kl_in, run.algorithm.kl_estimator) == ("loss", "k1")),
+             "got 'k1' with kl_in 'loss', where its expected gradient is zero; use kl_estimator: k2, k3 or "
+             "k3+, or kl_in: reward"),
     ),
 }
 # fmt: on

@@ -16,6 +16,7 @@ from abrun.errors import ComparisonError
 from abrun.metric_names import Transform
 from abrun.reasons import Code
 from abrun.recipe.claims import Spending
+from abrun.runs.migrations import migrate_ledger
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rule = Literal["smaller", "chain"]  # the bound that counts: smaller of chain and direct, or chain
@@ -86,7 +87,7 @@ def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
     if "ledger" not in content:
         return None
     try:
-        ledger = Ledger.model_validate(content["ledger"])
+        ledger = Ledger.model_validate(migrate_ledger(content["ledger"]))
     except ValidationError as error:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))

@@ -31,12 +31,13 @@ from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import decode_non_finite, encode_non_finite, read_json, write_file
 from abrun.runs.layout import EXPERIMENT
 from abrun.runs.lock import file_lock
+from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import Environment
 from abrun.runs.schemas import checked
 from abrun.stats.series import Series, Steps, window_bounds
 
 REFERENCE_ARM = "reference"
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION, _READ_VERSIONS = 2, (1, 2)  # version 1 has the keys of an earlier version
 _NUM_KEPT_STEPS = 64  # per metric outside the windows of claims, spread over the run
 _ENVIRONMENT_KEYS = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
 _PRIVATE_PREFIXES = ("wandb.", "trainer.env.", "initial_weights")
@@ -155,19 +156,19 @@ def load_reference(path: Path) -> Reference:
     content = read_json(path)
     if "recipe" in content:
         raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path.parent))))
-    if content.get("schema_version") != _SCHEMA_VERSION or "runs" not in content:
+    if content.get("schema_version") not in _READ_VERSIONS or "runs" not in content:
         version = shortened(content.get("schema_version"))
         raise ComparisonError(
             Code.OTHER_REFERENCE_VERSION(path=path, version=version, expected=_SCHEMA_VERSION)
         )
     try:
-        compare = Compare.model_validate(content["compare"])
+        compare = Compare.model_validate(migrate({"compare": content["compare"]})["compare"])
         runs = tuple(_load_run(row, content, path) for row in content["runs"])
         return Reference(
             name=str(content["name"]),
             compare=compare,
             runs=runs,
-            config=dict(content["config"]),
+            config=migrate_dotted(dict(content["config"])),
             environment=dict(content["environment"]),
             ledger=read_ledger(content, str(path)),
             declared_s=None if content.get("declared_s") is None else float(content["declared_s"]),
@@ -272,7 +273,7 @@ def _load_run(row: Mapping[str, Any], content: Mapping[str, Any], path: Path) ->
     }
     environment = {**content["environment"], **row["environment"]}
     checked(Environment, environment, path)
-    config = {**content["config"], **row["config"]}
+    config = migrate_dotted({**content["config"], **row["config"]})
     runs_per_gpu = config.get("cluster.runs_per_gpu")
     return RecordedRun(
         name=RunName(arm=REFERENCE_ARM, seed=seed, rerun=rerun),

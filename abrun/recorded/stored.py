@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import ComparisonError, RecipeError, StoreError
-from abrun.experiment.plan import describe_decisions
+from abrun.experiment.plan import describe_decisions, launched_compare_hash
 from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
@@ -29,6 +29,7 @@ from abrun.runs.experiment import (
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.layout import RunName
 from abrun.runs.metrics import StepTimes
+from abrun.runs.migrations import migrate_dotted
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.runs.traces import FOLDER, StoredTrace, read_trace
@@ -61,7 +62,7 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
         compare=recipe.compare,
         treatment_diff=display_safe_tree(content["treatment_diff"]),
-        launched_compare_sha256=content["compare_sha256"],
+        launched_compare_sha256=launched_compare_hash(content["compare_sha256"], recipe.compare),
         launched_pairs=content.get("launched_pairs", len(recipe.seeds)),
         decided=tuple(
             Code.DECIDED_AT_LAUNCH(decision=display_safe(line))
@@ -218,7 +219,7 @@ def _mirror_url(run: RunDir) -> str | None:
 
 def _dotted_config(record: RunRecord) -> dict[str, Any]:
     """Return the configuration by dotted key; keys that abrun gained since have compatible defaults."""
-    config = dotted({**record.config, "initial_weights": record.initial_weights})
+    config = migrate_dotted(dotted({**record.config, "initial_weights": record.initial_weights}))
     try:
         return dotted(parse_stored_run(record.config).model_dump(mode="json")) | config
     except RecipeError:  # another version's: compared as it is

@@ -16,6 +16,7 @@ from abrun.regular_files import exists, is_directory, is_file
 from abrun.runs.access import UnreadableError, require_access
 from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
+from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Count, Items, checked
@@ -37,7 +38,7 @@ class _StoredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredClaims:
-    looks: Items[Count] | None = None
+    interim: Items[Count] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def list_experiments(runs_dir: Path) -> list[Path]:
 
 
 def open_experiment(experiment_dir: Path) -> dict[str, Any]:
-    """Return the content of `experiment.json`. Raises StoreError if it is missing or malformed."""
+    """Return the content of `experiment.json` with today's keys. Raises StoreError if it is malformed."""
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
             raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
@@ -106,8 +107,14 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
         raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=remedy))
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
+    convert = {"recipe": migrate, "treatment_diff": _migrate_diff, "decided": migrate_dotted}
+    experiment |= {key: convert[key](value) for key, value in experiment.items() if key in convert}
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
     return experiment
+
+
+def _migrate_diff(diff: Any) -> Any:
+    return {arm: migrate_dotted(keys) for arm, keys in diff.items()} if isinstance(diff, dict) else diff
 
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Contents of the small files in a run directory, one dataclass each. Unknown keys are ignored."""
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -395,6 +397,20 @@ class StoredConfig:
     @property
     def name(self) -> RunName:
         return RunName(arm=self.arm, seed=self.seed, rerun=self.rerun)
+
+    def identities(self) -> tuple[str, str]:
+        """Return the run's name with a hash of its config, and the same of versions before shared GPUs.
+
+        Limits and the share of a GPU, which a resumed launch may change, have no part in the hash.
+        """
+        config = {key: value for key, value in self.config.items() if key != "limits"}
+        configs = [config, config]
+        if isinstance(cluster := config.get("cluster"), dict) and "runs_per_gpu" in cluster:
+            others = {key: value for key, value in cluster.items() if key != "runs_per_gpu"}
+            configs = [{**config, "cluster": {**cluster, "runs_per_gpu": 1}}, {**config, "cluster": others}]
+        texts = (json.dumps(content, sort_keys=True) for content in configs)
+        now, earlier = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+        return f"{self.name} {now}", f"{self.name} {earlier}"
 
     def record(self) -> RunRecord | None:
         """Return the run's record; None if a field that every run of abrun has is missing."""

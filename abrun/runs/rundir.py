@@ -5,8 +5,6 @@ of older attempts must not write; every write checks that first.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -276,16 +274,12 @@ class RunDir:
             return self.last_attempt > 0
 
     def identity(self) -> str:
-        """Return the run's name and a hash of its config, which identify its files.
+        """Return the run's name and a hash of its config, which identify its files."""
+        return self.identities()[0]
 
-        Limits and the share of a GPU, which a resumed launch may change, have no part in the hash.
-        """
-        stored = read_stored_config(self.path / layout.CONFIG)
-        relevant_config = {key: value for key, value in stored.config.items() if key != "limits"}
-        if isinstance(cluster := relevant_config.get("cluster"), dict) and "runs_per_gpu" in cluster:
-            relevant_config["cluster"] = {**cluster, "runs_per_gpu": 1}
-        digest = hashlib.sha256(json.dumps(relevant_config, sort_keys=True).encode()).hexdigest()
-        return f"{stored.name} {digest[:16]}"
+    def identities(self) -> tuple[str, str]:
+        """Return the identity, and that of versions before runs could share a GPU."""
+        return read_stored_config(self.path / layout.CONFIG).identities()
 
     def attempts(self) -> list[Attempt]:
         """Return every attempt, oldest first."""

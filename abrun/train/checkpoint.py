@@ -13,7 +13,7 @@ import contextlib
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,13 +124,13 @@ def restore(
         if writer:
             _remove_partial(directory)
             run_dir = RunDir(writer.path)
-            shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identity()
-    checkpoints, recorded, run = shared.by_rank[0]
+            shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identities()
+    checkpoints, recorded, identities = shared.by_rank[0]
     damages: list[str] = []
     for step in sorted(checkpoints, reverse=True):
         tensors, gap, problem = {}, None, None
         try:
-            state = _read_state(checkpoints[step], step, ranks.size, run)
+            state = _read_state(checkpoints[step], step, ranks.size, identities)
             gap = _find_gap(state, recorded, start_step)
             if gap is None:
                 tensors = _read_rank_file(checkpoints[step], state, ranks.rank, trained)
@@ -260,14 +260,15 @@ def _remove_partial(directory: Path) -> None:
 # --- reading ---
 
 
-def _read_state(path: Path, step: int, num_ranks: int, run: str) -> SavedState:
+def _read_state(path: Path, step: int, num_ranks: int, identities: Sequence[str]) -> SavedState:
     """Read state.json. Raises _DamagedCheckpoint, and StoreError for a different number of ranks."""
     try:
         state = read_saved_state(path)
     except StoreError as error:
         raise _DamagedCheckpoint(str(error)) from None
-    if state.run != run:
-        raise _DamagedCheckpoint(f"{SAVED_STATE} run: got {state.run[:80]!r}; this run is {run!r}")
+    if state.run not in identities:
+        got = state.run[:80]
+        raise _DamagedCheckpoint(f"{SAVED_STATE} run: got {got!r}; this run is {identities[0]!r}")
     if state.step != step:
         raise _DamagedCheckpoint(f"{SAVED_STATE} step: got {state.step}; the folder is for step {step}")
     if state.num_ranks != num_ranks:

@@ -14,7 +14,7 @@ import torch
 from abrun.backends.ranks import Ranks
 from abrun.errors import AbrunError, RecipeError
 from abrun.processes import progress
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.experiment import parse_stored_own_run
 from abrun.runs.records import RunRecord, StartCheckpoint
 from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
@@ -52,7 +52,7 @@ def train(run: RunDir, record: RunRecord, writer: RunWriter | None, device: torc
 
     Raises Interrupted, after saving a checkpoint, if SIGTERM arrived.
     """
-    config = OwnRunConfig.model_validate(record.config)
+    config = parse_stored_own_run(record.config)
     requests = Requests()
     recorder = Recorder(writer, config)
     recorder.event("started", pid=os.getpid())

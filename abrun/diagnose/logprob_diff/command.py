@@ -223,7 +223,7 @@ def _checked_choice(run: RunDir, step: int | None) -> ChosenRun:
         steps_text = ", ".join(map(str, sorted({start_step, *checkpoints})))
         raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=steps_text))
     checkpoint = checkpoints.get(chosen_step)
-    if checkpoint is not None and (writer := read_saved_state(checkpoint).run) != run.identity():
+    if checkpoint is not None and (writer := read_saved_state(checkpoint).run) not in run.identities():
         raise StoreError(
             Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=writer, run=run.identity())
         )

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from abrun.errors import AbrunError
+from abrun.recipe.experiment import parse_stored_own_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.vllm.instance import VllmInstance
 from abrun.rollout.vllm.server import CLIENT_ENDED, FAILED, EngineServer, EngineSetup, serve, start_vllm
@@ -89,7 +90,7 @@ def main() -> None:
     is_serving = threading.Event()
     end_with_launcher(is_serving)
     try:
-        config = OwnRunConfig.model_validate(RunDir(Path(sys.argv[2])).record().config)
+        config = parse_stored_own_run(RunDir(Path(sys.argv[2])).record().config)
         serve_runs(socket.socket(fileno=int(sys.argv[1])), config, is_serving)
     except AbrunError as error:
         print(f"error: {error}", flush=True)

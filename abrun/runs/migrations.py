@@ -1,0 +1,130 @@
+"""Keys of earlier versions in stored files: renamed, removed, or with another spelling of their values.
+
+Stored experiments, configurations and references are migrated where they are read. A key that changes gets a
+line in one of the tables below, so that what earlier versions wrote stays readable and resumable.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+LEVEL = "level "  # before a negative limit, which was a number before the word was required
+
+# Old and new dotted key; both are in the same section
+RENAMED = {
+    "compare.primary": "compare.claims",
+    "compare.looks": "compare.interim",
+    "compare.looks_spending": "compare.alpha_spending",
+    "planted_fault": "injected_fault",
+}
+# Dotted key -> its default. Recipes and configurations with the key are read without it. A comparison still
+# shows a value other than the default, by which arms may differ.
+REMOVED: dict[str, Any] = {}
+
+
+def migrate(tree: Any) -> Any:
+    """Return a stored recipe, configuration or `{"compare": ...}` with today's keys and spellings.
+
+    A tree of any other shape is returned as it is, for validation to refuse.
+    """
+    for old, new in RENAMED.items():
+        tree = _rename(tree, old.split("."), new.rpartition(".")[2])
+    tree = _convert_limits(tree, _level_as_text)
+    arms = tree.get("arms") if isinstance(tree, Mapping) else None
+    if isinstance(arms, Mapping):
+        tree = {**tree, "arms": {arm: migrate_dotted(change) for arm, change in arms.items()}}
+    return tree
+
+
+def migrate_dotted(values: Any) -> Any:
+    """Return values by dotted key with today's keys, without removed keys that have their default."""
+    if not isinstance(values, Mapping):
+        return values
+    values = {key: value for key, value in values.items() if key not in REMOVED or REMOVED[key] != value}
+    return {_migrate_key(key): value for key, value in values.items()}
+
+
+def migrate_ledger(ledger: Any) -> Any:
+    """Return the ledger of a reference, whose entries had the keys of a recipe's comparison."""
+    entries = ledger.get("entries") if isinstance(ledger, Mapping) else None
+    if not isinstance(entries, list):
+        return ledger
+    return {**ledger, "entries": [_migrate_entry(entry) for entry in entries]}
+
+
+def _migrate_entry(entry: Any) -> Any:
+    entry = migrate({"compare": entry})["compare"]
+    treatment = entry.get("treatment") if isinstance(entry, Mapping) else None
+    return entry if treatment is None else {**entry, "treatment": migrate_dotted(treatment)}
+
+
+def drop_removed(tree: Any) -> Any:
+    """Return a recipe or configuration without removed keys, which no section has."""
+    for key in REMOVED:
+        tree = _rename(tree, key.split("."), None)
+    arms = tree.get("arms") if isinstance(tree, Mapping) else None
+    if REMOVED and isinstance(arms, Mapping):
+        tree = {**tree, "arms": {arm: _without_removed(change) for arm, change in arms.items()}}
+    return tree
+
+
+def earlier_forms(compare: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a declared comparison as earlier versions spelled and hashed it, the newest form first."""
+    tree: Any = _convert_limits({"compare": dict(compare)}, _level_as_number)
+    yield tree["compare"]
+    for old, new in RENAMED.items():
+        tree = _rename(tree, new.split("."), old.rpartition(".")[2])
+    yield tree["compare"]
+
+
+def _rename(tree: Any, path: list[str], name: str | None) -> Any:
+    """Return the tree with the key at `path` renamed, or dropped if `name` is None."""
+    key, *inner = path
+    if not isinstance(tree, Mapping) or key not in tree or name in tree:
+        return tree
+    if inner:
+        return {**tree, key: _rename(tree[key], inner, name)}
+    others = {other: value for other, value in tree.items() if other != key}
+    return others if name is None else {name: tree[key], **others}
+
+
+def _migrate_key(key: str) -> str:
+    for old, new in RENAMED.items():
+        if key == old or (isinstance(key, str) and key.startswith(f"{old}.")):
+            return new + key[len(old) :]
+    return key
+
+
+def _without_removed(change: Any) -> Any:
+    if not isinstance(change, Mapping):
+        return change
+    return {key: value for key, value in change.items() if key not in REMOVED}
+
+
+def _convert_limits(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return the tree with the limits of its claims converted."""
+    compare = tree.get("compare") if isinstance(tree, Mapping) else None
+    if not isinstance(compare, Mapping) or not isinstance(claims := compare.get("claims"), list):
+        return tree
+    converted = [
+        {key: convert(value) if key in ("below", "above") else value for key, value in claim.items()}
+        if isinstance(claim, Mapping)
+        else claim
+        for claim in claims
+    ]
+    return {**tree, "compare": {**compare, "claims": converted}}
+
+
+def _level_as_text(limit: Any) -> Any:
+    """Return a negative limit as a level: -0.5 as `level -0.5`, exactly."""
+    if type(limit) not in (int, float) or not -math.inf < limit < 0:
+        return limit
+    text = format(Decimal(repr(limit)), "f")
+    return f"{LEVEL}{text}{'' if '.' in text or isinstance(limit, int) else '.0'}"
+
+
+def _level_as_number(limit: Any) -> Any:
+    is_negative = isinstance(limit, str) and limit.startswith(f"{LEVEL}-")
+    return json.loads(limit.removeprefix(LEVEL)) if is_negative else limit
