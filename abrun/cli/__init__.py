@@ -86,6 +86,9 @@ def _run() -> int:
         return print_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except MemoryError:
+        problem = f"out of memory while {command} ran"
+        return print_error(f"{problem}; give it more, or read fewer or smaller files at once")
     except BrokenPipeError:  # the reader of the output exited, as in `abrun status | head`
         return 1
     except OSError as error:  # such as a path that is too long, or an unreadable folder

@@ -1,7 +1,6 @@
 """Conversion of table rows to series: choice of the step column and parsing of numbers."""
 
 import hashlib
-import json
 import math
 import re
 from collections import defaultdict
@@ -10,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import orjson
-
 from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat
+from abrun.logs.foreign import STEP_LIMIT
+from abrun.logs.foreign import parse_json as parse_json  # for readers that import it from here
 from abrun.logs.log import Log, list_names, printable, replaced_notes
 from abrun.runs.lines import CHECKSUM
 from abrun.stats.series import Series, series_from_rows
@@ -34,7 +33,6 @@ CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every r
 UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MAX_METRICS = 100_000
-STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
 MAX_TEXT_CHARS = 400  # characters of a cell that are kept
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
@@ -103,17 +101,6 @@ def shorten_cell(text: str) -> str:
     if len(text) <= MAX_TEXT_CHARS:
         return text
     return text[: MAX_TEXT_CHARS - 16] + hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text; None if it is not JSON."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        try:
-            return json.loads(str(text, "utf-8") if isinstance(text, bytes) else text)  # knows NaN, Infinity
-        except (ValueError, RecursionError):
-            return None
 
 
 def _to_float(value: float) -> float:

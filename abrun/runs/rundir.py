@@ -271,7 +271,7 @@ class RunDir:
     def is_run(self) -> bool:
         """True for a run of abrun, also if its config.json is missing, damaged or not readable."""
         try:
-            return read_json(self.path / layout.CONFIG).keys() >= {"arm", "seed", "rerun", "config"}
+            return read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES).keys() >= {"arm", "seed", "rerun", "config"}
         except StoreError:
             return self.last_attempt > 0
 
@@ -336,7 +336,9 @@ class RunDir:
         """Return the last status of each node of an attempt."""
         nodes = []
         require_access(self.path / layout.NODES)
-        for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
+        if (folder := self.path / layout.NODES).is_symlink():
+            return []
+        for path in sorted(folder.glob("[0-9]*.json")):
             with ignore_damage():  # for example after a power loss
                 nodes.append(read_as(NodeStatus, path))
         return [node for node in nodes if node.attempt == attempt]
@@ -387,7 +389,7 @@ class RunDir:
     def read_log(self, start: int = 0, max_bytes: int = 1 << 20) -> str:
         """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
         try:
-            with open_regular(self.log) as file:
+            with open_regular(self.log, os.O_NOFOLLOW) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(start, end - max_bytes))
                 return file.read().decode(errors="replace")
