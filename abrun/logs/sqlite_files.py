@@ -81,7 +81,9 @@ def _read_trackio(database: Database, path: Path, step_column: str | None) -> li
             left_out[run] += 1
             continue
         names[run] = as_name(name) or names.get(run) or run[:MAX_NAME_CHARACTERS]
-        rows[run].append({"_step": float(step), **dict(flat_cells(_parse_object(content, database.place)))})
+        cells = flat_cells(_parse_object(content, database.place))
+        named_cells = {metric: cell for metric, cell in cells if len(metric) <= MAX_NAME_CHARACTERS}
+        rows[run].append({"_step": float(step), **named_cells})
     for run, name, content in database.rows(
         f"SELECT {identity}, CAST(config AS TEXT) FROM configs ORDER BY id"
     ):

@@ -213,7 +213,8 @@ def _history_row(history: Any) -> dict[str, float | str]:
         except ValueError:
             value = parse_json(text)
             if isinstance(value, dict | str):
-                row.update(flat_cells({name: value}))
+                cells = flat_cells({name: value})
+                row.update((name, cell) for name, cell in cells if len(name) <= MAX_NAME_CHARACTERS)
     if "_step" not in row and history.HasField("step"):
         row["_step"] = history.step.num
     if media:

@@ -271,7 +271,12 @@ class RunDir:
     def is_run(self) -> bool:
         """True for a run of abrun, also if its config.json is missing, damaged or not readable."""
         try:
-            return read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES).keys() >= {"arm", "seed", "rerun", "config"}
+            return read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES).keys() >= {
+                "arm",
+                "seed",
+                "rerun",
+                "config",
+            }
         except StoreError:
             return self.last_attempt > 0
 
