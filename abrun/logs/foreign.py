@@ -5,6 +5,7 @@ bounded by the size of the file, and a value of another type than expected is No
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -226,11 +227,12 @@ def as_name(value: Any) -> str | None:
 
 def as_number(value: Any) -> float | None:
     """Return a number, or the number in a text; None for anything else."""
-    is_number = isinstance(value, int | float | str | bytes)
     try:
-        return float(value) if is_number else None
+        if isinstance(value, int):
+            return float(value)
+        return float(value) if isinstance(value, float | str | bytes) else None
     except OverflowError:  # a whole number of more than 308 digits
-        return float("inf") if value > 0 else float("-inf")
+        return float("inf") if isinstance(value, int) and value > 0 else float("-inf")
     except ValueError:
         return None
 
@@ -249,19 +251,21 @@ def as_mapping(value: Any) -> dict[str, Any]:
 
 
 def as_config(value: Any) -> dict[str, Any]:
-    """Return a configuration by dotted keys, without overlong keys and deeply nested lists."""
+    """Return a configuration by dotted keys, without overlong keys; see `_bounded` for its values."""
     settings = dotted(as_mapping(value), MAX_NAME_CHARACTERS)
-    return {key: setting for key, setting in settings.items() if not _is_too_deep(setting)}
+    return {key: _bounded(setting, MAX_LIST_LEVELS) for key, setting in settings.items()}
 
 
-def _is_too_deep(value: Any) -> bool:
-    level = [value] if isinstance(value, list) else []
-    for _ in range(MAX_LIST_LEVELS):
-        children = (
-            child for node in level for child in (node.values() if isinstance(node, Mapping) else node)
-        )
-        level = [child for child in children if isinstance(child, list | Mapping)]
-    return bool(level)
+def _bounded(value: Any, max_levels: int) -> Any:
+    """Return a setting, whose long texts end in a hash, without lists that are nested too deeply."""
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        digest = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:16]
+        return value[: MAX_CHARACTERS - len(digest)] + digest
+    if isinstance(value, list):
+        return [_bounded(item, max_levels - 1) for item in value] if max_levels else None
+    if isinstance(value, Mapping):
+        return {key: _bounded(item, max_levels - 1) for key, item in value.items()} if max_levels else None
+    return value
 
 
 class Points:

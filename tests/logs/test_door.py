@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import abrun.logs
+from abrun.cli import main
 from abrun.errors import StoreError
 from abrun.logs import foreign, read_logs
 from abrun.logs.foreign import as_config, as_number, as_step, as_text, parse_foreign_yaml, parse_json, walk
@@ -156,7 +157,7 @@ def test_folders_of_too_many_files_are_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(foreign, "MAX_ENTRIES", 1000)
     monkeypatch.setattr(foreign, "MAX_WALK_S", -1.0)
     with pytest.raises(StoreError, match="too many files"):
-        [*walk(tmp_path)]
+        next(walk(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "environment.json", "metrics.jsonl", "result.json"])
@@ -180,9 +181,9 @@ def write_view(path: Path) -> None:
     write_trackio(path)
     with closing(sqlite3.connect(path)) as database:
         database.executescript(
-            "DROP TABLE metrics; CREATE VIEW metrics AS WITH RECURSIVE c(id, run_id, run_name, step, metrics) "
-            "AS (SELECT 1, 'a', 'a', 1, '{}' UNION ALL SELECT id + 1, 'a', 'a', id, '{}' FROM c) "
-            "SELECT * FROM c;"
+            "DROP TABLE metrics; CREATE VIEW metrics AS WITH RECURSIVE "
+            "c(id, run_id, run_name, step, metrics) AS (SELECT 1, 'a', 'a', 1, '{}' UNION ALL "
+            "SELECT id + 1, 'a', 'a', id, '{}' FROM c) SELECT * FROM c;"
         )
 
 
@@ -329,7 +330,10 @@ def test_values_of_other_types_are_converted_or_none() -> None:
     deep: list[object] = []
     for _ in range(500):
         deep = [deep]
-    assert as_config({"a": {"b": 1, "c": deep}, "k" * 2000: 2, "d": [1]}) == {"a.b": 1, "d": [1]}
+    config = as_config({"a": {"b": 1, "c": deep}, "k" * 2000: 2, "d": [1], "e": "x" * 20_000})
+    assert (config["a.b"], config["d"], len(config["e"])) == (1, [1], 10_000)
+    assert repr(config["a.c"]).count("[") < 25 and len(config) == 4
+    assert as_config({"e": "x" * 20_000 + "y"}) != as_config({"e": "x" * 20_001})
 
 
 def test_yaml_of_another_program_ends_soon() -> None:
@@ -370,6 +374,20 @@ def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         StoreError, match=r"p.db: out of memory while it was read; log less often, or read fewer"
     ):
         read_logs(str(tmp_path))
+
+
+def test_a_command_that_runs_out_of_memory_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("abrun.recorded.foreign.read_logs", fill)
+    monkeypatch.setattr(sys, "argv", ["abrun", "compare", str(tmp_path)])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert (ending.value.code, len(lines)) == (2, 1) and "out of memory while compare ran" in lines[0]
 
 
 # --- interrupts ---
