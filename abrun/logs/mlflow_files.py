@@ -135,7 +135,7 @@ def _read_texts(database: Database, table: str) -> dict[str, dict[str, str]]:
 def _read_meta(path: Path) -> dict[str, Any]:
     place = printable(str(path))
     try:
-        return parse_foreign_yaml(read_file(path, MAX_YAML_BYTES), place)
+        return parse_foreign_yaml(read_file(path, MAX_YAML_BYTES), META)
     except UnreadableError:
         raise
     except StoreError as error:

@@ -395,7 +395,10 @@ def test_a_command_that_runs_out_of_memory_ends_in_one_line(
 
 def interrupt(folder: Path, code: str) -> float:
     """Return how long Python takes to end after SIGINT, sent a second into `code`."""
-    script = f"import sys; from pathlib import Path; path = Path(sys.argv[1])\n{code}"
+    handler = (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background jobs ignore it
+    )
+    script = f"import signal, sys; from pathlib import Path; path = Path(sys.argv[1]); {handler}\n{code}"
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
