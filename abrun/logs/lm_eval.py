@@ -44,12 +44,13 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
     not_numbers: dict[str, None] = {}
     prompts: set[str] = set()
     for task, path in sorted(newest.items()):
+        place = printable(str(path))
         for line, row in _read_rows(path, task, notes):
             filter_name, metric_names = as_name(row.get("filter", "none")), row.get("metrics")
             number = as_text(row.get("doc_id"))
             if number is None or filter_name is None or not isinstance(metric_names, list):
                 raise StoreError(
-                    f"{printable(str(path))}, line {line}: no 'doc_id' and 'metrics'; expected a sample of "
+                    f"{place}, line {line}: no 'doc_id' and 'metrics'; expected a sample of "
                     "lm-evaluation-harness 0.4.7 or newer: evaluate again with --log_samples"
                 )
             document = number_prompt(f"{number} {as_text(row.get('doc_hash')) or ''}".strip())
@@ -61,7 +62,7 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
                     scores[score_name].add(document, as_number(score) or 0.0)
                 else:
                     not_numbers[score_name] = None
-            check_number_of_metrics(len(scores) + len(not_numbers), printable(str(path)))
+            check_number_of_metrics(len(scores) + len(not_numbers), place)
     if not_numbers:
         notes.append(f"no single number per document, so left out: {list_names([*not_numbers])}")
     if len(newest) < len(files):

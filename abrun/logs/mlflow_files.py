@@ -90,7 +90,10 @@ def read_database(database: Database) -> list[Log]:
         "FROM metrics ORDER BY timestamp, step"
     )
     for run, key, recorded, step in metric_rows:
-        value, step = math.nan if recorded is None else as_number(recorded), as_step(step)
+        if type(recorded) is float and type(step) is int:  # as MLflow writes them
+            value, step = recorded, step if -STEP_LIMIT < step < STEP_LIMIT else None
+        else:
+            value, step = math.nan if recorded is None else as_number(recorded), as_step(step)
         if not key or len(key) > MAX_NAME_CHARACTERS or value is None or step is None:
             left_out[run] += 1
         else:
@@ -167,7 +170,7 @@ def _parse_points(path: Path) -> Points:
             if words:
                 _, value = float(words[0]), float(words[1])
                 step = int(words[2]) if len(words) > 2 else 0
-                if abs(step) >= STEP_LIMIT:
+                if not -STEP_LIMIT < step < STEP_LIMIT:
                     raise ValueError
                 points.add(step, value)
         except (ValueError, IndexError):

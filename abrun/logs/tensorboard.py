@@ -45,35 +45,36 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
     points: dict[str, Points] = defaultdict(Points)
     config: dict[str, Any] = {}
     notes: list[str] = []
+    place_text = printable(str(place))
     num_restarts = 0  # files that start again at an earlier step
     for path in files:
         first_steps = {tag: min(recorded.steps) for tag, recorded in points.items()}
-        is_restart = False
+        is_restart, file_text = False, printable(str(path))
         for event in _read_events(path, notes):
-            check_number_of_metrics(max(len(points), len(event.summary.value)), printable(str(place)))
+            check_number_of_metrics(max(len(points), len(event.summary.value)), place_text)
             for value in event.summary.value:
                 number = _read_scalar(value) if len(value.tag) <= MAX_NAME_CHARACTERS else None
                 if number is None:
                     config.update(_read_hparams(value))
                 else:
-                    check_step(event.step, printable(str(path)), value.tag)
+                    check_step(event.step, file_text, value.tag)
                     is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
                     points[value.tag].add(event.step, number)
         num_restarts += is_restart
-    check_number_of_metrics(len(points), printable(str(place)))
+    check_number_of_metrics(len(points), place_text)
     metrics, replaced = split_series(
         {tag: build_series(recorded.steps, recorded.values) for tag, recorded in points.items()}
     )
     notes = replaced_notes(replaced) + notes
     # Several runs in one folder look the same.
     restart_note = (
-        f"{printable(str(place))}: its {len(files)} event files were read as one run, restarted "
+        f"{place_text}: its {len(files)} event files were read as one run, restarted "
         f"{num_restarts} time(s), and the last values count; if they are several runs, put each into its own "
         "folder"
     )
     return Log(
         name=name,
-        place=printable(str(place)),
+        place=place_text,
         metrics=metrics,
         config=config or None,
         guesses=(restart_note,) if num_restarts else (),
