@@ -43,19 +43,19 @@ def _file_mode(path: str | os.PathLike[str]) -> int | None:
         return None
 
 
-def open_regular(path: Path) -> io.BufferedReader:
+def open_regular(path: Path, extra_flags: int = 0) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError if it is missing or not a regular file."""
     # Check after opening: the path could refer to something else a moment later.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | extra_flags)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(file, "rb")
 
 
-def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
+def read_regular(path: Path, max_bytes: int | None = None, extra_flags: int = 0) -> bytes:
     """Return a file's content. Raises OSError like `open_regular`, and if it has more than `max_bytes`."""
-    with open_regular(path) as file:
+    with open_regular(path, extra_flags) as file:
         if max_bytes is None:
             return file.read()
         size = os.fstat(file.fileno()).st_size  # do not read a file whose size exceeds the limit

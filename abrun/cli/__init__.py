@@ -51,7 +51,7 @@ MISTAKEN_OPTIONS = {
     "--format": ("--output", "was removed; use --output FOLDER for the whole report, --json for JSON"),
     "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
 }
-OUT_OF_MEMORY = "no memory for more data, threads or processes; free some, or raise ulimit -v and -u"
+OUT_OF_MEMORY = "out of memory for data, threads or processes; free some, or raise ulimit -v and -u"
 MIN_ADDRESS_SPACE_MIB = 512  # with less, OpenBLAS (numpy's, scipy's) retries for minutes or fails
 RENAMED_COMMANDS = {
     "cancel": "stop",

@@ -7,24 +7,23 @@ A source is a file, a folder that may hold many runs, or a project on a wandb se
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.exports import read_csv, read_json, read_parquet
+from abrun.logs.foreign import Folder, find_companion, link_notes, open_file, path_kind, walk
 from abrun.logs.lm_eval import is_samples_file, read_samples
-from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_read_errors
-from abrun.logs.mlflow_files import is_run_folder
+from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_exhaustion
+from abrun.logs.mlflow_files import META, is_run_folder
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.run_parts import merge_run_parts
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
-from abrun.logs.tensorboard import EVENT_FILE_PREFIX, list_event_files, read_event_files, start_key
+from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
 from abrun.logs.wandb_files import read_wandb_files
-from abrun.regular_files import exists, is_directory, is_file, open_regular
 from abrun.runs.access import UnreadableError
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
@@ -73,6 +72,15 @@ class RunFiles:
     files: tuple[Path, ...]
 
 
+@dataclass(slots=True)
+class Findings:
+    """What a folder holds: its runs, links that lead out of it, and a few names of files."""
+
+    runs: list[RunFiles]
+    links: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
 def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
     """Return every run of a source, sorted by name.
 
@@ -82,18 +90,19 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
     prefix, colon, rest = source.partition(":")
     format = PREFIXES.get(prefix) if colon else None
     path = Path(rest if format else source)
-    if format == "wandb" and not exists(path) and re.fullmatch(WANDB_PROJECT, rest.strip("/")):
-        from abrun.logs.wandb_api import read_project
+    with wrap_exhaustion(path):
+        if format == "wandb" and not path_kind(path) and re.fullmatch(WANDB_PROJECT, rest.strip("/")):
+            from abrun.logs.wandb_api import read_project
 
-        logs = read_project(rest, group, step_column)
-    else:
-        runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
-        logs = merge_run_parts(_merge_hparams_runs(runs))
-        logs = complete_tracker_logs(logs) if runs and runs[0][0].format in TRACKERS else logs
-        logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
-    if group is not None:
-        logs = _select_group(logs, group, source)
-    return sorted((sanitize_log(log) for log in logs), key=lambda log: _natural_key(log.name))
+            logs = read_project(rest, group, step_column)
+        else:
+            runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
+            logs = merge_run_parts(_merge_hparams_runs(runs))
+            logs = complete_tracker_logs(logs) if runs and runs[0][0].format in TRACKERS else logs
+            logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
+        if group is not None:
+            logs = _select_group(logs, group, source)
+        return sorted((sanitize_log(log) for log in logs), key=lambda log: _natural_key(log.name))
 
 
 def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
@@ -104,11 +113,12 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
     if format not in FORMATS:
         raise StoreError(f"format: got {format!r}; allowed: {', '.join(FORMATS)}")
     name, files = path.name, [path]
-    if is_directory(path):
-        sources = (source for source in _find_in_folder(path, path) if source.format == format)
+    kind = path_kind(path)
+    if kind == "folder":
+        sources = (source for source in _find_in_folder(path).runs if source.format == format)
         files = [file for source in sources for file in source.files]
-    if not exists(path) or not files:
-        problem = "holds nothing of that format yet" if exists(path) else "does not exist yet"
+    if not kind or not files:
+        problem = "holds nothing of that format yet" if kind else "does not exist yet"
         return Log(name=name, place=printable(str(path)), metrics={}, notes=(f"it {problem}",))
     if format in ("csv", "jsonl", "parquet") and len(files) > 1:
         raise StoreError(
@@ -128,27 +138,27 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 
 def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, list[RunFiles]], list[str]]:
     """Return the runs by format, in order of preference, and a note on unsupported files."""
-    with wrap_read_errors(path):
-        path_exists = exists(path)
-    if not path_exists:
+    kind = path_kind(path)
+    if not kind:
         prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:], *STORES))
         raise StoreError(
             f"{printable(source)}: no such file or folder; allowed: a path, optionally with a prefix "
             f"({prefixes}), or wandb:ENTITY/PROJECT"
         )
-    runs = (
-        _drop_links(list(_find_in_folder(path, path))) if is_directory(path) else [_single_file(path, format)]
-    )
-    unsupported = [run.name for run in runs if run.format == "foreign"]
+    found = _find_in_folder(path) if kind == "folder" else Findings([_single_file(path, format)])
+    links = link_notes(printable(source), found.links)
+    unsupported = [run.name for run in found.runs if run.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
-    runs = [run for run in runs if run.format != "foreign" and (format is None or run.format in formats)]
+    runs = _drop_links([run for run in found.runs if run.format != "foreign"])
+    runs = [run for run in runs if format is None or run.format in formats]
     if not runs:
         expected = format or f"{', '.join((*FORMATS, *STORES))} or abrun's own"
-        names = unsupported or sorted(
-            _relative_name(file, path) for file in islice(path.rglob("*.*"), 100) if is_file(file)
-        )
+        names = unsupported or sorted(found.names)
         contents = f"; it holds {list_names(names, 3)}" if names else ""
-        raise StoreError(f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}")
+        raise StoreError(
+            f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
+            + "".join(f"; {note.removeprefix(f'{printable(source)}: ')}" for note in links)
+        )
     by_format = {form: [run for run in runs if run.format == form] for form in FORMATS_BY_PREFERENCE}
 
     def preference(form: str) -> tuple[int, int]:
@@ -157,7 +167,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
 
     forms = sorted((form for form in FORMATS_BY_PREFERENCE if by_format[form]), key=preference)
     note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
-    return {form: by_format[form] for form in forms}, [note] * bool(unsupported)
+    return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + links
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
@@ -187,40 +197,55 @@ def _file_format(path: Path) -> str | None:
 
 def _is_json_list(path: Path) -> bool:
     try:
-        with open_regular(path) as file:
+        with open_file(path) as file:
             start = file.read(64)
-    except OSError:
+    except StoreError:
         return False
     return start.startswith(b"\x1f\x8b") or JSON_LIST.match(start) is not None
 
 
-def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -> Iterator[RunFiles]:
-    """Yield the runs in a folder and its subfolders, each once, even if several links lead to it."""
-    visited = set() if visited is None else visited
-    if folder.resolve() in visited:
+def _find_in_folder(top: Path) -> Findings:
+    """Return the runs in a folder and its subfolders."""
+    found, runs_below = Findings([]), list[RunFiles]()
+    for folder in walk(top):
+        folder.folders[:] = [entry for entry in folder.folders if not entry.name.startswith(".")]
+        names = [_relative_name(file, top) for file in folder.files if "." in file.name]
+        found.names += names[: 100 - len(found.names)]
+        found.links += [
+            _relative_name(link, top)
+            for link in folder.outside
+            if path_kind(link) == "folder" or _file_format(link) or link.name == META
+        ]
+        (found.runs if folder.path == top else runs_below).extend(_find_in(folder, top))
+    found.runs += _merge_resumed_runs(runs_below)
+    return found
+
+
+def _find_in(folder: Folder, top: Path) -> Iterator[RunFiles]:
+    """Yield the runs in one folder; subfolders that hold no runs of their own will not be entered."""
+    path, files = folder.path, folder.files
+    name = _relative_name(path, top) if path != top else path.resolve().name
+    is_abrun = is_run_dir(path)
+    if is_abrun or is_run_folder(files, folder.folders):
+        folder.folders.clear()
+        yield RunFiles(format="abrun" if is_abrun else "mlflow", name=name, path=path, files=())
         return
-    visited.add(folder.resolve())
-    name = _relative_name(folder, top) if folder != top else folder.resolve().name
-    if is_run_dir(folder) or is_run_folder(folder):
-        yield RunFiles(format="abrun" if is_run_dir(folder) else "mlflow", name=name, path=folder, files=())
-        return
-    with wrap_read_errors(folder):
-        entries = sorted(folder.iterdir(), key=lambda entry: (entry.is_symlink(), entry.name))
-        files = [entry for entry in entries if is_file(entry)]
-        folders = [entry for entry in entries if is_directory(entry) and not entry.name.startswith(".")]
     kinds = {file: _file_format(file) for file in files}
-    if any(kind == "wandb" for kind in kinds.values()):
-        for file in (file for file in files if kinds[file] == "wandb"):
-            yield RunFiles(format="wandb", name=name, path=folder, files=(file,))
-        return  # subfolders hold copies of the run's files
-    if any(kind == "tensorboard" for kind in kinds.values()):
-        yield RunFiles(format="tensorboard", name=name, path=folder, files=tuple(list_event_files(folder)))
-    if samples := tuple(file for file in files if kinds[file] == "lm-eval"):
-        yield RunFiles(format="lm-eval", name=name, path=folder, files=samples)
-    state = _find_trainer_state(folder, folders)
-    if state is not None and (folder == top or not re.fullmatch(CHECKPOINT, folder.name)):
+    by_kind = {kind: tuple(file for file in files if kinds[file] == kind) for kind in {*kinds.values()}}
+    if "wandb" in by_kind:
+        folder.folders.clear()  # they hold copies of the run's files
+        for file in by_kind["wandb"]:
+            yield RunFiles(format="wandb", name=name, path=path, files=(file,))
+        return
+    if "tensorboard" in by_kind:
+        events = tuple(sorted(by_kind["tensorboard"], key=start_key))
+        yield RunFiles(format="tensorboard", name=name, path=path, files=events)
+    if "lm-eval" in by_kind:
+        yield RunFiles(format="lm-eval", name=name, path=path, files=by_kind["lm-eval"])
+    state = next(iter(by_kind.get("trainer_state", ())), None) or _find_trainer_state(folder)
+    if state is not None and (path == top or not re.fullmatch(CHECKPOINT, path.name)):
         yield RunFiles(format="trainer_state", name=name, path=state, files=(state,))
-    folders = [subfolder for subfolder in folders if subfolder.name not in DUMP_FOLDERS]
+    folder.folders[:] = [subfolder for subfolder in folder.folders if subfolder.name not in DUMP_FOLDERS]
     for file in files:
         kind = kinds[file]
         is_table = kind in TABLE_FORMATS and not DUMP_FILE.fullmatch(strip_suffix(file.name))
@@ -230,9 +255,6 @@ def _find_in_folder(folder: Path, top: Path, visited: set[Path] | None = None) -
             yield RunFiles(format=tracker, name=_relative_name(file, top), path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield RunFiles(format="foreign", name=_relative_name(file, top), path=file, files=())
-    yield from _merge_resumed_runs(
-        [run for subfolder in folders for run in _find_in_folder(subfolder, top, visited)]
-    )
 
 
 def _drop_links(runs: Sequence[RunFiles]) -> list[RunFiles]:
@@ -251,12 +273,12 @@ def _relative_name(path: Path, top: Path) -> str:
     return path.relative_to(top).as_posix().replace("\\", "/")
 
 
-def _find_trainer_state(folder: Path, folders: Sequence[Path]) -> Path | None:
-    """Return the trainer state of the folder, or else of its last checkpoint."""
-    numbered = [(re.fullmatch(CHECKPOINT, subfolder.name), subfolder) for subfolder in folders]
-    checkpoints = sorted((int(match[1]), subfolder) for match, subfolder in numbered if match)
-    candidates = [folder, *(subfolder for _, subfolder in reversed(checkpoints))]
-    return next((state for candidate in candidates if is_file(state := candidate / TRAINER_STATE)), None)
+def _find_trainer_state(folder: Folder) -> Path | None:
+    """Return the trainer state of the last checkpoint in a folder that has one."""
+    numbered = [(re.fullmatch(CHECKPOINT, subfolder.name), subfolder) for subfolder in folder.folders]
+    checkpoints = sorted(((int(match[1]), subfolder) for match, subfolder in numbered if match), reverse=True)
+    states = (find_companion(subfolder, TRAINER_STATE) for _, subfolder in checkpoints)
+    return next(filter(None, states), None)
 
 
 def _merge_resumed_runs(runs: Sequence[RunFiles]) -> list[RunFiles]:
@@ -364,26 +386,27 @@ def _name_without_digits(run: RunFiles) -> str:
 
 def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
     """Read the runs at a location; `one_run`: treat a table as one run, whatever its columns name."""
-    match run.format:
-        case "abrun":
-            log = read_run_dir(run.path, run.name)
-        case "tensorboard":
-            log = read_event_files(run.files, run.name, run.path)
-        case "wandb":
-            log = read_wandb_files(run.files, run.name, step_column)
-        case "lm-eval":
-            log = read_samples(run.files, run.name)
-        case "mlflow" | "trackio" | "swanlab":
-            return read_tracker(run.format, run.path, run.name, step_column)
-        case "csv":
-            return read_csv(run.path, run.name, step_column, one_run=one_run)
-        case "parquet":
-            return read_parquet(run.path, run.name, step_column, one_run=one_run)
-        case "trainer_state":
-            log = replace(read_trainer_state(run.path, step_column), name=run.name)
-        case _:
-            return read_json(run.path, run.name, step_column, one_run=one_run)
-    return [log]
+    with wrap_exhaustion(run.path):
+        match run.format:
+            case "abrun":
+                log = read_run_dir(run.path, run.name)
+            case "tensorboard":
+                log = read_event_files(run.files, run.name, run.path)
+            case "wandb":
+                log = read_wandb_files(run.files, run.name, step_column)
+            case "lm-eval":
+                log = read_samples(run.files, run.name)
+            case "mlflow" | "trackio" | "swanlab":
+                return read_tracker(run.format, run.path, run.name, step_column)
+            case "csv":
+                return read_csv(run.path, run.name, step_column, one_run=one_run)
+            case "parquet":
+                return read_parquet(run.path, run.name, step_column, one_run=one_run)
+            case "trainer_state":
+                log = replace(read_trainer_state(run.path, step_column), name=run.name)
+            case _:
+                return read_json(run.path, run.name, step_column, one_run=one_run)
+        return [log]
 
 
 def _merge_hparams_runs(logs: Sequence[tuple[RunFiles, Log]]) -> list[Log]:
@@ -427,6 +450,7 @@ def _start_key(file: Path) -> tuple[str, str]:
     return match[1] if match else "", file.name
 
 
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts s2 before s10."""
-    return [(int(text) if text.isdecimal() else -1, text) for text in re.split(r"(\d+)", name)]
+def _natural_key(name: str) -> list[tuple[int, str, str]]:
+    """Return a sort key that puts s2 before s10, for numbers of any length."""
+    parts = [(text.lstrip("0") if text.isdecimal() else None, text) for text in re.split(r"(\d+)", name)]
+    return [(-1 if digits is None else len(digits), digits or "", text) for digits, text in parts]

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.log import missing_package_error, printable, wrap_read_errors
-from abrun.logs.rows import parse_json
-from abrun.regular_files import is_directory, is_file
+from abrun.logs.foreign import Folder, as_number, open_file, parse_json, path_kind, read_lines, walk
+from abrun.logs.log import missing_package_error, printable, wrap_exhaustion
 from abrun.runs.samples import Sample
 
 MAX_PROMPTS = 64  # per step, with the first completion of each prompt
@@ -48,30 +47,31 @@ class CompletionFiles(Mapping[int, tuple[Sample, ...]]):
 
 def read_completions(folder: Path) -> CompletionFiles:
     """Return the completions in a folder, or else in the first usual subfolder that has any."""
-    for subfolder in ("", "completions/train", "completions", "rollout_data"):
-        if files := dict(_find_files(folder / subfolder)):
-            return CompletionFiles(files)
-    return CompletionFiles({})
+    places = [folder, *(folder / name for name in ("completions/train", "completions", "rollout_data"))]
+    files: dict[Path, dict[int, Path]] = {}
+    for below in walk(folder) if path_kind(folder) == "folder" else ():
+        below.folders[:] = [subfolder for subfolder in below.folders if subfolder in places]
+        files[below.path] = dict(_find_files(below))
+    return CompletionFiles(next((files[place] for place in places if files.get(place)), {}))
 
 
-def _find_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    with wrap_read_errors(folder):
-        for path in folder.iterdir() if is_directory(folder) else ():
-            match = _FILE.fullmatch(path.name)
-            if match and is_file(path) and (not match["verl"] or _has_completions(path)):
-                yield int(next(filter(None, match.groups()))), path
+def _find_files(folder: Folder) -> Iterator[tuple[int, Path]]:
+    for path in folder.files:
+        match = _FILE.fullmatch(path.name)
+        if match and (not match["verl"] or _has_completions(path)):
+            yield int(next(filter(None, match.groups()))), path
 
 
 def _has_completions(path: Path) -> bool:
     """Return True if a file such as `0.jsonl` holds completions; it could be the metrics of seed 0."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with open_file(path) as file:
         first_line = file.readline(1 << 22)
-    return all(f'"{key}"' in first_line for key in ("input", "output", "score"))
+    return all(key in first_line for key in (b'"input"', b'"output"', b'"score"'))
 
 
 def _read_samples(path: Path) -> tuple[Sample, ...]:
     samples: dict[str, Sample] = {}
-    with wrap_read_errors(path):
+    with wrap_exhaustion(path):
         for sample in _read_file(path):
             samples.setdefault(sample.prompt, sample)
             if len(samples) == MAX_PROMPTS:
@@ -106,10 +106,9 @@ def _read_nemo_rl(path: Path) -> Iterator[Sample]:
 
 def _read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a description of each line's position, and its object (empty if it is not an object)."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            row = parse_json(line)
-            yield f"{printable(str(path))}, line {number}", row if isinstance(row, dict) else {}
+    for number, line in enumerate(read_lines(path), 1):
+        row = parse_json(line)
+        yield f"{printable(str(path))}, line {number}", row if isinstance(row, dict) else {}
 
 
 def _read_trl(path: Path) -> Iterator[Sample]:
@@ -118,10 +117,11 @@ def _read_trl(path: Path) -> Iterator[Sample]:
         import pyarrow.parquet as pq
     except ImportError:
         raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except pa.ArrowException as error:
-        raise StoreError(f"{printable(str(path))}: cannot be read: {printable(str(error))}") from None
+    with open_file(path) as file:
+        try:
+            rows = [row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist()]
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise StoreError(f"{printable(str(path))}: cannot be read: {printable(str(error))}") from None
     for row in rows:
         if not {"prompt", "completion"} <= row.keys():
             raise StoreError(f"{printable(str(path))}: expected columns prompt and completion, as TRL writes")
@@ -142,11 +142,11 @@ def _conversation_text(value: Any) -> str:
 def _single_reward(row: Mapping[str, Any]) -> float | None:
     """Return the reward if there is one reward function; the weights of several are not in the table."""
     rewards = [value for key, value in row.items() if key not in _NO_REWARD and type(value) in (int, float)]
-    return float(rewards[0]) if len(rewards) == 1 else None
+    return as_number(rewards[0]) if len(rewards) == 1 else None
 
 
 def _make_sample(prompt: Any, text: Any, reward: Any) -> Sample:
-    valid_reward = float(reward) if type(reward) in (int, float) else None
+    valid_reward = as_number(reward) if type(reward) in (int, float) else None
     return Sample(
         prompt=str(prompt),
         text=str(text),

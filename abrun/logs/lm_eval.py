@@ -7,18 +7,19 @@ row has the document's number and hash, the names of its metrics, and each metri
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.log import NOTHING_RECORDED, Log, list_names, printable, wrap_read_errors
-from abrun.logs.rows import parse_json
+from abrun.logs.foreign import Points, as_name, as_number, as_text, parse_json, read_lines
+from abrun.logs.log import NOTHING_RECORDED, Log, list_names, printable
+from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.scores import average_by_prompt, number_prompt
 from abrun.logs.tables import TORN_NOTE
-from abrun.regular_files import read_regular
 from abrun.stats.series import Series
 
 SAMPLES_FILE = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.jsonl")
@@ -38,30 +39,30 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
     newest: dict[str, Path] = {}
     for path in sorted(files, key=lambda path: _match_name(path)["time"]):
         newest[_match_name(path)["task"]] = path
-    scores: dict[str, tuple[list[int], list[float]]] = {}
+    scores: dict[str, Points] = defaultdict(Points)  # documents as steps
     notes: list[str] = []
     not_numbers: dict[str, None] = {}
     prompts: set[str] = set()
     for task, path in sorted(newest.items()):
-        rows, task_notes = _read_rows(path)
-        notes += [f"{task}: {note}" for note in task_notes]
-        for line, row in rows:
-            filter_name, metric_names = row.get("filter", "none"), row.get("metrics")
-            if "doc_id" not in row or not isinstance(metric_names, list):
+        place = printable(str(path))
+        for line, row in _read_rows(path, task, notes):
+            filter_name, metric_names = as_name(row.get("filter", "none")), row.get("metrics")
+            number = as_text(row.get("doc_id"))
+            if number is None or filter_name is None or not isinstance(metric_names, list):
                 raise StoreError(
-                    f"{printable(str(path))}, line {line}: no 'doc_id' and 'metrics'; expected a sample of "
+                    f"{place}, line {line}: no 'doc_id' and 'metrics'; expected a sample of "
                     "lm-evaluation-harness 0.4.7 or newer: evaluate again with --log_samples"
                 )
-            document = number_prompt(f"{row['doc_id']} {row.get('doc_hash', '')}".strip())
-            prompts.add(str(row.get("prompt_hash", "")))
-            for metric in map(str, metric_names):
+            document = number_prompt(f"{number} {as_text(row.get('doc_hash')) or ''}".strip())
+            prompts.add(as_name(row.get("prompt_hash")) or "")
+            for metric in filter(None, map(as_name, metric_names)):
                 score_name = f"{task}/{metric}" + ("" if filter_name == "none" else f",{filter_name}")
-                if isinstance(row.get(metric), bool | int | float):
-                    documents, values = scores.setdefault(score_name, ([], []))
-                    documents.append(document)
-                    values.append(float(row[metric]))
+                score = row.get(metric)
+                if isinstance(score, bool | int | float):
+                    scores[score_name].add(document, as_number(score) or 0.0)
                 else:
                     not_numbers[score_name] = None
+            check_number_of_metrics(len(scores) + len(not_numbers), place)
     if not_numbers:
         notes.append(f"no single number per document, so left out: {list_names([*not_numbers])}")
     if len(newest) < len(files):
@@ -70,8 +71,12 @@ def read_samples(files: Sequence[Path], name: str) -> Log:
         name=name,
         place=printable(str(files[-1].parent)),
         axis="prompts",
-        metrics={metric: _make_series(*points) for metric, points in scores.items()},
-        config={"lm_eval.prompts": hashlib.sha256("".join(sorted(prompts)).encode()).hexdigest()[:12]},
+        metrics={metric: _make_series(points) for metric, points in scores.items()},
+        config={
+            "lm_eval.prompts": hashlib.sha256("".join(sorted(prompts)).encode(errors="replace")).hexdigest()[
+                :12
+            ]
+        },
         guesses=(GUESS,),
         notes=tuple(notes if scores else [*notes, NOTHING_RECORDED]),
     )
@@ -83,26 +88,24 @@ def _match_name(path: Path) -> re.Match[str]:
     return match
 
 
-def _make_series(documents: Sequence[int], values: Sequence[float]) -> Series:
-    rows = Series(np.arange(len(values)), np.array(values, float))
-    return average_by_prompt(rows, np.array(documents))
+def _make_series(points: Points) -> Series:
+    rows = Series(np.arange(len(points.values)), np.array(points.values, float))
+    return average_by_prompt(rows, np.array(points.steps))
 
 
-def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    """Return the samples of a file with their line numbers, and a note on a torn last line."""
-    with wrap_read_errors(path):
-        lines = read_regular(path).split(b"\n")
-    last_index = max((index for index, line in enumerate(lines) if line.strip()), default=-1)
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for index, line in enumerate(lines):
+def _read_rows(path: Path, task: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the samples of a file with their line numbers; a torn last line is left out with a note."""
+    damaged_line = 0
+    for number, line in enumerate(read_lines(path), 1):
         row = parse_json(line) if line.strip() else {}
-        if isinstance(row, dict):
-            rows += [(index + 1, row)] if row else []
-        elif index == last_index:
-            return rows, [TORN_NOTE]
-        else:
+        if damaged_line and line.strip():
             raise StoreError(
-                f"{printable(str(path))}, line {index + 1}: not a JSON object; remove the line, or "
+                f"{printable(str(path))}, line {damaged_line}: not a JSON object; remove the line, or "
                 "evaluate again"
             )
-    return rows, []
+        if not isinstance(row, dict):
+            damaged_line = number
+        elif row:
+            yield number, row
+    if damaged_line:
+        notes.append(f"{task}: {TORN_NOTE}")

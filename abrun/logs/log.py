@@ -106,6 +106,18 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
         raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
 
 
+@contextmanager
+def wrap_exhaustion(path: Path) -> Iterator[None]:
+    """Raise the errors of content that is too large or nested too deeply as a StoreError of one line."""
+    try:
+        yield
+    except RecursionError:
+        raise StoreError(f"{printable(str(path))}: nested too deeply to be read; log it flat") from None
+    except MemoryError:
+        problem = "out of memory while it was read; log less often, or read fewer runs at once"
+        raise StoreError(f"{printable(str(path))}: {problem}") from None
+
+
 def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:
     return StoreError(
         f"{printable(str(path))}: reading it requires the package {package}; run: pip install {to_install}"

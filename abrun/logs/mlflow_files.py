@@ -5,18 +5,39 @@ A run of the file store has a `meta.yaml` and a file per metric, parameter and t
 `params` and `tags` (mlflow 3.17, `store/tracking/file_store.py` and `sqlalchemy_store.py`).
 """
 
-import sqlite3
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from abrun.errors import StoreError
+from abrun.logs.foreign import (
+    MAX_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    MAX_YAML_BYTES,
+    STEP_LIMIT,
+    Database,
+    Points,
+    as_name,
+    as_number,
+    as_step,
+    as_text,
+    find_companion,
+    left_out_notes,
+    link_notes,
+    open_file,
+    parse_foreign_yaml,
+    path_kind,
+    read_file,
+    read_lines,
+    walk,
+)
 from abrun.logs.key_columns import ARM_COLUMNS
-from abrun.logs.log import Log, LogStatus, printable, replaced_notes, wrap_read_errors
-from abrun.regular_files import is_directory, is_file, read_regular
+from abrun.logs.log import Log, LogStatus, printable, replaced_notes
+from abrun.logs.rows import check_number_of_metrics
+from abrun.runs.access import UnreadableError
 from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"
@@ -25,14 +46,11 @@ STATUS_NAMES = {"RUNNING": 1, "SCHEDULED": 2, "FINISHED": 3, "FAILED": 4, "KILLE
 ENDINGS = {4: "MLflow's status is FAILED", 5: "MLflow's status is KILLED"}
 DELETED = "deleted"
 RUN_NAME, PARENT, COMMIT = "mlflow.runName", "mlflow.parentRunId", "mlflow.source.git.commit"
-MAX_DEPTH = 20  # folders in the name of a metric
-
-Point = tuple[float, float, int]  # time, value, step
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Return True for the folder of one run in MLflow's file store."""
-    return is_file(folder / META) and is_directory(folder / "metrics") and is_directory(folder / "tags")
+def is_run_folder(files: Sequence[Path], folders: Sequence[Path]) -> bool:
+    """Return True for the entries of the folder of one run in MLflow's file store."""
+    return META in (path.name for path in files) and {"metrics", "tags"} <= {path.name for path in folders}
 
 
 def read_run_folder(folder: Path) -> Log | None:
@@ -40,53 +58,65 @@ def read_run_folder(folder: Path) -> Log | None:
     meta = _read_meta(folder / META)
     if meta.get("lifecycle_stage") == DELETED:
         return None
-    points = {name: list(_parse_points(path)) for name, path in _files_below(folder / "metrics")}
-    params, tags = (dict(_read_texts(folder / kind)) for kind in ("params", "tags"))
-    experiment_meta = folder.parent / META
-    experiment = _read_meta(experiment_meta).get("name") if is_file(experiment_meta) else None
+    links: list[str] = []
+    points = {name: _parse_points(path) for name, path in _files_below(folder, "metrics", links)}
+    params, tags = (
+        {name: _read_text(path) for name, path in _files_below(folder, kind, links)}
+        for kind in ("params", "tags")
+    )
+    experiment_meta = find_companion(folder.parent, META)
+    experiment = as_name(_read_meta(experiment_meta).get("name")) if experiment_meta else None
+    status = meta.get("status")
     return _make_log(
         place=printable(str(folder)),
-        name=str(meta.get("run_name") or tags.get(RUN_NAME) or folder.name),
+        name=as_name(meta.get("run_name")) or tags.get(RUN_NAME) or folder.name,
         run_id=folder.name,
-        experiment=str(experiment or folder.parent.name),
-        status=meta.get("status"),
+        experiment=experiment or folder.parent.name,
+        status=status if isinstance(status, int) else None,
         points=points,
         params=params,
         tags=tags,
+        notes=link_notes("it", links),
     )
 
 
-def read_database(database: sqlite3.Connection, place: str) -> list[Log]:
-    """Return the runs in MLflow's SQLite database that were not deleted. Raises sqlite3.Error."""
-    experiments = dict(database.execute("SELECT experiment_id, name FROM experiments"))
-    points: dict[str, dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
-    metric_rows = database.execute(
-        "SELECT run_uuid, key, timestamp, CASE WHEN is_nan THEN NULL ELSE value END, step FROM metrics "
-        "ORDER BY timestamp, step"
+def read_database(database: Database) -> list[Log]:
+    """Return the runs in MLflow's SQLite database that were not deleted. Raises StoreError."""
+    experiments = dict(database.rows("SELECT experiment_id, CAST(name AS TEXT) FROM experiments"))
+    points: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(Points))
+    left_out: Counter[str] = Counter()
+    metric_rows = database.rows(
+        "SELECT CAST(run_uuid AS TEXT), CAST(key AS TEXT), CASE WHEN is_nan THEN NULL ELSE value END, step "
+        "FROM metrics ORDER BY timestamp, step"
     )
-    for run, key, time, value, step in metric_rows:
-        points[run][key].append((time, float("nan") if value is None else value, step))
-    params, tags = (
-        _group_texts(database.execute(f"SELECT run_uuid, key, value FROM {table}"))
-        for table in ("params", "tags")
-    )
-    runs = database.execute(
-        "SELECT run_uuid, name, status, experiment_id FROM runs WHERE lifecycle_stage != ? "
-        "ORDER BY start_time",
-        (DELETED,),
+    for run, key, recorded, step in metric_rows:
+        if type(recorded) is float and type(step) is int:  # as MLflow writes them
+            value, step = recorded, step if -STEP_LIMIT < step < STEP_LIMIT else None
+        else:
+            value, step = math.nan if recorded is None else as_number(recorded), as_step(step)
+        if not key or len(key) > MAX_NAME_CHARACTERS or value is None or step is None:
+            left_out[run] += 1
+        else:
+            points[run][key].add(step, value)
+    params, tags = (_read_texts(database, table) for table in ("params", "tags"))
+    runs = database.rows(
+        "SELECT CAST(run_uuid AS TEXT), CAST(name AS TEXT), CAST(status AS TEXT), experiment_id FROM runs "
+        f"WHERE lifecycle_stage IS NOT '{DELETED}' ORDER BY start_time"
     )
     return [
         _make_log(
-            place=place,
-            name=name or tags[run].get(RUN_NAME) or run,
+            place=database.place,
+            name=as_name(name) or tags[run].get(RUN_NAME) or run,
             run_id=run,
-            experiment=str(experiments.get(experiment_id, experiment_id)),
+            experiment=as_name(experiments.get(experiment_id)) or as_name(experiment_id) or "",
             status=STATUS_NAMES.get(status),
             points=points[run],
             params=params[run],
             tags=tags[run],
+            notes=left_out_notes(left_out[run]),
         )
         for run, name, status, experiment_id in runs
+        if run  # without an id it has no metrics
     ]
 
 
@@ -96,63 +126,62 @@ def drop_parents(logs: Sequence[Log]) -> list[Log]:
     return [log for log in logs if log.metrics or log.run_id not in parents]
 
 
-def _group_texts(rows: Iterable[tuple[str, str, str | None]]) -> dict[str, dict[str, str]]:
+def _read_texts(database: Database, table: str) -> dict[str, dict[str, str]]:
     texts: dict[str, dict[str, str]] = defaultdict(dict)
-    for run, key, value in rows:
-        texts[run][key] = value or ""
+    columns = "CAST(run_uuid AS TEXT), CAST(key AS TEXT), CAST(value AS TEXT)"
+    for run, key, value in database.rows(f"SELECT {columns} FROM {table}"):
+        if name := as_name(key):
+            texts[run][name] = as_text(value) or ""
     return texts
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    with wrap_read_errors(path):
-        content = read_regular(path)
+    place = printable(str(path))
     try:
-        meta = yaml.safe_load(content)
-    except (yaml.YAMLError, UnicodeDecodeError):
-        meta = None
-    if not isinstance(meta, dict):
+        return parse_foreign_yaml(read_file(path, MAX_YAML_BYTES), META)
+    except UnreadableError:
+        raise
+    except StoreError as error:
+        problem = str(error).removeprefix(f"{place}: ")
         raise StoreError(
-            f"{printable(str(path))}: not MLflow's meta.yaml; restore or remove the run's folder"
-        )
-    return meta
+            f"{place}: not MLflow's meta.yaml; restore or remove the run's folder ({problem})"
+        ) from None
 
 
-def _files_below(folder: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Path]]:
-    """Yield the files in a folder of metrics, parameters or tags, with their names."""
-    if not is_directory(folder) or depth > MAX_DEPTH:
-        return
-    with wrap_read_errors(folder):
-        entries = sorted(folder.iterdir())
-    for entry in entries:
-        if is_file(entry):
-            yield prefix + entry.name, entry
-        else:
-            yield from _files_below(entry, f"{prefix}{entry.name}/", depth + 1)
+def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the files in a run's folder of metrics, parameters or tags, with their names."""
+    top = run / kind
+    for folder in walk(top) if path_kind(top) == "folder" else ():
+        links += (link.relative_to(run).as_posix() for link in folder.outside)
+        yield from ((path.relative_to(top).as_posix(), path) for path in folder.files)
 
 
-def _read_texts(folder: Path) -> Iterator[tuple[str, str]]:
-    for name, path in _files_below(folder):
-        with wrap_read_errors(path):
-            yield name, read_regular(path).decode(errors="replace").strip()
+def _read_text(path: Path) -> str:
+    with open_file(path) as file:
+        return (as_text(file.read(4 * MAX_CHARACTERS)) or "").strip()
 
 
-def _parse_points(path: Path) -> Iterator[Point]:
-    """Yield the points of a metric's file; a torn last line, without a line end, is left out."""
-    with wrap_read_errors(path):
-        lines = read_regular(path).split(b"\n")
-    for number, line in enumerate(lines, 1):
+def _parse_points(path: Path) -> Points:
+    """Return the points in a metric's file; a torn last line, without a line end, is left out."""
+    points = Points()
+    for number, line in enumerate(read_lines(path), 1):
         words = line.split()
         try:
-            if line.strip():
-                yield float(words[0]), float(words[1]), int(words[2]) if len(words) > 2 else 0
+            if words:
+                _, value = float(words[0]), float(words[1])
+                step = int(words[2]) if len(words) > 2 else 0
+                if not -STEP_LIMIT < step < STEP_LIMIT:
+                    raise ValueError
+                points.add(step, value)
         except (ValueError, IndexError):
-            if number == len(lines):
-                return
-            excerpt = printable(line[:40].decode(errors="replace"))
+            if not line.endswith(b"\n"):
+                break
+            excerpt = printable(line[:40].decode(errors="replace").rstrip())
             raise StoreError(
                 f"{printable(str(path))}, line {number}: got '{excerpt}'; expected MLflow's "
                 "'time value step': fix or remove the line"
             ) from None
+    return points
 
 
 def _make_log(
@@ -162,20 +191,22 @@ def _make_log(
     run_id: str,
     experiment: str,
     status: object,
-    points: Mapping[str, Sequence[Point]],
+    points: Mapping[str, Points],
     params: Mapping[str, str],
     tags: Mapping[str, str],
+    notes: Sequence[str],
 ) -> Log:
+    check_number_of_metrics(len(points), place)
     built: dict[str, tuple[Series, int]] = {}
     numbered: list[str] = []
-    for metric, metric_points in points.items():
-        steps = [step for _, _, step in metric_points]
+    for metric, recorded in points.items():
+        steps = recorded.steps
         if len(steps) > 1 and not any(steps):  # logged without a step, which MLflow stores as 0
             numbered.append(metric)
-            steps = list(range(len(steps)))
-        built[metric] = build_series(steps, [value for _, value, _ in metric_points])
+            steps = range(len(steps))
+        built[metric] = build_series(steps, recorded.values)
     metrics, replaced = split_series(built)
-    notes = replaced_notes(replaced)
+    notes = [*replaced_notes(replaced), *notes]
     if numbered:
         notes.append(f"logged without a step, so numbered from 0: {', '.join(numbered[:5])}")
     config = {key.replace("/", "."): _parse_text(value) for key, value in params.items()}
@@ -201,9 +232,5 @@ def _parse_text(text: str) -> Any:
     words = {"True": True, "False": False, "None": None}
     if text in words:
         return words[text]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+    number = as_number(text)
+    return text if number is None else int(text) if re.fullmatch(r"\s*[-+]?\d{1,999}\s*", text) else number

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
+from google.protobuf.message import DecodeError
 
 PACKAGE = "abrun"
 STRUCT = ".google.protobuf.Value"
@@ -104,8 +105,16 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def message_class(name: str) -> Any:
-    """Return the class of one of MESSAGES, whose `FromString` parses it."""
+def parse_message(name: str, content: bytes) -> Any | None:
+    """Return one of MESSAGES from its bytes; None if they are damaged."""
+    try:
+        return _message_class(name).FromString(content)
+    except DecodeError:
+        return None
+
+
+@cache
+def _message_class(name: str) -> Any:
     return message_factory.GetMessageClass(_build_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 

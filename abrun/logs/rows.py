@@ -1,6 +1,5 @@
 """Conversion of tables to series: choice of the step column and parsing of numbers."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,12 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
 from abrun.logs.cells import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
 from abrun.logs.columns import Cell, Cells, Column, Rows, Table, table_of
+from abrun.logs.foreign import MAX_NAME_CHARACTERS, STEP_LIMIT
 from abrun.logs.log import Log, list_names, printable, replaced_notes
 from abrun.runs.lines import CHECKSUM
 from abrun.stats.series import Array, Series, split_series
@@ -36,7 +35,6 @@ CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every r
 UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MAX_METRICS = 100_000
-STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
@@ -80,12 +78,14 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
     """Yield names and values of a JSON row; nested names are joined by '/'. null is skipped.
 
     true, false and lists become texts, so that an error about such a metric names its line. A mapping with a
-    `_type` is wandb media (a histogram, a table), not a metric.
+    `_type` is wandb media (a histogram, a table), not a metric, and a name beyond MAX_NAME_CHARACTERS none.
     """
     levels = [("", iter(row.items()))]  # no recursion: rows may be nested deeply
     while levels:
         prefix, items = levels[-1]
         for key, value in items:
+            if len(prefix) + len(key) > MAX_NAME_CHARACTERS:
+                continue
             if isinstance(value, Mapping):
                 if "_type" not in value:
                     levels.append((f"{prefix}{key}/", iter(value.items())))
@@ -98,17 +98,6 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
                 yield prefix + key, float(value) if value in WORDS else shorten_cell(value)
         else:
             levels.pop()
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text; None if it is not JSON."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        try:
-            return json.loads(str(text, "utf-8") if isinstance(text, bytes) else text)  # knows NaN, Infinity
-        except (ValueError, RecursionError):
-            return None
 
 
 def build_series(rows: Iterable[Cells], place: str, step_column: str | None) -> TableMetrics:

@@ -4,109 +4,110 @@ trackio has a file per project. Its table `metrics` has a row of JSON per call o
 one per run (gradio-app/trackio, `trackio/sqlite_storage.py` of 0.43; older files have no `run_id`).
 """
 
-import sqlite3
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from abrun.errors import StoreError
+from abrun.logs.foreign import (
+    MAX_NAME_CHARACTERS,
+    SQLITE_MAGIC,
+    Database,
+    as_config,
+    as_name,
+    as_step,
+    left_out_notes,
+    open_file,
+    open_sqlite,
+    parse_json,
+)
 from abrun.logs.log import Log, printable
 from abrun.logs.mlflow_files import read_database
-from abrun.logs.rows import build_series, flat_cells, parse_json
-from abrun.recipe.reading import dotted
-from abrun.regular_files import exists, open_regular
+from abrun.logs.rows import build_series, flat_cells
 
-MAGIC = b"SQLite format 3\x00"
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
-TABLES = {"mlflow": {"experiments", "runs", "metrics", "params", "tags"}, "trackio": {"metrics", "configs"}}
-# Of the table `metrics`
-COLUMNS = {"mlflow": {"run_uuid", "key"}, "trackio": {"run_name", "step", "metrics"}}
+# The columns of each table that are read
+TABLES = {
+    "mlflow": {
+        "metrics": {"run_uuid", "key", "value", "is_nan", "step", "timestamp"},
+        "experiments": {"experiment_id", "name"},
+        "runs": {"run_uuid", "name", "status", "experiment_id", "lifecycle_stage", "start_time"},
+        "params": {"run_uuid", "key", "value"},
+        "tags": {"run_uuid", "key", "value"},
+    },
+    "trackio": {
+        "metrics": {"id", "run_name", "step", "metrics"},
+        "configs": {"id", "run_name", "config"},
+    },
+}
 
 
 def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:
     """Return the tracker that wrote a SQLite file; None for any other file."""
     if path.suffix.lower() not in SUFFIXES:
         return None
-    try:
-        with open_regular(path) as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                return None
-        with _connect(path) as database:
-            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-            columns = {row[1] for row in database.execute("PRAGMA table_info(metrics)")}
-    except (OSError, StoreError, ValueError, sqlite3.Error):  # ValueError: the text of an error is not UTF-8
-        return None
-    for tracker in ("mlflow", "trackio"):
-        if tables >= TABLES[tracker] and columns >= COLUMNS[tracker]:
-            return tracker
+    for in_place in (True, False):  # a new file may have its tables in its write-ahead log only
+        try:
+            with open_file(path) as file:
+                if file.read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
+                    return None
+            with open_sqlite(path, in_place=in_place) as database:
+                for tracker in ("mlflow", "trackio"):
+                    if all(database.columns(table) >= names for table, names in TABLES[tracker].items()):
+                        return tracker
+        except StoreError:
+            continue
     return None
 
 
 def read_sqlite_file(path: Path, tracker: str, step_column: str | None = None) -> list[Log]:
     """Return the runs in a tracker's SQLite file. Raises StoreError."""
-    place = printable(str(path))
-    try:
-        with _connect(path) as database:
-            if tracker == "mlflow":
-                return read_database(database, place)
-            return _read_trackio(database, path, step_column)
-    except (sqlite3.Error, OverflowError, TypeError, ValueError) as error:  # columns may hold any type
-        problem = printable(str(error))
-        raise StoreError(f"{place}: SQLite cannot read it ({problem}); copy it again") from None
+    with open_sqlite(path) as database:
+        return read_database(database) if tracker == "mlflow" else _read_trackio(database, path, step_column)
 
 
-@contextmanager
-def _connect(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a SQLite file without write access; a tracker may still write it.
-
-    Without a write-ahead log next to it nobody does, and SQLite must not create one.
-    """
-    is_written = exists(path.with_name(f"{path.name}-wal"))
-    options = "mode=ro" if is_written else "mode=ro&immutable=1"
-    with closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?{options}", uri=True)) as database:
-        database.execute("PRAGMA trusted_schema = OFF")
-        database.text_factory = lambda text: text.decode(errors="replace")
-        yield database
-
-
-def _read_trackio(database: sqlite3.Connection, path: Path, step_column: str | None) -> list[Log]:
-    has_ids = "run_id" in {row[1] for row in database.execute("PRAGMA table_info(metrics)")}
-    key = "run_id" if has_ids else "run_name"
+def _read_trackio(database: Database, path: Path, step_column: str | None) -> list[Log]:
+    key = "run_id" if "run_id" in database.columns("metrics") else "run_name"
     names: dict[str, str] = {}
     rows: dict[str, list[dict[str, float | str]]] = defaultdict(list)
-    for run, name, step, content in database.execute(
-        f"SELECT {key}, run_name, step, metrics FROM metrics ORDER BY id"
-    ):
-        names[run] = name
-        rows[run].append({"_step": float(step), **dict(flat_cells(_parse_object(content, path)))})
     configs: dict[str, dict[str, Any]] = {}
-    for run, name, content in database.execute(f"SELECT {key}, run_name, config FROM configs ORDER BY id"):
-        names.setdefault(run, name)
-        configs[run] = _parse_object(content, path)
+    left_out: Counter[str] = Counter()
+    identity = f"CAST(coalesce({key}, run_name, '') AS TEXT), CAST(run_name AS TEXT)"
+    for run, name, number, content in database.rows(
+        f"SELECT {identity}, step, CAST(metrics AS TEXT) FROM metrics ORDER BY id"
+    ):
+        step = as_step(number)
+        if not run or step is None or content is None:
+            left_out[run] += 1
+            continue
+        names[run] = as_name(name) or names.get(run) or run[:MAX_NAME_CHARACTERS]
+        cells = flat_cells(_parse_object(content, database.place))
+        rows[run].append({"_step": float(step), **dict(cells)})
+    for run, name, content in database.rows(
+        f"SELECT {identity}, CAST(config AS TEXT) FROM configs ORDER BY id"
+    ):
+        if run:
+            names.setdefault(run, as_name(name) or run[:MAX_NAME_CHARACTERS])
+            configs[run] = {} if content is None else _parse_object(content, database.place)
     logs = []
     for run, name in names.items():
         config = configs.get(run, {})
-        place = f"{printable(str(path))}, run {printable(name)}"
-        group = config.get("_Group")
-        log = build_series(rows[run], place, step_column).as_log(
+        log = build_series(rows[run], f"{database.place}, run {printable(name)}", step_column).as_log(
             name=f"{path.stem}/{name}",
-            place=printable(str(path)),
-            config=dotted({key: value for key, value in config.items() if not key.startswith("_")}) or None,
-            group=str(group) if group else None,
+            place=database.place,
+            config=as_config({key: value for key, value in config.items() if not key.startswith("_")})
+            or None,
+            group=as_name(config.get("_Group")),
             run_id=run,
+            notes=left_out_notes(left_out[run] + left_out[""]),
         )
         logs.append(log)
     return logs
 
 
-def _parse_object(content: str | bytes, path: Path) -> dict[str, Any]:
+def _parse_object(content: str, place: str) -> dict[str, Any]:
     value = parse_json(content)
     if not isinstance(value, dict):
-        excerpt = printable(str(content)[:40])
-        raise StoreError(
-            f"{printable(str(path))}: got '{excerpt}' as a row of trackio; expected a JSON object"
-        )
+        excerpt = printable(content[:40])
+        raise StoreError(f"{place}: got '{excerpt}' as a row of trackio; expected a JSON object")
     return value

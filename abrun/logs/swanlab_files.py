@@ -6,19 +6,37 @@ configuration lies next to them as YAML.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from abrun.errors import StoreError
-from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, printable, replaced_notes, wrap_read_errors
-from abrun.logs.rows import parse_json
-from abrun.logs.wandb_files import FILE_HEADER, NO_EXIT_NOTE, iterate_records, parse_environment
-from abrun.recipe.reading import dotted
-from abrun.regular_files import read_regular
+from abrun.logs.foreign import (
+    MAX_YAML_BYTES,
+    Points,
+    as_config,
+    as_mapping,
+    as_name,
+    as_number,
+    as_step,
+    as_text,
+    left_out_notes,
+    open_file,
+    parse_foreign_yaml,
+    parse_json,
+    read_companion,
+)
+from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, printable, replaced_notes
+from abrun.logs.rows import check_number_of_metrics
+from abrun.logs.wandb_files import (
+    FILE_HEADER,
+    NO_EXIT_NOTE,
+    iterate_records,
+    parse_environment,
+    read_requirements,
+    torn_notes,
+)
 from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
@@ -36,35 +54,36 @@ class Contents:
     start: dict[str, str] = field(default_factory=dict)  # project, name, group, job_type, id
     state: int = 0
     error: str = ""
-    points: dict[str, tuple[list[int], list[float]]] = field(
-        default_factory=lambda: defaultdict(lambda: ([], []))
-    )
+    points: dict[str, Points] = field(default_factory=lambda: defaultdict(Points))
+    num_left_out: int = 0
 
-    def add_point(self, key: str, step: int, value: float) -> None:
-        if not key.startswith(SYSTEM_PREFIX):
-            steps, values = self.points[key]
-            steps.append(step)
-            values.append(value)
+    def add_point(self, key: Any, step: Any, value: Any) -> None:
+        name, number, whole_step = as_name(key), as_number(value), as_step(step)
+        if name is None or number is None or whole_step is None:
+            self.num_left_out += 1
+        elif not name.startswith(SYSTEM_PREFIX):
+            self.points[name].add(whole_step, number)
 
 
 def read_swanlab_file(path: Path, name: str) -> Log:
     """Return the run in a .swanlab file, named `<project>/<run>`. Raises StoreError for any other file."""
     place = printable(str(path))
-    with wrap_read_errors(path):
-        content = read_regular(path)
-    contents, end = Contents(), min(FILE_HEADER, len(content))
-    version = _read_version(content, place)
-    for body, record_end in iterate_records(content):
-        add_record = _add_json if version == JSON_VERSION else _add_message
-        if not add_record(contents, body):
-            break
-        end = record_end
+    contents = Contents()
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        version = _read_version(file.read(FILE_HEADER), place)
+        add_record: Callable[..., bool] = _add_json if version == JSON_VERSION else _add_message
+        end = min(FILE_HEADER, size)
+        for body, record_end in iterate_records(file, size):
+            if not add_record(contents, body):
+                break
+            end = record_end
+            check_number_of_metrics(len(contents.points), place)
     metrics, replaced = split_series(
-        {metric: build_series(*points) for metric, points in contents.points.items()}
+        {metric: build_series(points.steps, points.values) for metric, points in contents.points.items()}
     )
-    notes = replaced_notes(replaced)
-    if end < len(content):
-        notes.append(f"{len(content) - end} bytes, from byte {end} on, are torn or damaged and were left out")
+    notes = replaced_notes(replaced) + torn_notes(end, size) + left_out_notes(contents.num_left_out)
     start, has_started = contents.start, bool(contents.start)
     status: LogStatus = STATES.get(contents.state, "unknown") if has_started else "unknown"
     notes += [NO_EXIT_NOTE] * (status == "running") + [NOTHING_RECORDED] * (not has_started)
@@ -74,8 +93,8 @@ def read_swanlab_file(path: Path, name: str) -> Log:
         metrics=metrics,
         status=status,
         failure=(contents.error or "it crashed or was aborted") if status == "failed" else "",
-        config=_read_config(path.parent / "files" / "config.yaml"),
-        environment=_read_environment(path.parent / "files") or None,
+        config=_read_config(path.parent, notes) or None,
+        environment=_read_environment(path.parent, notes) or None,
         group=start.get("group") or None,
         job_type=start.get("job_type") or None,
         run_id=start.get("id") or None,
@@ -83,8 +102,7 @@ def read_swanlab_file(path: Path, name: str) -> Log:
     )
 
 
-def _read_version(content: bytes, place: str) -> int:
-    header = content[:FILE_HEADER]
+def _read_version(header: bytes, place: str) -> int:
     if header[: len(IDENT)] != IDENT[: len(header)]:
         raise StoreError(f"{place}: not a SwanLab file; remove or rename it")
     version = header[-1] if len(header) == FILE_HEADER else PROTOBUF_VERSION
@@ -98,20 +116,17 @@ def _read_version(content: bytes, place: str) -> int:
 
 def _add_message(contents: Contents, body: bytes) -> bool:
     """Add a protobuf record; return False if it is damaged."""
-    from google.protobuf.message import DecodeError
+    from abrun.logs.protobuf import parse_message
 
-    from abrun.logs.protobuf import message_class
-
-    try:
-        record = message_class("SwanLabRecord").FromString(body)
-    except DecodeError:
+    record = parse_message("SwanLabRecord", body)
+    if record is None:
         return False
     match record.WhichOneof("record_type"):
         case "start":
             keys = ("project", "name", "group", "job_type", "id")
-            contents.start = {key: getattr(record.start, key) for key in keys}
+            contents.start = {key: as_name(getattr(record.start, key)) or "" for key in keys}
         case "finish":
-            contents.state, contents.error = record.finish.state, record.finish.error
+            contents.state, contents.error = record.finish.state, as_text(record.finish.error) or ""
         case "scalar":
             contents.add_point(record.scalar.key, record.scalar.step, record.scalar.value.number)
     return True
@@ -125,52 +140,43 @@ def _add_json(contents: Contents, body: bytes) -> bool:
         return False
     match record.get("model_type"):
         case "Project":
-            contents.start["project"] = str(data.get("name") or "")
+            contents.start["project"] = as_name(data.get("name")) or ""
         case "Experiment":
-            contents.start |= {key: str(data.get(key) or "") for key in ("name", "id")}
+            contents.start |= {key: as_name(data.get(key)) or "" for key in ("name", "id")}
         case "Footer":
             contents.state = FINISHED if data.get("success") else CRASHED
         case "Scalar":
-            point = data.get("metric")
-            value = point.get("data") if isinstance(point, dict) else None
-            step = data.get("step")
-            if isinstance(step, int) and isinstance(value, int | float | str):
-                contents.add_point(str(data.get("key")), step, _parse_value(value))
+            value = as_mapping(data.get("metric")).get("data")
+            is_number = isinstance(value, int | float | str)
+            contents.add_point(data.get("key"), data.get("step"), _parse_value(value) if is_number else None)
     return True
 
 
 def _parse_value(value: float | str) -> float:
     """Return a scalar, whose NaN and infinities are texts."""
-    try:
-        return float(value)
-    except ValueError:
-        return float("nan")
+    number = as_number(value)
+    return float("nan") if number is None else number
 
 
-def _read_config(path: Path) -> dict[str, Any] | None:
+def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Return the configuration: each key has a description, an order and a value."""
+    parts = ("files", "config.yaml")
+    content = read_companion(folder, *parts, notes=notes, max_bytes=MAX_YAML_BYTES)
     try:
-        content = yaml.safe_load(read_regular(path))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return None
-    if not isinstance(content, dict):
-        return None
-    values = {
-        str(key): entry["value"] if isinstance(entry, Mapping) and "value" in entry else entry
-        for key, entry in content.items()
-    }
-    return dotted(values) or None
+        entries = {} if content is None else parse_foreign_yaml(content, "/".join(parts))
+    except StoreError as error:
+        notes.append(f"its configuration was not read: {error}")
+        return {}
+    return as_config(
+        {
+            str(key): entry["value"] if isinstance(entry, Mapping) and "value" in entry else entry
+            for key, entry in entries.items()
+        }
+    )
 
 
-def _read_environment(files: Path) -> dict[str, Any]:
-    texts = {}
-    for name in ("swanlab-metadata.json", "requirements.txt"):
-        try:
-            texts[name] = read_regular(files / name).decode(errors="replace")
-        except OSError:
-            texts[name] = ""
-    metadata = parse_json(texts["swanlab-metadata.json"])
-    runtime = metadata.get("runtime") if isinstance(metadata, dict) else None
-    runtime = runtime if isinstance(runtime, dict) else {}
+def _read_environment(folder: Path, notes: list[str]) -> dict[str, Any]:
+    content = read_companion(folder, "files", "swanlab-metadata.json", notes=notes)
+    runtime = as_mapping(as_mapping(parse_json(content or b"")).get("runtime"))
     known = {"python": runtime.get("python_version"), "host": runtime.get("hostname")}
-    return parse_environment(known, texts["requirements.txt"])
+    return parse_environment(known, read_requirements(folder, notes))

@@ -12,15 +12,10 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.cells import shorten_cell
 from abrun.logs.columns import NO_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
-from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable, wrap_read_errors
-from abrun.logs.rows import (
-    STEP_COLUMNS,
-    flat_cells,
-    parse_json,
-    series_of_table,
-)
+from abrun.logs.foreign import open_file, parse_json
+from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable
+from abrun.logs.rows import STEP_COLUMNS, flat_cells, series_of_table
 from abrun.logs.texts import TextFile
-from abrun.regular_files import open_regular
 from abrun.runs.lines import LineParser, damaged_line_error
 
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
@@ -224,43 +219,43 @@ def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
 
     A null is not recorded (pandas writes NaN as null).
     """
-    with wrap_read_errors(path), open_regular(path) as file:
+    empty = Table(place=path_text(path), columns={}, lines=[], line_word="row")
+    with open_file(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
         file.seek(max(0, size - len(PARQUET_MAGIC)))
         end = file.read()
-    empty = Table(place=path_text(path), columns={}, lines=[], line_word="row")
-    if not size:
-        return empty, [NOTHING_RECORDED]
-    if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
-        return empty, [NO_FOOTER_NOTE]
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            schema = file.schema_arrow
+        if not size:
+            return empty, [NOTHING_RECORDED]
+        if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
+            return empty, [NO_FOOTER_NOTE]
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError:
+            raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
+        try:
+            schema = pq.read_schema(file)
             is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean
             numeric = [column.name for column in schema if any(test(column.type) for test in is_number)]
-            text_types = (pa.string(), pa.large_string())
-            texts = [column.name for column in schema if column.type in text_types]
+            texts = [column.name for column in schema if column.type in (pa.string(), pa.large_string())]
             check_unique_columns(path, schema.names)
-            num_values = file.metadata.num_rows * len(numeric + texts)
-            if num_values > MAX_VALUES:  # a tiny file can claim this many by repeating a value
+            # A tiny file can claim a huge table by repeating a value, and a text that repeats is kept once.
+            content = pq.ParquetFile(file, page_checksum_verification=True, read_dictionary=texts)
+            num_values = content.metadata.num_rows * len(numeric + texts)
+            if num_values > MAX_VALUES:
                 raise StoreError(
                     f"{path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
                 )
-            table = file.read(columns=numeric + texts).combine_chunks()
+            table = content.read(columns=numeric + texts)
             columns = {
-                name: _parquet_column(column, is_text=column.type in text_types)
+                name: _parquet_column(column, is_text=name in texts)
                 for name, column in zip(table.column_names, table.columns, strict=True)
             }
-    except StoreError:
-        raise
-    except Exception as error:  # from Arrow or the system: invalid text, out of memory
-        raise StoreError(f"{path_text(path)}: not valid Parquet: {error_text(error)}") from None
+        except StoreError:
+            raise
+        except Exception as error:  # from Arrow or the system: invalid text, out of memory
+            raise StoreError(f"{path_text(path)}: not valid Parquet: {error_text(error)}") from None
     filled = {name: column for name, column in columns.items() if len(column)}
     lines = np.arange(1, table.num_rows + 1)
     return replace(empty, columns=filled, lines=lines, header=schema.names), []
@@ -273,10 +268,14 @@ def _parquet_column(column: Any, *, is_text: bool) -> Column:  # a ChunkedArray 
     column = column.drop_null()
     if not is_text:
         return Column(rows, column.cast(pa.float64(), safe=False).to_numpy().astype(np.float64))
-    builder = ColumnBuilder()
-    for row, text in zip(rows.tolist(), column.to_pylist(), strict=True):
-        if text.strip():
-            builder.add_text(row, shorten_cell(text))
+    builder, first = ColumnBuilder(), 0
+    for chunk in column.chunks:
+        distinct = [shorten_cell(text) for text in chunk.dictionary.to_pylist()]
+        indices = chunk.indices.to_numpy()
+        for row, index in zip(rows[first:].tolist(), indices.tolist(), strict=False):
+            if distinct[index].strip():
+                builder.add_text(row, distinct[index])
+        first += len(indices)
     return builder.build()
 
 

@@ -6,6 +6,7 @@ TensorBoard's own readers import TensorFlow if it is installed, or keep only a s
 
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import google_crc32c
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.log import NOTHING_RECORDED, Log, printable, replaced_notes, wrap_read_errors
+from abrun.logs.foreign import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points, open_file
+from abrun.logs.log import NOTHING_RECORDED, Log, printable, replaced_notes
 from abrun.logs.rows import check_number_of_metrics, check_step
-from abrun.regular_files import is_file, read_regular
 from abrun.stats.series import build_series, split_series
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
@@ -39,46 +40,41 @@ TENSOR_TYPES = {
 TIMESTAMP = re.compile(rf"{re.escape(EVENT_FILE_PREFIX)}\.(\d+)")
 
 
-def list_event_files(folder: Path) -> list[Path]:
-    """Return the event files in a folder, in the order in which they were started."""
-    with wrap_read_errors(folder):
-        files = [path for path in folder.iterdir() if EVENT_FILE_PREFIX in path.name and is_file(path)]
-    return sorted(files, key=start_key)
-
-
 def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
     """Return one run from all its event files; the last value of a repeated step counts."""
-    points: dict[str, tuple[list[int], list[float]]] = {}
+    points: dict[str, Points] = defaultdict(Points)
     config: dict[str, Any] = {}
     notes: list[str] = []
+    place_text = printable(str(place))
     num_restarts = 0  # files that start again at an earlier step
     for path in files:
-        first_steps = {tag: min(steps) for tag, (steps, _) in points.items()}
-        is_restart = False
+        first_steps = {tag: min(recorded.steps) for tag, recorded in points.items()}
+        is_restart, file_text = False, printable(str(path))
         for event in _read_events(path, notes):
+            check_number_of_metrics(max(len(points), len(event.summary.value)), place_text)
             for value in event.summary.value:
-                number = _read_scalar(value)
+                number = _read_scalar(value) if len(value.tag) <= MAX_NAME_CHARACTERS else None
                 if number is None:
                     config.update(_read_hparams(value))
                 else:
-                    check_step(event.step, printable(str(path)), value.tag)
+                    check_step(event.step, file_text, value.tag)
                     is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
-                    steps, values = points.setdefault(value.tag, ([], []))
-                    steps.append(event.step)
-                    values.append(number)
+                    points[value.tag].add(event.step, number)
         num_restarts += is_restart
-    check_number_of_metrics(len(points), printable(str(place)))
-    metrics, replaced = split_series({tag: build_series(*tag_points) for tag, tag_points in points.items()})
+    check_number_of_metrics(len(points), place_text)
+    metrics, replaced = split_series(
+        {tag: build_series(recorded.steps, recorded.values) for tag, recorded in points.items()}
+    )
     notes = replaced_notes(replaced) + notes
     # Several runs in one folder look the same.
     restart_note = (
-        f"{printable(str(place))}: its {len(files)} event files were read as one run, restarted "
+        f"{place_text}: its {len(files)} event files were read as one run, restarted "
         f"{num_restarts} time(s), and the last values count; if they are several runs, put each into its own "
         "folder"
     )
     return Log(
         name=name,
-        place=printable(str(place)),
+        place=place_text,
         metrics=metrics,
         config=config or None,
         guesses=(restart_note,) if num_restarts else (),
@@ -93,25 +89,42 @@ def start_key(path: Path) -> tuple[int, str]:
 
 
 def _read_events(path: Path, notes: list[str]) -> Iterator[Any]:
-    from google.protobuf.message import DecodeError
+    """Yield the complete, undamaged events of a file."""
+    from abrun.logs.protobuf import parse_message
 
-    from abrun.logs.protobuf import message_class
-
-    event = message_class("Event")
-    with wrap_read_errors(path):
-        content = read_regular(path)
-    records, end = _find_records(content)
-    if not records and len(content) >= HEADER and not _has_valid_crc(content, 0, HEADER - FOOTER):
-        raise StoreError(f"{printable(str(path))}: not a TensorBoard event file; remove or rename it")
-    for start, stop in records:
-        try:
-            yield event.FromString(content[start:stop])
-        except DecodeError:
-            end = start - HEADER
-            break
-    if end < len(content):
+    position, num_large = 0, 0
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        while position + HEADER + FOOTER <= size:
+            header = file.read(HEADER)
+            (length,) = struct.unpack_from("<Q", header)
+            if not _has_valid_crc(header):
+                if position == 0:
+                    raise StoreError(
+                        f"{printable(str(path))}: not a TensorBoard event file; remove or rename it"
+                    )
+                break
+            end = position + HEADER + length + FOOTER
+            if end > size:
+                break
+            if length > MAX_RECORD_BYTES:  # of images or a graph
+                num_large += 1
+                file.seek(end)
+            else:
+                record = file.read(length + FOOTER)
+                event = parse_message("Event", record[:-FOOTER]) if _has_valid_crc(record) else None
+                if event is None:
+                    break
+                yield event
+            position = end
+    if num_large:
         notes.append(
-            f"{printable(path.name)}: {len(content) - end} bytes, from byte {end} on, are torn or damaged "
+            f"{printable(path.name)}: {num_large} events of more than {MAX_RECORD_BYTES} bytes left out"
+        )
+    if position < size:
+        notes.append(
+            f"{printable(path.name)}: {size - position} bytes, from byte {position} on, are torn or damaged "
             "and were left out"
         )
 
@@ -139,42 +152,22 @@ def _read_scalar(value: Any) -> float | None:
 def _read_hparams(value: Any) -> dict[str, Any]:
     if value.metadata.plugin_data.plugin_name != "hparams":
         return {}
-    from google.protobuf.message import DecodeError
+    from abrun.logs.protobuf import parse_message
 
-    from abrun.logs.protobuf import message_class
-
-    try:
-        data = message_class("HParams").FromString(value.metadata.plugin_data.content)
-    except DecodeError:
-        return {}
+    data = parse_message("HParams", value.metadata.plugin_data.content)
+    settings = {
+        hparam.key.replace("/", "."): getattr(hparam.value, hparam.value.WhichOneof("kind") or "", None)
+        for hparam in (data.session_start_info.hparams if data else ())
+    }
     return {
-        printable(hparam.key).replace("/", "."): getattr(
-            hparam.value, hparam.value.WhichOneof("kind") or "", None
-        )
-        for hparam in data.session_start_info.hparams
+        printable(key): setting
+        for key, setting in settings.items()
+        if len(key) <= MAX_NAME_CHARACTERS and isinstance(setting, str | float | bool | None)
     }
 
 
-# --- records ---
-
-
-def _find_records(content: bytes) -> tuple[list[tuple[int, int]], int]:
-    """Return the spans of the complete, undamaged events, and the offset at which the last one ends."""
-    spans, position = [], 0
-    while _has_valid_crc(content, position, position + HEADER - FOOTER):
-        (length,) = struct.unpack_from("<Q", content, position)
-        start = position + HEADER
-        if not _has_valid_crc(content, start, start + length):
-            break
-        spans.append((start, start + length))
-        position = start + length + FOOTER
-    return spans, position
-
-
-def _has_valid_crc(content: bytes, start: int, stop: int) -> bool:
-    """Return True if the bytes are complete and match the masked CRC-32C in the 4 bytes after them."""
-    if stop + FOOTER > len(content):
-        return False
-    crc = google_crc32c.value(content[start:stop])
+def _has_valid_crc(record: bytes) -> bool:
+    """Return True if the bytes match the masked CRC-32C in the last 4 of them."""
+    crc = google_crc32c.value(record[:-FOOTER])
     masked = (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF  # masked CRC of the TFRecord format
-    return masked == struct.unpack_from("<I", content, stop)[0]
+    return masked == struct.unpack_from("<I", record, len(record) - FOOTER)[0]

@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.logs.log import printable, wrap_read_errors
-from abrun.regular_files import open_regular
+from abrun.logs.foreign import open_file
+from abrun.logs.log import printable
 
 GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
@@ -32,7 +32,7 @@ class TextFile:
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the content in blocks of some size."""
-        with wrap_read_errors(self._path), open_regular(self._path) as file:
+        with open_file(self._path) as file:
             blocks = iter(partial(file.read, BLOCK_BYTES), b"")
             start, blocks = _peek(blocks)
             if start.startswith(GZIP):

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from abrun.logs.foreign import path_kind
 from abrun.logs.log import Log
-from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_run_folder
+from abrun.logs.mlflow_files import PARENT, drop_parents, read_run_folder
 from abrun.logs.sqlite_files import find_sqlite_format, read_sqlite_file
 from abrun.logs.swanlab_files import SUFFIX, read_swanlab_file
 
@@ -21,7 +22,7 @@ def read_tracker(tracker: str, path: Path, name: str, step_column: str | None) -
     """Return the runs in a tracker's file or folder. Raises StoreError."""
     if tracker == "swanlab":
         return [read_swanlab_file(path, name)]
-    if is_run_folder(path):
+    if path_kind(path) == "folder":
         log = read_run_folder(path)
         return [log] if log else []
     return read_sqlite_file(path, tracker, step_column)

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
+from abrun.logs.foreign import read_file
 from abrun.logs.log import Log, LogStatus, missing_package_error, printable
 from abrun.logs.rows import build_series, flat_cells
 from abrun.logs.wandb_files import parse_environment
@@ -77,7 +78,7 @@ def _download_requirements(run: Any) -> str:
         return ""
     with tempfile.TemporaryDirectory() as folder:
         files[0].download(root=folder, replace=True)
-        return Path(folder, "requirements.txt").read_text(errors="replace")
+        return read_file(Path(folder, "requirements.txt")).decode(errors="replace")
 
 
 def _connect(path: str) -> Any:

@@ -10,21 +10,29 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from abrun.errors import StoreError
 from abrun.logs.cells import parse_number
-from abrun.logs.log import NOTHING_RECORDED, Log, printable, wrap_read_errors
-from abrun.logs.rows import NoStepError, TableMetrics, build_series, flat_cells, parse_json
-from abrun.recipe.reading import dotted
-from abrun.regular_files import read_regular
+from abrun.logs.foreign import (
+    MAX_NAME_CHARACTERS,
+    MAX_RECORD_BYTES,
+    as_config,
+    as_mapping,
+    as_name,
+    open_file,
+    parse_json,
+    read_companion,
+)
+from abrun.logs.log import NOTHING_RECORDED, Log, printable
+from abrun.logs.rows import NoStepError, TableMetrics, build_series, check_number_of_metrics, flat_cells
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
 MAX_DEPTH = 50  # of nested keys in a configuration
+MAX_STEP_METRICS = 64  # of a run, and patterns of metrics that have one
 MAX_GPUS = 1024
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 NO_EXIT_NOTE = "it has no end record: it is still running, or was killed"
@@ -68,15 +76,15 @@ def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None =
         status, end_notes = "running", [NO_EXIT_NOTE]
     config = {key: value for key, value in contents.config.items() if key != "_wandb"}
     return recorded.as_log(
-        name=(run.display_name if run else "") or name,
+        name=(as_name(run.display_name) if run else None) or name,
         place=place,
         status=status,
         failure=f"exit code {code}" if code else "",
-        config={**recorded.config, **dotted(config)} if run else None,
+        config={**recorded.config, **as_config(config)} if run else None,
         environment=contents.environment or None,
-        group=(run.run_group if run else "") or None,
-        job_type=(run.job_type if run else "") or None,
-        run_id=(run.run_id if run else "") or None,
+        group=(as_name(run.run_group) if run else None) or None,
+        job_type=(as_name(run.job_type) if run else None) or None,
+        run_id=(as_name(run.run_id) if run else None) or None,
         notes=contents.notes + end_notes,
     )
 
@@ -86,10 +94,13 @@ def _build_series(contents: RunContents, place: str, step_column: str | None) ->
     recorded = TableMetrics()
     remaining_rows = contents.rows
     logged_names = {name for row in contents.rows for name in row}
-    for step in dict.fromkeys(contents.steps.values()) if step_column is None else ():
-        names = {
-            name for name in logged_names if name != step and _find_step_metric(name, contents.steps) == step
-        }
+    step_metrics = dict.fromkeys(contents.steps.values())
+    patterns = {pattern: step for pattern, step in contents.steps.items() if re.search(r"[*?\[]", pattern)}
+    if max(len(step_metrics), len(patterns)) > MAX_STEP_METRICS:
+        raise StoreError(f"{place}: define_metric has more than {MAX_STEP_METRICS} step metrics or patterns")
+    step_of = {name: _find_step_metric(name, contents.steps, patterns) for name in logged_names}
+    for step in step_metrics if step_column is None else ():
+        names = {name for name in logged_names if name != step and step_of[name] == step}
         if step not in logged_names or not names:
             continue
         rows, latest = [], None
@@ -109,70 +120,82 @@ def _build_series(contents: RunContents, place: str, step_column: str | None) ->
         return recorded
 
 
-def _find_step_metric(name: str, steps: Mapping[str, str]) -> str | None:
-    patterns = (step for pattern, step in steps.items() if fnmatchcase(name, pattern))
-    return steps.get(name) or next(patterns, None)
+def _find_step_metric(name: str, steps: Mapping[str, str], patterns: Mapping[str, str]) -> str | None:
+    return steps.get(name) or next(
+        (step for pattern, step in patterns.items() if fnmatchcase(name, pattern)), None
+    )
 
 
 def _read_file(contents: RunContents, path: Path) -> None:
-    from google.protobuf.message import DecodeError
+    from abrun.logs.protobuf import parse_message
 
-    from abrun.logs.protobuf import message_class
+    place, end = printable(str(path)), FILE_HEADER
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        header = file.read(FILE_HEADER)
+        if header[: len(MAGIC)] != MAGIC[: len(header)]:
+            raise StoreError(f"{place}: not a wandb file; remove or rename it")
+        for body, record_end in iterate_records(file, size):
+            record = parse_message("Record", body)
+            if record is None:
+                break
+            end = record_end
+            match record.WhichOneof("record_type"):
+                case "history":
+                    check_number_of_metrics(len(record.history.item), place)
+                    contents.rows.append(_history_row(record.history))
+                case "run":
+                    contents.run = record.run
+                    _update_config(contents.config, record.run.config)
+                case "config":
+                    _update_config(contents.config, record.config)
+                case "environment":
+                    _add_environment(contents.environment, record.environment)
+                case "metric" if record.metric.step_metric:
+                    name = record.metric.name or record.metric.glob_name
+                    contents.steps[name] = record.metric.step_metric
+                case "exit":
+                    contents.exit_code = record.exit.exit_code
+    contents.notes += torn_notes(end, size)
+    metadata = read_companion(path.parent, "files", "wandb-metadata.json", notes=contents.notes)
+    requirements = read_requirements(path.parent, contents.notes)
+    # The metadata are written late, and never in some versions.
+    known = as_mapping(parse_json(metadata or b""))
+    contents.environment.update(parse_environment(known, requirements))
 
-    record_type = message_class("Record")
-    with wrap_read_errors(path):
-        content = read_regular(path)
-    if content and content[: len(MAGIC)] != MAGIC[: len(content)]:
-        raise StoreError(f"{printable(str(path))}: not a wandb file; remove or rename it")
-    end = FILE_HEADER
-    for body, record_end in iterate_records(content):
-        try:
-            record = record_type.FromString(body)
-        except DecodeError:
-            break
-        end = record_end
-        match record.WhichOneof("record_type"):
-            case "history":
-                contents.rows.append(_history_row(record.history))
-            case "run":
-                contents.run = record.run
-                _update_config(contents.config, record.run.config)
-            case "config":
-                _update_config(contents.config, record.config)
-            case "environment":
-                _add_environment(contents.environment, record.environment)
-            case "metric" if record.metric.step_metric:
-                name = record.metric.name or record.metric.glob_name
-                contents.steps[name] = record.metric.step_metric
-            case "exit":
-                contents.exit_code = record.exit.exit_code
-    if end < len(content):
-        contents.notes.append(
-            f"{len(content) - end} bytes, from byte {end} on, are torn or damaged and were left out"
-        )
-    files = path.parent / "files"
-    contents.environment.update(parse_environment(_read_metadata(files), _read_requirements(files)))
 
-
-def iterate_records(content: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield the complete records of a log, up to the first damaged one, and the offset of each one's end."""
-    position = FILE_HEADER
-    chunks: list[bytes] = []  # chunks of the incomplete record
-    while position + CHUNK_HEADER <= len(content):
+def iterate_records(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the complete records in the first `size` bytes, up to a damaged one, and where each one ends."""
+    position = file.seek(FILE_HEADER)
+    chunks, num_bytes = list[bytes](), 0  # of the incomplete record
+    while position + CHUNK_HEADER <= size:
         if BLOCK - position % BLOCK < CHUNK_HEADER:
-            position += BLOCK - position % BLOCK  # padding at the end of a block
+            position = file.seek(position + BLOCK - position % BLOCK)  # padding at the end of a block
             continue
-        crc, length, kind = struct.unpack_from("<IHB", content, position)
-        start = position + CHUNK_HEADER
-        position = start + length
-        if position > len(content) or zlib.crc32(content[start - 1 : position]) != crc:
+        header = file.read(CHUNK_HEADER)
+        crc, length, kind = struct.unpack("<IHB", header)
+        chunk = file.read(length)
+        position += CHUNK_HEADER + length
+        if position > size or zlib.crc32(chunk, zlib.crc32(header[-1:])) != crc:
             return
         if kind not in ((MIDDLE, LAST) if chunks else (FULL, FIRST)):
             return
-        chunks.append(content[start:position])
+        chunks.append(chunk)
+        num_bytes += length
+        if num_bytes > MAX_RECORD_BYTES:
+            raise StoreError(
+                f"{printable(file.name)}: a record of more than {MAX_RECORD_BYTES} bytes; log less at a time"
+            )
         if kind in (FULL, LAST):
             yield b"".join(chunks), position
             chunks.clear()
+            num_bytes = 0
+
+
+def torn_notes(end: int, size: int) -> list[str]:
+    """Return a note on the bytes after the last complete record, if any."""
+    return [f"{size - end} bytes, from byte {end} on, are torn or damaged and were left out"] * (end < size)
 
 
 def _history_row(history: Any) -> dict[str, float | str]:
@@ -180,6 +203,8 @@ def _history_row(history: Any) -> dict[str, float | str]:
     media: list[str] = []
     for item in history.item:
         name, text = item.key or "/".join(item.nested_key), _value_json(item)
+        if len(name) > MAX_NAME_CHARACTERS:
+            continue
         if name.endswith("/_type"):
             media.append(name.removesuffix("_type"))
             continue
@@ -230,15 +255,17 @@ def _add_environment(environment: dict[str, Any], record: Any) -> None:
 def parse_environment(metadata: Mapping[str, Any], requirements: str) -> dict[str, Any]:
     """Return a run's environment from wandb-metadata.json and requirements.txt, without unknown keys."""
     environment: dict[str, Any] = {}
-    if python := str(metadata.get("python") or "").split():
+    if python := (as_name(metadata.get("python")) or "").split():
         environment["python"] = python[-1]  # "CPython 3.11.7", or without the first word
-    if host := metadata.get("host"):
-        environment["hosts"] = [str(host)]
+    if host := as_name(metadata.get("host")):
+        environment["hosts"] = [host]
     gpus = metadata.get("gpu_nvidia") or metadata.get("gpu_devices")
     if isinstance(gpus, list) and gpus:
-        environment["devices"] = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)]
-    elif (gpu := metadata.get("gpu")) and isinstance(count := metadata.get("gpu_count", 1), int):
-        environment["devices"] = [str(gpu)] * min(count, MAX_GPUS)
+        environment["devices"] = [
+            str(as_name(gpu.get("name"))) for gpu in gpus[:MAX_GPUS] if isinstance(gpu, dict)
+        ]
+    elif (gpu := as_name(metadata.get("gpu"))) and isinstance(count := metadata.get("gpu_count", 1), int):
+        environment["devices"] = [gpu] * min(count, MAX_GPUS)
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", requirements, re.MULTILINE)
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
     if versions:
@@ -246,16 +273,6 @@ def parse_environment(metadata: Mapping[str, Any], requirements: str) -> dict[st
     return environment
 
 
-def _read_metadata(files: Path) -> dict[str, Any]:
-    try:
-        content = orjson.loads(read_regular(files / "wandb-metadata.json"))
-    except (OSError, ValueError):
-        return {}  # written late, and never in some versions
-    return content if isinstance(content, dict) else {}
-
-
-def _read_requirements(files: Path) -> str:
-    try:
-        return read_regular(files / "requirements.txt").decode(errors="replace")
-    except OSError:
-        return ""
+def read_requirements(folder: Path, notes: list[str]) -> str:
+    """Return a run's requirements.txt; empty if it is missing, or with a note unreadable."""
+    return (read_companion(folder, "files", "requirements.txt", notes=notes) or b"").decode(errors="replace")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,17 +20,20 @@ from abrun.runs.migrations import drop_removed, migrate
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def dotted(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `{"a": {"b": 1}}` to `{"a.b": 1}`; empty mappings stay as values."""
+def dotted(mapping: Mapping[str, Any], max_characters: int = sys.maxsize) -> dict[str, Any]:
+    """Convert `{"a": {"b": 1}}` to `{"a.b": 1}`, without longer keys; empty mappings stay as values."""
     flat: dict[str, Any] = {}
     levels = [("", iter(mapping.items()))]  # no recursion: a file may be nested very deeply
     while levels:
         prefix, items = levels[-1]
         for key, value in items:
+            name = f"{prefix}{key}"
+            if len(name) > max_characters:
+                continue
             if isinstance(value, Mapping) and value:
-                levels.append((f"{prefix}{key}.", iter(value.items())))
+                levels.append((f"{name}.", iter(value.items())))
                 break
-            flat[f"{prefix}{key}"] = value
+            flat[name] = value
         else:
             levels.pop()
     return flat
@@ -100,7 +104,7 @@ for _kind, _pattern, _first_characters in (
     ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]{1,16}", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(([0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)"
+        r"[-+]?(([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+|[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)"
         r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
@@ -110,9 +114,9 @@ for _kind, _pattern, _first_characters in (
     )
 
 
-def parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str, loader: type[Loader] = Loader) -> Any:
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         unquoted = line is not None and error.problem == "expected ',' or '}', but got '{'"

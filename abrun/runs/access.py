@@ -7,6 +7,7 @@ the owner ever has write permission.
 """
 
 import contextlib
+import errno
 import os
 import pwd
 import shlex
@@ -127,6 +128,8 @@ def read_error(path: Path, error: OSError) -> StoreError:
     """Return the StoreError for an operating-system error raised while reading `path`."""
     if isinstance(error, PermissionError):
         return unreadable_error(path)
+    if error.errno == errno.ELOOP and os.path.islink(path):
+        return StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
     return StoreError(Code.UNREADABLE(path=path, error=error.strerror or str(error)))
 
 

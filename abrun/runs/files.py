@@ -1,7 +1,7 @@
 """Atomic file writes that survive a power loss, and one-line errors for operating-system failures.
 
-The content is synced first, then the name, then the folder. Symbolic links are never followed when writing:
-a link in the place of a store file is an error.
+The content is synced first, then the name, then the folder. Symbolic links are never followed: a link in the
+place of a store file is an error, also when reading, since it could bring any file into a report.
 """
 
 import contextlib
@@ -253,7 +253,7 @@ def find_damage(path: Path, recorded: Any) -> str | None:
 def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Read a JSON file of the store. Raises StoreError if it is missing, too large or not a JSON object."""
     try:
-        text = read_regular(path, max_bytes)
+        text = read_regular(path, max_bytes, os.O_NOFOLLOW)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise StoreError(

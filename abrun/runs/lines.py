@@ -162,7 +162,7 @@ class LineReader:
         A torn last line is left for the next call, since its writer may still be working. Once the writer
         has `ended`, it is damaged.
         """
-        with open_regular(self.path) as file:
+        with open_regular(self.path, os.O_NOFOLLOW) as file:
             file.seek(self._offset)
             for text in iter_lines(file):
                 if not (text.endswith(b"\n") or ended):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -148,7 +149,7 @@ def read_sketch(path: Path) -> dict[str, Array]:
     from safetensors import SafetensorError, numpy
 
     try:
-        sketch = numpy.load(read_regular(path, MAX_SKETCH_BYTES))
+        sketch = numpy.load(read_regular(path, MAX_SKETCH_BYTES, os.O_NOFOLLOW))
     except (OSError, ValueError, KeyError, SafetensorError):
         return {}
     return {name: values for name, values in sketch.items() if values.dtype == "float64"}

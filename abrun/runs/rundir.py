@@ -269,7 +269,8 @@ class RunDir:
     def is_run(self) -> bool:
         """True for a run of abrun, also if its config.json is missing, damaged or not readable."""
         try:
-            return read_json(self.path / layout.CONFIG).keys() >= {"arm", "seed", "rerun", "config"}
+            content = read_json(self.path / layout.CONFIG, MAX_RECORD_BYTES)
+            return content.keys() >= {"arm", "seed", "rerun", "config"}
         except StoreError:
             return self.last_attempt > 0
 
@@ -381,7 +382,7 @@ class RunDir:
     def read_log(self, start: int = 0, max_bytes: int = 1 << 20) -> str:
         """Return at most `max_bytes` from the end of the job's log, skipping the first `start` bytes."""
         try:
-            with open_regular(self.log) as file:
+            with open_regular(self.log, os.O_NOFOLLOW) as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(start, end - max_bytes))
                 return file.read().decode(errors="replace")
