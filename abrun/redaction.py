@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from abrun.messages.numbers import more_text
+
 # Tokens whose vendors gave them a prefix for scanners: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
 # Stripe, NVIDIA, Groq, xAI, Replicate, Docker, AWS, Slack, Google, npm, PyPI, Weights & Biases, JSON Web
 # Tokens, PEM, DER in base64, netrc. Lookaheads are bounded, because one line of a diff can have a megabyte.
@@ -247,6 +249,12 @@ def printable(text: str) -> str:
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text
     )
+
+
+def list_names(names: list[str], max_names: int = 5) -> str:
+    """Return at most `max_names` names for a message, quoted and on one line."""
+    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:max_names])
+    return text + more_text(len(names) - max_names)
 
 
 def display_safe(text: str) -> str:

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
+from abrun.foreign.files import (
+    Folder,
+    find_companion,
+    link_notes,
+    open_file,
+    path_kind,
+    walk,
+    wrap_exhaustion,
+)
 from abrun.logs.exports import read_csv, read_json, read_parquet
-from abrun.logs.foreign import Folder, find_companion, link_notes, open_file, path_kind, walk
 from abrun.logs.lm_eval import is_samples_file, read_samples
-from abrun.logs.log import Log, list_names, printable, sanitize_log, wrap_exhaustion
+from abrun.logs.log import Log, sanitize_log
 from abrun.logs.mlflow_files import META, is_run_folder
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.run_parts import merge_run_parts
@@ -24,6 +32,7 @@ from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
 from abrun.logs.wandb_files import read_wandb_files
+from abrun.redaction import list_names, printable
 from abrun.runs.access import UnreadableError
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import list_names, printable
 from abrun.messages.numbers import more_text
+from abrun.redaction import list_names, printable
 from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import Folder, as_number, open_file, parse_json, path_kind, read_lines, walk
-from abrun.logs.log import missing_package_error, printable, wrap_exhaustion
+from abrun.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
+from abrun.foreign.values import as_number, parse_json
+from abrun.logs.log import missing_package_error
+from abrun.redaction import printable
 from abrun.runs.samples import Sample
 
 MAX_PROMPTS = 64  # per step, with the first completion of each prompt

@@ -8,8 +8,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.logs.cells import DOT_GROUPED, is_number_with_comma
-from abrun.logs.columns import BLOCK_CELLS, Column, ColumnBuilder, Table, TableBuilder
+from abrun.foreign.columns import BLOCK_CELLS, Column, ColumnBuilder, Table, TableBuilder
+from abrun.foreign.numbers import DOT_GROUPED, is_number_with_comma
+from abrun.foreign.texts import TextFile
 from abrun.logs.log import Log
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED
 from abrun.logs.tables import (
@@ -24,7 +25,6 @@ from abrun.logs.tables import (
     error_text,
     path_text,
 )
-from abrun.logs.texts import TextFile
 
 MAX_CELL_CHARS = 2**24  # characters
 WITH_MARK = re.compile(r".*[.,].*")

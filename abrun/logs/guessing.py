@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from abrun.logs.log import Log, list_names
+from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT, RunFilter, select_all, strip_suffix
 from abrun.logs.starts import without_times
 from abrun.reasons import Code, Reason
+from abrun.redaction import list_names
 from abrun.runs.layout import RunName
 
 SEPARATORS = r"[/_\-. =@,]+"

@@ -1,17 +1,14 @@
 """One run as logged by some framework: the result of every reader in this package."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.messages.numbers import more_text
 from abrun.metric_names import is_clock, is_counter
 from abrun.reasons import Reason
 from abrun.redaction import display_safe, display_safe_tree, printable
-from abrun.runs.access import unreadable_error
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 
@@ -87,35 +84,6 @@ def replaced_notes(replaced: Mapping[str, int]) -> list[str]:
         return []
     points, verb = ("point", "was") if num_replaced == 1 else ("points", "were")
     return [f"{num_replaced} {points} {verb} recorded again at the same step; the last counts"]
-
-
-def list_names(names: list[str], max_names: int = 5) -> str:
-    """Return at most `max_names` names for a message, quoted and on one line."""
-    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:max_names])
-    return text + more_text(len(names) - max_names)
-
-
-@contextmanager
-def wrap_read_errors(path: Path) -> Iterator[None]:
-    """Raise an operating-system error about reading `path` as a StoreError of one line."""
-    try:
-        yield
-    except PermissionError:
-        raise unreadable_error(path) from None
-    except OSError as error:
-        raise StoreError(f"{printable(str(path))}: cannot be read: {error.strerror or error}") from None
-
-
-@contextmanager
-def wrap_exhaustion(path: Path) -> Iterator[None]:
-    """Raise the errors of content that is too large or nested too deeply as a StoreError of one line."""
-    try:
-        yield
-    except RecursionError:
-        raise StoreError(f"{printable(str(path))}: nested too deeply to be read; log it flat") from None
-    except MemoryError:
-        problem = "out of memory while it was read; log less often, or read fewer runs at once"
-        raise StoreError(f"{printable(str(path))}: {problem}") from None
 
 
 def missing_package_error(path: Path | str, package: str, to_install: str) -> StoreError:

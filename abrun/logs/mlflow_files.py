@@ -13,30 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import (
+from abrun.foreign.files import find_companion, link_notes, open_file, path_kind, read_file, read_lines, walk
+from abrun.foreign.sqlite import Database
+from abrun.foreign.values import (
     MAX_CHARACTERS,
     MAX_NAME_CHARACTERS,
     MAX_YAML_BYTES,
     STEP_LIMIT,
-    Database,
     Points,
     as_name,
     as_number,
     as_step,
     as_text,
-    find_companion,
     left_out_notes,
-    link_notes,
-    open_file,
     parse_foreign_yaml,
-    path_kind,
-    read_file,
-    read_lines,
-    walk,
 )
 from abrun.logs.key_columns import ARM_COLUMNS
-from abrun.logs.log import Log, LogStatus, printable, replaced_notes
+from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.rows import check_number_of_metrics
+from abrun.redaction import printable
 from abrun.runs.access import UnreadableError
 from abrun.stats.series import Series, build_series, split_series
 

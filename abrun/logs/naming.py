@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import Log, list_names, printable
+from abrun.logs.log import Log
 from abrun.logs.starts import merge_starts, without_times
+from abrun.redaction import list_names, printable
 from abrun.runs.layout import RunName
 
 SUFFIXES = {  # suffixes of files that hold runs -> format

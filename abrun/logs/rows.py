@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.cells import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
-from abrun.logs.columns import Cell, Cells, Column, Rows, Table, table_of
-from abrun.logs.foreign import MAX_NAME_CHARACTERS, STEP_LIMIT
-from abrun.logs.log import Log, list_names, printable, replaced_notes
+from abrun.foreign.columns import Cell, Cells, Column, Rows, Table, table_of
+from abrun.foreign.numbers import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
+from abrun.foreign.values import MAX_NAME_CHARACTERS, STEP_LIMIT
+from abrun.logs.log import Log, replaced_notes
+from abrun.redaction import list_names, printable
 from abrun.runs.lines import CHECKSUM
 from abrun.stats.series import Array, Series, split_series
 from abrun.stats.series import build_series as series_from_points

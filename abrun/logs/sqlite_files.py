@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import (
-    MAX_NAME_CHARACTERS,
-    SQLITE_MAGIC,
-    Database,
-    as_config,
-    as_name,
-    as_step,
-    left_out_notes,
-    open_file,
-    open_sqlite,
-    parse_json,
-)
-from abrun.logs.log import Log, printable
+from abrun.foreign.files import open_file
+from abrun.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
+from abrun.foreign.values import MAX_NAME_CHARACTERS, as_config, as_name, as_step, left_out_notes, parse_json
+from abrun.logs.log import Log
 from abrun.logs.mlflow_files import read_database
 from abrun.logs.rows import build_series, flat_cells
+from abrun.redaction import printable
 
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
 # The columns of each table that are read

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.logs.log import Log, LogStatus, printable
+from abrun.logs.log import Log, LogStatus
 from abrun.recipe.reading import dotted
+from abrun.redaction import printable
 from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import wrap_read_errors

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import (
+from abrun.foreign.files import open_file, read_companion
+from abrun.foreign.values import (
     MAX_YAML_BYTES,
     Points,
     as_config,
@@ -22,12 +23,10 @@ from abrun.logs.foreign import (
     as_step,
     as_text,
     left_out_notes,
-    open_file,
     parse_foreign_yaml,
     parse_json,
-    read_companion,
 )
-from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, printable, replaced_notes
+from abrun.logs.log import NOTHING_RECORDED, Log, LogStatus, replaced_notes
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.wandb_files import (
     FILE_HEADER,
@@ -37,6 +36,7 @@ from abrun.logs.wandb_files import (
     read_requirements,
     torn_notes,
 )
+from abrun.redaction import printable
 from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
@@ -116,7 +116,7 @@ def _read_version(header: bytes, place: str) -> int:
 
 def _add_message(contents: Contents, body: bytes) -> bool:
     """Add a protobuf record; return False if it is damaged."""
-    from abrun.logs.protobuf import parse_message
+    from abrun.foreign.protobuf import parse_message
 
     record = parse_message("SwanLabRecord", body)
     if record is None:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.logs.cells import shorten_cell
-from abrun.logs.columns import NO_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
-from abrun.logs.foreign import open_file, parse_json
-from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error, printable
+from abrun.foreign.columns import NO_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
+from abrun.foreign.files import open_file
+from abrun.foreign.numbers import shorten_cell
+from abrun.foreign.texts import TextFile
+from abrun.foreign.values import parse_json
+from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.rows import STEP_COLUMNS, flat_cells, series_of_table
-from abrun.logs.texts import TextFile
+from abrun.redaction import printable
 from abrun.runs.lines import LineParser, damaged_line_error
 
 TORN_NOTE = "its last line is torn, or still being written, and was left out"

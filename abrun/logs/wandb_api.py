@@ -13,11 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import read_file
-from abrun.logs.log import Log, LogStatus, missing_package_error, printable
+from abrun.foreign.files import read_file
+from abrun.logs.log import Log, LogStatus, missing_package_error
 from abrun.logs.rows import build_series, flat_cells
 from abrun.logs.wandb_files import parse_environment
 from abrun.recipe.reading import dotted
+from abrun.redaction import printable
 
 API_TIMEOUT_S = 60
 CONNECT_TIMEOUT_S = 10

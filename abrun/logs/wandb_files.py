@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.logs.cells import parse_number
-from abrun.logs.foreign import (
+from abrun.foreign.files import open_file, read_companion
+from abrun.foreign.numbers import parse_number
+from abrun.foreign.values import (
     MAX_NAME_CHARACTERS,
     MAX_RECORD_BYTES,
     as_config,
     as_mapping,
     as_name,
-    open_file,
     parse_json,
-    read_companion,
 )
-from abrun.logs.log import NOTHING_RECORDED, Log, printable
+from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import NoStepError, TableMetrics, build_series, check_number_of_metrics, flat_cells
+from abrun.redaction import printable
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
@@ -127,7 +127,7 @@ def _find_step_metric(name: str, steps: Mapping[str, str], patterns: Mapping[str
 
 
 def _read_file(contents: RunContents, path: Path) -> None:
-    from abrun.logs.protobuf import parse_message
+    from abrun.foreign.protobuf import parse_message
 
     place, end = printable(str(path)), FILE_HEADER
     with open_file(path) as file:

@@ -12,12 +12,13 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.extras import is_imported
-from abrun.logs.log import Axis, RunRecording, list_names
+from abrun.logs.log import Axis, RunRecording
 from abrun.metric_names import FINAL_WEIGHTS, MEMORY_PEAK, REWARD, STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.faults import ONE_ULP, InjectedFault
 from abrun.recorded.ledger import Ledger
+from abrun.redaction import list_names
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
 from abrun.runs.traces import StoredTrace

@@ -17,7 +17,6 @@ from abrun.logs.guessing import (
     guess_baseline,
     guess_runs,
 )
-from abrun.logs.log import list_names, printable
 from abrun.logs.naming import RunFilter, has_arm_field, name_runs, name_seeds, strip_suffix
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare
@@ -26,6 +25,7 @@ from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recorded.one_arm import arm_from_source, name_one_arm, names_or_none
 from abrun.recorded.prompts import share_prompts
 from abrun.recorded.selection import ReadingOptions, restarted_counter_reasons
+from abrun.redaction import list_names, printable
 from abrun.regular_files import exists, is_directory
 from abrun.runs.layout import RunName
 

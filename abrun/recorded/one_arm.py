@@ -7,8 +7,8 @@ from typing import Any
 from abrun.errors import ComparisonError
 from abrun.logs import PREFIXES, Log
 from abrun.logs.guessing import Guess, differ_in_one_number, differ_only_by_numbers
-from abrun.logs.log import printable
 from abrun.logs.naming import RunFilter, name_seeds, strip_suffix
+from abrun.redaction import printable
 from abrun.regular_files import exists
 from abrun.runs.layout import RunName
 

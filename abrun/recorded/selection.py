@@ -8,11 +8,11 @@ from typing import NoReturn
 
 from abrun.errors import ComparisonError
 from abrun.logs import Log
-from abrun.logs.log import list_names, printable
 from abrun.logs.starts import merge_starts
 from abrun.metric_names import STEP_ONE
 from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import count_repeated_steps
+from abrun.redaction import list_names, printable
 from abrun.runs.layout import RunName
 
 MAX_SEEDS_LISTED = 20

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs import Log, foreign, read_log, read_logs
+from abrun.foreign import files
+from abrun.logs import Log, read_log, read_logs
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim
 from abrun.recorded.selection import ReadingOptions
@@ -167,7 +168,7 @@ def test_a_table_of_a_run_that_may_not_be_read_is_not_called_damaged(
             raise PermissionError(13, "Permission denied", str(path))
         return open_regular(path)
 
-    monkeypatch.setattr(foreign, "open_regular", read)
+    monkeypatch.setattr(files, "open_regular", read)
     _, log = read_logs(str(tmp_path))
     assert (log.status, log.forbidden) == ("unreadable", True) and "Permission denied" in log.failure
 

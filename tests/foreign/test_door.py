@@ -16,8 +16,10 @@ import pytest
 import abrun.logs
 from abrun.cli import main
 from abrun.errors import StoreError
-from abrun.logs import foreign, read_logs
-from abrun.logs.foreign import as_config, as_number, as_step, as_text, parse_foreign_yaml, parse_json, walk
+from abrun.foreign import files, sqlite, values
+from abrun.foreign.files import walk
+from abrun.foreign.values import as_config, as_number, as_step, as_text, parse_foreign_yaml, parse_json
+from abrun.logs import read_logs
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import open_sources
 from tests.logs.test_trackers import (
@@ -44,7 +46,7 @@ MODULES = {
 }
 CALLS = {"open", "iterdir", "glob", "rglob", "walk", "scandir", "listdir", "stat", "lstat"}
 CALLS |= {"read_bytes", "read_text", "is_file", "is_dir", "exists"}
-EXCEPTIONS = {"wandb_api.py", "foreign.py"}  # the server's client writes into a folder of its own
+EXCEPTIONS = {"wandb_api.py"}  # the server's client writes into a folder of its own
 
 
 def forbidden_uses(path: Path) -> Iterator[str]:
@@ -70,10 +72,8 @@ def test_only_the_door_opens_files_and_parses_them() -> None:
         for path in Path(abrun.logs.__file__).parent.glob("*.py")
         if path.name not in EXCEPTIONS
     }
-    assert {name: uses for name, uses in found.items() if uses} == {
-        "protobuf.py": ["google.protobuf", "google.protobuf.message"]
-    }
-    assert [*forbidden_uses(Path(foreign.__file__))]
+    assert {name: uses for name, uses in found.items() if uses} == {}
+    assert [*forbidden_uses(Path(files.__file__))]
 
 
 # --- links and folders ---
@@ -148,11 +148,11 @@ def test_deep_folders_are_one_line(tmp_path: Path, depth: int) -> None:
 def test_folders_of_too_many_files_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("")
-    monkeypatch.setattr(foreign, "MAX_ENTRIES", 30)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 30)
     with pytest.raises(StoreError, match=r"too many files \(31 so far\); name the folder of the runs$"):
         read(tmp_path)
-    monkeypatch.setattr(foreign, "MAX_ENTRIES", 1000)
-    monkeypatch.setattr(foreign, "MAX_WALK_S", -1.0)
+    monkeypatch.setattr(files, "MAX_ENTRIES", 1000)
+    monkeypatch.setattr(files, "MAX_WALK_S", -1.0)
     with pytest.raises(StoreError, match="too many files"):
         next(walk(tmp_path))
 
@@ -235,8 +235,8 @@ def test_a_table_whose_pages_repeat_ends(tmp_path: Path) -> None:
 
 def test_a_budget_of_steps_ends_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_trackio(tmp_path / "p.db")
-    monkeypatch.setattr(foreign, "BASE_STEPS", -(1 << 40))
-    monkeypatch.setattr(foreign, "STEPS_BETWEEN_CHECKS", 10)
+    monkeypatch.setattr(sqlite, "BASE_STEPS", -(1 << 40))
+    monkeypatch.setattr(sqlite, "STEPS_BETWEEN_CHECKS", 10)
     with pytest.raises(
         StoreError, match=r"SQLite cannot read it \(its tables are larger than the file\); copy it again$"
     ):
@@ -244,7 +244,7 @@ def test_a_budget_of_steps_ends_a_query(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def iter_rows(path: Path) -> Iterator[object]:
-    with foreign.open_sqlite(path) as database:
+    with sqlite.open_sqlite(path) as database:
         yield from database.rows("SELECT * FROM metrics, configs")
 
 
@@ -349,7 +349,7 @@ def test_yaml_of_another_program_ends_soon() -> None:
 
 
 def test_json_of_too_many_values_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "MAX_JSON_VALUES", 100)
+    monkeypatch.setattr(values, "MAX_JSON_VALUES", 100)
     assert len(parse_json("[" + "1," * 98 + "1]")) == 99
     for text in ("[" + "[]," * 60 + "1]", b"[" + b"1," * 101 + b"1]"):
         with pytest.raises(StoreError, match="more than 100 values"):
@@ -411,15 +411,15 @@ def test_an_interrupt_ends_a_query_and_a_walk(tmp_path: Path) -> None:
     path = write_trackio(tmp_path / "p.db")
     endless = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
     query = (
-        "from abrun.logs import foreign; foreign.BASE_STEPS = 1 << 60\n"
+        "from abrun.foreign import sqlite; sqlite.BASE_STEPS = 1 << 60\n"
         "print('ready', flush=True)\n"
-        f"with foreign.open_sqlite(path) as database: [*database.rows({endless!r})]"
+        f"with sqlite.open_sqlite(path) as database: [*database.rows({endless!r})]"
     )
     assert interrupt(path, query) < 5
     for name in ("a", "a/b"):
         (tmp_path / name).mkdir()
     walks = (
-        "from abrun.logs import foreign\nprint('ready', flush=True)\n"
-        "while True:\n  for _ in foreign.walk(path): pass"
+        "from abrun.foreign import files\nprint('ready', flush=True)\n"
+        "while True:\n  for _ in files.walk(path): pass"
     )
     assert interrupt(tmp_path, walks) < 5

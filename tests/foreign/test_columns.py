@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from abrun.errors import StoreError
-from abrun.logs import columns, csv_files, read_logs, texts
-from abrun.logs.columns import Cells, Table, TableBuilder
+from abrun.foreign import columns, texts
+from abrun.foreign.columns import Cells, Table, TableBuilder
+from abrun.logs import csv_files, read_logs
 
 LONG = "".join(
     f'{{"step": {step}, "name": "{name}", "value": {step * weight}}}\n'

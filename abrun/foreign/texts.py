@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.logs.foreign import open_file
-from abrun.logs.log import printable
+from abrun.foreign.files import open_file
+from abrun.redaction import printable
 
 GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16

@@ -1,0 +1,140 @@
+"""Values of foreign files: JSON and YAML, and one conversion for each type that a value may have."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+import yaml
+
+from abrun.errors import AbrunError, StoreError
+from abrun.recipe.reading import Loader, dotted, parse_yaml
+
+MAX_YAML_BYTES = 1 << 17  # parsed in 3 s at most
+MAX_FLOW_LEVELS = 20  # of YAML in brackets: the parser's time grows with it
+MAX_JSON_VALUES = 1 << 24  # of one document
+MAX_RECORD_BYTES = 1 << 24  # of one record of a binary log, or value of a database
+MAX_CHARACTERS = 10_000  # of a text from a file
+MAX_NAME_CHARACTERS = 2000
+MAX_LIST_LEVELS = 20  # of a setting
+STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
+
+
+# --- texts ---
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text; None if it is not JSON. Raises StoreError for millions of values."""
+    if len(text) > MAX_JSON_VALUES:
+        content: Any = text  # its marks are of its own type
+        marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+        if sum(content.count(mark) for mark in marks) > MAX_JSON_VALUES:
+            raise StoreError(f"got a JSON text of more than {MAX_JSON_VALUES} values; log less often")
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        try:
+            return json.loads(str(text, "utf-8") if isinstance(text, bytes) else text)  # knows NaN, Infinity
+        except (ValueError, RecursionError):
+            return None
+
+
+class ForeignLoader(Loader):
+    """The recipes' loader for what programs wrote: keys may be numbers, and of equal ones the last counts."""
+
+    construct_mapping = yaml.SafeLoader.construct_mapping
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        if self.flow_level == MAX_FLOW_LEVELS:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token_class)
+
+
+def parse_foreign_yaml(content: bytes, place: str) -> dict[str, Any]:
+    """Return a mapping in YAML, without aliases, tags or dates. Raises StoreError."""
+    try:
+        value = parse_yaml(content.decode(errors="replace"), place, ForeignLoader)
+    except AbrunError as error:
+        raise StoreError(str(error)) from None
+    if not isinstance(value, dict):
+        raise StoreError(f"{place}: got a {type(value).__name__}; expected a mapping")
+    return value
+
+
+# --- values ---
+
+
+def as_text(value: Any, max_characters: int = MAX_CHARACTERS) -> str | None:
+    """Return a text, bytes or a number as text of bounded length; None for anything else."""
+    if isinstance(value, bytes):
+        value = value[: 4 * max_characters].decode(errors="replace")
+    elif isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 4096):
+        value = str(value)
+    return value[:max_characters] if isinstance(value, str) else None
+
+
+def as_name(value: Any) -> str | None:
+    """Return the name of a metric, run or setting; None if it has none."""
+    return as_text(value, MAX_NAME_CHARACTERS) or None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number, or the number in a text; None for anything else."""
+    try:
+        if isinstance(value, int):
+            return float(value)
+        return float(value) if isinstance(value, float | str | bytes) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return float("inf") if isinstance(value, int) and value > 0 else float("-inf")
+    except ValueError:
+        return None
+
+
+def as_step(value: Any) -> int | None:
+    """Return a whole number below 2^53; None for anything else."""
+    if type(value) is int:
+        return value if abs(value) < STEP_LIMIT else None
+    number = None if isinstance(value, bool) else as_number(value)
+    return int(number) if number is not None and abs(number) < STEP_LIMIT and number % 1 == 0 else None
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a mapping; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_config(value: Any) -> dict[str, Any]:
+    """Return a configuration by dotted keys, without overlong keys; see `_bounded` for its values."""
+    settings = dotted(as_mapping(value), MAX_NAME_CHARACTERS)
+    return {key: _bounded(setting, MAX_LIST_LEVELS) for key, setting in settings.items()}
+
+
+def _bounded(value: Any, max_levels: int) -> Any:
+    """Return a setting, whose long texts end in a hash, without lists that are nested too deeply."""
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        digest = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:16]
+        return value[: MAX_CHARACTERS - len(digest)] + digest
+    if isinstance(value, list):
+        return [_bounded(item, max_levels - 1) for item in value] if max_levels else None
+    if isinstance(value, Mapping):
+        return {key: _bounded(item, max_levels - 1) for key, item in value.items()} if max_levels else None
+    return value
+
+
+class Points:
+    """The points of a metric in the order in which they were written, in 16 bytes each."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+
+def left_out_notes(number: int) -> list[str]:
+    """Return a note on points that `as_name`, `as_step` or `as_number` refused, if any."""
+    problem = "its name or value is missing, or its step is no whole number below 2^53"
+    return [f"{number} point{'s' * (number > 1)} left out: {problem}"] * bool(number)
