@@ -160,7 +160,9 @@ def _read_long_table(
     identity_columns = {kind: column for kind, column in keys.items() if kind != "metric"}
     key_names = [*identity_columns.values()]
     max_runs = min(MAX_RUNS, (len(table) + 1) // 2)
-    runs, groups = group_rows(table, key_names, max_runs) if keys else ([], [])
+    if not keys:
+        return []
+    runs, groups = group_rows(table, key_names, max_runs)
     if not min_runs <= len(runs) <= max_runs or not all(map(all, runs)):
         return []
     origin = f"runs from columns {', '.join(key_names)}" if key_names else "one metric per name"

@@ -140,7 +140,7 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     _refuse_unreadable_steps(table, column, texts, is_filled)
     is_whole = (np.abs(step_values) < STEP_LIMIT) & (np.floor(step_values) == step_values)
     for index in np.flatnonzero(~is_whole & ~np.isnan(step_values))[:1]:
-        row_place = f"{place}, {table.describe_row(step_rows[index])}"
+        row_place = f"{place}, {table.describe_row(int(step_rows[index]))}"
         check_step(float(step_values[index]), row_place, column)
     config = _constant_config(table)
     excluded = {column, *NON_METRIC_COLUMNS, *config}
