@@ -5,16 +5,18 @@ one per run (gradio-app/trackio, `trackio/sqlite_storage.py` of 0.43; older file
 """
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
+from abrun.foreign.columns import TableBuilder
 from abrun.foreign.files import open_file
 from abrun.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
 from abrun.foreign.values import MAX_NAME_CHARACTERS, as_config, as_name, as_step, left_out_notes, parse_json
 from abrun.logs.log import Log
 from abrun.logs.mlflow_files import read_database
-from abrun.logs.rows import build_series, flat_cells
+from abrun.logs.rows import flat_cells, series_of_table
 from abrun.redaction import printable
 
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -61,7 +63,7 @@ def read_sqlite_file(path: Path, tracker: str, step_column: str | None = None) -
 def _read_trackio(database: Database, path: Path, step_column: str | None) -> list[Log]:
     key = "run_id" if "run_id" in database.columns("metrics") else "run_name"
     names: dict[str, str] = {}
-    rows: dict[str, list[dict[str, float | str]]] = defaultdict(list)
+    tables: dict[str, TableBuilder] = defaultdict(lambda: TableBuilder(database.place, "row"))
     configs: dict[str, dict[str, Any]] = {}
     left_out: Counter[str] = Counter()
     identity = f"CAST(coalesce({key}, run_name, '') AS TEXT), CAST(run_name AS TEXT)"
@@ -74,7 +76,8 @@ def _read_trackio(database: Database, path: Path, step_column: str | None) -> li
             continue
         names[run] = as_name(name) or names.get(run) or run[:MAX_NAME_CHARACTERS]
         cells = flat_cells(_parse_object(content, database.place))
-        rows[run].append({"_step": float(step), **dict(cells)})
+        rows = tables[run]
+        rows.add(len(rows.lines) + 1, {"_step": float(step), **dict(cells)})
     for run, name, content in database.rows(
         f"SELECT {identity}, CAST(config AS TEXT) FROM configs ORDER BY id"
     ):
@@ -84,7 +87,8 @@ def _read_trackio(database: Database, path: Path, step_column: str | None) -> li
     logs = []
     for run, name in names.items():
         config = configs.get(run, {})
-        log = build_series(rows[run], f"{database.place}, run {printable(name)}", step_column).as_log(
+        table = replace(tables[run].build(), place=f"{database.place}, run {printable(name)}")
+        log = series_of_table(table, step_column).as_log(
             name=f"{path.stem}/{name}",
             place=database.place,
             config=as_config({key: value for key, value in config.items() if not key.startswith("_")})

@@ -8,13 +8,16 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from abrun.errors import StoreError
+from abrun.foreign.columns import Table, TableBuilder
 from abrun.foreign.files import open_file, read_companion
 from abrun.foreign.numbers import parse_number
 from abrun.foreign.values import (
@@ -26,7 +29,7 @@ from abrun.foreign.values import (
     parse_json,
 )
 from abrun.logs.log import NOTHING_RECORDED, Log
-from abrun.logs.rows import NoStepError, TableMetrics, build_series, check_number_of_metrics, flat_cells
+from abrun.logs.rows import NoStepError, TableMetrics, check_number_of_metrics, flat_cells, series_of_table
 from abrun.redaction import printable
 
 MAGIC = b":W&B\xe1\xbe"
@@ -48,7 +51,7 @@ RECORDED_PACKAGES = (
 class RunContents:
     """Accumulated content of the records in a run's files."""
 
-    rows: list[dict[str, float | str]] = field(default_factory=list)
+    rows: TableBuilder
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     run: Any = None  # the last RunRecord
@@ -62,12 +65,12 @@ def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None =
 
     The log is named `name` if the run has no display name.
     """
-    contents = RunContents()
+    place = printable(str(files[-1]))
+    contents = RunContents(TableBuilder(place, "row"))
     for path in files:
         contents.exit_code = None
         _read_file(contents, path)
-    place = printable(str(files[-1]))
-    recorded = _build_series(contents, place, step_column)
+    recorded = _build_series(contents.rows.build(), contents.steps, step_column)
     run, code = contents.run, contents.exit_code
     status, end_notes = "failed" if code else "finished", list[str]()
     if run is None:
@@ -89,35 +92,43 @@ def read_wandb_files(files: Sequence[Path], name: str, step_column: str | None =
     )
 
 
-def _build_series(contents: RunContents, place: str, step_column: str | None) -> TableMetrics:
-    """Return every metric over its step metric, if `define_metric` set one, else over the step column."""
-    recorded = TableMetrics()
-    remaining_rows = contents.rows
-    logged_names = {name for row in contents.rows for name in row}
-    step_metrics = dict.fromkeys(contents.steps.values())
-    patterns = {pattern: step for pattern, step in contents.steps.items() if re.search(r"[*?\[]", pattern)}
+def _build_series(table: Table, steps: Mapping[str, str], step_column: str | None) -> TableMetrics:
+    """Return every metric over its step metric, if `define_metric` set one, else over the step column.
+
+    `steps`: the step metric of each metric or pattern.
+    """
+    recorded, remaining = TableMetrics(), table
+    step_metrics = dict.fromkeys(steps.values())
+    patterns = {pattern: step for pattern, step in steps.items() if re.search(r"[*?\[]", pattern)}
     if max(len(step_metrics), len(patterns)) > MAX_STEP_METRICS:
-        raise StoreError(f"{place}: define_metric has more than {MAX_STEP_METRICS} step metrics or patterns")
-    step_of = {name: _find_step_metric(name, contents.steps, patterns) for name in logged_names}
+        problem = f"define_metric has more than {MAX_STEP_METRICS} step metrics or patterns"
+        raise StoreError(f"{table.place}: {problem}")
+    step_of = {name: _find_step_metric(name, steps, patterns) for name in table.columns}
     for step in step_metrics if step_column is None else ():
-        names = {name for name in logged_names if name != step and step_of[name] == step}
-        if step not in logged_names or not names:
+        names = [name for name in table.columns if name != step and step_of[name] == step]
+        if step not in table.columns or not names:
             continue
-        rows, latest = [], None
-        for row in contents.rows:
-            latest = row.get(step, latest)  # carried forward, as in wandb's charts
-            if latest is not None and not names.isdisjoint(row):
-                rows.append({step: latest} | {name: row[name] for name in row if name in names})
-        recorded = recorded.merge(build_series(rows, place, step))
-        remaining_rows = [
-            {name: row[name] for name in row if name not in {*names, step}} for row in remaining_rows
-        ]
+        recorded = recorded.merge(series_of_table(_carry_forward(table, step, names), step))
+        remaining = remaining.without([*names, step])
     if not recorded.metrics:
-        return build_series(contents.rows, place, step_column)
+        return series_of_table(table, step_column)
     try:
-        return recorded.merge(build_series(remaining_rows, place, None))
+        return recorded.merge(series_of_table(remaining, None))
     except NoStepError:
         return recorded
+
+
+def _carry_forward(table: Table, step: str, names: Sequence[str]) -> Table:
+    """Return the rows with metrics, each with the latest value of their step metric, as in wandb's charts."""
+    steps = table.columns[step]
+    rows = np.unique(np.concatenate([table.columns[name].rows for name in names]))
+    rows = rows[rows >= steps.rows[0]]
+    latest = steps.take(np.searchsorted(steps.rows, rows, side="right") - 1)
+    columns = {step: replace(latest, rows=rows)}
+    for name in names:
+        column = table.columns[name]
+        columns[name] = column.take(column.rows >= steps.rows[0])
+    return replace(table, columns={name: column for name, column in columns.items() if len(column)})
 
 
 def _find_step_metric(name: str, steps: Mapping[str, str], patterns: Mapping[str, str]) -> str | None:
@@ -144,7 +155,7 @@ def _read_file(contents: RunContents, path: Path) -> None:
             match record.WhichOneof("record_type"):
                 case "history":
                     check_number_of_metrics(len(record.history.item), place)
-                    contents.rows.append(_history_row(record.history))
+                    contents.rows.add(len(contents.rows.lines) + 1, _history_row(record.history))
                 case "run":
                     contents.run = record.run
                     _update_config(contents.config, record.run.config)
