@@ -19,7 +19,7 @@ from abrun.foreign.numbers import parse_number, shorten_cell, to_float
 from abrun.stats.series import Array
 
 BLOCK_CELLS = 1 << 16  # that are converted together
-MAX_NUMBERS = 2**26  # of a table: 0.8 GB
+MAX_CELLS = 2**26  # of a table: 0.8 GB
 MAX_TEXTS = 2**23  # of a table, those that repeat in a column apart
 MAX_SHARED = 10_000  # different texts of a column that are kept once, such as names of arms
 
@@ -232,7 +232,7 @@ class ColumnBuilder:
 
 
 class TableBuilder:
-    """Builder of a table from rows. Raises StoreError for a table beyond MAX_NUMBERS or MAX_TEXTS."""
+    """Builder of a table from rows. Raises StoreError for a table beyond MAX_CELLS or MAX_TEXTS."""
 
     def __init__(self, place: str, line_word: str = "line") -> None:
         self.place, self.line_word = place, line_word
@@ -240,20 +240,20 @@ class TableBuilder:
         self.columns: dict[str, ColumnBuilder] = {}
         self._block: list[Cells] = []
         self._num_cells = 0  # in the block
-        self._num_numbers = self._num_texts = 0
+        self._total_cells = self._num_texts = 0
 
     def add(self, line: int, cells: Cells) -> None:
         """Add a row."""
         self.lines.append(line)
         self._block.append(cells)
-        self._num_cells += len(cells)
+        self._num_cells += len(cells) + 1
         if self._num_cells >= BLOCK_CELLS:
             self._add_block()
 
     def add_texts(self, column: ColumnBuilder, first_row: int, cells: Sequence[str]) -> None:
         """Add the cells of consecutive rows to a column, as texts."""
         filled = [(row, cell) for row, cell in enumerate(cells, first_row) if cell and not cell.isspace()]
-        self._count(0, sum(column.add_text(row, shorten_cell(cell)) for row, cell in filled))
+        self._count(len(filled), sum(column.add_text(row, shorten_cell(cell)) for row, cell in filled))
 
     def add_cells(
         self,
@@ -291,7 +291,7 @@ class TableBuilder:
             except ValueError:
                 num_texts += column.add_text(row, shorten_cell(cell))
         column.add_numbers(np.array(rows, np.int32), np.array(values, np.float64))
-        self._count(len(rows), num_texts)
+        self._count(len(cells), num_texts)
 
     def add_lines(self, lines: Iterable[int]) -> int:
         """Add rows whose cells follow by `add_cells`; return the first one's number."""
@@ -343,13 +343,13 @@ class TableBuilder:
                 num_texts += column.add_text(int(rows[index]), cell)
         column.add_numbers(rows[numbers], _to_floats([cells[index] for index in numbers]))
         column.has_plain = column.has_plain or bool(numbers)
-        self._count(len(numbers), num_texts)
+        self._count(len(cells), num_texts)
 
-    def _count(self, num_numbers: int, num_texts: int) -> None:
-        self._num_numbers += num_numbers
+    def _count(self, num_cells: int, num_texts: int) -> None:
+        self._total_cells += num_cells
         self._num_texts += num_texts
         for number, limit, kind in (
-            (self._num_numbers, MAX_NUMBERS, "numbers"),
+            (self._total_cells, MAX_CELLS, "cells"),
             (self._num_texts, MAX_TEXTS, "different texts"),
         ):
             if number > limit:

@@ -80,10 +80,10 @@ def path_kind(path: Path) -> Literal["file", "folder", "other"] | None:
         )
 
 
-def link_notes(place: str, names: Sequence[str]) -> list[str]:
+def link_notes(folder: str, names: Sequence[str]) -> list[str]:
     """Return a note on links that were not followed, if any."""
-    note = f"{place}: links that lead out of it were not followed: {list_names([*names], 3)}"
-    return [f"{note}; name their targets as sources, or copy them"] * bool(names)
+    links = f"links that lead out of the folder were not followed: {list_names([*names], 3)}"
+    return [f"{folder}: {links}; compare a copy: cp -rL {folder} COPY"] * bool(names)
 
 
 # --- files ---

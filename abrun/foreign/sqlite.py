@@ -1,7 +1,6 @@
 """SQLite files of strangers: stored tables alone, with bounds on work, lengths and texts."""
 
 import contextlib
-import io
 import os
 import shutil
 import sqlite3
@@ -21,7 +20,6 @@ from abrun.regular_files import is_file
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
-WAL_MAGIC = b"\x37\x7f\x06"
 STEPS_BETWEEN_CHECKS = 10_000  # of SQLite's virtual machine, well below a millisecond
 BASE_STEPS = 1 << 21
 STEPS_PER_BYTE = 4  # real tables take less than one
@@ -139,24 +137,13 @@ def _copy_unchanged(path: Path, wal: Path, folder: Path, place: str) -> Path:
     copy = folder / "copy.db"
     for trial in range(COPY_TRIALS):
         state = _state(path), _state(wal)
-        with open_file(path) as file, copy.open("wb") as copied:
-            shutil.copyfileobj(file, copied, 1 << 20)
-        with open_file(wal) as file, Path(f"{copy}-wal").open("wb") as copied:
-            copied.writelines(_valid_frames(file))
+        for source, target in ((path, copy), (wal, Path(f"{copy}-wal"))):
+            with open_file(source) as file, target.open("wb") as copied:
+                shutil.copyfileobj(file, copied, 1 << 20)
         if state == (_state(path), _state(wal)):
             return copy
         time.sleep(COPY_PAUSE_S * (trial + 1))
     raise StoreError(f"{place}: it is written all the time; compare again later, or copy it")
-
-
-def _valid_frames(file: io.BufferedReader) -> Iterator[bytes]:
-    """Yield the header of a write-ahead log and its frames, up to the first of an older log."""
-    header = file.read(32)
-    page_size, salt = int.from_bytes(header[8:12]), header[16:24]
-    if header[:3] == WAL_MAGIC and page_size in (1 << power for power in range(9, 17)):
-        yield header
-        while (frame := file.read(24 + page_size))[8:16] == salt:
-            yield frame
 
 
 def _state(path: Path) -> tuple[int, int]:

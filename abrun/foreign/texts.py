@@ -15,6 +15,7 @@ from abrun.redaction import printable
 GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
 MAX_LINE = 1 << 26  # bytes or characters
+MAX_LINES = 1 << 25
 MAX_UNPACKED_BYTES = 2**30  # of a compressed file, and of a file that is one JSON document
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
@@ -28,7 +29,7 @@ class TextFile:
     def __init__(self, path: Path) -> None:
         self.place = printable(str(path))
         self.torn, self.ended = False, True
-        self._path = path
+        self._path, self._num_lines = path, 0
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the content in blocks of some size."""
@@ -61,6 +62,7 @@ class TextFile:
             if b"\n" in block:
                 *lines, rest = b"".join(pending).split(b"\n")
                 pending = [rest]
+                self._count_lines(len(lines))
                 yield from lines
             elif len(pending) * BLOCK_BYTES > MAX_LINE:
                 raise self._long_line_error()
@@ -84,10 +86,16 @@ class TextFile:
                 text = "".join(pending)
                 end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
                 pending = [text[end:]]
+                self._count_lines(text.count("\n") + text.count("\r") - text.count("\r\n"))
                 yield from io.StringIO(text[:end], newline="")
             elif len(pending) * BLOCK_BYTES > MAX_LINE:
                 raise self._long_line_error()
         yield "".join(pending)
+
+    def _count_lines(self, number: int) -> None:
+        self._num_lines += number
+        if self._num_lines > MAX_LINES:
+            raise StoreError(f"{self.place}: more than {MAX_LINES:,} lines; log less often, or split it")
 
     def _long_line_error(self) -> StoreError:
         return StoreError(f"{self.place}: a line is longer than {MAX_LINE} bytes; write the file again")

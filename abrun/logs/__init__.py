@@ -105,7 +105,9 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
 
             logs = read_project(rest, group, step_column)
         else:
-            runs, ignored = _read_fullest_format(*_find_runs(path, format, source), source, step_column)
+            by_format, notes, links = _find_runs(path, format, source)
+            runs, ignored = _read_fullest_format(by_format, notes, source, step_column)
+            runs += _linked_runs(path, links, runs)
             logs = merge_run_parts(_merge_hparams_runs(runs))
             logs = complete_tracker_logs(logs) if runs and runs[0][0].format in TRACKERS else logs
             logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
@@ -145,8 +147,10 @@ def read_log(path: Path, format: str, step_column: str | None = None) -> Log:
 # --- which runs are there ---
 
 
-def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, list[RunFiles]], list[str]]:
-    """Return the runs by format, in order of preference, and a note on unsupported files."""
+def _find_runs(
+    path: Path, format: str | None, source: str
+) -> tuple[dict[str, list[RunFiles]], list[str], list[str]]:
+    """Return the runs by format, in order of preference, notes on other files, and links that lead out."""
     kind = path_kind(path)
     if not kind:
         prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:], *STORES))
@@ -155,7 +159,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
             f"({prefixes}), or wandb:ENTITY/PROJECT"
         )
     found = _find_in_folder(path) if kind == "folder" else Findings([_single_file(path, format)])
-    links = link_notes(printable(source), found.links)
+    link_note = link_notes(printable(str(path)), found.links)
     unsupported = [run.name for run in found.runs if run.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
     runs = _drop_links([run for run in found.runs if run.format != "foreign"])
@@ -166,7 +170,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
         contents = f"; it holds {list_names(names, 3)}" if names else ""
         raise StoreError(
             f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
-            + "".join(f"; {note.removeprefix(f'{printable(source)}: ')}" for note in links)
+            + "".join(f"; {note.partition(': ')[2]}" for note in link_note)
         )
     by_format = {form: [run for run in runs if run.format == form] for form in FORMATS_BY_PREFERENCE}
 
@@ -176,7 +180,7 @@ def _find_runs(path: Path, format: str | None, source: str) -> tuple[dict[str, l
 
     forms = sorted((form for form in FORMATS_BY_PREFERENCE if by_format[form]), key=preference)
     note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
-    return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + links
+    return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + link_note, found.links
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
@@ -389,8 +393,37 @@ def _read_runs(
     ]
 
 
+def _linked_runs(
+    top: Path, links: Sequence[str], runs: Sequence[tuple[RunFiles, Log]]
+) -> list[tuple[RunFiles, Log]]:
+    """Return an unreadable run for each link that lies beside runs and is named like them but for digits."""
+    siblings: dict[tuple[str, str], tuple[RunFiles, str]] = {}  # folder and name -> a run, and its name below
+    for run, _ in runs:
+        parts = run.name.split("/")
+        for depth, part in enumerate(parts):
+            below = "/".join(["", *parts[depth + 1 :]])
+            siblings.setdefault(("/".join(parts[:depth]), _without_digits(part)), (run, below))
+    linked: list[tuple[RunFiles, Log]] = []
+    for link in links:
+        folder, _, name = link.rpartition("/")
+        if found := siblings.get((folder, _without_digits(name))):
+            run = replace(found[0], name=link + found[1].rstrip("/"), path=top / link, files=())
+            failure = (
+                f"{printable(str(run.path))}: a link that leads out of {printable(str(top))}; copy its target"
+            )
+            place = printable(str(run.path))
+            linked.append(
+                (run, Log(name=run.name, place=place, metrics={}, status="unreadable", failure=failure))
+            )
+    return linked
+
+
 def _name_without_digits(run: RunFiles) -> str:
-    return re.sub(r"\d+", "0", strip_suffix(run.path.name.replace("\\", "/")).rpartition("/")[2])
+    return _without_digits(run.path.name.replace("\\", "/").rpartition("/")[2])
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d+", "0", strip_suffix(name))
 
 
 def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:

@@ -71,7 +71,7 @@ def read_run_folder(folder: Path) -> Log | None:
         points=points,
         params=params,
         tags=tags,
-        notes=link_notes("it", links),
+        notes=link_notes(printable(str(folder)), links),
     )
 
 

@@ -11,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import Cell, Cells, Column, Rows, Table, table_of
+from abrun.foreign.columns import Cell, Column, Rows, Table
 from abrun.foreign.numbers import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
 from abrun.foreign.values import MAX_NAME_CHARACTERS, STEP_LIMIT
 from abrun.logs.log import Log, replaced_notes
 from abrun.redaction import list_names, printable
 from abrun.runs.lines import CHECKSUM
-from abrun.stats.series import Array, Series, split_series
-from abrun.stats.series import build_series as series_from_points
+from abrun.stats.series import Array, Series, build_series, split_series
 
 # The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,
 # which counts calls of wandb.log; open-instruct's `global_step` counts episodes.
@@ -101,11 +100,6 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
             levels.pop()
 
 
-def build_series(rows: Iterable[Cells], place: str, step_column: str | None) -> TableMetrics:
-    """Return the series in rows, which are in the order they were written; see `series_of_table`."""
-    return series_of_table(table_of(rows, place), step_column)
-
-
 def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     """Return the series in a table, whose rows are in the order they were written, and what was left out.
 
@@ -151,9 +145,9 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         if name in excluded or name.startswith(UNNAMED):
             continue
         if all_steps is not None and len(rows) == len(table):
-            built[name] = series_from_points(all_steps, values)  # dense metrics share their steps
+            built[name] = build_series(all_steps, values)  # dense metrics share their steps
         elif (used := is_used[rows]).any():
-            built[name] = series_from_points(steps[rows[used]].astype(np.int64), values[used])
+            built[name] = build_series(steps[rows[used]].astype(np.int64), values[used])
     metrics, replaced = split_series(built)
     notes = [*split_notes, *_text_notes(table, texts, metrics), *replaced_notes(replaced)]
     if num_without_step:

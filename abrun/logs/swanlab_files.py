@@ -146,16 +146,9 @@ def _add_json(contents: Contents, body: bytes) -> bool:
         case "Footer":
             contents.state = FINISHED if data.get("success") else CRASHED
         case "Scalar":
-            value = as_mapping(data.get("metric")).get("data")
-            is_number = isinstance(value, int | float | str)
-            contents.add_point(data.get("key"), data.get("step"), _parse_value(value) if is_number else None)
+            value = as_number(as_mapping(data.get("metric")).get("data"))  # NaN and infinities are texts
+            contents.add_point(data.get("key"), data.get("step"), value)
     return True
-
-
-def _parse_value(value: float | str) -> float:
-    """Return a scalar, whose NaN and infinities are texts."""
-    number = as_number(value)
-    return float("nan") if number is None else number
 
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
+from abrun.foreign.columns import table_of
 from abrun.foreign.files import read_file
 from abrun.logs.log import Log, LogStatus, missing_package_error
-from abrun.logs.rows import build_series, flat_cells
+from abrun.logs.rows import flat_cells, series_of_table
 from abrun.logs.wandb_files import parse_environment
 from abrun.recipe.reading import dotted
 from abrun.redaction import printable
@@ -56,7 +57,7 @@ def read_project(path: str, group: str | None, step_column: str | None = None) -
 def _read_run(run: Any, project: str, step_column: str | None) -> Log:
     place = printable(f"wandb:{project}/{run.id}")
     scanned = run.scan_history() if run.lastHistoryStep >= 0 else []  # it fails for a run that logged nothing
-    recorded = build_series([dict(flat_cells(row)) for row in scanned], place, step_column)
+    recorded = series_of_table(table_of((dict(flat_cells(row)) for row in scanned), place), step_column)
     status = STATUS_BY_STATE.get(run.state, "unknown")
     config = {key: value for key, value in run.config.items() if key != "_wandb"}
     environment = parse_environment(run.metadata or {}, _download_requirements(run))

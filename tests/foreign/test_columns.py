@@ -107,7 +107,7 @@ def test_files_in_other_spellings_hold_the_same(
 @pytest.mark.parametrize(
     ("limit", "value", "content", "problem"),
     [
-        ("MAX_NUMBERS", 10, FILES["plain.csv"], "more than 10 numbers"),
+        ("MAX_CELLS", 10, FILES["plain.csv"], "more than 10 cells"),
         ("MAX_TEXTS", 3, FILES["quoted.csv"], "more than 3 different texts"),
     ],
 )
@@ -119,6 +119,15 @@ def test_a_table_beyond_a_bound_is_one_line(
     with pytest.raises(StoreError, match=problem) as error:
         read_logs(str(tmp_path / "a.csv"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("row", ["{}", '{"r": null}', "", '{"step": 1}'])
+def test_too_many_lines_are_one_line(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "MAX_LINES", 20)
+    for name, start in (("a.jsonl", '{"step": 0, "loss": 1}'), ("a.csv", "step")):
+        (tmp_path / name).write_text("\n".join([start, *[row] * 40]))
+        with pytest.raises(StoreError, match="more than 20 lines"):
+            read_logs(str(tmp_path / name))
 
 
 def test_a_line_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

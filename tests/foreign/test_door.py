@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -89,7 +90,7 @@ def test_links_out_of_a_source_are_not_followed_and_named(tmp_path: Path) -> Non
     logs = read(tmp_path / "here")
     check_runs(logs)
     assert any(
-        "links that lead out of it were not followed: 'more'; name their targets" in guess
+        "links that lead out of the folder were not followed: 'more'; compare a copy: cp -rL" in guess
         for guess in logs[0].guesses
     )
     (noted,) = (log for log in logs if "params/x" in str(log.notes))
@@ -107,13 +108,35 @@ def test_a_source_of_links_alone_says_that_they_are_not_followed(tmp_path: Path)
     (tmp_path / "m.csv").write_text("step,loss\n1,2\n2,3\n")
     (tmp_path / "here" / "b.csv").symlink_to(tmp_path / "m.csv")
     with pytest.raises(
-        StoreError, match=r"no runs found; .*links .* not followed: 'a', 'b.csv'; name their"
+        StoreError, match=r"no runs found; .*links .* not followed: 'a', 'b.csv'; compare a copy"
     ) as error:
         read(tmp_path / "here")
     assert "\n" not in str(error.value)
-    assert read(tmp_path)[0].name == "elsewhere/dpo backends/hf-s0" or read(
-        tmp_path
-    )  # links within it are no runs twice
+    names = [log.name for log in read(tmp_path)]
+    assert names and len({*names}) == len(names)  # links within it are no runs twice
+
+
+@pytest.mark.parametrize("layout", ["files", "folders"])
+def test_a_linked_run_beside_its_kind_counts_as_unreadable(tmp_path: Path, layout: str) -> None:
+    """Seeds that are links would vanish, and a verdict stand on fewer pairs than the user sees."""
+    for arm in ("a", "b"):
+        for seed in range(3):
+            name = f"{arm}/seed-{seed}.csv" if layout == "files" else f"{arm}/seed-{seed}/metrics.csv"
+            path = tmp_path / "runs" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("step,loss\n1,2\n2,3\n")
+    linked = tmp_path / "runs" / "b" / ("seed-2.csv" if layout == "files" else "seed-2")
+    shutil.move(linked, tmp_path / "moved")
+    linked.symlink_to(tmp_path / "moved")
+    (tmp_path / "runs" / "data").symlink_to(tmp_path / "moved")
+    logs = read(tmp_path / "runs")
+    assert len(logs) == 6
+    (unread,) = (log for log in logs if log.status == "unreadable")
+    assert unread.name.startswith("b/seed-2") and "copy its target" in unread.failure
+    experiment = open_sources([str(tmp_path / "runs")], ReadingOptions())
+    assert {(name.arm, name.seed) for name in experiment.runs} == {
+        (arm, seed) for arm in ("a", "b") for seed in range(3)
+    }
 
 
 def test_links_to_files_within_a_source_are_followed(tmp_path: Path) -> None:
