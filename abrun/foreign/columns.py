@@ -27,6 +27,7 @@ Rows = NDArray[np.int32]
 Cell = float | str
 Cells = Mapping[str, Cell]  # of one row: numbers, and texts that may be numbers
 PLAIN_TYPES = {int, float}
+_FIRST_ROW = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +145,11 @@ class Table:
 
     def row(self, index: int) -> dict[str, Cell]:
         """Return the cells of one row."""
-        _, cells = next(self.select(np.arange(len(self)) == index).iterate())
+        cells: dict[str, Cell] = {}
+        for name, column in self.columns.items():
+            first, last = np.searchsorted(column.rows, [index, index + 1])
+            if first < last:
+                cells[name] = replace(column.take(slice(first, last)), rows=_FIRST_ROW).cells(1)[0]
         return cells
 
     def head(self, num_rows: int) -> "Table":
@@ -153,7 +158,13 @@ class Table:
 
     def select(self, is_selected: NDArray[np.bool_]) -> "Table":  # [R]
         """Return the selected rows."""
-        return self.split(np.where(is_selected, 0, 1), num_groups=1)[0]
+        new_rows = (np.cumsum(is_selected) - 1).astype(np.int32)
+        columns: dict[str, Column] = {}
+        for name, column in self.columns.items():
+            part = column.take(is_selected[column.rows])
+            if len(part):
+                columns[name] = replace(part, rows=new_rows[part.rows])
+        return replace(self, columns=columns, lines=np.asarray(self.lines)[is_selected])
 
     def split(self, groups: NDArray[np.int64], num_groups: int) -> list["Table"]:
         """Return a table for each of the first groups; `groups` [R] has a number from 0 for each row."""

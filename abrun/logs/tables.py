@@ -1,7 +1,7 @@
 """Readers for tables of JSON lines and Parquet, and for the trainer_state.json of transformers."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -77,10 +77,12 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
         rows = _parse_objects(path, chain([first] if first else [], lines), notes)
     builder = TableBuilder(path_text(path))
     for number, row in rows:
-        if not _is_summary(row):
+        if isinstance(row.get("log_history"), list):  # ms-swift's last row repeats the history
+            continue
+        if "data" in row:
             row = _unwrap_envelope(row)
-            is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
-            builder.add(number, row if is_flat else dict(flat_cells(row)))
+        is_flat = PLAIN_TYPES.issuperset(map(type, row.values()))
+        builder.add(number, row if is_flat else dict(flat_cells(row)))
     return builder.build(), notes or [TORN_NOTE] * file.torn
 
 
@@ -115,11 +117,6 @@ def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
             "of objects: write the file again"
         )
     return rows
-
-
-def _is_summary(row: Mapping[str, Any]) -> bool:
-    """Return True for ms-swift's last row, which repeats the history and lists checkpoints."""
-    return isinstance(row.get("log_history"), list)
 
 
 def widen_table(table: Table, step_column: str | None) -> Table:

@@ -121,10 +121,11 @@ class LineParser:
     def is_intact(self, line: bytes) -> bool:
         """Return False if a line's checksum is wrong, or missing after lines that have one."""
         content, end = line[:-_NUM_CHECKSUM_BYTES], line[-_NUM_CHECKSUM_BYTES:]
-        if end == _line_ending(content):
-            self._has_checksums = True
-            return True
-        return not (self._has_checksums or end.startswith(_CHECKSUM_PREFIX))
+        if not end.startswith(_CHECKSUM_PREFIX):
+            return not self._has_checksums
+        is_intact = end == _line_ending(content)
+        self._has_checksums = self._has_checksums or is_intact
+        return is_intact
 
 
 def _line_ending(content: bytes) -> bytes:
