@@ -10,6 +10,9 @@ import random
 import resource
 import shutil
 import sqlite3
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -24,7 +27,8 @@ from abrun.errors import AbrunError
 from abrun.logs import read_logs
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import open_sources
-from tests.fuzzing import SEED, bounded, check_line, rounds
+from tests.fuzzing import MOST_S, SEED, bounded, check_line, rounds
+from tests.logs.hostile_tables import LAYOUTS, Change, bombs, cells_of_tables, write_table
 from tests.logs.test_fuzz import messages, tensorboard_file, wandb_file
 from tests.logs.test_trackers import (
     field,
@@ -39,6 +43,7 @@ from tests.logs.test_trackers import (
 CANARY = "canary-4711"
 MAX_BYTES = 1 << 30
 DEEP = 3000
+IMPORTS_S = 3.0  # of CPU, before a command reads anything
 # Texts in the place of a value of JSON or YAML
 TEXTS = (
     *("", "null", "true", "-1", "1.5", "NaN", "1e999", '""', '"x"', "[]", "{}", '[{"a": [1]}]', "2023-13-45"),
@@ -61,8 +66,6 @@ CELLS: tuple[Any, ...] = (
     *(None, "", "x", "nan", "9" * 5000, "x" * 1_000_000, b"", b"\xff\x00", b"9" * 5000),
     *(-1, 1.5, 2**53, 2**63 - 1, float("inf"), "2026-13-45", "[" * DEEP, '{"a": 1}', "a\x1b[31m\nb"),
 )
-
-Change = Callable[[Path], object]
 
 
 def write_lm_eval(folder: Path, rows: Sequence[str] = ()) -> Path:
@@ -123,6 +126,9 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "wandb": lambda folder: write_wandb(folder / "offline-run-1"),
     "tensorboard": write_tensorboard,
     "lm-eval": write_lm_eval,
+    "csv": partial(write_table, "csv", LAYOUTS["runs"]),
+    "jsonl": partial(write_table, "jsonl", LAYOUTS["runs"]),
+    "trainer_state": partial(write_table, "state", LAYOUTS["wide"]),
 }
 
 
@@ -362,7 +368,7 @@ def cases(folder: Path) -> dict[str, tuple[str, Change]]:
         ]
         changes = [*fields_of(reader), *files_of(reader, names[:8]), *files_of(reader, databases)]
         every |= {f"{reader}, {name}": (reader, change) for name, change in changes}
-    return every
+    return every | {f"table, {name}": ("", change) for name, change in cells_of_tables()}
 
 
 def check(folder: Path, reader: str, name: str, change: Change) -> None:
@@ -370,7 +376,8 @@ def check(folder: Path, reader: str, name: str, change: Change) -> None:
     source = folder / "source"
     for path in (source, folder / "outside"):
         path.mkdir()
-    WRITERS[reader](source)
+    if reader:
+        WRITERS[reader](source)
     with suppress(FileNotFoundError):  # a companion that the source does not have
         change(source)
     entries = sorted(str(path) for path in source.rglob("*"))
@@ -407,3 +414,37 @@ def test_fuzz_a_sample_of_hostile_fields(tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 def test_fuzz_hostile_fields(tmp_path: Path) -> None:
     fuzz(tmp_path, rounds(1500))
+
+
+def cost(arguments: Sequence[str], folder: Path) -> tuple[int, float, int, str]:
+    """Run a command; return its exit code, CPU seconds, peak of bytes, and output."""
+    with (folder / "output").open("wb+") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        timer = threading.Timer(12 * MOST_S, process.kill)
+        timer.start()
+        _, status, used = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return process.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, text
+
+
+def check_bomb(change: Change, folder: Path) -> None:
+    """Compare a folder with a hostile file, in a process of its own, by the command line."""
+    source = folder / "source"
+    source.mkdir()
+    change(source)
+    code, cpu_s, num_bytes, text = cost([sys.executable, "-m", "abrun", "compare", str(source)], folder)
+    assert "Traceback" not in text, text
+    assert code in (0, 2), text
+    assert code == 0 or (len(text.splitlines()) == 1 and len(text) < 1500), text
+    assert cpu_s < MOST_S + IMPORTS_S, f"{cpu_s:.1f} CPU seconds: {text}"
+    assert num_bytes < MAX_BYTES, f"{num_bytes} bytes: {text}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", bombs())
+def test_work_and_memory_are_bounded_whatever_a_table_claims(name: str, tmp_path: Path) -> None:
+    check_bomb(bombs()[name], tmp_path)
