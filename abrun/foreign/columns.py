@@ -20,6 +20,7 @@ from abrun.stats.series import Array
 
 BLOCK_CELLS = 1 << 16  # that are converted together
 MAX_CELLS = 2**26  # of a table: 0.8 GB
+MAX_COLUMNS = 110_000  # a run may have 100,000 metrics
 MAX_TEXTS = 2**23  # of a table, those that repeat in a column apart
 MAX_SHARED = 10_000  # different texts of a column that are kept once, such as names of arms
 
@@ -340,6 +341,8 @@ class TableBuilder:
     def _add_column(self, name: str, rows: Rows, cells: Sequence[Cell]) -> None:
         column = self.columns.get(name)
         if column is None:
+            if len(self.columns) == MAX_COLUMNS:
+                raise StoreError(f"{self.place}: more than {MAX_COLUMNS} metrics; log fewer, or split it")
             column = self.columns[name] = ColumnBuilder()
         if PLAIN_TYPES.issuperset(map(type, cells)):
             column.add_numbers(rows, _to_floats(cells))

@@ -14,8 +14,9 @@ from abrun.redaction import printable
 
 GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
-MAX_LINE = 1 << 26  # bytes or characters
+MAX_LINE = 1 << 24  # bytes or characters
 MAX_LINES = 1 << 25
+MAX_RATIO, FREE_BYTES = 250, 1 << 26  # of a compressed file, beyond the first bytes
 MAX_UNPACKED_BYTES = 2**30  # of a compressed file, and of a file that is one JSON document
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
@@ -56,22 +57,24 @@ class TextFile:
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines without their ends; the last one, after the last line end, may be empty."""
-        pending = [b""]  # of the line that has no end yet
+        pending, num_pending = [b""], 0  # of the line that has no end yet
         for block in self.blocks():
             pending.append(block)
+            num_pending += len(block)
             if b"\n" in block:
                 *lines, rest = b"".join(pending).split(b"\n")
                 pending = [rest]
                 self._count_lines(len(lines))
                 yield from lines
-            elif len(pending) * BLOCK_BYTES > MAX_LINE:
+                num_pending = len(rest)
+            elif num_pending > MAX_LINE:
                 raise self._long_line_error()
         yield b"".join(pending)
 
     def text_lines(self) -> Iterator[str]:
         r"""Yield the lines with their ends, which may be \n, \r\n or \r."""
         decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-        pending = [""]
+        pending, num_pending = [""], 0
         for block in self.blocks():
             num_undecoded = len(decoder.getstate()[0])
             try:
@@ -82,13 +85,14 @@ class TextFile:
                     "file: save it as UTF-8"
                 ) from None
             offset += len(block)
+            num_pending += len(block)
             if "\n" in pending[-1] or "\r" in pending[-1]:
                 text = "".join(pending)
                 end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
-                pending = [text[end:]]
+                pending, num_pending = [text[end:]], len(text) - end
                 self._count_lines(text.count("\n") + text.count("\r") - text.count("\r\n"))
                 yield from io.StringIO(text[:end], newline="")
-            elif len(pending) * BLOCK_BYTES > MAX_LINE:
+            elif num_pending > MAX_LINE:
                 raise self._long_line_error()
         yield "".join(pending)
 
@@ -102,9 +106,10 @@ class TextFile:
 
     def _decompress(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the content of all members of a gzip file; what follows the last one is ignored."""
-        member, size, rest = zlib.decompressobj(zlib.MAX_WBITS | 16), 0, b""
+        member, size, packed_size, rest = zlib.decompressobj(zlib.MAX_WBITS | 16), 0, 0, b""
         for block in blocks:
             rest += block
+            packed_size += len(block)
             while True:
                 if member.eof:
                     if len(rest) < len(GZIP):
@@ -119,6 +124,10 @@ class TextFile:
                         f"{self.place}: damaged gzip file ({error}); write the file again"
                     ) from None
                 size += len(content)
+                if size > max(FREE_BYTES, MAX_RATIO * packed_size):
+                    raise StoreError(
+                        f"{self.place}: unpacks to more than {MAX_RATIO} times its size; unpack it"
+                    )
                 if size > MAX_UNPACKED_BYTES:
                     raise StoreError(
                         f"{self.place}: unpacks to more than {MAX_UNPACKED_BYTES} bytes; log less often"

@@ -14,7 +14,8 @@ from abrun.recipe.reading import Loader, dotted, parse_yaml
 
 MAX_YAML_BYTES = 1 << 17  # parsed in 3 s at most
 MAX_FLOW_LEVELS = 20  # of YAML in brackets: the parser's time grows with it
-MAX_JSON_VALUES = 1 << 24  # of one document
+MAX_JSON_UNITS = 1 << 25  # of one document, 32 bytes each: a value is one, a list two, an object eight
+MAX_JSON_BYTES = 1 << 28
 MAX_RECORD_BYTES = 1 << 24  # of one record of a binary log, or value of a database
 MAX_CHARACTERS = 10_000  # of a text from a file
 MAX_NAME_CHARACTERS = 2000
@@ -25,13 +26,14 @@ STEP_LIMIT = 2**53  # whole numbers above it are not exact as floats
 # --- texts ---
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | str, place: str = "a JSON text") -> Any:
     """Return the value of a JSON text; None if it is not JSON. Raises StoreError for millions of values."""
-    if len(text) > MAX_JSON_VALUES:
+    if len(text) > MAX_JSON_UNITS:
         content: Any = text  # its marks are of its own type
         marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
-        if sum(content.count(mark) for mark in marks) > MAX_JSON_VALUES:
-            raise StoreError(f"got a JSON text of more than {MAX_JSON_VALUES} values; log less often")
+        num_units = sum(units * content.count(mark) for mark, units in zip(marks, (1, 2, 8), strict=True))
+        if num_units > MAX_JSON_UNITS or len(text) > MAX_JSON_BYTES:
+            raise StoreError(f"{place}: {len(text)} bytes of JSON with too many values; log less often")
     try:
         return orjson.loads(text)
     except ValueError:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.foreign.columns import BLOCK_CELLS, Column, ColumnBuilder, Table, TableBuilder
-from abrun.foreign.numbers import DOT_GROUPED, is_number_with_comma
-from abrun.foreign.texts import TextFile
+from abrun.foreign.numbers import DOT_GROUPED, is_number_with_comma, shorten_cell
+from abrun.foreign.texts import MAX_LINE, TextFile
+from abrun.foreign.values import MAX_NAME_CHARACTERS
 from abrun.logs.log import Log
-from abrun.logs.rows import STEP_COLUMNS, UNNAMED
+from abrun.logs.rows import STEP_COLUMNS, UNNAMED, check_number_of_metrics
 from abrun.logs.tables import (
     ARM_COLUMNS,
     KEY_COLUMNS,
@@ -27,7 +28,7 @@ from abrun.logs.tables import (
 )
 
 MAX_CELL_CHARS = 2**24  # characters
-WITH_MARK = re.compile(r".*[.,].*")
+WITH_MARK = re.compile(r"[^.,]*[.,].*", re.DOTALL)
 DELIMITERS = (",", ";", "\t")
 COMMENT = "#"
 EXCEL_DELIMITER = re.compile(r"sep=([,;\t|])", re.IGNORECASE)  # in a line above the header
@@ -84,18 +85,24 @@ class _CsvReader:
         self.header: list[str] = []
         self.columns: list[ColumnBuilder] = []
         self.positions: list[int] = []  # of the cells of a row, after the last header
+        self.num_characters = 0  # since the last row
 
     def read(self) -> CsvTable:
         file, place = TextFile(self.path), path_text(self.path)
         csv.field_size_limit(MAX_CELL_CHARS)
         lines, num_skipped, delimiter = _skip_comments(file.text_lines())
-        reader = csv.reader(lines, strict=True, delimiter=delimiter)
+        reader = csv.reader(self._bounded(lines), strict=True, delimiter=delimiter)
         numbers, rows = list[int](), list[list[str]]()  # line numbers of the ends of rows, and their cells
         num_lines, torn, problem = num_skipped, False, ""
         while not torn:
             start = len(rows)
+            width = len(self.positions) or BLOCK_CELLS
             try:
-                rows.extend(islice(reader, max(1, BLOCK_CELLS // (len(self.header) or BLOCK_CELLS))))
+                for cells in islice(reader, max(1, BLOCK_CELLS // width)):
+                    rows.append(cells)
+                    self.num_characters = 0
+                    if len(cells) > width:  # too long, or another header: no more rows of that length
+                        break
             except csv.Error as error:
                 torn, problem = True, error_text(error)
             if len(rows) == start and not torn:
@@ -123,11 +130,20 @@ class _CsvReader:
             has_unended_row=is_whole,
         )
 
+    def _bounded(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield the lines. Raises StoreError if quoted line ends make a row longer than a line may be."""
+        for line in lines:
+            self.num_characters += len(line)
+            if self.num_characters > MAX_LINE:
+                raise StoreError(f"{path_text(self.path)}: a row is longer than {MAX_LINE} characters")
+            yield line
+
     def _add(self, numbers: Sequence[int], rows: Sequence[list[str]]) -> None:
         if not all(rows):  # blank lines
             numbers = [number for number, cells in zip(numbers, rows, strict=True) if cells]
             rows = [cells for cells in rows if cells]
         if rows and not self.header:
+            check_number_of_metrics(len(rows[0]), path_text(self.path))
             self.first_header = rows[0]
             self.header = _name_columns(rows[0])
             self.columns = [ColumnBuilder() for _ in self.header]
@@ -147,11 +163,14 @@ class _CsvReader:
         names = _name_columns([name.removeprefix(COMMENT) for name in cells])
         check_unique_columns(self.path, self.header)
         check_unique_columns(self.path, names)
+        positions = {name: index for index, name in enumerate(self.header)}
         for name in names:
-            if name not in self.header:
+            if name not in positions:
+                positions[name] = len(self.header)
                 self.header.append(name)
                 self.columns.append(ColumnBuilder())
-        self.positions = [self.header.index(name) for name in names]
+        check_number_of_metrics(len(self.header), path_text(self.path))
+        self.positions = [positions[name] for name in names]
 
     def _add_rows(self, numbers: Sequence[int], rows: Sequence[list[str]]) -> None:
         width = len(self.positions)
@@ -189,7 +208,11 @@ def leave_out_columns(log: Log, ambiguous: Mapping[str, str]) -> Log:
 
 def _name_columns(names: Sequence[str]) -> list[str]:
     """Return names without spaces; pandas reads a data frame's index, which has no name, under this one."""
-    return [name.strip() or f"{UNNAMED}{place}" for place, name in enumerate(names)]
+    stripped = (name.strip() for name in names)
+    return [
+        (name if len(name) <= MAX_NAME_CHARACTERS else shorten_cell(name)) or f"{UNNAMED}{place}"
+        for place, name in enumerate(stripped)
+    ]
 
 
 def _is_header(cells: Sequence[str], header: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from abrun.errors import StoreError
 from abrun.foreign.columns import Table
 from abrun.logs.csv_files import CsvTable, find_ambiguous_columns, leave_out_columns, read_csv_table
 from abrun.logs.key_columns import find_key_columns, group_rows, name_log
@@ -103,10 +104,12 @@ def _read_chart(path: Path, content: CsvTable, chart_columns: Mapping[int, tuple
     axis = next(i for i, name in enumerate(header) if i not in chart_columns and not name.endswith(BOUNDS))
     guess = "an exported wandb chart: values of its buckets, not of every step"
     logs = []
-    for run in dict.fromkeys(run for run, _ in chart_columns.values()):
-        names = {axis: "step"} | {
-            index: metric for index, (column_run, metric) in chart_columns.items() if column_run == run
-        }
+    runs: dict[str, dict[int, str]] = {}
+    for index, (run, metric) in chart_columns.items():
+        runs.setdefault(run, {axis: "step"})[index] = metric
+    if len(runs) > MAX_RUNS:
+        raise StoreError(f"{printable(str(path))}: got {len(runs)} runs; allowed: at most {MAX_RUNS} a file")
+    for run, names in runs.items():
         ambiguous = find_ambiguous_columns(path, [*names.values()], "step")
         table = content.table_of({index: name for index, name in names.items() if name not in ambiguous})
         table = content.complete(table)

@@ -18,7 +18,6 @@ from abrun.foreign.sqlite import Database
 from abrun.foreign.values import (
     MAX_CHARACTERS,
     MAX_NAME_CHARACTERS,
-    MAX_YAML_BYTES,
     STEP_LIMIT,
     Points,
     as_name,
@@ -36,6 +35,7 @@ from abrun.runs.access import UnreadableError
 from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"
+MAX_META_BYTES = 1 << 14
 STATUSES: dict[object, LogStatus] = {1: "running", 2: "running", 3: "finished", 4: "failed", 5: "failed"}
 STATUS_NAMES = {"RUNNING": 1, "SCHEDULED": 2, "FINISHED": 3, "FAILED": 4, "KILLED": 5}
 ENDINGS = {4: "MLflow's status is FAILED", 5: "MLflow's status is KILLED"}
@@ -133,7 +133,7 @@ def _read_texts(database: Database, table: str) -> dict[str, dict[str, str]]:
 def _read_meta(path: Path) -> dict[str, Any]:
     place = printable(str(path))
     try:
-        return parse_foreign_yaml(read_file(path, MAX_YAML_BYTES), META)
+        return parse_foreign_yaml(read_file(path, MAX_META_BYTES), META)
     except UnreadableError:
         raise
     except StoreError as error:
@@ -146,6 +146,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _files_below(run: Path, kind: str, links: list[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files in a run's folder of metrics, parameters or tags, with their names."""
     top = run / kind
+    if top.is_symlink():
+        links.append(kind)
+        return
     for folder in walk(top) if path_kind(top) == "folder" else ():
         links += (link.relative_to(run).as_posix() for link in folder.outside)
         yield from ((path.relative_to(top).as_posix(), path) for path in folder.files)

@@ -35,6 +35,7 @@ CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every r
 UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
 MAX_METRICS = 100_000
+MAX_ROW_CHARACTERS = 1 << 25  # of the names in one row
 # Text that was meant to be a number (with a unit, a total or a decimal comma), but not a date or a name.
 NUMBER_LIKE = re.compile(r"[-+]?[\d.,' ]*\d(e[-+]?\d+)?(/\d+)?\s*[^\W\d_]{0,3}%?", re.IGNORECASE)
 SCORES_HINT = ", or give final scores one row per run, with columns 'arm' and 'seed'"
@@ -81,11 +82,17 @@ def flat_cells(row: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
     `_type` is wandb media (a histogram, a table), not a metric, and a name beyond MAX_NAME_CHARACTERS none.
     """
     levels = [("", iter(row.items()))]  # no recursion: rows may be nested deeply
+    num_characters = 0
     while levels:
         prefix, items = levels[-1]
         for key, value in items:
             if len(prefix) + len(key) > MAX_NAME_CHARACTERS:
                 continue
+            num_characters += len(prefix) + len(key)
+            if num_characters > MAX_ROW_CHARACTERS:
+                raise StoreError(
+                    f"names of a row have more than {MAX_ROW_CHARACTERS} characters; log fewer metrics"
+                )
             if isinstance(value, Mapping):
                 if "_type" not in value:
                     levels.append((f"{prefix}{key}/", iter(value.items())))
@@ -179,7 +186,7 @@ def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[s
     that one would replace the other. Also return a note on it.
     """
     candidates = [name for name, column in table.columns.items() if column.rows[0] == 0 and column.is_text[0]]
-    for split_column in candidates:
+    for split_column in candidates[:MAX_SPLITS]:
         words = table.columns[split_column].texts
         distinct = sorted({*words})
         if not (len(words) == len(table) and 1 < len(distinct) <= MAX_SPLITS):
@@ -262,10 +269,15 @@ def _refuse_unreadable_steps(
     table: Table, column: str, texts: Mapping[str, tuple[Rows, list[str]]], is_filled: NDArray[np.bool_]
 ) -> None:
     """Raise StoreError for a row whose step is text: it would vanish. Rows without values are ignored."""
-    for index, text in zip(*texts.get(column, ((), ())), strict=True):
-        other_cells = (cell for name, cell in table.row(int(index)).items() if name != column)
-        has_digits = any(isinstance(cell, str) and re.search(r"\d", cell) for cell in other_cells)
-        if has_digits or is_filled[index]:
+    if column not in texts:
+        return
+    has_value = is_filled.copy()
+    for name, other_column in table.columns.items():
+        if name != column and other_column.all_texts is not None:
+            has_digits = [re.search(r"\d", text) is not None for text in other_column.texts]
+            has_value[other_column.rows[other_column.is_text][has_digits]] = True
+    for index, text in zip(*texts[column], strict=True):
+        if has_value[index]:
             raise StoreError(
                 f"{table.place}, {table.describe_row(index)}, column {printable(column[:80])}: "
                 f"got '{printable(text[:40])}' as the step; {FIX_STEP}"
@@ -352,7 +364,7 @@ def _find_step_column(
     max_rows = max(map(len, values.values()), default=0)
     fullest = [name for name in columns if len(values[name]) == max_rows]
     step_values = {name: values[name] for name in fullest if name != "_step"}
-    num_decreases = {name: int((np.diff(steps) < 0).sum()) for name, steps in step_values.items()}
+    num_decreases = {name: int((steps[1:] < steps[:-1]).sum()) for name, steps in step_values.items()}
     num_steps = {name: len(np.unique(steps)) for name, steps in step_values.items()}
     max_steps = max(num_steps.values(), default=0)
     epoch_counters = {

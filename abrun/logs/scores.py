@@ -35,6 +35,7 @@ SAMPLE_COLUMNS = ("sample", "sample_id", "sample_idx", "completion", "rollout", 
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
 FIRST_HASH = 2**40  # prompts with a number below it keep that number; all others get a hash of their text
 STEP = "step"
+MAX_RUNS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,11 @@ def read_scores(path: Path, name: str, table: Table) -> list[Log]:
     layout = _find_layout(table)
     if layout is None:
         return []
-    runs, groups = group_rows(table, [*layout.keys.values()])
+    runs, groups = group_rows(table, [*layout.keys.values()], MAX_RUNS)
+    if not runs and len(table) and layout.step is None:
+        raise StoreError(f"{printable(str(path))}: got more than {MAX_RUNS} runs; split the file")
+    if not runs:
+        return []
     unnamed = next((number for number, run in enumerate(runs) if not all(run)), None)
     if unnamed is not None:
         row = int(np.flatnonzero(groups == unnamed)[0])

@@ -23,6 +23,7 @@ from abrun.runs.lines import LineParser, damaged_line_error
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
+MAX_PARQUET_BYTES = 2**28
 MAX_VALUES = 2**24  # maximum number of values in a Parquet file
 # Columns of a long table: the run of a row, and the name and the value of its metric
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
@@ -109,7 +110,7 @@ def _parse_objects(
 
 
 def _parse_list(path: Path, content: bytes) -> list[dict[str, Any]]:
-    rows = parse_json(content)
+    rows = parse_json(content, path_text(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         excerpt = printable(content[:40].decode(errors="replace"))
         raise StoreError(
@@ -193,7 +194,7 @@ def _unwrap_envelope(row: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(path: Path, step_column: str | None = None) -> Log:
     """Read the trainer_state.json of transformers (and TRL), with the metric names of its other loggers."""
-    state = parse_json(TextFile(path).content())
+    state = parse_json(TextFile(path).content(), path_text(path))
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise StoreError(
@@ -239,13 +240,9 @@ def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
             numeric = [column.name for column in schema if any(test(column.type) for test in is_number)]
             texts = [column.name for column in schema if column.type in (pa.string(), pa.large_string())]
             check_unique_columns(path, schema.names)
-            # A tiny file can claim a huge table by repeating a value, and a text that repeats is kept once.
+            # A text that repeats is kept once.
             content = pq.ParquetFile(file, page_checksum_verification=True, read_dictionary=texts)
-            num_values = content.metadata.num_rows * len(numeric + texts)
-            if num_values > MAX_VALUES:
-                raise StoreError(
-                    f"{path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}"
-                )
+            _check_parquet_size(path, content.metadata, {*numeric, *texts})
             table = content.read(columns=numeric + texts)
             columns = {
                 name: _parquet_column(column, is_text=name in texts)
@@ -258,6 +255,22 @@ def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
     filled = {name: column for name, column in columns.items() if len(column)}
     lines = np.arange(1, table.num_rows + 1)
     return replace(empty, columns=filled, lines=lines, header=schema.names), []
+
+
+def _check_parquet_size(path: Path, metadata: Any, names: set[str]) -> None:
+    """Raise StoreError if the columns to read are too large; a tiny file can claim a huge table."""
+    num_values = metadata.num_rows * len(names)
+    if num_values > MAX_VALUES:
+        raise StoreError(f"{path_text(path)}: claims {num_values} values; allowed: at most {MAX_VALUES}")
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = (group.column(index) for group in groups for index in range(group.num_columns))
+    if (
+        sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in names)
+        > MAX_PARQUET_BYTES
+    ):
+        raise StoreError(
+            f"{path_text(path)}: unpacks to more than {MAX_PARQUET_BYTES} bytes; keep numbers alone"
+        )
 
 
 def _parquet_column(column: Any, *, is_text: bool) -> Column:  # a ChunkedArray of text or numbers

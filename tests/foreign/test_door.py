@@ -372,11 +372,29 @@ def test_yaml_of_another_program_ends_soon() -> None:
 
 
 def test_json_of_too_many_values_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MAX_JSON_VALUES", 100)
-    assert len(parse_json("[" + "1," * 98 + "1]")) == 99
-    for text in ("[" + "[]," * 60 + "1]", b"[" + b"1," * 101 + b"1]"):
-        with pytest.raises(StoreError, match="more than 100 values"):
-            parse_json(text)
+    monkeypatch.setattr(values, "MAX_JSON_UNITS", 100)
+    assert len(parse_json("[" + "1," * 97 + "1]")) == 98
+    for text in (
+        "[" + "[]," * 40 + "1]",
+        b"[" + b"1," * 101 + b"1]",
+        '{"a":' * 13 + " " * 50 + "1" + "}" * 13,
+    ):
+        with pytest.raises(StoreError, match=r"x\.json: .* too many values"):
+            parse_json(text, "x.json")
+
+
+@pytest.mark.parametrize("kind", ["params", "tags", "metrics"])
+def test_a_folder_of_a_run_that_is_a_link_is_not_read(tmp_path: Path, kind: str) -> None:
+    write_mlflow(tmp_path / "runs")
+    run = next((tmp_path / "runs").rglob("params")).parent
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("1 0.25 canary" if kind == "metrics" else "canary")
+    shutil.rmtree(run / kind)
+    (run / kind).symlink_to(tmp_path / "secret")
+    with suppress(StoreError):
+        logs = read(tmp_path / "runs")
+        assert "canary" not in repr([(log.config, log.notes, log.metrics) for log in logs])
+        assert all("key" not in log.metrics for log in logs)
 
 
 def test_names_of_thousands_of_digits_are_sorted(tmp_path: Path) -> None:
