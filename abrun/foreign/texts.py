@@ -16,8 +16,9 @@ GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
 MAX_LINE = 1 << 24  # bytes or characters
 MAX_LINES = 1 << 25
-MAX_RATIO, FREE_BYTES = 250, 1 << 26  # of a compressed file, beyond the first bytes
-MAX_UNPACKED_BYTES = 2**30  # of a compressed file, and of a file that is one JSON document
+MAX_RATIO, FREE_BYTES = 250, 1 << 23  # of a compressed file, beyond the first bytes
+MAX_DOCUMENT_BYTES = 2**28  # of a file that is parsed as a whole
+MAX_UNPACKED_BYTES = 2**30  # of a compressed file
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
@@ -46,13 +47,13 @@ class TextFile:
                 yield block if index else block.removeprefix(codecs.BOM_UTF8)
 
     def content(self) -> bytes:
-        """Return the whole content. Raises StoreError for more than MAX_UNPACKED_BYTES."""
+        """Return the whole content. Raises StoreError for more than MAX_DOCUMENT_BYTES."""
         content, size = [], 0
         for block in self.blocks():
             content.append(block)
             size += len(block)
-            if size > MAX_UNPACKED_BYTES:
-                raise StoreError(f"{self.place}: larger than {MAX_UNPACKED_BYTES} bytes; log less often")
+            if size > MAX_DOCUMENT_BYTES:
+                raise StoreError(f"{self.place}: larger than {MAX_DOCUMENT_BYTES} bytes; write JSON lines")
         return b"".join(content)
 
     def lines(self) -> Iterator[bytes]:

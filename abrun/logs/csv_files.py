@@ -85,6 +85,7 @@ class _CsvReader:
         self.header: list[str] = []
         self.columns: list[ColumnBuilder] = []
         self.positions: list[int] = []  # of the cells of a row, after the last header
+        self.index_of: dict[str, int] = {}  # of the names, once a header is repeated
         self.num_characters = 0  # since the last row
 
     def read(self) -> CsvTable:
@@ -161,9 +162,11 @@ class _CsvReader:
 
     def _repeat_header(self, cells: Sequence[str]) -> None:
         names = _name_columns([name.removeprefix(COMMENT) for name in cells])
-        check_unique_columns(self.path, self.header)
+        if not self.index_of:
+            check_unique_columns(self.path, self.header)
+            self.index_of = {name: index for index, name in enumerate(self.header)}
         check_unique_columns(self.path, names)
-        positions = {name: index for index, name in enumerate(self.header)}
+        positions = self.index_of
         for name in names:
             if name not in positions:
                 positions[name] = len(self.header)

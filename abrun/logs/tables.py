@@ -16,13 +16,15 @@ from abrun.foreign.numbers import shorten_cell
 from abrun.foreign.texts import TextFile
 from abrun.foreign.values import parse_json
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
-from abrun.logs.rows import STEP_COLUMNS, flat_cells, series_of_table
+from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
 from abrun.redaction import printable
 from abrun.runs.lines import LineParser, damaged_line_error
 
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"
 PARQUET_MAGIC = b"PAR1"
+PARQUET_END = 8  # bytes: the length of the footer, and PARQUET_MAGIC
+MAX_FOOTER_BYTES = 2**26
 MAX_PARQUET_BYTES = 2**28
 MAX_VALUES = 2**24  # maximum number of values in a Parquet file
 # Columns of a long table: the run of a row, and the name and the value of its metric
@@ -150,6 +152,7 @@ def widen_table(table: Table, step_column: str | None) -> Table:
     groups[metrics.rows[metrics.is_text]] = [
         names.setdefault(text.strip(), len(names)) for text in metrics.texts
     ]
+    check_number_of_metrics(len(names), table.place)
     parts = values.take(is_long[values.rows]).split(groups)
     for name, number in names.items():
         if number in parts:
@@ -223,12 +226,16 @@ def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
     with open_file(path) as file:
         magic = file.read(len(PARQUET_MAGIC))
         size = file.seek(0, 2)
-        file.seek(max(0, size - len(PARQUET_MAGIC)))
+        file.seek(max(0, size - PARQUET_END))
         end = file.read()
         if not size:
             return empty, [NOTHING_RECORDED]
-        if magic == PARQUET_MAGIC and (end != PARQUET_MAGIC or size < 12):
+        if magic == PARQUET_MAGIC and (not end.endswith(PARQUET_MAGIC) or size < 12):
             return empty, [NO_FOOTER_NOTE]
+        if magic == PARQUET_MAGIC and int.from_bytes(end[:4], "little") > MAX_FOOTER_BYTES:
+            raise StoreError(
+                f"{path_text(path)}: its footer has over {MAX_FOOTER_BYTES} bytes; keep numbers alone"
+            )
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
