@@ -232,15 +232,15 @@ def read_parquet_table(path: Path) -> tuple[Table, list[str]]:
             return empty, [NOTHING_RECORDED]
         if magic == PARQUET_MAGIC and (not end.endswith(PARQUET_MAGIC) or size < 12):
             return empty, [NO_FOOTER_NOTE]
-        if magic == PARQUET_MAGIC and int.from_bytes(end[:4], "little") > MAX_FOOTER_BYTES:
-            raise StoreError(
-                f"{path_text(path)}: its footer has over {MAX_FOOTER_BYTES} bytes; keep numbers alone"
-            )
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
             raise missing_package_error(path, "pyarrow", "'abrun[parquet]'") from None
+        if magic == PARQUET_MAGIC and int.from_bytes(end[:4], "little") > MAX_FOOTER_BYTES:
+            raise StoreError(
+                f"{path_text(path)}: its footer has over {MAX_FOOTER_BYTES} bytes; keep numbers alone"
+            )
         try:
             schema = pq.read_schema(file)
             is_number = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean
