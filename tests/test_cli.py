@@ -149,7 +149,7 @@ def test_too_little_address_space_is_one_line(kib: int, tmp_path: Path) -> None:
 def test_no_memory_is_one_line(run: Run, verdict: Callable[[Any], list[Any]], error: Exception) -> None:
     verdict(error)
     code, output, errors = run("compare", "mine")
-    assert (code, output, errors.count("\n")) == (2, "", 1) and errors.startswith("abrun: no memory for ")
+    assert (code, output, errors.count("\n")) == (2, "", 1) and errors.startswith("abrun: out of memory for ")
 
 
 @pytest.mark.parametrize(

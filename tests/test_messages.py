@@ -90,6 +90,9 @@ READERS = ("abrun/logs/", "abrun/tasks/", "abrun/messages/")
 # A text of one word, or part of a longer one: who writes it, or what it is if that is abrun
 FOREIGN = {
     "Input should be ": "pydantic",
+    "Value error, ": "pydantic",
+    "can't start new thread": "Python",
+    "level ": "a recipe's limit",
     "\n\nExamples:\n": "docstrings of commands",
     " vs ": "Megatron-LM",
     "model name": "Linux",

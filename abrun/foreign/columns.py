@@ -79,12 +79,12 @@ class Column:
 
     def merge(self, other: "Column") -> "Column":
         """Return the cells of both; where both have one, that of `other`."""
-        kept = self.take(~np.isin(self.rows, other.rows))
+        remaining = self.take(~np.isin(self.rows, other.rows))
         return join_cells(
-            [kept.rows, other.rows],
-            [kept.values, other.values],
-            [*np.flatnonzero(kept.is_text), *(len(kept) + np.flatnonzero(other.is_text))],
-            [*kept.texts, *other.texts],
+            [remaining.rows, other.rows],
+            [remaining.values, other.values],
+            [*np.flatnonzero(remaining.is_text), *(len(remaining) + np.flatnonzero(other.is_text))],
+            [*remaining.texts, *other.texts],
             has_plain=self.has_plain or other.has_plain,
         )
 
@@ -137,9 +137,11 @@ class Table:
             lines = self.lines[start : start + num_rows]
             block: list[dict[str, Cell]] = [{} for _ in lines]
             for name, column in self.columns.items():
-                first, last = np.searchsorted(column.rows, [start, start + len(block)])
-                part = column.take(slice(first, last))
-                for row, cell in enumerate(replace(part, rows=part.rows - start).cells(len(block))):
+                start_index, end_index = np.searchsorted(column.rows, [start, start + len(block)])
+                selected_cells = column.take(slice(start_index, end_index))
+                for row, cell in enumerate(
+                    replace(selected_cells, rows=selected_cells.rows - start).cells(len(block))
+                ):
                     if cell != "":
                         block[row][name] = cell
             yield from zip(map(int, lines), block, strict=True)
@@ -148,9 +150,9 @@ class Table:
         """Return the cells of one row."""
         cells: dict[str, Cell] = {}
         for name, column in self.columns.items():
-            first, last = np.searchsorted(column.rows, [index, index + 1])
-            if first < last:
-                cells[name] = replace(column.take(slice(first, last)), rows=_FIRST_ROW).cells(1)[0]
+            start_index, end_index = np.searchsorted(column.rows, [index, index + 1])
+            if start_index < end_index:
+                cells[name] = replace(column.take(slice(start_index, end_index)), rows=_FIRST_ROW).cells(1)[0]
         return cells
 
     def head(self, num_rows: int) -> "Table":
@@ -162,9 +164,9 @@ class Table:
         new_rows = (np.cumsum(is_selected) - 1).astype(np.int32)
         columns: dict[str, Column] = {}
         for name, column in self.columns.items():
-            part = column.take(is_selected[column.rows])
-            if len(part):
-                columns[name] = replace(part, rows=new_rows[part.rows])
+            selected_cells = column.take(is_selected[column.rows])
+            if len(selected_cells):
+                columns[name] = replace(selected_cells, rows=new_rows[selected_cells.rows])
         return replace(self, columns=columns, lines=np.asarray(self.lines)[is_selected])
 
     def split(self, groups: NDArray[np.int64], num_groups: int) -> list["Table"]:
@@ -177,8 +179,8 @@ class Table:
         new_rows[order] = np.arange(len(groups)) - np.repeat(starts, counts)
         columns: list[dict[str, Column]] = [{} for _ in counts]
         for name, column in self.columns.items():
-            for group, part in column.split(groups).items():
-                columns[group][name] = replace(part, rows=new_rows[part.rows])
+            for group, selected_cells in column.split(groups).items():
+                columns[group][name] = replace(selected_cells, rows=new_rows[selected_cells.rows])
         return [
             replace(self, columns=columns[group], lines=lines[order[start : start + counts[group]]])
             for group, start in enumerate(starts[:num_groups])
@@ -222,12 +224,12 @@ class ColumnBuilder:
 
     def add_text(self, row: int, text: str) -> bool:
         """Add a text; return True if it is kept once more, and not shared with an equal one."""
-        known = self.shared.get(text)
-        is_new = known is None
-        if known is None and len(self.shared) < MAX_SHARED:
+        shared_text = self.shared.get(text)
+        is_new = shared_text is None
+        if shared_text is None and len(self.shared) < MAX_SHARED:
             self.shared[text] = text
         self.text_rows.append(row)
-        self.texts.append(text if known is None else known)
+        self.texts.append(text if shared_text is None else shared_text)
         return is_new
 
     def build(self) -> Column:

@@ -158,15 +158,15 @@ def _find_runs(
             f"{printable(source)}: no such file or folder; allowed: a path, optionally with a prefix "
             f"({prefixes}), or wandb:ENTITY/PROJECT"
         )
-    found = _find_in_folder(path) if kind == "folder" else Findings([_single_file(path, format)])
-    link_note = link_notes(printable(str(path)), found.links)
-    unsupported = [run.name for run in found.runs if run.format == "foreign"]
+    findings = _find_in_folder(path) if kind == "folder" else Findings([_single_file(path, format)])
+    link_note = link_notes(printable(str(path)), findings.links)
+    unsupported = [run.name for run in findings.runs if run.format == "foreign"]
     formats = {format, "json"} if format == "jsonl" else {format}
-    runs = _drop_links([run for run in found.runs if run.format != "foreign"])
+    runs = _drop_links([run for run in findings.runs if run.format != "foreign"])
     runs = [run for run in runs if format is None or run.format in formats]
     if not runs:
         expected = format or f"{', '.join((*FORMATS, *STORES))} or abrun's own"
-        names = unsupported or sorted(found.names)
+        names = unsupported or sorted(findings.names)
         contents = f"; it holds {list_names(names, 3)}" if names else ""
         raise StoreError(
             f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
@@ -180,7 +180,7 @@ def _find_runs(
 
     forms = sorted((form for form in FORMATS_BY_PREFERENCE if by_format[form]), key=preference)
     note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
-    return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + link_note, found.links
+    return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + link_note, findings.links
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
@@ -219,19 +219,19 @@ def _is_json_list(path: Path) -> bool:
 
 def _find_in_folder(top: Path) -> Findings:
     """Return the runs in a folder and its subfolders."""
-    found, runs_below = Findings([]), list[RunFiles]()
+    findings, runs_below = Findings([]), list[RunFiles]()
     for folder in walk(top):
         folder.folders[:] = [entry for entry in folder.folders if not entry.name.startswith(".")]
         names = [_relative_name(file, top) for file in folder.files if "." in file.name]
-        found.names += names[: 100 - len(found.names)]
-        found.links += [
+        findings.names += names[: 100 - len(findings.names)]
+        findings.links += [
             _relative_name(link, top)
             for link in folder.outside
             if path_kind(link) == "folder" or _file_format(link) or link.name == META
         ]
-        (found.runs if folder.path == top else runs_below).extend(_find_in(folder, top))
-    found.runs += _merge_resumed_runs(runs_below)
-    return found
+        (findings.runs if folder.path == top else runs_below).extend(_find_in(folder, top))
+    findings.runs += _merge_resumed_runs(runs_below)
+    return findings
 
 
 def _find_in(folder: Folder, top: Path) -> Iterator[RunFiles]:
@@ -399,15 +399,15 @@ def _linked_runs(
     """Return an unreadable run for each link that lies beside runs and is named like them but for digits."""
     siblings: dict[tuple[str, str], tuple[RunFiles, str]] = {}  # folder and name -> a run, and its name below
     for run, _ in runs:
-        parts = run.name.split("/")
-        for depth, part in enumerate(parts):
-            below = "/".join(["", *parts[depth + 1 :]])
-            siblings.setdefault(("/".join(parts[:depth]), _without_digits(part)), (run, below))
+        folders = run.name.split("/")
+        for depth, folder_name in enumerate(folders):
+            below = "/".join(["", *folders[depth + 1 :]])
+            siblings.setdefault(("/".join(folders[:depth]), _without_digits(folder_name)), (run, below))
     linked: list[tuple[RunFiles, Log]] = []
     for link in links:
         folder, _, name = link.rpartition("/")
-        if found := siblings.get((folder, _without_digits(name))):
-            run = replace(found[0], name=link + found[1].rstrip("/"), path=top / link, files=())
+        if sibling := siblings.get((folder, _without_digits(name))):
+            run = replace(sibling[0], name=link + sibling[1].rstrip("/"), path=top / link, files=())
             failure = (
                 f"{printable(str(run.path))}: a link that leads out of {printable(str(top))}; copy its target"
             )

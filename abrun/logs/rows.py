@@ -204,8 +204,8 @@ def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[s
             name: table.columns[name] for name in table.columns if _is_step(name, step_column)
         }
         for name in (*metric_names, split_column):
-            parts = table.columns[name].split(word_numbers)
-            renamed |= {f"{distinct[number]}/{name}": part for number, part in parts.items()}
+            columns_by_word = table.columns[name].split(word_numbers)
+            renamed |= {f"{distinct[number]}/{name}": column for number, column in columns_by_word.items()}
         split_names = list_names(distinct, MAX_SPLITS)
         note = f"metric names prefixed by column {printable(split_column[:80])}: {split_names}"
         return replace(table, columns=renamed), [note]

@@ -153,10 +153,10 @@ def _add_json(contents: Contents, body: bytes) -> bool:
 
 def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Return the configuration: each key has a description, an order and a value."""
-    parts = ("files", "config.yaml")
-    content = read_companion(folder, *parts, notes=notes, max_bytes=MAX_YAML_BYTES)
+    names = ("files", "config.yaml")
+    content = read_companion(folder, *names, notes=notes, max_bytes=MAX_YAML_BYTES)
     try:
-        entries = {} if content is None else parse_foreign_yaml(content, "/".join(parts))
+        entries = {} if content is None else parse_foreign_yaml(content, "/".join(names))
     except StoreError as error:
         notes.append(f"its configuration was not read: {error}")
         return {}

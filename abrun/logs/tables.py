@@ -71,13 +71,13 @@ def read_json_table(path: Path) -> tuple[Table, list[str]]:
     """
     file, notes = TextFile(path), list[str]()
     lines = enumerate(file.lines(), 1)
-    first = next(((number, line) for number, line in lines if line.strip()), None)
-    if first is None:
+    first_line = next(((number, line) for number, line in lines if line.strip()), None)
+    if first_line is None:
         notes.append(NOTHING_RECORDED)
-    if first is not None and first[1].lstrip().startswith(b"["):
+    if first_line is not None and first_line[1].lstrip().startswith(b"["):
         rows = enumerate(_parse_list(path, TextFile(path).content()), 1)
     else:
-        rows = _parse_objects(path, chain([first] if first else [], lines), notes)
+        rows = _parse_objects(path, chain([first_line] if first_line else [], lines), notes)
     builder = TableBuilder(path_text(path))
     for number, row in rows:
         if isinstance(row.get("log_history"), list):  # ms-swift's last row repeats the history
@@ -153,10 +153,10 @@ def widen_table(table: Table, step_column: str | None) -> Table:
         names.setdefault(text.strip(), len(names)) for text in metrics.texts
     ]
     check_number_of_metrics(len(names), table.place)
-    parts = values.take(is_long[values.rows]).split(groups)
+    columns_by_metric = values.take(is_long[values.rows]).split(groups)
     for name, number in names.items():
-        if number in parts:
-            add(name, parts[number])
+        if number in columns_by_metric:
+            add(name, columns_by_metric[number])
     return replace(table, columns=columns, header=())
 
 
@@ -287,14 +287,14 @@ def _parquet_column(column: Any, *, is_text: bool) -> Column:  # a ChunkedArray 
     column = column.drop_null()
     if not is_text:
         return Column(rows, column.cast(pa.float64(), safe=False).to_numpy().astype(np.float64))
-    builder, first = ColumnBuilder(), 0
+    builder, num_rows = ColumnBuilder(), 0
     for chunk in column.chunks:
         distinct = [shorten_cell(text) for text in chunk.dictionary.to_pylist()]
         indices = chunk.indices.to_numpy()
-        for row, index in zip(rows[first:].tolist(), indices.tolist(), strict=False):
+        for row, index in zip(rows[num_rows:].tolist(), indices.tolist(), strict=False):
             if distinct[index].strip():
                 builder.add_text(row, distinct[index])
-        first += len(indices)
+        num_rows += len(indices)
     return builder.build()
 
 

@@ -86,8 +86,8 @@ def _rename(tree: Any, path: list[str], name: str | None) -> Any:
         return tree
     if inner:
         return {**tree, key: _rename(tree[key], inner, name)}
-    others = {other: value for other, value in tree.items() if other != key}
-    return others if name is None else {name: tree[key], **others}
+    remaining_keys = {tree_key: value for tree_key, value in tree.items() if tree_key != key}
+    return remaining_keys if name is None else {name: tree[key], **remaining_keys}
 
 
 def _migrate_key(key: str) -> str:

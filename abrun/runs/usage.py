@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from abrun.runs.durations import MAX_START_S, is_plausible
 from abrun.runs.metrics import StepTimes
 from abrun.runs.owner import Owner
 from abrun.runs.records import Attempt, Launch
 from abrun.runs.rundir import RunDir
-
-MAX_START_S = 366 * 86_400.0  # longer, or negative: a clock was set meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +98,6 @@ def read_starts(
             )
         )
     return starts
-
-
-def is_plausible(seconds: float) -> bool:
-    """Return whether a difference of two times is one that a start can last."""
-    return 0 <= seconds <= MAX_START_S
 
 
 def _group_attempts(

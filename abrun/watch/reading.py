@@ -15,11 +15,11 @@ from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.processes.progress import MIN_PATIENCE_S, PATIENCE_STEPS
 from abrun.runs.access import UnreadableError
+from abrun.runs.durations import is_plausible
 from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read_warm_starts
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
-from abrun.runs.usage import is_plausible
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 
