@@ -45,7 +45,7 @@ class Column:
 
     @property
     def is_text(self) -> NDArray[np.bool_]:
-        """Which cells are texts [N]."""
+        """Mask of the cells that are texts [N]."""
         return np.zeros(len(self), bool) if self.all_texts is None else self.all_texts != None  # noqa: E711
 
     @property

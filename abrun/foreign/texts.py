@@ -16,7 +16,7 @@ GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
 MAX_LINE = 1 << 24  # bytes or characters
 MAX_LINES = 1 << 25
-MAX_RATIO, FREE_BYTES = 250, 1 << 23  # of a compressed file, beyond the first_block bytes
+MAX_RATIO, FREE_BYTES = 250, 1 << 23  # of a compressed file, once it has unpacked FREE_BYTES
 MAX_DOCUMENT_BYTES = 2**28  # of a file that is parsed as a whole
 MAX_UNPACKED_BYTES = 2**30  # of a compressed file
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -149,7 +149,7 @@ class TextFile:
 
 
 def _peek(blocks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
-    """Return the first_block block, and all of them."""
+    """Return the first block, and an iterator over all of them."""
     blocks = iter(blocks)
     first_block = next(blocks, b"")
     return first_block, chain([first_block] if first_block else [], blocks)

@@ -83,7 +83,7 @@ class RunFiles:
 
 @dataclass(slots=True)
 class Findings:
-    """What a folder holds: its runs, links that lead out of it, and a few names of files."""
+    """Contents of a folder: its runs, links that lead out of it, and a few names of files."""
 
     runs: list[RunFiles]
     links: list[str] = field(default_factory=list)
