@@ -130,6 +130,18 @@ def test_too_many_lines_are_one_line(row: str, tmp_path: Path, monkeypatch: pyte
             read_logs(str(tmp_path / name))
 
 
+def test_a_file_that_unpacks_out_of_proportion_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "FREE_BYTES", 100_000)
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 10_000))  # below FREE_BYTES
+    assert len(read_logs(str(path))) == 1
+    path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 1_000_000))
+    with pytest.raises(StoreError, match="unpacks to more than 250 times its size; unpack it"):
+        read_logs(str(path))
+
+
 def test_a_line_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "MAX_LINE", 1 << 18)
     for name in ("a.csv", "a.jsonl"):
