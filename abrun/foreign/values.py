@@ -16,6 +16,7 @@ MAX_YAML_BYTES = 1 << 17  # parsed in 3 s at most
 MAX_FLOW_LEVELS = 20  # of YAML in brackets: the parser's time grows with it
 MAX_JSON_UNITS = 1 << 25  # of one document, 32 bytes each: a value is one, a list two, an object eight
 MAX_JSON_BYTES = 1 << 28
+MAX_KEYS = 100_000  # of an object or a list, on average
 MAX_RECORD_BYTES = 1 << 24  # of one record of a binary log, or value of a database
 MAX_CHARACTERS = 10_000  # of a text from a file
 MAX_NAME_CHARACTERS = 2000
@@ -31,8 +32,10 @@ def parse_json(text: bytes | str, place: str = "a JSON text") -> Any:
     if len(text) > MAX_JSON_UNITS:
         content: Any = text  # its marks are of its own type
         marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
-        num_units = sum(units * content.count(mark) for mark, units in zip(marks, (1, 2, 8), strict=True))
-        if num_units > MAX_JSON_UNITS or len(text) > MAX_JSON_BYTES:
+        num_values, num_lists, num_objects = map(content.count, marks)
+        num_units = num_values + 2 * num_lists + 8 * num_objects
+        has_huge_object = num_values > MAX_KEYS * (num_lists + num_objects)
+        if num_units > MAX_JSON_UNITS or len(text) > MAX_JSON_BYTES or has_huge_object:
             raise StoreError(f"{place}: {len(text)} bytes of JSON with too many values; log less often")
     try:
         return orjson.loads(text)
