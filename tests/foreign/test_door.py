@@ -358,15 +358,15 @@ def test_values_of_other_types_are_converted_or_none() -> None:
 
 def test_yaml_of_another_program_ends_soon() -> None:
     for text in (
-        "a: " + "1_" * 60_000 + "x",
-        "[" * 20 + "a," * 60_000 + "]" * 20,
+        "a: " + "1_" * 30_000 + "x",
+        "[" * 20 + "a," * 30_000 + "]" * 20,
         "- " * 2000,
-        "? a\n" * 30_000,
+        "? a\n" * 15_000,
     ):
         start_s = time.process_time()
         with suppress(StoreError):
             parse_foreign_yaml(text.encode(), "x.yaml")
-        assert time.process_time() - start_s < 5, text[:9]
+        assert time.process_time() - start_s < 10, text[:9]  # 1.5 s on an idle core
     with pytest.raises(StoreError, match="nested too deeply"):
         parse_foreign_yaml(b"{" * 21, "x.yaml")
 
