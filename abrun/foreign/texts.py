@@ -16,7 +16,7 @@ GZIP = b"\x1f\x8b"
 BLOCK_BYTES = 1 << 16
 MAX_LINE = 1 << 24  # bytes or characters
 MAX_LINES = 1 << 25
-MAX_RATIO, FREE_BYTES = 200, 1 << 22  # of a compressed file, once it has unpacked FREE_BYTES
+MAX_RATIO, FREE_BYTES = 100, 1 << 22  # of a compressed file, once it has unpacked FREE_BYTES
 MAX_DOCUMENT_BYTES = 2**28  # of a file that is parsed as a whole
 MAX_UNPACKED_BYTES = 2**30  # of a compressed file
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -39,6 +39,10 @@ class TextFile:
             blocks = iter(partial(file.read, BLOCK_BYTES), b"")
             start, blocks = _peek(blocks)
             if start.startswith(GZIP):
+                for _ in self._decompress(blocks):  # costs little beside parsing what is out of proportion
+                    pass
+                file.seek(0)
+                blocks = iter(partial(file.read, BLOCK_BYTES), b"")
                 start, blocks = _peek(self._decompress(blocks))
             if encoding := UTF_16.get(start[:2]):
                 blocks = self._transcode(blocks, encoding)

@@ -26,7 +26,7 @@ class TracedTensor:
     ulps: Size  # largest difference in ULPs of the baseline's value
     # Error over the replicas' mean error; without replicas over one ULP. The larger of both measures
     ratio: Size
-    detectable_error: Size | None = None  # the smallest relative error beyond the limit; None without a limit
+    detectable_error: Size | None = None  # smallest beyond the limit; None without one, infinite for zeros
 
     @property
     def kind(self) -> str:
@@ -69,6 +69,11 @@ class TraceResult:
             return None
         index = self.tensors.index(self.first)
         return self.tensors[index - 1] if index else None
+
+    @property
+    def zero(self) -> tuple[TracedTensor, ...]:
+        """Return the tensors that are zero in the baseline, in which an error of scale cannot show."""
+        return tuple(tensor for tensor in self.tensors if tensor.detectable_error == math.inf)
 
     @property
     def least_sensitive(self) -> tuple[TracedTensor, ...]:

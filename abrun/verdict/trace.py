@@ -50,7 +50,9 @@ def describe_trace(experiment: RecordedExperiment) -> Trace | None:
     else:
         first, last_agreeing = None, None
         shown = sorted(tensors, key=lambda tensor: tensor.ratio, reverse=True)[:NEIGHBOURS]
-        reason = Code.TRACE_AGREES(**values, detectable_error=stored.detectable_error)
+        reason = Code.TRACE_AGREES(
+            **values, detectable_error=stored.detectable_error, num_zero=len(stored.zero)
+        )
     return Trace(
         arm=stored.arm,
         step=stored.step,

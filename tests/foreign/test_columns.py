@@ -138,7 +138,7 @@ def test_a_file_that_unpacks_out_of_proportion_is_one_line(
     path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 10_000))  # below FREE_BYTES
     assert len(read_logs(str(path))) == 1
     path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 1_000_000))
-    with pytest.raises(StoreError, match="unpacks to more than 200 times its size; unpack it"):
+    with pytest.raises(StoreError, match="unpacks to more than 100 times its size; unpack it"):
         read_logs(str(path))
 
 

@@ -140,7 +140,7 @@ def judge_trace(
                 relative_error=difference.relative_to_norm(difference.error.root_mean_square),
                 ulps=difference.ulps,
                 ratio=math.inf if math.isinf(difference.ulps) else float(ratio),
-                detectable_error=None if hidden is None else difference.relative_to_norm(hidden[index]),
+                detectable_error=None if hidden is None else difference.detectable(hidden[index]),
             )
             for index, (tensor, difference, ratio) in enumerate(zip(shared, differences, ratios, strict=True))
         ),
@@ -161,6 +161,9 @@ class _Difference:
         return (
             0.0 if root_mean_square <= 0 else float(root_mean_square / self.norm) if self.norm else math.inf
         )
+
+    def detectable(self, root_mean_square: float) -> float:
+        return self.relative_to_norm(root_mean_square) if self.norm else math.inf
 
     @classmethod
     def measure(cls, tensor: CapturedTensor, values: np.ndarray, other: np.ndarray) -> "_Difference":

@@ -45,6 +45,11 @@ def _headlines(result: TraceResult) -> Iterator[str]:
             "smallest relative errors that would have been flagged, at the least sensitive tensors: "
             + ", ".join(sizes)
         )
+    if result.first is None and result.zero:
+        yield (
+            f"zero in the baseline, so that an error of their scale cannot show: {len(result.zero)} tensors, "
+            f"the first is {result.zero[0].name}; with --step, trace a step with a signal"
+        )
     if result.missing:
         shown, omitted = result.missing[:MAX_MISSING], len(result.missing) - MAX_MISSING
         more = f" and {omitted} more" if omitted > 0 else ""

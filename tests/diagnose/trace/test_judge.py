@@ -1,13 +1,16 @@
 """The judgement of captures: its level, what it names, and what it refuses."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from abrun.diagnose.trace.command import REPLICAS, read_replicas
 from abrun.diagnose.trace.judge import judge_trace, measure_errors, standardise
+from abrun.diagnose.trace.report import summary
 from abrun.errors import ComparisonError, StoreError
 from abrun.runs.captures import Capture, Kind, write_capture
 from abrun.runs.traces import TraceResult
@@ -45,6 +48,28 @@ def judged(folder: Path, treatment: Sequence[np.ndarray], seed: int = 1, replica
         measure_errors(baseline, written(folder / "replica", noisy(values, draw))) for _ in range(replicas)
     ]
     return judge_trace(baseline, written(folder / "treatment", treatment), errors)
+
+
+def test_tensors_of_zeros_are_named_because_an_error_of_their_scale_cannot_show(tmp_path: Path) -> None:
+    """As of a step whose completions have equal rewards: its gradients and update are zero in each arm."""
+    values = clean_values()
+    values[2:] = [np.zeros_like(value) for value in values[2:]]
+    baseline = written(tmp_path / "baseline", values)
+    draw = np.random.default_rng(1)
+    replicas = [
+        measure_errors(baseline, written(tmp_path / "replica", [*noisy(values, draw)[:2], *values[2:]]))
+        for _ in range(19)
+    ]
+    result = judge_trace(baseline, written(tmp_path / "treatment", values), replicas)
+    assert result.first is None and [tensor.name for tensor in result.zero] == [
+        "gradient:model.layers.0.weight",
+        "update:model.layers.0.weight",
+    ]
+    assert result.detectable_error and result.detectable_error < 1
+    console = Console(record=True, width=400, file=io.StringIO())
+    console.print(summary(result))
+    text = console.export_text()
+    assert "cannot show: 2 tensors, the first is gradient:model.layers.0.weight; with --step" in text
 
 
 def test_clean_arms_pass_the_limit_in_one_of_twenty_traces() -> None:
