@@ -39,7 +39,8 @@ class TextFile:
             blocks = iter(partial(file.read, BLOCK_BYTES), b"")
             start, blocks = _peek(blocks)
             if start.startswith(GZIP):
-                for _ in self._decompress(blocks):  # costs little beside parsing what is out of proportion
+                # Refuse a file that unpacks out of proportion before its lines are parsed, which costs more
+                for _ in self._decompress(blocks):
                     pass
                 file.seek(0)
                 blocks = iter(partial(file.read, BLOCK_BYTES), b"")

@@ -136,7 +136,7 @@ NOTES: dict[Code, Message] = {
 TRACES: dict[Code, Message] = {
     Code.TRACE_AGREES: "step {step} of seed {seed}, on the same rollouts: {num_tensors} tensors agree up to "
     "rounding{detectable_error:if ; in any of them an error of {detectable_error:.2g} of its size would have "
-    "shown}{num_zero:if ; {num_zero} are zero in the baseline, so an error of their scale cannot show}",
+    "shown}{num_zero:if ; {num_zero} are zero in the baseline, where an error of scale does not show}",
     Code.TRACE_DIFFERS: _trace_differs,
     Code.TRACE_OF_OTHER_VALUES: "the trace of {arm} at step {step} is not shown: it had other values of "
     "{keys:some}; trace again",

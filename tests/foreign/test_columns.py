@@ -139,7 +139,7 @@ def test_a_file_that_unpacks_out_of_proportion_is_one_line(
     assert len(read_logs(str(path))) == 1
     path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 1_000_000))
     with pytest.raises(StoreError, match="unpacks to more than 100 times its size; unpack it"):
-        read_logs(str(path))
+        next(texts.TextFile(path).lines())  # before a line is parsed
 
 
 def test_a_line_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ def _headlines(result: TraceResult) -> Iterator[str]:
         )
     if result.first is None and result.zero:
         yield (
-            f"zero in the baseline, so that an error of their scale cannot show: {len(result.zero)} tensors, "
-            f"the first is {result.zero[0].name}; with --step, trace a step with a signal"
+            f"zero in the baseline: {len(result.zero)} tensors, the first is {result.zero[0].name}; an error "
+            "that only scales them does not show; use --step to trace a step whose rewards differ"
         )
     if result.missing:
         shown, omitted = result.missing[:MAX_MISSING], len(result.missing) - MAX_MISSING

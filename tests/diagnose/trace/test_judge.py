@@ -69,7 +69,7 @@ def test_tensors_of_zeros_are_named_because_an_error_of_their_scale_cannot_show(
     console = Console(record=True, width=400, file=io.StringIO())
     console.print(summary(result))
     text = console.export_text()
-    assert "cannot show: 2 tensors, the first is gradient:model.layers.0.weight; with --step" in text
+    assert "zero in the baseline: 2 tensors, the first is gradient:model.layers.0.weight; " in text
 
 
 def test_clean_arms_pass_the_limit_in_one_of_twenty_traces() -> None:
