@@ -31,6 +31,7 @@ from abrun.report.write import claim_cells
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.runs.layout import REPORT
+from abrun.runs.rundir import RunDir
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file, read_verdict_file
@@ -59,7 +60,13 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
     context = make_context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
-    hours = sum(start.held_s for run in runs for start in run.starts) / 3600
+    held_s = [
+        (launch.ended_s - launch.started_s) * len(launch.devices) / launch.runs_per_gpu
+        for run in runs
+        for launch in RunDir(Path(run.place)).launches()
+        if launch.ended_s is not None
+    ]
+    hours = sum(held_s) / 3600
     num_finished = sum(run.status == "finished" for run in runs)
     unfinished = f" of {len(runs)}" * (num_finished < len(runs))
     record = {  # facts that are not in the verdict file
