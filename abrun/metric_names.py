@@ -65,9 +65,6 @@ MEAN_GEN_TOKENS = "train/mean_gen_tokens_per_sample"
 SIGNAL_SHARE = "train/signal_share"  # share of groups whose rewards differ
 OVERLONG_PENALTY = "train/overlong_penalty"  # subtracted from the rewards of long completions
 STEP_TIME = "timing/train/total_step_time_s"
-# Phases of a step: generation, and the checkpoint that was saved before it
-GENERATION_TIME, CHECKPOINT_TIME = "timing/train/generation_s", "timing/train/checkpointing_s"
-VALIDATION_TIME = "timing/validation/total_s"
 # Running totals that some other trainers log: seconds since the start, and samples
 ELAPSED_TIME, SAMPLES_SEEN = "timing/elapsed_s", "samples_seen"
 NUM_SAMPLES = "train/num_valid_samples"  # of a step
@@ -255,7 +252,7 @@ METRICS = (
     ),
     _metric("timing/train/<phase>_s", "largest rank", unit="s", algorithms=ALL_ALGORITHMS, better="lower"),
     _metric(
-        VALIDATION_TIME,
+        "timing/validation/total_s",
         "largest rank",
         unit="s",
         algorithms=ALL_ALGORITHMS,

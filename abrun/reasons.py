@@ -120,9 +120,9 @@ class Code(StrEnum):
     GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED, ROLLOUTS_DIFFER = auto(), auto(), auto(), auto()
     COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY, LEDGER = auto(), auto(), auto(), auto()
     SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED, PAIRS_ADDED = auto(), auto(), auto(), auto()
-    CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED, READ_SEVERAL_TIMES = auto(), auto(), auto(), auto()
+    CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED = auto(), auto(), auto()
     BASELINE_CHANGED = auto()
-    SEVERAL_COMPARISONS, SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto(), auto()
+    SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto()
     LOG_READ_AS, ARMS_SHARE_NO_SEED, SOURCES_ARE_ARMS, BASELINE_GUESSED = auto(), auto(), auto(), auto()
 
     # Next steps after a verdict
@@ -143,10 +143,6 @@ class Code(StrEnum):
     CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
     MEND_REASONS, READ_FIRST_LOG = auto(), auto()
     RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
-
-    # Device time
-    SPENT, BUDGET, NO_BUDGET = auto(), auto(), auto()
-    INTERIM_SAVES, INTERIM_COSTS_MORE, STAGES_SPENT = auto(), auto(), auto()
 
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
@@ -251,7 +247,8 @@ class Code(StrEnum):
     ROLLOUTS_NOT_RECORDED, RECORDING_NOT_AWAITED = auto(), auto()
     DRIVER_WITHOUT_EXPERIMENT, DRIVER_WITHOUT_FOLDER, DRIVER_CANNOT_IMPORT_RAY = auto(), auto(), auto()
     REQUEUED_TOO_OFTEN, SLURM_COMMAND_FAILED, SLURM_COMMAND_MISSING = auto(), auto(), auto()
-    SLURM_SILENT, SLURM_NOT_CONFIGURED, STAGES_NEED_CLAIM = auto(), auto(), auto()
+    SLURM_SILENT, SLURM_NOT_CONFIGURED, INTERIM_SAVES, INTERIM_COSTS_MORE = auto(), auto(), auto(), auto()
+    STAGES_NEED_CLAIM = auto()
     STAGES_NEED_TREATMENT, MAX_SEEDS_WITH_INTERIM, MAX_SEEDS_TOO_FEW = auto(), auto(), auto()
     RESUME_OTHER_INTERIM, ARM_CHANGES_NOTHING, ARM_VALIDATION_DIFFERS = auto(), auto(), auto()
     TOLERANCE_WITHOUT_STEP_ONE, COMPARE_KEY_UNUSABLE, RECIPE_CLAIM_TWICE = auto(), auto(), auto()

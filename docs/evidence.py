@@ -20,7 +20,7 @@ from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence
 from abrun.present.figures import COLORS, figure_style, save_figure
 from abrun.present.markdown import escape_markdown
-from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe
+from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
 from abrun.recorded.stored import load_experiment
@@ -31,6 +31,7 @@ from abrun.report.write import claim_cells
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.runs.layout import REPORT
+from abrun.runs.rundir import RunDir
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.divergence import Divergence
 from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file, read_verdict_file
@@ -59,7 +60,7 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     experiment, content, command = load_experiment(directory), _verdict(judged), _command(directory, recipe)
     context = make_context(experiment, content, command)
     runs = [*experiment.runs.values(), *experiment.controls.values()]
-    hours = sum(start.held_s for run in runs for start in run.starts) / 3600
+    hours = sum(_device_seconds(RunDir(Path(run.place))) for run in runs) / 3600
     num_finished = sum(run.status == "finished" for run in runs)
     unfinished = f" of {len(runs)}" * (num_finished < len(runs))
     record = {  # facts that are not in the verdict file
@@ -84,6 +85,16 @@ def write_record(directory: Path, recipe: Path, folder: Path) -> None:
     for path in (directory / REPORT).glob("train-*.png"):
         image = Image.open(path).convert("RGB").quantize(NUM_COLORS, dither=Image.Dither.NONE)
         image.save(folder / path.name, optimize=True)
+
+
+def _device_seconds(run: RunDir) -> float:
+    """Return the seconds of a run's attempts, times its devices; 0 if it never started."""
+    if not run.exists:
+        return 0.0
+    config = parse_stored_run(run.record().config)
+    num_devices = config.cluster.nodes * config.devices_per_node / config.cluster.runs_per_gpu
+    times = [(attempt.started_s, attempt.ended_s) for attempt in run.attempts()]
+    return num_devices * sum(end - start for start, end in times if start is not None and end is not None)
 
 
 def _verdict(path: Path) -> VerdictFile:

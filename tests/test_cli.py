@@ -45,7 +45,7 @@ class Verdict:
     """What `abrun.compare` answers, without its work."""
 
     def __init__(self, verdict: str) -> None:
-        self.verdict, self.content = verdict, SimpleNamespace(spent=None)
+        self.verdict, self.content = verdict, SimpleNamespace()
         self.exit_code = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}[verdict]
 
     def summary(self) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,9 +147,6 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
         assert called[key] == typed[key]
     assert called["arms"]["treatment"]["interim_analyses"] == typed["arms"]["treatment"]["interim_analyses"]
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
-    spent = typed["spent"]["held_s"]
-    assert typed["spent"]["unknown_s"] <= spent and f"{len(seeds)} of 5 pairs: " in printed
-    assert bool(re.search(r"core-\w+ spent, about [\d.]+ core-\w+ saved", printed)) == (len(seeds) < 5)
     with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
     with pytest.raises(abrun.errors.RecipeError) as refused:

@@ -21,7 +21,7 @@ from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
 from abrun.launch.submit import submit_plan, wait_for_jobs
 from abrun.launch.supervisor import LaunchOutcome, run_plan
-from abrun.reasons import Code, Reason
+from abrun.reasons import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
 from abrun.recipe.launcher import resolve_launcher_settings
@@ -33,7 +33,6 @@ from abrun.watch import View
 if TYPE_CHECKING:
     from abrun.present.terminal import Terminal
     from abrun.report.comparing import Comparison
-    from abrun.verdict.spent import Spent
 
 NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {0} -o {0}/report"
 
@@ -61,7 +60,6 @@ class LaunchResult:
     compared: str | None = None  # printed by the job that compares, on a cluster
     verdict_exit_code: int = 0  # of the verdict; 0 if nothing was compared
     problem: str | None = None  # why the comparison could not be made
-    stages: Reason | None = None  # with --until-decided: device time spent, and saved by stopping early
 
 
 def plan_launch(
@@ -99,29 +97,15 @@ def launch_recipe(
     Raises RecipeError, LaunchError or StoreError before anything has started.
     """
     planned = plan_launch(recipe, options, say=console.say)
-    if options.until_decided:
-        outcome, num_pairs = _run_in_stages(planned, options, console)
-    else:
-        outcome, num_pairs = _run(planned, options, console), None
+    run = _run_in_stages if options.until_decided else _run
+    outcome = run(planned, options, console)
     exit_code = outcome.exit_code if outcome else 0
     launched = LaunchResult(experiment_dir=planned.experiment_dir, outcome=outcome, exit_code=exit_code)
     if outcome is None or outcome.stopped_by or not options.compare:
         return launched
     if printed := planned.cluster.read_compare_log() if planned.cluster else None:
         return _add_job_verdict(launched, printed)
-    compared = _add_comparison(launched, command)
-    spent = compared.comparison and compared.comparison.content.spent
-    if not (spent and num_pairs):
-        return compared
-    return replace(compared, stages=_stages_reason(spent, num_pairs, len(planned.plan.recipe.seeds)))
-
-
-def _stages_reason(spent: "Spent", num_pairs: int, max_pairs: int) -> Reason:
-    """Return the device time of a launch in stages. A pair that it did not need costs as much as others."""
-    saved_s = (spent.held_s - spent.warm_starts_s - spent.lost_s) * (max_pairs - num_pairs) / num_pairs
-    return Code.STAGES_SPENT(
-        num_pairs=num_pairs, max_pairs=max_pairs, device=spent.device, spent_s=spent.held_s, saved_s=saved_s
-    )
+    return _add_comparison(launched, command)
 
 
 def choose_runs_dir(recipe: Path, runs_dir: Path, *, resume: bool) -> Path:
@@ -184,11 +168,8 @@ def _run(
 
 def _run_in_stages(
     planned: PlannedLaunch, options: LaunchOptions, console: "Terminal"
-) -> tuple[LaunchOutcome | None, int | None]:
-    """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help.
-
-    Return the outcome, and the number of pairs that decided; None if they did not.
-    """
+) -> LaunchOutcome | None:
+    """Run the pairs up to each interim analysis and judge, until decided or no further analysis can help."""
     recipe, outcome = planned.plan.recipe, None
     if options.resume:
         stages.refuse_other_interim(recipe, planned.experiment_dir)
@@ -202,17 +183,15 @@ def _run_in_stages(
         except AbrunError:  # the comparison that follows reports it
             break
         except KeyboardInterrupt:
-            return replace(outcome, stopped_by=signal.SIGINT), None
-        if state == "decided":
-            return outcome, num_pairs
-        if state == "not taken" or num_pairs == len(recipe.seeds):
+            return replace(outcome, stopped_by=signal.SIGINT)
+        if state in ("decided", "not taken") or num_pairs == len(recipe.seeds):
             break
         if state == "step one":
             cause = "the step-one check is inconclusive, and more seeds do not help: see below for the fix"
             console.say(f"After {num_pairs} pairs: {cause}.")
             break
         console.say(f"After {num_pairs} pairs: not decided yet.")
-    return outcome, None
+    return outcome
 
 
 def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:

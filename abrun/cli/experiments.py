@@ -332,7 +332,6 @@ def _dry_run(
     there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
-    from abrun.launch.budget import estimate_budget
     from abrun.launch.preview import check_feasibility, preview_as_json, render_jobs_preview, render_preview
     from abrun.runs.experiment import open_experiment
 
@@ -341,29 +340,24 @@ def _dry_run(
     if options.resume:
         open_experiment(planned.experiment_dir)
     feasible = check_feasibility(plan, options.jobs, cluster)
-    budget = estimate_budget(plan, planned.experiment_dir.parent, feasible.machine, options.jobs)
     if as_json:
-        print_json(preview_as_json(plan, feasible, budget, options.jobs))
+        print_json(preview_as_json(plan, feasible, options.jobs))
     else:
         if cluster:
-            screen.print(render_jobs_preview(plan, feasible, budget, cluster))
+            screen.print(render_jobs_preview(plan, feasible, cluster))
         else:
             is_staged = options.until_decided
-            screen.print(render_preview(plan, feasible, budget, options.jobs, is_staged=is_staged))
+            screen.print(render_preview(plan, feasible, options.jobs, is_staged=is_staged))
         _show_memory(screen, plan, options.device_memory)
     return 2 if feasible.is_refused else 0
 
 
 def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:
-    from abrun.messages import sentence
-
     print_resume_command(screen, launched)
     if launched.compared:
         screen.say(launched.compared)
     if launched.comparison:
         screen.print(launched.comparison.summary())
-    if launched.stages:
-        screen.say(sentence(launched.stages))
     if launched.problem:
         print_error(f"the comparison could not be made: {launched.problem}")
 

@@ -195,7 +195,6 @@ def power(
         abrun power quickstart --sigma 0.02 --correlation 0.8 --max-seeds 12
     """
     from abrun.experiment.plan import make_draft
-    from abrun.launch.budget import estimate_pair_cost
     from abrun.launch.stages import add_interim_analyses
     from abrun.recipe.experiment import load_recipe
     from abrun.recorded.stored import load_experiment
@@ -217,7 +216,7 @@ def power(
     loaded = load_recipe(planned, overrides or [])
     if max_seeds is not None:
         loaded = add_interim_analyses(loaded, max_seeds)
-    draft = make_draft(loaded)  # raises the errors that a launch would raise
+    make_draft(loaded)  # raises the errors that a launch would raise
     if measured:
         _refuse_without_pairs(measured, assumed_command)
     if differences := measured and pilot_differences_text(loaded, measured):
@@ -232,7 +231,6 @@ def power(
         correlation=correlation,
         seeds=loaded.seeds,
         num_treatments=len(loaded.arms) - 1,
-        cost=estimate_pair_cost(draft, runs_dir),
     )
     if as_json:
         print_json(plan.as_json())

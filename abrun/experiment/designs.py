@@ -40,14 +40,6 @@ class Designs:
         return self.fixed_pairs - self.pairs_if_equal
 
 
-@dataclass(frozen=True, slots=True)
-class PairCost:
-    """Device seconds of a pair, with its share of the controls."""
-
-    device_s: float
-    device: str  # "GPU" or "CPU core"
-
-
 def interim_counts(first_pairs: int, max_pairs: int) -> list[int]:
     """Return the numbers of pairs of up to three evenly spaced analyses."""
     return sorted({first_pairs, round((first_pairs + max_pairs) / 2), max_pairs})

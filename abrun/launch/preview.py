@@ -11,7 +11,6 @@ from rich.text import Text
 from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.launch.budget import Budget, budget_as_json
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
@@ -58,26 +57,23 @@ def check_feasibility(
 def render_preview(
     plan: ExperimentPlan,
     feasible: Feasibility,
-    budget: Budget | Reason,
     num_jobs: int | None = None,
     *,
     is_staged: bool = False,
 ) -> RenderableType:
-    """Return runs in launch order, treatment differences, expected power, cost, and this machine's capacity.
+    """Return runs in launch order, treatment differences, expected power, and this machine's capacity.
 
     The last line says whether this machine can run the plan. `is_staged`: it stops once it is decided.
     """
-    described = _render_plan(plan, budget, can_stage=True, is_staged=is_staged)
+    described = _render_plan(plan, can_stage=True, is_staged=is_staged)
     return Group(*described, *_render_machine(plan, feasible, num_jobs))
 
 
-def render_jobs_preview(
-    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, cluster: ClusterJobs
-) -> RenderableType:
+def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
     """Return the preview with the jobs that a cluster would get, in place of this machine's capacity."""
     if reasons := feasible.problems:
         return Group(
-            *_render_plan(plan, budget),
+            *_render_plan(plan),
             _heading("Why it cannot run on the cluster"),
             *_bullet_list(sentences(reasons)),
         )
@@ -85,12 +81,10 @@ def render_jobs_preview(
     jobs = [
         renderable for name, text in texts.items() for renderable in (_heading(f"Job {name}"), Text(text))
     ]
-    return Group(*_render_plan(plan, budget), *jobs)
+    return Group(*_render_plan(plan), *jobs)
 
 
-def preview_as_json(
-    plan: ExperimentPlan, feasible: Feasibility, budget: Budget | Reason, num_jobs: int | None
-) -> dict[str, Any]:
+def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None) -> dict[str, Any]:
     """Return the preview as JSON. `refusals` are the reasons why the plan cannot run here or there."""
     inert, machine, reasons = find_ineffective_settings(plan), feasible.machine, feasible.problems
     return {
@@ -113,7 +107,6 @@ def preview_as_json(
         "notes": sentences(inert),
         "note_codes": encode_reasons(inert),
         "decided": plan.decided,
-        "budget": budget_as_json(budget),
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": sentences(reasons),
@@ -122,7 +115,7 @@ def preview_as_json(
 
 
 def _render_plan(
-    plan: ExperimentPlan, budget: Budget | Reason, *, can_stage: bool = False, is_staged: bool = False
+    plan: ExperimentPlan, *, can_stage: bool = False, is_staged: bool = False
 ) -> list[RenderableType]:
     recipe = plan.recipe
     arms, seeds = count_text(len(recipe.arms), "arm"), count_text(len(recipe.seeds), "seed")
@@ -143,8 +136,6 @@ def _render_plan(
         _heading("Expected power of the comparison"),
         _render_power(recipe.compare, len(recipe.seeds)),
         *_render_interim(plan, can_stage=can_stage, is_staged=is_staged),
-        _heading("Expected cost"),
-        Text(printable(sentence(budget if isinstance(budget, Reason) else budget.reason))),
     ]
 
 

@@ -8,7 +8,6 @@ from abrun.messages import (
     claim_evidence,
     claims,
     comparing,
-    costs,
     endings,
     fleet,
     gate,
@@ -30,7 +29,7 @@ from abrun.messages.message import Message, render
 from abrun.reasons import Code, Reason
 
 _MODULES = (
-    *(claim_evidence, claims, comparing, costs, endings, fleet, gate, guards, injected, launching),
+    *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),
     *(next_steps, noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
 )
 MESSAGES: dict[Code, Message] = {

@@ -81,6 +81,11 @@ MESSAGES: dict[Code, Message] = {
     Code.SLURM_SILENT: "slurm: {command}: no answer for {seconds:.0f} s; is the controller up?",
     Code.SLURM_NOT_CONFIGURED: "slurm: this host has Slurm's commands, but no cluster configuration "
     "(slurm.conf; {command}: {answer}); launch on a login node, set SLURM_CONF, or use --launcher local",
+    Code.INTERIM_SAVES: "Interim analyses are cheaper: {pairs_if_equal:.3g} pairs on average if the arms are "
+    "equal, at most {max_pairs}; one analysis with the same P(match) takes {fixed_pairs:.3g}; launch with "
+    "{options}",
+    Code.INTERIM_COSTS_MORE: "One analysis is cheaper: {fixed_pairs:.3g} pairs; interim analyses with the "
+    "same P(match) take {pairs_if_equal:.3g} on average if the arms are equal",
     Code.STAGES_NEED_CLAIM: "{recipe}: compare.claims: empty, but --until-decided needs a claim to decide; "
     "declare one, or drop --until-decided",
     Code.STAGES_NEED_TREATMENT: "{recipe}: arms: only a baseline, but --until-decided compares arms; add a "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from abrun.messages.message import Message
-from abrun.messages.numbers import bound_text, interval_text, sample_unit
+from abrun.messages.numbers import bound_text, interval_text
 from abrun.messages.validity import first_and_more
 from abrun.reasons import Code
 
@@ -30,15 +30,6 @@ def _step_range(first: int, last: int, every: int) -> str:
 
 def _compared_on(num_shared: int, first: int, last: int) -> str:
     return f"compared on the {num_shared} steps that all runs have ({first}-{last})"
-
-
-def _read_several_times(arm, num_pairs, paired, false_match, level) -> str:
-    *earlier, latest = map(str, num_pairs)
-    return (
-        f"{_arm_prefix(arm)}these runs were compared {len(num_pairs)} times, at {', '.join(earlier)} and "
-        f"{latest} {sample_unit(paired=paired)}: taking the first match errs in {false_match:.2g} of "
-        f"experiments at the margin, not in {level:g}; compare fresh seeds alone"
-    )
 
 
 def _arm_prefix(arm: str | None) -> str:
@@ -113,10 +104,6 @@ POST_HOC: dict[Code, Message] = {
     Code.PAIRING_CHANGED: "the arms were compared unpaired, which was not declared at launch",
     Code.LEVEL_CHANGED: "alpha, or how many claims must hold, is not what was declared at launch",
     Code.STEP_ONE_DROPPED: "step one was left out, which was not declared at launch",
-    Code.READ_SEVERAL_TIMES: _read_several_times,
-    Code.SEVERAL_COMPARISONS: "{arm:if {arm}: }these runs were compared {num_comparisons} times with "
-    "different claims or interim analyses: the error rate holds only for a comparison declared in advance "
-    "(in simulations with 20 windows, at least one matched falsely in 8 to 29 % of experiments)",
 }
 NOTES: dict[Code, Message] = {
     Code.NOTE_OF_RUNS: "{runs:some}: {note}",

@@ -22,7 +22,6 @@ from abrun.redaction import list_names
 from abrun.runs.layout import RunName
 from abrun.runs.records import Status
 from abrun.runs.traces import StoredTrace
-from abrun.runs.usage import Start
 from abrun.stats.series import EMPTY_SERIES, Array, Series, Steps, intersect_steps
 
 
@@ -40,7 +39,6 @@ class RecordedRun(RunRecording):
     final_sketch: Callable[[], Mapping[str, Array]] = dict  # of the final weights, read on demand
     initial_sketch: Callable[[], Mapping[str, Array]] = dict  # of the initial weights, read on demand
     span_s: tuple[float, float] | None = None  # times of its first start and its end; None: unknown
-    starts: tuple[Start, ...] = ()  # with their device time; only of runs that abrun launched
     runs_per_gpu: int = 1  # maximum number of runs that shared its GPUs, itself included
     mps: bool = False  # they shared them through CUDA's multi-process service
     wandb: str | None = None  # URL of its mirror in wandb
@@ -204,7 +202,6 @@ class RecordedExperiment:
     # Control arms: baselines with an injected fault, and their runs. They have no verdict of their own.
     injected: Mapping[str, InjectedFault] = field(default_factory=dict)
     controls: Mapping[RunName, RecordedRun] = field(default_factory=dict)
-    warm_starts: tuple[Start, ...] = ()  # that the experiment's launchers made
     seeds_known: bool = True  # False: unpaired runs that were numbered
     guessed: tuple[
         Reason, ...

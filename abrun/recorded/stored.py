@@ -1,6 +1,5 @@
 """Loading of experiments from the run store for a comparison."""
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -23,17 +22,14 @@ from abrun.runs.experiment import (
     REFERENCE,
     open_experiment,
     planned_runs,
-    read_warm_starts,
     run_dir,
 )
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.layout import RunName
-from abrun.runs.metrics import StepTimes
 from abrun.runs.migrations import migrate_dotted
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
 from abrun.runs.traces import FOLDER, StoredTrace, read_trace
-from abrun.runs.usage import Start, read_starts
 
 URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
 
@@ -72,7 +68,6 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
         runs={name: run for name, run in loaded.items() if name.arm not in injected},
         injected=injected,
         controls={name: run for name, run in loaded.items() if name.arm in injected},
-        warm_starts=_read_warm_starts(experiment_dir, loaded),
         trace=_read_trace(experiment_dir, loaded),
     )
 
@@ -154,7 +149,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 
 
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
-    rows = run.metric_rows()
+    metrics = run.metrics()
     state = run.state(name)
     record, launches, result = run.record() if run.exists else None, run.launches(), run.result
     return RecordedRun(
@@ -165,7 +160,7 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         identity=asdict(record.name) if record else None,
         config=display_safe_tree(_dotted_config(record)) if record else None,
         environment=display_safe_tree(run.environment()),
-        metrics={display_safe(metric): series for metric, series in rows.series().items()},
+        metrics={display_safe(metric): series for metric, series in metrics.items()},
         code=tuple(map(display_safe, run.code_versions())),
         unread={display_safe(metric): display_safe(text.at) for metric, text in result.text_values.items()},
         dropped={display_safe(metric): text.steps for metric, text in result.text_values.items()},
@@ -175,7 +170,6 @@ def _read_run(run: RunDir, name: RunName) -> RecordedRun:
         final_sketch=run.final_sketch,
         initial_sketch=run.initial_sketch,
         span_s=_span_s(run),
-        starts=_read_starts(run, record, rows.step_times()),
         runs_per_gpu=max((launch.runs_per_gpu for launch in launches), default=1),
         mps=any(launch.mps for launch in launches),
     )
@@ -185,30 +179,6 @@ def _span_s(run: RunDir) -> tuple[float, float] | None:
     attempts = run.attempts()
     started_s, ended_s = (attempts[0].started_s, attempts[-1].ended_s) if attempts else (None, None)
     return None if started_s is None or ended_s is None else (started_s, ended_s)
-
-
-def _read_starts(run: RunDir, record: RunRecord | None, times: StepTimes) -> tuple[Start, ...]:
-    """Return the starts of a run with their device time."""
-    if record is None:
-        return ()
-    try:
-        config = parse_stored_run(record.config)
-    except RecipeError:  # written by another version
-        return tuple(read_starts(run, record.config, None, times))
-    num_devices = config.cluster.nodes * config.devices_per_node
-    return tuple(read_starts(run, record.config, num_devices, times))
-
-
-def _read_warm_starts(experiment_dir: Path, runs: Mapping[RunName, RecordedRun]) -> tuple[Start, ...]:
-    """Return the starts of warm starts that a launcher of this experiment made: others share them."""
-    launchers = {start.launcher for run in runs.values() for start in run.starts} - {None}
-    starts: list[Start] = []
-    for state, _ in read_warm_starts(experiment_dir, list(runs)):
-        run = RunDir(state.directory)
-        with contextlib.suppress(StoreError), wrap_read_errors(run.path):
-            record = run.record() if run.exists else None
-            starts += _read_starts(run, record, run.metric_rows().step_times())
-    return tuple(start for start in starts if start.launcher in launchers)
 
 
 def _mirror_url(run: RunDir) -> str | None:

@@ -37,7 +37,7 @@ from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run
 from abrun.verdict.seed_noise import describe_one_arm
-from abrun.verdict.verdict_file import VerdictFile, arms_with_tests, as_json, build_verdict_file
+from abrun.verdict.verdict_file import VerdictFile, as_json, build_verdict_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,20 +186,24 @@ def compare(
         raise ComparisonError(Code.NO_FIGURES(missing=missing))
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
-    earlier = find_earlier_claim_tests(
-        {experiment.directory or Path(), *([output.parent] if output is not None else [])}
-    )
-    if experiment.compare.interim and not experiment.has_recipe:  # a launch has an order of its own
-        experiment = in_reported_order(experiment, earlier)
+    keeps_order = bool(experiment.compare.interim) and not experiment.has_recipe  # a launch has its own order
+    if keeps_order:
+        folders = {experiment.directory or Path(), *([output.parent] if output is not None else [])}
+        experiment = in_reported_order(experiment, find_earlier_claim_tests(folders))
     arms = judge(experiment, experiment.compare.claims) if experiment.treatments else []
     one_arm = None if arms else describe_one_arm(experiment)
     post_hoc_reason = None
     if arms or (one_arm and one_arm.claims):
         post_hoc_reason = find_post_hoc_reason(experiment, declared or experiment.compare)
-    content = build_verdict_file(experiment, arms, post_hoc_reason, earlier, one_arm)
-    tested = arms_with_tests([*arms, *([one_arm] if one_arm else [])])
-    readings = [make_claim_test(experiment, arm.arm) for arm in tested]
-    files = [] if output is None else write_report(experiment, content, output, formats, command, readings)
+    content = build_verdict_file(experiment, arms, post_hoc_reason, one_arm)
+    claim_tests = [
+        make_claim_test(experiment, arm.arm)
+        for arm in arms
+        if keeps_order
+        and arm.verdict != "INVALID"
+        and any(result.result != "not tested" for result in arm.claims)
+    ]
+    files = [] if output is None else write_report(experiment, content, output, formats, command, claim_tests)
     steps_to_take = next_steps(experiment, content, command)
     return Comparison(content=content, arms=arms, files=files, next_steps=steps_to_take)
 

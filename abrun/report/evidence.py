@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from abrun.messages import sentence, sentences
-from abrun.messages.costs import PARTS, amount_text, device_time_unit, part_seconds
 from abrun.messages.numbers import (
     deviation_text,
     difference_text,
     interval_level_text,
     more_text,
-    percent_text,
 )
-from abrun.present.tables import Table, columns
 from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.redaction import yaml_text
 from abrun.report.injected import caught_sentence
@@ -26,7 +23,6 @@ from abrun.verdict.description import Description
 from abrun.verdict.divergence import Divergence, UlpGrowth
 from abrun.verdict.final_weights import FinalWeights
 from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.spent import Spent
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile, select_arm
@@ -71,8 +67,6 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
             yield f"{label_prefix}interim analyses", text
     if content.sensitivity:
         yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
-    if content.spent:
-        yield "spent", sentence(content.spent.reason)
     if content.not_tested:
         yield "not tested", "; ".join(sentences(content.not_tested))
     for guess in content.guessed:
@@ -321,21 +315,3 @@ def _spread_text(claim: ClaimResult) -> str | None:
         ratio = f"{unpaired_sd / paired_sd:.2g}x below that of unpaired differences"
         text += f", {ratio} ({unpaired_sd:.3g})"
     return text
-
-
-# --- device time ---
-
-
-def spent_table(spent: Spent) -> Table | None:
-    """Return the device time of an experiment by purpose; None if all of it had one purpose."""
-    seconds = part_seconds(asdict(spent))
-    if len(seconds) < 2:
-        return None
-    unit, unit_s = device_time_unit(spent.held_s, spent.device)
-    rows = []
-    for label, part_s in {**seconds, "all": spent.held_s}.items():
-        rows.append((label, amount_text(part_s / unit_s), percent_text(part_s / spent.held_s)))
-        if label == PARTS["steps_s"] and spent.generation_s:
-            share = percent_text(spent.generation_s / spent.held_s)
-            rows.append(("of which generation", amount_text(spent.generation_s / unit_s), share))
-    return Table(columns("spent on", unit, "share", numeric=(unit, "share")), rows)

@@ -9,10 +9,9 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.designs import Designs, PairCost, design_reason, propose_designs
+from abrun.experiment.designs import Designs, design_reason, propose_designs
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
 from abrun.messages import sentence
-from abrun.messages.costs import device_time_text
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
 from abrun.present.tables import Table, columns
@@ -118,7 +117,6 @@ class PowerPlan:
     correlation: float | None = None
     seeds: Sequence[int] = ()
     num_treatments: int = 1
-    cost: PairCost | None = None  # of a pair, if it is known
 
     @cached_property
     def claims(self) -> list[PlannedClaim]:
@@ -179,7 +177,6 @@ class PowerPlan:
             "claims": [self._claim_json(plan.claim, plan.spread, plan.power) for plan in self.claims],
             "designs": self.designs and asdict(self.designs),
             "design_code": self.designs and encode_reasons(self._design_reason(self.designs)),
-            "pair_cost": self.cost and asdict(self.cost),
         }
 
     def _claim_json(self, claim: Claim, spread: Spread | None, power: ClaimPower | None) -> dict[str, Any]:
@@ -245,8 +242,7 @@ class PowerPlan:
 
     def _render_designs(self, designs: Designs) -> list[RenderableType]:
         """Return the expected cost of both designs, and which one is cheaper."""
-        headings, cost = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"], self.cost
-        headings += ["cost if equal", "cost at the margin"] if cost else []
+        headings = [f"P({self._pass_word})", "pairs if equal", "pairs at the margin"]
         rows = []
         for design, numbers in (
             (
@@ -255,11 +251,7 @@ class PowerPlan:
             ),
             ("one analysis", (designs.fixed_pairs, designs.fixed_pairs)),
         ):
-            row = [design, percent_text(designs.power), *(f"{number:.3g}" for number in numbers)]
-            row += (
-                [device_time_text(number * cost.device_s, cost.device) for number in numbers] if cost else []
-            )
-            rows.append(row)
+            rows.append([design, percent_text(designs.power), *(f"{number:.3g}" for number in numbers)])
         return [
             Text("\nExpected cost with and without interim analyses", style="bold"),
             Table(columns("design", *headings, numeric=headings), rows),

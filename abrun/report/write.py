@@ -36,7 +36,7 @@ from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import display_safe
 from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import evidence_lines, spent_table
+from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.report.noise import ALONE_NOTE, new_run_tables, noise_tables
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
@@ -75,12 +75,12 @@ def write_report(
     output: Path,
     formats: Collection[str],
     command: str | None = None,
-    readings: Sequence[ClaimTest] = (),
+    claim_tests: Sequence[ClaimTest] = (),
 ) -> list[Path]:
     """Write the report in these formats and return the files. Raise ComparisonError if that fails.
 
     Everything is computed from the runs: files already in the folder may be someone else's. The stamp file
-    keeps the `readings` of this report and of earlier ones in the folder.
+    keeps the `claim_tests` of this report and of earlier ones in the folder; without any, none is written.
     """
     report_context = make_context(experiment, content, command)
     verdict, page, report = files = [output / name for name in (VERDICT, PAGE, "report.md")]
@@ -93,8 +93,9 @@ def write_report(
             from abrun.report.page import render_page
 
             write_file(page, render_page(experiment, content, report_context).encode(), mode=PUBLIC_MODE)
-        history = sorted((test.as_json() for test in {*readings, *read_claim_tests(output)}), key=str)
-        write_json(output / STAMP_FILE, {"readings": history})
+        if claim_tests:
+            history = sorted((test.as_json() for test in {*claim_tests, *read_claim_tests(output)}), key=str)
+            write_json(output / STAMP_FILE, {"readings": history})
         if "json" in formats:
             write_json(verdict, as_json(content), mode=PUBLIC_MODE)
         if "markdown" in formats:
@@ -164,8 +165,6 @@ def render_markdown(content: VerdictFile, report_context: Context, images: Seque
     for table in _make_tables(content):
         lines += ["", *table.to_markdown()]
     folded = [escape_markdown(_comparison_note(content)), "", *_fact_items(content, report_context)]
-    if table := content.spent and spent_table(content.spent):
-        folded += ["", *table.to_markdown()]
     figures = [f"![{name.rsplit('.', 1)[0]}]({name})" for name in images]
     summary = "Evidence and curves" if figures else "Evidence"
     lines += ["", f"<details><summary>{summary}</summary>", "", *folded]

@@ -1,10 +1,9 @@
-"""Rows of metrics.jsonl as series and as times; rows of validation.jsonl; sketches of the weights."""
+"""Rows of metrics.jsonl as series; rows of validation.jsonl; sketches of the weights."""
 
 import contextlib
-import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.metric_names import CHECKPOINT_TIME, GENERATION_TIME, STEP_TIME, VALIDATION_TIME
 from abrun.reasons import Code
 from abrun.redaction import shortened
 from abrun.regular_files import read_regular
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.lines import LineReader, row_problem, step_problem
 from abrun.runs.records import MAX_ATTEMPT
-from abrun.runs.schemas import MAX_TIME_S
 from abrun.stats.series import Array, Series, Steps
 
 MAX_SKETCH_BYTES = 1 << 28
@@ -35,83 +32,18 @@ class ValidationRow:
     lengths: Array  # [P], completion lengths in tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepTimes:
-    """Seconds of the steps of all attempts [R], in the order of the file, also of steps that were repeated.
+def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
+    """Return the metrics of a metrics.jsonl by name.
 
-    An attempt's seconds of a step that it recorded twice are those of the last row.
-    """
-
-    attempts: NDArray[np.int64]
-    time_s: Array  # when the row was written; NaN if unknown
-    step_s: Array  # without checkpoints; NaN for a row without a step time
-    generation_s: Array  # within step_s
-    checkpoint_s: Array
-    validation_s: Array
-    counts: NDArray[np.bool_]  # False for a step that a later attempt repeated
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MetricRows:
-    """The rows of a run's metrics.jsonl."""
-
-    tables: "list[_MetricTable]"
-
-    def series(self) -> dict[str, Series]:
-        """Return the metrics by name. Rows of one step and attempt are merged; the last attempt wins."""
-        return _build_series(self.tables)
-
-    def step_times(self) -> StepTimes:
-        """Return when each row was written and what its step took."""
-        lines, steps, attempts = (
-            self._join(lambda table, key=key: np.asarray(getattr(table, key), np.int64))
-            for key in ("lines", "steps", "attempts")
-        )
-        time_s = self._join(lambda table: np.asarray(table.times, np.float64))
-        step_s, checkpoint_s = self._seconds(STEP_TIME), np.nan_to_num(self._seconds(CHECKPOINT_TIME))
-        newest = dict(zip(map(id, self.tables), _newest_attempt_rows(self.tables), strict=True))
-        counts = self._join(lambda table: _as_mask(newest[id(table)], len(table.steps)))
-        is_kept = np.isnan(step_s)
-        timed_rows = np.flatnonzero(~is_kept)
-        timed_rows = timed_rows[np.lexsort([values[timed_rows] for values in (lines, steps, attempts)])]
-        is_last = np.ones(len(timed_rows), bool)
-        is_last[:-1] = (np.diff(steps[timed_rows]) != 0) | (np.diff(attempts[timed_rows]) != 0)
-        is_kept[timed_rows[is_last]] = True
-        rows = np.argsort(lines)
-        rows = rows[is_kept[rows]]
-        return StepTimes(
-            attempts=attempts[rows],
-            time_s=time_s[rows],
-            step_s=np.maximum(step_s - checkpoint_s, 0)[rows],
-            generation_s=np.nan_to_num(self._seconds(GENERATION_TIME))[rows],
-            checkpoint_s=checkpoint_s[rows],
-            validation_s=np.nan_to_num(self._seconds(VALIDATION_TIME))[rows],
-            counts=counts[rows],
-        )
-
-    def _seconds(self, metric: str) -> Array:
-        """Return a metric of all rows [R], table by table; NaN if negative, infinite or not recorded."""
-        values = self._join(
-            lambda table: table.column(metric) if metric in table.names else np.full(len(table.steps), np.nan)
-        )
-        return np.where(np.isfinite(values) & (values >= 0), values, np.nan)
-
-    def _join(self, column: "Callable[[_MetricTable], NDArray[Any]]") -> NDArray[Any]:
-        return np.concatenate([column(table) for table in self.tables]) if self.tables else np.empty(0, int)
-
-
-def read_metric_rows(path: Path, *, finished: bool) -> MetricRows:
-    """Return the rows of a metrics.jsonl.
-
-    A torn last line is skipped unless the run is `finished`. Raises StoreError, naming file and line, for a
-    damaged row.
+    Rows of one step and attempt are merged; the last attempt wins. A torn last line is skipped unless the run
+    is `finished`. Raises StoreError, naming file and line, for a damaged row.
     """
     tables: dict[tuple[str, ...], _MetricTable] = {}
     for number, row in _numbered_rows(path, finished=finished):
         problem = _add_row(tables, number, row)
         if problem:
             raise StoreError(Code.METRICS_LINE_INVALID(path=path, line=number, problem=problem))
-    return MetricRows(list(tables.values()))
+    return _build_series(list(tables.values()))
 
 
 def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
@@ -170,7 +102,6 @@ class _MetricTable:
     lines: "array[int]" = field(default_factory=lambda: array("q"))
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     attempts: "array[int]" = field(default_factory=lambda: array("q"))
-    times: "array[float]" = field(default_factory=lambda: array("d"))  # NaN if unknown
     values: "array[float]" = field(default_factory=lambda: array("d"))  # row after row
 
     def column(self, name: str) -> Array:
@@ -197,7 +128,6 @@ def _add_row(tables: dict[tuple[str, ...], _MetricTable], number: int, row: dict
     table.lines.append(number)
     table.steps.append(step)
     table.attempts.append(attempt)
-    table.times.append(time_s if isinstance(time_s, int | float) and abs(time_s) < MAX_TIME_S else math.nan)
     tables[names] = table
     return None
 
@@ -238,12 +168,6 @@ def _newest_attempt_rows(tables: Sequence[_MetricTable]) -> list[NDArray[np.bool
     return [
         values == newest[where] for values, where in zip(attempts, np.split(step_indices, ends), strict=True)
     ]
-
-
-def _as_mask(rows: NDArray[np.bool_] | slice, count: int) -> NDArray[np.bool_]:
-    mask = np.zeros(count, bool)
-    mask[rows] = True
-    return mask
 
 
 def _last_line_of_each_step(steps: Steps, lines: NDArray[np.int64]) -> NDArray[np.int64] | slice:

@@ -72,7 +72,7 @@ from abrun.runs.schemas import checked
 from abrun.runs.writer import RunWriter
 
 if TYPE_CHECKING:
-    from abrun.runs.metrics import MetricRows, ValidationRow
+    from abrun.runs.metrics import ValidationRow
     from abrun.stats.series import Array, Series
 
 MAX_RECORD_BYTES = 1 << 21  # of config.json and environment.json, which are shown in full
@@ -361,13 +361,9 @@ class RunDir:
 
     def metrics(self) -> "dict[str, Series]":
         """Return every metric by step; see abrun.runs.metrics."""
-        return self.metric_rows().series()
+        from abrun.runs.metrics import read_metrics  # imports numpy, which `status` does not need
 
-    def metric_rows(self) -> "MetricRows":
-        """Return the rows of metrics.jsonl; see abrun.runs.metrics."""
-        from abrun.runs.metrics import read_metric_rows  # imports numpy, which `status` does not need
-
-        return read_metric_rows(self.path / layout.METRICS, finished=self.finished)
+        return read_metrics(self.path / layout.METRICS, finished=self.finished)
 
     def validations(self) -> "dict[int, ValidationRow]":
         """Return the validations by step, ascending; the last attempt wins."""

@@ -6,9 +6,8 @@ declared numbers of pairs. At the edge of the margin that distribution depends o
 alpha-spending functions for normal statistics are inaccurate at so few pairs. Imports scipy.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -18,7 +17,6 @@ from abrun.stats.equivalence import ALPHA
 
 Spending = Literal["equal", "rising"]  # how interim analyses share the level
 _NUM_EXPERIMENTS = 200_000  # simulated; a level of 0.05 is accurate to 0.0005
-_MAX_PAIRS = 60  # simulated for repeated readings; also the maximum number of readings
 
 
 def interim_level(counts: Sequence[int], level: float = ALPHA) -> float:
@@ -39,25 +37,6 @@ def interim_levels(counts: Sequence[int], level: float = ALPHA, spending: Spendi
     else:  # Bonferroni: there are too few draws this far out in the tail
         final_level = level / sum(shares)
     return [final_level * share for share in shares]
-
-
-def simulate_familywise_error(readings: Sequence[Collection[str]], level: float = ALPHA) -> float:
-    """Return the probability that at least one of several tests, each at `level`, rejects by chance.
-
-    Each reading is a set of pairs. Rates are simulated for normal differences.
-    """
-    # Pairs are numbered in the order of the readings, so the draws do not depend on their names.
-    names = dict.fromkeys(name for reading in readings for name in sorted(reading))
-    pairs = {name: row for row, name in enumerate(islice(names, _MAX_PAIRS))}
-    normals = np.random.default_rng(0).standard_normal((len(pairs), _NUM_EXPERIMENTS // 5))
-    significant = np.zeros(normals.shape[1], bool)
-    for reading in islice(readings, _MAX_PAIRS):
-        rows = sorted(pairs[name] for name in reading if name in pairs)
-        if len(rows) > 1:
-            sample = normals[rows]
-            error = sample.std(axis=0, ddof=1) / np.sqrt(len(rows))
-            significant |= sample.mean(axis=0) > special.stdtrit(len(rows) - 1, 1 - level) * error
-    return float(significant.mean())
 
 
 @cache

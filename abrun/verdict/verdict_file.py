@@ -1,6 +1,6 @@
 """Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from abrun.errors import StoreError
 from abrun.logs.log import Axis
 from abrun.messages import records
 from abrun.reasons import Code, Reason
-from abrun.recorded.claim_tests import ClaimTest
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.redaction import shortened
 from abrun.runs.files import read_json
@@ -22,10 +21,8 @@ from abrun.verdict.guards import Guard, Saving
 from abrun.verdict.injected import Sensitivity, measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
 from abrun.verdict.new_run import NewRun
-from abrun.verdict.readings import Readings, count_readings, reading_notes
 from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
 from abrun.verdict.seed_noise import OneArm, SeedNoise
-from abrun.verdict.spent import Spent, measure_spent
 from abrun.verdict.step_one import StepOne
 from abrun.verdict.trace import Trace, describe_trace
 
@@ -43,6 +40,8 @@ _EVIDENCE = (
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _WITHOUT_CLAIM = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)  # reasons of a description
+# Reasons of stored files that counted how often runs had been compared.
+_REMOVED_CODES = ("read_several_times", "several_comparisons")
 _REASON = "#/$defs/Reason"
 _ENVIRONMENT = ("python", "versions", "devices", "hosts", "drivers", "precision")
 
@@ -77,7 +76,6 @@ class VerdictFile:
     final_weights: list[FinalWeights]
     savings: list[Saving]  # step time and peak memory relative to the baseline
     arms: dict[str, ArmSection]
-    readings: list[Readings]  # one per treatment with tested claims, including this comparison
     not_tested: list[Reason]  # what the verdict does not cover
     guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
     # Decisions of launch and reading, runs of different code, arms of different precision.
@@ -86,7 +84,6 @@ class VerdictFile:
     environments: list[RunEnvironment]
     sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
-    spent: Spent | None = None  # device time of runs that abrun launched
     new_runs: list[NewRun] = field(default_factory=list)  # a single run beside several of the other arm
     seed_noise: list[SeedNoise] = field(default_factory=list)  # of one arm alone
     trace: Trace | None = None  # result of `abrun trace`
@@ -101,20 +98,16 @@ def build_verdict_file(
     experiment: RecordedExperiment,
     arms: Sequence[ArmVerdict],
     post_hoc: Reason | None,
-    earlier: Collection[ClaimTest] = (),
     one_arm: OneArm | None = None,
 ) -> VerdictFile:
     """Build the content of `verdict.json` from the arms' verdicts.
 
-    `post_hoc` is the reason why the comparison was not declared before the runs, or None. `earlier` are the
-    comparisons of the reports in neighbouring folders. `one_arm`: without a treatment, the description of the
-    baseline.
+    `post_hoc` is the reason why the comparison was not declared before the runs, or None. `one_arm`:
+    without a treatment, the description of the baseline.
     """
     judged = [*arms, *([one_arm] if one_arm else [])]
     verdict = worst_verdict([section.verdict for section in judged])
     reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
-    readings = [count_readings(experiment, arm.arm, earlier) for arm in arms_with_tests(judged)]
-    notes = _reading_notes(experiment, readings, post_hoc, len(arms))
     has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
     has_no_claim |= one_arm is not None and not experiment.compare.claims
     return VerdictFile(
@@ -128,7 +121,6 @@ def build_verdict_file(
             *experiment.left_out,
             *grid_notes(experiment, [arm.arm for arm in arms if arm.verdict != "INVALID"]),
             *([Code.POST_HOC(why=post_hoc)] if post_hoc else []),
-            *notes,
             *code_notes(experiment),
         ],
         post_hoc=post_hoc is not None,
@@ -140,7 +132,6 @@ def build_verdict_file(
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
         },
-        readings=readings,
         not_tested=list(dict.fromkeys(reason for arm in arms for reason in arm.not_tested)),
         guessed=list(experiment.guessed),
         notes=[*environment_notes(experiment), *experiment.decided, *_reading_problems(experiment)],
@@ -148,7 +139,6 @@ def build_verdict_file(
         environments=_group_environments(experiment),
         sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
-        spent=measure_spent(experiment),
         seed_noise=one_arm.seed_noise if one_arm else [],
         trace=describe_trace(experiment),
     )
@@ -177,29 +167,6 @@ def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
         yield Code.NOTE_OF_RUNS(runs=runs, note=note)
     if isinstance(experiment.trace, Reason):
         yield experiment.trace
-
-
-def arms_with_tests(arms: Sequence[ArmVerdict | OneArm]) -> list[ArmVerdict | OneArm]:
-    """Return the arms with a tested claim; an INVALID one has none."""
-    return [
-        arm
-        for arm in arms
-        if arm.verdict != "INVALID" and any(result.result != "not tested" for result in arm.claims)
-    ]
-
-
-def _reading_notes(
-    experiment: RecordedExperiment, readings: Sequence[Readings], post_hoc: Reason | None, num_arms: int
-) -> list[Reason]:
-    """Return the notes on earlier comparisons; none if the claims were declared before the runs."""
-    if post_hoc is None and experiment.directory is not None and not experiment.regression:
-        return []
-    paired = experiment.compare.paired
-    return [
-        note
-        for arm_readings in readings
-        for note in reading_notes(arm_readings, paired=paired, arms=num_arms)
-    ]
 
 
 def select_arm(content: VerdictFile, arm: str) -> VerdictFile:
@@ -261,7 +228,7 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        restored = records.restore_reasons(_with_note_codes(content))
+        restored = records.restore_reasons(_with_known_codes(content))
         restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
@@ -273,11 +240,15 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
 
 
-def _with_note_codes(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping with a code for every note; a note whose code is unknown today becomes its text."""
+def _with_known_codes(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping with a code of today for every note and every reason of a removed code: its text."""
     codes_and_texts = zip(content["note_codes"], content["notes"], strict=True)
     notes = [records.stored_reason(code, text) for code, text in codes_and_texts]
-    return {**content, "note_codes": records.encode_reasons(notes)}
+    reasons = [
+        records.encode_reasons(Code.FOREIGN_TEXT(text=text)) if code["code"] in _REMOVED_CODES else code
+        for code, text in zip(content["reason_codes"], content["reasons"], strict=True)
+    ]
+    return {**content, "note_codes": records.encode_reasons(notes), "reason_codes": reasons}
 
 
 def json_schema() -> dict[str, Any]:

@@ -33,10 +33,8 @@ from typing import Any
 from abrun.errors import AbrunError
 from abrun.experiment.preflight.machine import find_gpus
 from abrun.recipe.experiment import load_recipe
-from abrun.recorded.stored import load_experiment
 from abrun.runs.experiment import open_experiment, planned_runs, run_dir
 from abrun.runs.files import write_json
-from abrun.verdict.spent import measure_spent
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import (
     REPOSITORY,
@@ -52,7 +50,7 @@ RECIPE = REPOSITORY / "recipes" / "evidence" / "smollm2-grpo-fused.yaml"
 SCHEDULINGS = ("before", "now")
 JUDGED = ("verdict", "claims", "step_one", "sensitivity")  # fields of a verdict that no clock changes
 HEADER = (
-    *("scheduling", "on a device", "wall, s", "device-hours", "useful", "first step, s", "run, s"),
+    *("scheduling", "on a device", "wall, s", "device-hours", "first step, s", "run, s"),
     *("runs", "verdict"),
 )
 
@@ -111,13 +109,11 @@ class Scheduling:
         record, runs = self.read_record(), run_seconds(self.directory)
         wall_s = sum(record["wall_s"])
         num_runs = f"{len(runs)} of {len(planned_runs(self.directory))}"
-        useful_share = self.useful_share() if record["is_complete"] else None
         return markdown_row(
             self.name,
             self.runs_per_device,
             f"{wall_s:.0f}",
             f"{wall_s * self.num_devices / 3600:.3f}",
-            "-" if useful_share is None else f"{useful_share:.0%}",
             first_and_later(run.first_step_s for run in runs),
             first_and_later(run.whole_s for run in runs),
             num_runs,
@@ -128,11 +124,6 @@ class Scheduling:
     def runs_per_device(self) -> int:
         cluster = open_experiment(self.directory)["recipe"]["cluster"]
         return cluster.get("runs_per_gpu", 1)  # older code has no such key
-
-    def useful_share(self) -> float | None:
-        """Return the share that the report gives; older code had none, and its runs are read alike."""
-        spent = measure_spent(load_experiment(self.directory))
-        return spent.useful_share if spent else None
 
 
 def judged_fields(verdict: dict[str, Any]) -> dict[str, Any]:

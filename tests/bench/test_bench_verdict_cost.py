@@ -80,7 +80,7 @@ def test_an_experiment_launched_both_ways_has_one_verdict_and_equal_metrics(
     bench(tmp_path, monkeypatch)
     *_, before, now, result = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (before, now)]
-    assert [row[0] for row in cells] == ["before", "now"] and cells[0][7] == cells[1][7] == "4 of 4"
+    assert [row[0] for row in cells] == ["before", "now"] and cells[0][6] == cells[1][6] == "4 of 4"
     assert float(cells[0][3]) == pytest.approx(float(cells[0][2]) / 3600, abs=2e-3)
     assert float(cells[1][3]) == pytest.approx(3 * float(cells[1][2]) / 3600, abs=2e-3)
     assert re.fullmatch(

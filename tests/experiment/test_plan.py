@@ -25,8 +25,7 @@ def plan_of(*overrides: str) -> ExperimentPlan:
 
 def dry_run(plan: ExperimentPlan) -> str:
     shown = io.StringIO()
-    budget = Code.NO_BUDGET()
-    Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan), budget))
+    Console(width=100, file=shown).print(render_preview(plan, check_feasibility(plan)))
     return shown.getvalue()
 
 

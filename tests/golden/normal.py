@@ -20,11 +20,6 @@ MACHINE = re.compile(r"This machine \(.*?\) runs \d+ at once")
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
 DURATION = re.compile(r"\d(?<=\W\d):\d\d(?=$| elapsed| ─)", re.M)
 STARTED = re.compile(r"^HH:MM:SS \S+: started, .*\n", re.M)  # not printed of a run that ended at once
-# The device time of a real launch; that of written runs is the same every time
-SPENT = re.compile(r"[\d.]+ core-\w+: \d+ % runs without step times(?:, \d+ % idle devices and shares)?")
-SPENT_ROWS = re.compile(
-    r"^\| spent on \| core-\w+ \| share \|\n.*\n\| runs without step times \|(?:.*\n)+?\| all \|.*\n", re.M
-)
 HASH_OF_PATHS = re.compile(r"(?<=-report-)[0-9a-f]{8}\b")
 
 
@@ -45,8 +40,6 @@ class Normaliser:
             (CLOCK, "HH:MM:SS "),
             (DURATION, "M:SS"),
             (HASH_OF_PATHS, "HASH"),
-            (SPENT, "DEVICE TIME"),
-            (SPENT_ROWS, "DEVICE TIME\n"),
             (MACHINE, "This machine (DEVICES) runs N at once"),
             # Patterns that begin with text are searched for much faster than those with \b in front.
             (re.compile(rf"(?:{days})(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"), "DATE"),
@@ -88,8 +81,6 @@ def figures(values: Sequence[float | None]) -> dict[str, Any]:
 def _shortened(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping) and value.get("unknown_s"):
-        return "DEVICE TIME"  # of a real launch
     if isinstance(value, Mapping):
         return {key: _shortened(item) for key, item in value.items()}
     if not isinstance(value, list):

@@ -11,7 +11,6 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from abrun.cli import app
-from abrun.experiment.designs import PairCost
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.stored import load_experiment
@@ -74,17 +73,17 @@ def test_a_spread_that_was_measured_in_other_runs_is_planned_with_and_said(
 
 
 @pytest.mark.parametrize("margin", [1.5, "1.5 sigma"])
-def test_both_designs_are_shown_with_their_cost(margin):
+def test_both_designs_are_shown_with_their_pairs(margin):
     """`tests/experiment/test_designs.py` checks the numbers."""
     claim = reward_margin(margin=margin, sigma=1.0, correlation=0.5)
     compare = Compare(claims=[claim], interim=[3, 6, 12])
-    text = shown(PowerPlan("next", compare, 12, cost=PairCost(1800.0, "GPU")).render())
+    text = shown(PowerPlan("next", compare, 12).render())
     assert "interim analyses at 3, 6, 12 pairs" in text and "one analysis" in text
-    assert "Interim analyses are cheaper: " in text and text.count("GPU-hours") == 4
-    plan = PowerPlan("next", compare, 12, cost=PairCost(1800.0, "GPU")).as_json()
+    assert "Interim analyses are cheaper: " in text
+    plan = PowerPlan("next", compare, 12).as_json()
     designs = plan["designs"]
     assert 3 < designs["pairs_if_equal"] < designs["fixed_pairs"] < designs["pairs_at_margin"] <= 12
-    assert plan["design_code"]["code"] == "interim_saves" and plan["pair_cost"]["device_s"] == 1800.0
+    assert plan["design_code"]["code"] == "interim_saves"
     undeclared = shown(PowerPlan("next", Compare(claims=[claim]), 12, seeds=range(12)).render())
     assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 1" in undeclared
 

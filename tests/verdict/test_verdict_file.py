@@ -1,7 +1,7 @@
 """verdict.json keeps the contract that its published schema states."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jsonschema
@@ -87,6 +87,28 @@ def test_a_file_with_codes_that_cannot_be_read_is_refused(tmp_path, change):
     with pytest.raises(StoreError) as refused:
         read_verdict_file(path)
     assert refused.value.code == Code.VERDICT_DAMAGED
+
+
+def test_a_file_with_device_time_and_counted_comparisons_is_read_without_them(tmp_path):
+    path = tmp_path / "verdict.json"
+    content = as_json(verdict([claim()]))
+    expected = verdict([claim()])
+    path.write_text(
+        json.dumps(
+            content
+            | {
+                "spent": {"device": "GPU", "held_s": 200.0, "useful_share": 0.8},
+                "readings": [{"arm": "treatment", "num_pairs": [3, 5], "false_match": 0.08}],
+                "reasons": [*content["reasons"], "these runs were compared 2 times"],
+                "reason_codes": [
+                    *content["reason_codes"],
+                    {"code": "read_several_times", "values": {"num_pairs": [3, 5], "level": 0.05}},
+                ],
+            }
+        )
+    )
+    repeated = Code.FOREIGN_TEXT(text="these runs were compared 2 times")
+    assert read_verdict_file(path) == replace(expected, reasons=[*expected.reasons, repeated])
 
 
 @dataclass

@@ -67,7 +67,6 @@ VERDICT = VerdictFile(
     final_weights=[],
     savings=[],
     arms={},
-    readings=[],
     not_tested=[],
     guessed=[],
     notes=[],

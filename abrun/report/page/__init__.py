@@ -17,16 +17,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from abrun.messages import sentence
 from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.context import Context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import spent_table
 from abrun.report.page import charts
 from abrun.report.page.metrics import metric_rows
 from abrun.report.panels import memory_peaks
 from abrun.verdict.claims import ClaimResult
-from abrun.verdict.spent import Spent
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 STYLES = ("uPlot.min.css", "page.css")
@@ -119,20 +116,10 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         "mismatch": TOKEN_MULT_PROB_ERROR if TOKEN_MULT_PROB_ERROR in metrics[:num_drawn] else None,
         "mismatch_limit": experiment.compare.guards.token_mult_prob_error_median,
         "memory": peaks and asdict(peaks),
-        "spent": content.spent and _spent_json(content.spent),
         "context": context
         and {**asdict(context), "next_steps": [step.as_json() for step in context.next_steps]},
     }
     return [_script("report", _encode_json(report)), *blocks]
-
-
-def _spent_json(spent: Spent) -> dict[str, Any]:
-    table = spent_table(spent)
-    return {
-        "sentence": sentence(spent.reason),
-        "columns": table and [column.title for column in table.columns],
-        "rows": table and table.rows,
-    }
 
 
 def _chart_blocks(

@@ -235,7 +235,7 @@ function sensitivitySection() {
 
 function costSection() {
   const list = content.savings || [];
-  if (!list.length && !report.memory && !report.spent) return null;
+  if (!list.length && !report.memory) return null;
   const bytes = (value) =>
     value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
   const shown = (saving, value) =>
@@ -273,15 +273,6 @@ function costSection() {
         )
       : null,
     report.memory ? memoryBars(report.memory) : null,
-    report.spent
-      ? [
-          el("h3", {}, "Device time"),
-          el("p", {}, `${report.spent.sentence}.`),
-          report.spent.rows
-            ? table("Device time", report.spent.columns.map((title, at) => [title, at ? "right" : ""]), report.spent.rows)
-            : null,
-        ]
-      : null,
   );
 }
 

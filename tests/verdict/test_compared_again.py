@@ -1,4 +1,4 @@
-"""Runs that are compared more than once: what the reports say of it, and what the next command is."""
+"""Runs that are compared more than once: the next command, the pairs of a declared look, and error rates."""
 
 import csv
 import json
@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
 from abrun.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
 from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
-from abrun.stats.sequential import interim_level, simulate_familywise_error
+from abrun.stats.sequential import interim_level
 from tests.bench.bench_readings import repeated, windows_tried
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -65,110 +64,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def repeats(comparison: Comparison) -> list[Reason]:
-    codes = (Code.READ_SEVERAL_TIMES, Code.SEVERAL_COMPARISONS)
-    return [reason for reason in comparison.content.reasons if reason.code in codes]
-
-
-# --- what the report says ---
-
-
-def test_pairs_added_to_runs_that_were_read_are_counted(here: Path, snapshot: Snapshot) -> None:
-    write_runs(here / "r", range(3))
-    first = compared()
-    assert not repeats(first) and first.content.readings[0].num_pairs == [3]
-    for num_pairs in (5, 7):
-        write_runs(here / "r", range(num_pairs))
-        last = compared()
-    (note,) = repeats(last)
-    assert note.code is Code.READ_SEVERAL_TIMES and note["num_pairs"] == [3, 5, 7]
-    snapshot(sentence(note))
-    (counted,) = last.content.readings
-    assert counted.num_pairs == [3, 5, 7] and counted.num_comparisons == 1
-    assert counted.false_match == pytest.approx(0.103, abs=0.004)
-    written = Path("old-vs-new-report/verdict.json").read_bytes()
-    assert json.loads(written)["readings"][0]["num_pairs"] == [3, 5, 7]
-    assert repeats(compared()) == [note]  # the same command again is no other reading
-    assert Path("old-vs-new-report/verdict.json").read_bytes() == written
-
-
-def test_the_same_pairs_are_the_same_wherever_they_lie_and_whatever_the_metric_is_called(here: Path) -> None:
-    write_runs(here / "r", range(3))
-    compared()
-    (here / "r").rename(here / "s")
-    write_runs(here / "s", range(4))
-    moved = compared("s/old", "s/new", claim="score:last 20%:0.03", aliases=("score=reward",))
-    assert [one.num_comparisons for one in moved.content.readings] == [2]
-
-
-def test_a_comparison_that_tested_no_claim_is_not_counted(here: Path) -> None:
-    """One pair is described, and can be no match that somebody picks."""
-    write_runs(here / "r", range(1))
-    assert compared().content.readings == []
-    write_runs(here / "r", range(4))
-    (counted,) = compared().content.readings
-    assert counted.num_pairs == [4] and counted.false_match is None
-
-
-def test_other_runs_are_not_counted(here: Path) -> None:
-    write_runs(here / "r", range(8))
-    compared(seeds=(0, 1, 2, 3))
-    assert not repeats(compared(seeds=(4, 5, 6, 7)))  # fresh ones
-    (here / "r/old").rename(here / "r/third")
-    write_runs(here / "q", range(8), shift=0.01)
-    assert not repeats(compared("r/third", "q/new", seeds=(0, 1, 2, 3)))  # another treatment
-    write_runs(here / "r", range(8), noise=0.031)  # trained again under the same names
-    assert not repeats(compared(seeds=(0, 1, 2, 3)))
-
-
-def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
-    write_runs(here / "r", range(3))
-    stamp = compared().files[0].parent / ".report.json"
-    kept = json.loads(stamp.read_text())["readings"]
-    (own,) = kept
-    hostile: list[Any] = [
-        "",
-        "[" * 100_000,
-        "[]",
-        "\x00\xff",
-        {"readings": {"question": "a"}},
-        {"readings": "text"},
-        {"readings": [None, 3, [], {}, {"question": 1, "pairs": []}, {"question": "a", "pairs": "b"}]},
-        {"readings": [{"question": own["question"], "pairs": [1, *own["pairs"]]}]},
-        {"readings": [{"question": f"{number}", "pairs": ["x"]} for number in range(2 * MAX_TESTS)]},
-    ]
-    for number, content in enumerate(hostile):
-        (here / f"other-{number}").mkdir()
-        text = content if isinstance(content, str) else json.dumps(content)
-        (here / f"other-{number}/.report.json").write_text(text)
-    (here / "link").symlink_to("link")
-    (here / "pipe").mkdir()
-    os.mkfifo(here / "pipe/.report.json")
-    (here / "folder/.report.json").mkdir(parents=True)
-    assert len(find_earlier_claim_tests([here])) <= 2 * MAX_TESTS
-    assert not repeats(compared()) and json.loads(stamp.read_text())["readings"] == kept
-
-
-def test_deleted_reports_are_forgotten_and_a_folder_of_choice_remembers(here: Path) -> None:
-    write_runs(here / "r", range(3))
-    output = here / "deep/reports/mine"
-    compared(output=output)
-    write_runs(here / "r", range(4))
-    assert repeats(compared(output=output)) and not repeats(compared())
-    for file in output.iterdir():
-        file.unlink()
-    assert not repeats(compared(output=output))
-
-
-def test_unpaired_runs_are_counted_too(here: Path, snapshot: Snapshot) -> None:
-    write_runs(here / "r", range(3))
-    compared(unpaired=True)
-    write_runs(here / "r", range(5))
-    (note,) = repeats(compared(unpaired=True))
-    assert (note["num_pairs"], note["paired"]) == ([3, 5], False)
-    snapshot(sentence(note))
-
-
 # --- what to do next ---
 
 
@@ -203,7 +98,7 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
 # --- declared looks ---
 
 
-def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Path) -> None:
+def test_declared_looks_test_at_their_level(here: Path) -> None:
     write_runs(here / "r", range(3))
     first = compared(interim=(3, 5, 8))
     assert first.content.claims[0].claim.alpha == interim_level((3, 5, 8))
@@ -212,13 +107,11 @@ def test_declared_looks_test_at_their_level_and_are_no_repeated_reading(here: Pa
     assert step.command.endswith("--seeds 0,1,2,3,4 --interim 3,5,8")
     write_runs(here / "r", range(5))
     second = compared(interim=(3, 5, 8))
-    assert not repeats(second)
     assert [analysis.verdict is None for analysis in second.content.arms["new"].interim_analyses] == [
         False,
         False,
         True,
     ]
-    assert repeats(compared(interim=(4, 5))) == [Code.SEVERAL_COMPARISONS(arm=None, num_comparisons=2)]
 
 
 def test_a_look_keeps_the_pairs_of_its_report_when_pairs_of_earlier_seeds_are_added(here: Path) -> None:
@@ -227,11 +120,48 @@ def test_a_look_keeps_the_pairs_of_its_report_when_pairs_of_earlier_seeds_are_ad
     write_runs(here / "r", range(2))
     write_runs(here / "r", range(9, 12))
     last = compared(interim=(3, 5, 8))
-    assert not repeats(last)
     estimate = last.content.claims[0]
     assert estimate.claim.seeds[:3] == first.content.claims[0].claim.seeds == (5, 6, 7)
     assert estimate.estimate.differences[:3] == first.content.claims[0].estimate.differences
     assert compared(interim=(3, 6, 8)).content.claims[0].claim.seeds[:3] == (0, 1, 5)  # another design
+
+
+def test_only_a_comparison_with_looks_leaves_a_stamp(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    compared()
+    assert not (REPORT / ".report.json").exists()
+    compared(interim=(3, 5))
+    assert len(json.loads((REPORT / ".report.json").read_text())["readings"]) == 1
+
+
+def test_stamps_are_data_that_anyone_may_have_written(here: Path) -> None:
+    write_runs(here / "r", range(3))
+    first = compared(interim=(3, 5))
+    stamp = first.files[0].parent / ".report.json"
+    kept = json.loads(stamp.read_text())["readings"]
+    (own,) = kept
+    hostile: list[Any] = [
+        "",
+        "[" * 100_000,
+        "[]",
+        "\x00\xff",
+        {"readings": {"question": "a"}},
+        {"readings": "text"},
+        {"readings": [None, 3, [], {}, {"question": 1, "pairs": []}, {"question": "a", "pairs": "b"}]},
+        {"readings": [{"question": own["question"], "pairs": [1, *own["pairs"]]}]},
+        {"readings": [{"question": f"{number}", "pairs": ["x"]} for number in range(2 * MAX_TESTS)]},
+    ]
+    for number, content in enumerate(hostile):
+        (here / f"other-{number}").mkdir()
+        text = content if isinstance(content, str) else json.dumps(content)
+        (here / f"other-{number}/.report.json").write_text(text)
+    (here / "link").symlink_to("link")
+    (here / "pipe").mkdir()
+    os.mkfifo(here / "pipe/.report.json")
+    (here / "folder/.report.json").mkdir(parents=True)
+    assert len(find_earlier_claim_tests([here])) <= 2 * MAX_TESTS
+    assert compared(interim=(3, 5)).content == first.content
+    assert json.loads(stamp.read_text())["readings"] == kept
 
 
 @pytest.mark.parametrize(
@@ -256,16 +186,6 @@ def test_looks_that_do_not_fit_the_runs_are_refused(
 # --- the rates ---
 
 
-def test_the_stated_rate_is_that_of_the_readings() -> None:
-    nested = [[str(pair) for pair in range(count)] for count in range(3, 11)]
-    assert simulate_familywise_error(nested) == pytest.approx(repeated(3, 1)[0], abs=0.01)
-    assert simulate_familywise_error(nested[:1]) == pytest.approx(0.05, abs=0.003)
-    apart = [[f"{group}{pair}" for pair in range(5)] for group in "ab"]
-    assert simulate_familywise_error(apart) == pytest.approx(1 - 0.95**2, abs=0.005)
-    many = [[f"{group}-{pair}" for pair in range(50)] for group in range(500)]
-    assert 0.05 < simulate_familywise_error(many) < 1
-
-
 @pytest.mark.parametrize("start", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_same_pairs_err_and_fresh_ones_and_declared_looks_do_not(start: int) -> None:
     same, fresh, _, looks = repeated(start, 1)
@@ -274,7 +194,7 @@ def test_the_same_pairs_err_and_fresh_ones_and_declared_looks_do_not(start: int)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_pairs", [3, 5, 8, 10])
-def test_windows_that_are_tried_err_as_the_sentence_says(num_pairs: int) -> None:
+def test_windows_that_are_tried_err_as_the_page_says(num_pairs: int) -> None:
     assert windows_tried(num_pairs, 1, 0.0) < 0.065
     assert 0.2 < windows_tried(num_pairs, 20, 0.0) < 0.305
     assert 0.07 < windows_tried(num_pairs, 20, 1.0) < 0.12
