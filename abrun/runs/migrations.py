@@ -21,7 +21,11 @@ RENAMED = {
 }
 # Dotted key -> its default. Recipes and configurations with the key are read without it. A comparison still
 # shows a value other than the default, by which arms may differ.
-REMOVED: dict[str, Any] = {}
+REMOVED: dict[str, Any] = {
+    "keep_samples.every": 10,
+    "policy.backend.distributed_optimizer": True,
+    "policy.logprobs.memory_budget_mib": None,
+}
 
 
 def migrate(tree: Any) -> Any:

@@ -11,7 +11,7 @@ MEGATRON = {"policy.backend.type": "megatron"}
     ("treatment", "num_keys"),
     [
         (MEGATRON, 1),
-        ({**MEGATRON, "policy.backend.distributed_optimizer": False}, 2),
+        ({**MEGATRON, "policy.backend.pipeline_parallel": 2}, 2),
         ({"algorithm.type": "ppo"}, 1),
         ({"task.type": "word_problems"}, 1),
     ],
@@ -27,16 +27,16 @@ def test_a_key_of_the_other_type_that_is_not_at_its_default_is_not(simulated, ju
     experiment_dir = simulated(arms={"baseline": {}, "treatment": MEGATRON})
     edit(
         experiment_dir / "treatment/seed-1/config.json",
-        lambda content: content["config"]["policy"]["backend"].update(distributed_optimizer=False),
+        lambda content: content["config"]["policy"]["backend"].update(pipeline_parallel=2),
     )
     assert judged(experiment_dir).verdict == "INVALID"
-    assert "distributed_optimizer is false" in (experiment_dir / "report/report.md").read_text()
+    assert "pipeline_parallel is 2" in (experiment_dir / "report/report.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("treatment", "change"),
     [
-        ({**MEGATRON, "policy.backend.distributed_optimizer": False}, {"distributed_optimizer": True}),
+        ({**MEGATRON, "policy.backend.pipeline_parallel": 2}, {"pipeline_parallel": 1}),
         (MEGATRON, {"tensor_parallel": 2}),  # a key of both types
     ],
 )
