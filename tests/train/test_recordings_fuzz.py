@@ -79,8 +79,8 @@ def check_groups(groups: list[Group] | None) -> None:
             assert not torch.isinf(values).any() and math.isfinite(reward)
 
 
-def draws(kind: str, usual: int) -> list[random.Random]:
-    return [random.Random(f"{SEED}-{kind}-{number}") for number in range(rounds(usual))]
+def draws(usual: int) -> list[random.Random]:
+    return [random.Random(f"{SEED}-native-{number}") for number in range(rounds(usual))]
 
 
 def damage_bytes(usual: int, recorded: RecordedStep, config: Any, text: Text, folder: Path) -> None:
@@ -90,7 +90,7 @@ def damage_bytes(usual: int, recorded: RecordedStep, config: Any, text: Text, fo
     [path] = place.iterdir()
     content, original = path.read_bytes(), read(config, text, folder)
     assert original
-    for draw in draws("native", usual):
+    for draw in draws(usual):
         path.write_bytes(damaged(content, draw))
         groups = read(config, text, folder)
         check_groups(groups)
