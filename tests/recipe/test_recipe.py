@@ -702,8 +702,8 @@ class TestAnotherType:
         arm = "arms={baseline: {}, other: {policy.backend.type: megatron}}"
         plan = make_plan(load_recipe(SMALL, [arm]))
         assert plan.treatment_diff == {"other": {"policy.backend.type": ("dtensor", "megatron")}}
-        more = "arms.other.policy.backend.pipeline_parallel=2"
-        plan = make_plan(load_recipe(SMALL, [arm, more]))
+        more = ["arms.other.policy.backend.pipeline_parallel=2", TWO_RANKS]
+        plan = make_plan(load_recipe(SMALL, [arm, *more]))
         assert plan.treatment_diff["other"]["policy.backend.pipeline_parallel"] == (None, 2)
 
     def test_what_a_launch_decides_is_no_matter_of_a_type_without_it(self) -> None:
