@@ -4,7 +4,7 @@ import pytest
 
 from tests.verdict.simulate import edit
 
-MEGATRON = {"policy.backend.type": "megatron"}
+MEGATRON, TWO_RANKS = {"policy.backend.type": "megatron"}, {"cpu_ranks": 2}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ MEGATRON = {"policy.backend.type": "megatron"}
     ],
 )
 def test_the_keys_that_only_one_type_has_are_explained(simulated, judged, treatment, num_keys):
-    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment})
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment}, cluster=TWO_RANKS)
     comparison = judged(experiment_dir)
     assert comparison.verdict == "MATCH"
     assert len(comparison.arms[0].treatment_diff) == num_keys
@@ -43,7 +43,7 @@ def test_a_key_of_the_other_type_that_is_not_at_its_default_is_not(simulated, ju
 def test_a_change_of_type_explains_neither_declared_keys_nor_those_of_both(
     simulated, judged, treatment, change
 ):
-    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment})
+    experiment_dir = simulated(arms={"baseline": {}, "treatment": treatment}, cluster=TWO_RANKS)
 
     edit(
         experiment_dir / "treatment/seed-1/config.json",
