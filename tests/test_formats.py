@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from abrun.errors import ComparisonError, RecipeError
+from abrun.experiment.plan import make_plan
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.refusals import sections_in, type_name
@@ -210,6 +211,17 @@ def test_settings_that_went_are_ignored_in_what_is_stored_and_refused_in_new_rec
             load_recipe(path, ["policy.backend={type: megatron}", f"{key}={json.dumps(value)}"])
     content["arms"]["treatment"] |= REMOVED_VALUES
     assert parse_stored_recipe(content) == recipe
+
+
+def test_a_removed_key_changes_no_warm_start_of_an_earlier_version() -> None:
+    """Else an experiment with a warm start could not be extended by seeds."""
+    quickstart = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+    keys = [
+        key
+        for override in ("steps=60", "policy.backend={type: megatron}", "keep_samples=null")
+        for key in make_plan(load_recipe(quickstart, [override])).warm_starts
+    ]
+    assert keys == ["139c7a27b877e4c5", "494c8d46fe4a9cb5", "49b2eaff7d178b06"]
 
 
 @pytest.mark.parametrize(
