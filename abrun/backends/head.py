@@ -71,7 +71,6 @@ class LmHead:
         )
         self._engine_dtype = _parse_dtype(engine_dtype) or self._parse_dtype
         self._chunk_size = logprobs.chunk_size
-        budget_mib = logprobs.memory_budget_mib
         self._settings: dict[str, Any] = {
             "impl": logprobs.impl,
             "temperature": temperature,
@@ -80,7 +79,7 @@ class LmHead:
             "ignore_index": IGNORE_INDEX,
             "head_dtype": self._parse_dtype,
             "logits_dtype": self._logits_dtype,
-            "memory_budget_bytes": budget_mib * 2**20 if budget_mib else DEFAULT_MEMORY_BUDGET_BYTES,
+            "memory_budget_bytes": DEFAULT_MEMORY_BUDGET_BYTES,
             "vocab_size": vocab_size,
             "group": group,
         }

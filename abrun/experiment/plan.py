@@ -30,7 +30,7 @@ from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.experiment import WARM_START
 from abrun.runs.layout import RunName
-from abrun.runs.migrations import earlier_forms
+from abrun.runs.migrations import earlier_forms, with_removed
 
 VALIDATION_NEEDS: tuple[Need, ...] = (
     "validation",
@@ -130,7 +130,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
             shared = _make_warm_start_config(configs[BASELINE], config)
             # It samples nothing; neither its time limits nor its neighbours make it a different warm start
             ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
-            content = shared.model_dump(mode="json", exclude=ignored_keys)
+            content = with_removed(shared.model_dump(mode="json", exclude=ignored_keys))
             key = _sha256({"seed": WARM_START.seed, **content})[:16]
             warm_starts[key] = shared
             warm_start_of[arm] = key

@@ -101,7 +101,6 @@ class Megatron(Layout):
 
     type: Literal["megatron"]
     pipeline_parallel: Count = 1
-    distributed_optimizer: bool = True  # shard the optimizer state over data-parallel ranks
 
     @property
     def shape(self) -> dict[str, int]:
@@ -119,8 +118,7 @@ class Logprobs(Section):
     """Computation of log-probs, and losses on them, from hidden states; see abrun.kernels."""
 
     impl: Literal["logits", "chunked", "triton"] = "logits"
-    chunk_size: Count | None = None  # vocabulary rows per chunk; None: as many as the memory budget allows
-    memory_budget_mib: Count | None = None  # None: the kernel's default, 512
+    chunk_size: Count | None = None  # vocabulary rows per chunk; None: as many as fit 512 MiB
     one_pass: bool = False  # compute loss and both gradients in one pass; only for per-token losses
     head_dtype: Literal["float32"] | None = None  # None: policy.dtype
     # Logits are rounded to this dtype before the softmax, with every impl; None: the head's dtype, as usual

@@ -180,10 +180,6 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              lambda logprobs: logprobs.impl == "logits" and logprobs.chunk_size is not None,
              "got {got} with impl 'logits', which has no chunks; use impl: chunked or triton, or chunk_size: "
              "null"),
-        RecipeRule("policy.logprobs.memory_budget_mib",
-             lambda logprobs: logprobs.impl == "logits" and logprobs.memory_budget_mib is not None,
-             "got {got} with impl 'logits', which has no budget; use impl: chunked or triton, or "
-             "memory_budget_mib: null"),
         RecipeRule("policy.logprobs.one_pass",
              lambda logprobs: logprobs.impl == "logits" and logprobs.one_pass,
              "got true with impl 'logits', which already computes one pass; use impl: chunked or "
@@ -191,7 +187,7 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
         RecipeRule("policy.logprobs.chunk_size",
              lambda logprobs: logprobs.one_pass and logprobs.chunk_size is not None,
              "got {got} with one_pass, which chunks tokens and not the vocabulary; use "
-             "memory_budget_mib, or chunk_size: null"),
+             "chunk_size: null"),
     ),
     "Optimizer": (
         RecipeRule("", lambda optimizer: optimizer.min_learning_rate and optimizer.schedule == "constant",

@@ -38,10 +38,9 @@ class CheckpointConfig(Section):
 
 
 class KeptSamples(Section):
-    """Completions saved to samples.jsonl for inspection."""
+    """Completions of the first and every tenth step, saved to samples.jsonl for inspection."""
 
     prompts: Annotated[int, Field(ge=1, le=100)] = 2  # one completion for each of a step's first prompts
-    every: Count = 10  # steps; the first step is always saved
 
 
 # Device memory of a process outside torch's allocator. Measured on an H100: 0.61 GiB for a CUDA context and a

@@ -21,7 +21,13 @@ RENAMED = {
 }
 # Dotted key -> its default. Recipes and configurations with the key are read without it. A comparison still
 # shows a value other than the default, by which arms may differ.
-REMOVED: dict[str, Any] = {}
+REMOVED: dict[str, Any] = {
+    "keep_samples.every": 10,
+    "policy.backend.distributed_optimizer": True,
+    "policy.logprobs.memory_budget_mib": None,
+}
+# Removed key -> the only type of its section that had it
+TYPES_OF_REMOVED = {"policy.backend.distributed_optimizer": "megatron"}
 
 
 def migrate(tree: Any) -> Any:
@@ -68,6 +74,23 @@ def drop_removed(tree: Any) -> Any:
     if REMOVED and isinstance(arms, Mapping):
         tree = {**tree, "arms": {arm: _without_removed(change) for arm, change in arms.items()}}
     return tree
+
+
+def with_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the defaults of removed keys, so that its hash stays what it was."""
+    restored: dict[str, Any] = {**tree}
+    for key, default in REMOVED.items():
+        restored = _restore(restored, key.split("."), default, TYPES_OF_REMOVED.get(key))
+    return restored
+
+
+def _restore(tree: Any, path: list[str], default: Any, section_type: str | None) -> Any:
+    key, *inner = path
+    if not isinstance(tree, Mapping):
+        return tree
+    if inner:
+        return {**tree, key: _restore(tree[key], inner, default, section_type)} if key in tree else tree
+    return tree if section_type not in (None, tree.get("type")) else {**tree, key: default}
 
 
 def earlier_forms(compare: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -55,7 +55,7 @@ HEADER_TYPES = {"seed": int, "model": str, "tokenizer": str, "temperature": (int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The sampler of a recording. None: unknown, as in a recording from another framework."""
+    """The sampler of a recording. None: unknown, as in a recording from elsewhere."""
 
     seed: int | None = None
     model: str | None = None  # hash of the model's shape

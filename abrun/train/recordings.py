@@ -22,7 +22,6 @@ from abrun.runs.rollouts import (
     read_step,
     step_path,
 )
-from abrun.train.foreign_rollouts import find_foreign_rollouts
 from abrun.train.groups import Group
 
 
@@ -36,25 +35,21 @@ class RecordedRollouts:
         self.has_logprobs = True  # the groups read last have the log-probs of their sampler
         self._origin = origin_of(config, text, seed)
         source, last = config.rollout.source or "", config.steps
-        self._foreign = find_foreign_rollouts(source, run_path, seed)
-        if self._foreign:
-            self.folder, recorded = self._foreign.folder, self._foreign.num_steps
-        else:
-            self.folder = find_rollouts(source, run_path, seed)
-            steps = range(last, 0, -1)
-            recorded = next((step for step in steps if step_path(self.folder, step).exists()), 0)
+        self.folder = find_rollouts(source, run_path, seed)
+        steps = range(last, 0, -1)
+        recorded = next((step for step in steps if step_path(self.folder, step).exists()), 0)
         if recorded < last:
             raise self._unfit(
                 f"it holds {recorded} steps, but the run takes {last}", f"use steps: {recorded}"
             )
-        self.sha256 = self._foreign.hash_steps(last) if self._foreign else hash_steps(self.folder, last)
+        self.sha256 = hash_steps(self.folder, last)
 
     def groups(self, step: int, fetch: int, num_groups: int, group_size: int) -> list[Group]:
         """Return all groups of a fetch, in the order of the global batch.
 
         Raises StoreError if they are missing or damaged, or do not fit the run.
         """
-        recorded = self._read(step, group_size)
+        recorded = read_step(self.folder, step)
         self._check(recorded)
         groups = [group for group in recorded.groups if group.fetch == fetch]
         sizes = {len(group.completions) for group in groups}
@@ -69,12 +64,6 @@ class RecordedRollouts:
             completion.logprobs is not None for group in groups for completion in group.completions
         )
         return [self._to_group(group, step) for group in groups]
-
-    def _read(self, step: int, group_size: int) -> RecordedStep:
-        if self._foreign is None:
-            return read_step(self.folder, step)
-        limit = self._config.rollout.max_new_tokens
-        return self._foreign.read_step(step, self._text, group_size=group_size, max_new_tokens=limit)
 
     def _check(self, recorded: RecordedStep) -> None:
         """Raise StoreError if the rollouts are not of this seed, model, tokenizer or temperature."""

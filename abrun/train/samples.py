@@ -8,12 +8,13 @@ from abrun.rl.batch import RolloutBatch
 from abrun.runs.samples import Sample
 from abrun.train.setup import RunSetup
 
+INTERVAL = 10  # steps
 MAX_TEXT_LENGTH = 4000  # characters of a recorded text
 
 
 def is_due(settings: KeptSamples | None, step: int) -> bool:
-    """Return True at the first step and at every k-th."""
-    return settings is not None and (step == 1 or step % settings.every == 0)
+    """Return True at the first step and at every tenth."""
+    return settings is not None and (step == 1 or step % INTERVAL == 0)
 
 
 def collect_samples(setup: RunSetup, batch: RolloutBatch, group_size: int) -> list[Sample]:

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
     "dtensor, experts": (2, "qwen3_moe", {"expert_parallel": 2, "context_parallel": 2}, GRPO, BALANCED),
     "megatron, stages": (2, "qwen2", {"type": "megatron", "pipeline_parallel": 2}, SHARED, PACKED),
     "megatron, sequence": (2, "qwen3", {"type": "megatron", **SP}, GRPO, {"logprobs": ONE_PASS}),
-    "megatron, replicas": (2, "llama", {"type": "megatron", "distributed_optimizer": False}, PPO, PACKED),
+    "megatron, replicas": (2, "llama", {"type": "megatron"}, PPO, PACKED),
     "dtensor, three": (
         4,
         "qwen3_moe",

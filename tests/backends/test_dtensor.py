@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from abrun.backends import head
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
 from abrun.errors import RecipeError
@@ -124,13 +125,16 @@ def test_one_pass_gives_the_gradients_of_two(kind: str, logprobs: dict[str, Any]
     assert_same(*found, rtol=1e-4, atol=1e-6)
 
 
-def test_a_small_budget_cuts_the_pass_into_slices_of_tokens(group: None) -> None:
+def test_a_small_budget_cuts_the_pass_into_slices_of_tokens(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = some_batch(size=256)
     num_tokens = float(batch.token_mask.sum())
     losses, found = [], []
-    for budget in ({"memory_budget_mib": 1}, {}):
+    for budget_mib in (1, 512):
+        monkeypatch.setattr(head, "DEFAULT_MEMORY_BUDGET_BYTES", budget_mib * 2**20)
         losses.append(WeightedLoss(num_tokens))
-        backend = make_backend(logprobs={"impl": "chunked", "one_pass": True} | budget)
+        backend = make_backend(logprobs={"impl": "chunked", "one_pass": True})
         parts = backend.forward_backward(batch, losses[-1])
         found.append(gradients(backend) | {"loss": parts.sums["loss"]})
     size, length = batch.token_ids.shape

@@ -115,10 +115,9 @@ def plain_training(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, weights_of(plain)
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_steps_are_those_of_torch_adamw(kind: str, distributed: bool, group: None) -> None:
-    backend = make_backend(kind, optimizer=OPTIMIZER, cut={"distributed_optimizer": distributed})
+def test_three_steps_are_those_of_torch_adamw(kind: str, group: None) -> None:
+    backend = make_backend(kind, optimizer=OPTIMIZER)
     norms, weights = plain_training(kind)
     assert train(backend) == pytest.approx(norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
@@ -139,9 +138,8 @@ def test_weight_decay_is_for_matrices_alone(kind: str, group: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
-def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: None) -> None:
-    settings: dict[str, Any] = {"cut": {"distributed_optimizer": distributed}, "dtype": dtype}
+def test_a_resumed_run_goes_on_to_the_bit(dtype: str, group: None) -> None:
+    settings: dict[str, Any] = {"dtype": dtype}
     first = make_backend(**settings)
     train(first, range(2))
     state = {name: tensor.clone() for name, tensor in first.local_state().items()}
@@ -153,9 +151,8 @@ def test_a_resumed_run_goes_on_to_the_bit(dtype: str, distributed: bool, group: 
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
-def test_masters_in_float32_are_loaded_trained_and_exported(distributed: bool, group: None) -> None:
-    settings: dict[str, Any] = {"dtype": "bfloat16", "cut": {"distributed_optimizer": distributed}}
+def test_masters_in_float32_are_loaded_trained_and_exported(group: None) -> None:
+    settings: dict[str, Any] = {"dtype": "bfloat16"}
     backend, expected = make_backend(**settings), weights_of(network())
     for name, weight in backend.gather_weights():
         assert torch.equal(weight, expected[name]), name

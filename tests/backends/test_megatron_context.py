@@ -24,7 +24,6 @@ from tests.backends.test_megatron_ranks import (
     PACKED,
     PIPELINE,
     SEQUENCE,
-    WHOLE,
     Case,
     assert_near,
     check,
@@ -40,12 +39,12 @@ from tests.spawn import run_ranks
 CONTEXT = {"context_parallel": 2}
 TWO: dict[str, Case] = {
     "rows": ("qwen3", 2, CONTEXT, {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "packed-one-pass": ("qwen2", 2, CONTEXT | WHOLE, PACKED | {"logprobs": ONE_PASS}),
+    "packed-one-pass": ("qwen2", 2, CONTEXT, PACKED | {"logprobs": ONE_PASS}),
 }
 MORE_OF_TWO: dict[str, Case] = {
     "dense": ("llama", 2, CONTEXT, {}),
     "checkpointed": ("qwen2", 2, CONTEXT, {"activation_checkpointing": True, "micro_batch_size": 3}),
-    "experts": ("qwen3_moe", 2, CONTEXT | WHOLE, {"micro_batch_size": 3}),
+    "experts": ("qwen3_moe", 2, CONTEXT, {"micro_batch_size": 3}),
     "ep2": ("qwen3_moe", 2, CONTEXT | EXPERTS, PACKED | {"activation_checkpointing": True}),
 }
 FOUR: dict[str, Case] = {
@@ -53,7 +52,7 @@ FOUR: dict[str, Case] = {
     "tp2-sequence": ("qwen3", 4, CONTEXT | SEQUENCE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "pp2": ("qwen2", 4, CONTEXT | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
     "dp2": ("llama", 4, CONTEXT, PACKED),
-    "cp4": ("qwen3", 4, {"context_parallel": 4} | WHOLE, PACKED),
+    "cp4": ("qwen3", 4, {"context_parallel": 4}, PACKED),
     "tp2-ep4": ("qwen3_moe", 4, CONTEXT | SEQUENCE | {"expert_parallel": 4}, {"micro_batch_size": 3}),
     "ep2-pp2": ("qwen3_moe", 4, CONTEXT | PIPELINE | EXPERTS, {"micro_batch_size": 2}),
 }
@@ -63,7 +62,7 @@ VALUES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 MORE_VALUES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "own-tp2": ("own", CONTEXT | SEQUENCE, PACKED),
-    "shared-tp2": ("shared", CONTEXT | SEQUENCE | WHOLE, {"micro_batch_size": 3}),
+    "shared-tp2": ("shared", CONTEXT | SEQUENCE, {"micro_batch_size": 3}),
     "own-pp2": ("own", CONTEXT | PIPELINE, {"micro_batch_size": 3}),
     "shared-pp2": ("shared", CONTEXT | PIPELINE, {"micro_batch_size": 3}),
 }

@@ -26,7 +26,6 @@ SEQUENCE = tensor(2, sequence_parallel=True)
 EXPERTS = {"expert_parallel": 2}
 PACKED = {"packing": True, "micro_batch_tokens": 20}
 PIPELINE = {"pipeline_parallel": 2}
-WHOLE = {"distributed_optimizer": False}  # optimizer, on each data-parallel rank
 
 Case = tuple[str, int, dict[str, Any], dict[str, Any]]  # kind, ranks, how they are cut, the policy's settings
 TWO: dict[str, Case] = {
@@ -37,18 +36,18 @@ TWO: dict[str, Case] = {
     "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
 }
 MORE_OF_TWO: dict[str, Case] = {
-    "tp2-sequence": ("qwen3", 2, SEQUENCE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
-    "pp2-untied": ("llama", 2, PIPELINE | WHOLE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
+    "tp2-sequence": ("qwen3", 2, SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "pp2-untied": ("llama", 2, PIPELINE, {"logprobs": ONE_PASS, "micro_batch_size": 1}),
     "ep2": ("qwen3_moe", 2, EXPERTS, {"logprobs": CHUNKED, "micro_batch_size": 3}),
-    "tp2-dense": ("llama", 2, tensor(2) | WHOLE, {}),
+    "tp2-dense": ("llama", 2, tensor(2), {}),
     "tp2-one-pass": ("qwen3", 2, tensor(2), {"logprobs": ONE_PASS}),
     "tp2-sequence-dense": ("qwen2", 2, SEQUENCE, {"micro_batch_size": 3}),
     "tp2-sequence-checkpointed": ("qwen3", 2, SEQUENCE, {"activation_checkpointing": True}),
-    "dp2-whole": ("qwen2", 2, WHOLE, {"logprobs": CHUNKED}),
+    "dp2-chunked": ("qwen2", 2, {}, {"logprobs": CHUNKED}),
     "dp2-packed": ("qwen3", 2, {}, PACKED | {"logprobs": ONE_PASS}),
     "pp2-packed": ("qwen3", 2, PIPELINE, PACKED),
-    "pp2-checkpointed": ("qwen2", 2, PIPELINE | WHOLE, {"activation_checkpointing": True}),
-    "ep2-whole": ("qwen3_moe", 2, EXPERTS | WHOLE, {}),
+    "pp2-checkpointed": ("qwen2", 2, PIPELINE, {"activation_checkpointing": True}),
+    "ep2-dense": ("qwen3_moe", 2, EXPERTS, {}),
     "ep2-packed": ("qwen3_moe", 2, EXPERTS, PACKED | {"activation_checkpointing": True}),
     "experts-pp2": ("qwen3_moe", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
 }
@@ -58,7 +57,7 @@ FOUR: dict[str, Case] = {
     "pp2-dp2": ("qwen2", 4, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
     "ep2-pp2": ("qwen3_moe", 4, EXPERTS | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
     "ep2-tp2-dp2": ("qwen3_moe", 4, EXPERTS | SEQUENCE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
-    "ep4": ("qwen3_moe", 4, {"expert_parallel": 4} | WHOLE, {"logprobs": CHUNKED}),
+    "ep4": ("qwen3_moe", 4, {"expert_parallel": 4}, {"logprobs": CHUNKED}),
     "pp4": ("qwen2", 4, {"pipeline_parallel": 4}, {"logprobs": CHUNKED, "micro_batch_size": 2}),
 }
 

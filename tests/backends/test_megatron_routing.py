@@ -24,7 +24,6 @@ from tests.backends.test_megatron_ranks import (
     PACKED,
     PIPELINE,
     SEQUENCE,
-    WHOLE,
     assert_near,
 )
 from tests.spawn import run_ranks
@@ -47,7 +46,7 @@ TWO: dict[str, Cut] = {
 }
 MORE_OF_TWO: dict[str, Cut] = {
     "ep2-tp2-packed": (EXPERTS | SEQUENCE, PACKED),
-    "ep2-cp2": (EXPERTS | CONTEXT | WHOLE, PACKED | CHECKPOINTED),
+    "ep2-cp2": (EXPERTS | CONTEXT, PACKED | CHECKPOINTED),
     "pp2-packed": (PIPELINE, PACKED),
     "dp2": ({}, {"micro_batch_size": 3}),
 }

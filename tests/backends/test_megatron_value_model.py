@@ -25,7 +25,7 @@ TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         ("tp2-sequence", SEQUENCE, {"micro_batch_size": 3}),
         ("tp2-sequence-packed", SEQUENCE, PACKED),
         ("dp2", {}, {"micro_batch_size": 3}),
-        ("pp2", {"pipeline_parallel": 2, "distributed_optimizer": False}, {"micro_batch_size": 3}),
+        ("pp2", {"pipeline_parallel": 2}, {"micro_batch_size": 3}),
     )
 }
 

@@ -48,7 +48,7 @@ from tests.train.runs import single_rank
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = RECIPES / "fused-logprobs-memory.yaml"
 LENGTH, NUM_SEQUENCES = 192, 2  # of a microbatch
-CHUNKED = "arms.baseline={policy.logprobs: {impl: chunked, memory_budget_mib: 8}}"
+CHUNKED = "arms.baseline={policy.logprobs: {impl: chunked, chunk_size: 1024}}"
 GIB = 2**30
 
 

@@ -171,11 +171,10 @@ def test_an_old_spelling_is_refused_with_the_new_name(override, name):
         "rollout.min_p=0.1",
         "arms.treatment={rollout.top_p: 0.9, policy.logprobs: {impl: triton, one_pass: true}}",
         "arms.baseline.policy.logprobs.chunk_size=32",
-        "arms.baseline.policy.logprobs.memory_budget_mib=64",
         "arms.baseline.policy.logprobs.one_pass=true",
         "arms.treatment.policy.logprobs={impl: chunked, one_pass: true, chunk_size: 32}",
-        "policy.logprobs.memory_budget_mib=0",
-        "policy.logprobs.memory_budget_mib=0.5",
+        "policy.logprobs.chunk_size=0",
+        "policy.logprobs.chunk_size=0.5",
         "policy.logprobs.one_pass=1",
         "arms.treatment.policy.logprobs.impl=logits",
         "arms={../up: {steps: 3}}",
@@ -277,10 +276,9 @@ def test_batches_are_shared_by_the_replicas_and_not_by_the_ranks() -> None:
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
 def test_the_fused_paths_take_all_that_fits_them(impl: str) -> None:
     for setting, values in (("chunk_size: 32", (None, 32)), ("one_pass: true", (False, True))):
-        override = f"arms.treatment.policy.logprobs={{impl: {impl}, memory_budget_mib: 64, {setting}}}"
+        override = f"arms.treatment.policy.logprobs={{impl: {impl}, {setting}}}"
         assert make_plan(load_recipe(SMALL, [override])).treatment_diff["treatment"] == {
             "policy.logprobs.impl": ("logits", impl),
-            "policy.logprobs.memory_budget_mib": (None, 64),
             f"policy.logprobs.{setting.split(':')[0]}": values,
         }
 
@@ -510,7 +508,7 @@ def test_what_is_set_replaces_what_was_there() -> None:
     recipe = own(SMALL, "policy.optimizer.weight_decay=0.3", "policy.optimizer={eps: 1e-6}")
     fresh = type(recipe.policy.optimizer)()
     assert recipe.policy.optimizer == fresh.model_copy(update={"eps": 1e-6})
-    changes = ["arms.treatment.policy.logprobs={impl: triton, memory_budget_mib: 4}"]
+    changes = ["arms.treatment.policy.logprobs={impl: triton, chunk_size: 4}"]
     changes += ["arms.treatment.policy.logprobs={impl: chunked}"]
     assert load_recipe(SMALL, changes).arms["treatment"] == {"policy.logprobs.impl": "chunked"}
     # Of another type, what only the old one has is gone where it is its default
@@ -617,7 +615,7 @@ class TestAnotherType:
             ),
             (
                 "policy.backend",
-                "{type: megatron, context_parallel: 2, distributed_optimizer: true}",
+                "{type: megatron, context_parallel: 2, pipeline_parallel: 1}",
                 {"type": "dtensor"},
                 {"context_parallel": 2},
             ),
@@ -704,9 +702,9 @@ class TestAnotherType:
         arm = "arms={baseline: {}, other: {policy.backend.type: megatron}}"
         plan = make_plan(load_recipe(SMALL, [arm]))
         assert plan.treatment_diff == {"other": {"policy.backend.type": ("dtensor", "megatron")}}
-        more = "arms.other.policy.backend.distributed_optimizer=false"
-        plan = make_plan(load_recipe(SMALL, [arm, more]))
-        assert plan.treatment_diff["other"]["policy.backend.distributed_optimizer"] == (None, False)
+        more = ["arms.other.policy.backend.pipeline_parallel=2", TWO_RANKS]
+        plan = make_plan(load_recipe(SMALL, [arm, *more]))
+        assert plan.treatment_diff["other"]["policy.backend.pipeline_parallel"] == (None, 2)
 
     def test_what_a_launch_decides_is_no_matter_of_a_type_without_it(self) -> None:
         arm = "arms.treatment.policy.backend.type=megatron"

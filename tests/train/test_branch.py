@@ -32,7 +32,6 @@ LAYOUTS = {
     "copies": (FOUR, "policy.backend={expert_parallel: 2}"),
     "experts and tensor": (FOUR, "policy.backend={expert_parallel: 2, tensor_parallel: 2}"),
     "megatron": ("policy.backend={type: megatron}",),
-    "megatron, copies": (TWO, "policy.backend={type: megatron, distributed_optimizer: false}"),
     "megatron, data": (TWO, "policy.backend={type: megatron}"),
     "megatron, sequence": (
         FOUR,

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from abrun.experiment.plan import make_plan
 from abrun.experiment.preflight.checks import separate_job_refusals
 from abrun.launch.prepare import own_experiment
 from abrun.messages import sentence
+from abrun.metric_names import AGAINST_SAMPLER
 from abrun.models import load_text
 from abrun.reasons import Code
 from abrun.recipe.algorithms import Grpo
@@ -234,6 +236,45 @@ def test_another_recipe_than_the_recordings_is_one_line(
     overrides: dict[str, Any], problem: str, launched: Path, recipe_file: Path
 ) -> None:
     assert problem in problem_of(launched, recipe_file, **overrides)
+
+
+@pytest.fixture
+def without_logprobs(launched: Path, tmp_path: Path) -> Path:
+    """The rollouts of a sampler whose log-probs are unknown."""
+    for seed in (0, 1):
+        folder = tmp_path / "unknown" / f"seed-{seed}"
+        folder.mkdir(parents=True)
+        for step in range(1, 5):
+            recorded = read_step(launched / "baseline" / f"seed-{seed}" / "rollouts", step)
+            groups = [
+                replace(group, completions=[replace(each, logprobs=None) for each in group.completions])
+                for group in recorded.groups
+            ]
+            step_path(folder, step).write_bytes(replace(recorded, groups=groups).encode())
+    return tmp_path / "unknown"
+
+
+def test_without_the_samplers_logprobs_only_the_metrics_against_it_are_missing(
+    launched: Path, without_logprobs: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    overrides = [f"rollout={{engine: recorded, from: {without_logprobs}, max_new_tokens: 6}}"]
+    plan = make_plan(
+        load_recipe(
+            recipe_file, [*overrides, f"arms={json.dumps(ARMS)}", "seeds=[0]", "steps=2", "compare.claims=[]"]
+        )
+    )
+    train_plan(plan, tmp_path)
+    native = clockless_rows(launched / "baseline" / "seed-0")
+    baseline = clockless_rows(tmp_path / "pair" / "baseline" / "seed-0")
+    for step in (1, 2):
+        assert set(native[step]) - set(baseline[step]) == set(AGAINST_SAMPLER)
+        assert baseline[step]["train/grad_norm"] == native[step]["train/grad_norm"] > 0
+
+
+def test_a_correction_needs_the_samplers_logprobs(without_logprobs: Path, recipe_file: Path) -> None:
+    correction = {"type": "truncated", "high": 2.0}
+    line = problem_of(without_logprobs, recipe_file, **{"algorithm.importance_correction": correction})
+    assert "which importance_correction needs" in line
 
 
 def test_a_folder_without_rollouts_is_one_line(recipe_file: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Damaged recordings, of abrun and of other frameworks: refused in one line, or trained on as written."""
+"""Damaged recordings: refused in one line, or trained on as written."""
 
 import json
 import math
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,10 @@ from abrun.runs.rollouts import RecordedCompletion, RecordedGroup, RecordedStep,
 from abrun.train.groups import Group
 from abrun.train.recordings import RecordedRollouts, origin_of
 from tests.fuzzing import SEED, WORDS, bounded, check_line, damaged, rounds
-from tests.train.test_foreign_rollouts import RECIPE, dump_nemo, dump_slime, dump_verl, write_rows
+from tests.train.test_recorded_rollouts import RECIPE
 
 ELSEWHERE = Path("/nowhere/run/seed-0")
 PROMPTS, COMPLETIONS = ["1+2=", "3+4=", "0+9="], ["3", "7", "12", "5"]
-VALUES = (
-    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, -(2**63), 10**400, -(10**400), 0.5, -0.0, 1e300),
-    *(math.nan, math.inf, -math.inf, "", "3", "\n", "\ud800", "\x1b[31m", "<eos>", [], [[]], [0], [-1]),
-    *([math.nan], [1, 0], [[1], [2]], ["a"], {}, {"a": 1}),
-)
-TENSORS = (torch.zeros(2), torch.tensor(1), torch.tensor([], dtype=torch.int64))
 
 
 @pytest.fixture(scope="module")
@@ -85,100 +79,31 @@ def check_groups(groups: list[Group] | None) -> None:
             assert not torch.isinf(values).any() and math.isfinite(reward)
 
 
-def draws(kind: str, usual: int) -> list[random.Random]:
-    return [random.Random(f"{SEED}-{kind}-{number}") for number in range(rounds(usual))]
+def draws(usual: int) -> list[random.Random]:
+    return [random.Random(f"{SEED}-native-{number}") for number in range(rounds(usual))]
 
 
-def damage_bytes(
-    kind: str, usual: int, recorded: RecordedStep, config: Any, text: Text, folder: Path
-) -> None:
+def damage_bytes(usual: int, recorded: RecordedStep, config: Any, text: Text, folder: Path) -> None:
     place = folder / "seed-0"
     place.mkdir()
-    if kind == "native":
-        step_path(place, 1).write_bytes(recorded.encode())
-    else:
-        DUMPS[kind](recorded, place, text)
+    step_path(place, 1).write_bytes(recorded.encode())
     [path] = place.iterdir()
     content, original = path.read_bytes(), read(config, text, folder)
     assert original
-    for draw in draws(kind, usual):
+    for draw in draws(usual):
         path.write_bytes(damaged(content, draw))
         groups = read(config, text, folder)
         check_groups(groups)
-        assert kind != "native" or groups in (None, original)
+        assert groups in (None, original)
 
 
-DUMPS: Mapping[str, Callable[[RecordedStep, Path, Text], None]] = {
-    "slime": dump_slime,
-    "nemo": dump_nemo,
-    "verl": dump_verl,
-}
-
-
-@pytest.mark.parametrize("kind", ["native", *DUMPS])
-def test_damaged_bytes(kind: str, recorded: RecordedStep, config: Any, text: Text, tmp_path: Path) -> None:
-    damage_bytes(kind, 40, recorded, config, text, tmp_path)
+def test_damaged_bytes(recorded: RecordedStep, config: Any, text: Text, tmp_path: Path) -> None:
+    damage_bytes(40, recorded, config, text, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["native", *DUMPS])
-def test_many_damaged_bytes(
-    kind: str, recorded: RecordedStep, config: Any, text: Text, tmp_path: Path
-) -> None:
-    damage_bytes(kind, 2000, recorded, config, text, tmp_path)
-
-
-def change_value(row: dict[str, Any], draw: random.Random, values: tuple[Any, ...]) -> None:
-    """Remove a key, or put another value in its place or into its list."""
-    key = draw.choice(sorted(row))
-    match draw.randrange(4):
-        case 0:
-            del row[key]
-        case 1:
-            row[key] = draw.choice(values)
-        case 2:
-            row[key] = [draw.choice(values)]
-        case 3:
-            inner = row[key]
-            while isinstance(inner, list) and inner and isinstance(inner[0], list):
-                inner = inner[0]
-            if isinstance(inner, list) and inner:
-                at = draw.randrange(len(inner))
-                inner[at : at + draw.randrange(2)] = [draw.choice(values)] * draw.randrange(3)
-
-
-def change_values(
-    kind: str, usual: int, recorded: RecordedStep, config: Any, text: Text, folder: Path
-) -> None:
-    place = folder / "seed-0"
-    place.mkdir()
-    DUMPS[kind](recorded, place, text)
-    [path] = place.iterdir()
-    content = path.read_bytes()
-    for draw in draws(kind, usual):
-        path.write_bytes(content)
-        if kind == "slime":
-            dump = torch.load(path, weights_only=True)
-            change_value(draw.choice(dump["samples"]), draw, (*VALUES, *TENSORS))
-            torch.save(dump, path)
-        else:
-            rows = [json.loads(line) for line in content.decode().splitlines()]
-            change_value(draw.choice(rows), draw, VALUES)
-            write_rows(path, rows)
-        check_groups(read(config, text, folder))
-
-
-@pytest.mark.parametrize("kind", DUMPS)
-def test_changed_values(kind: str, recorded: RecordedStep, config: Any, text: Text, tmp_path: Path) -> None:
-    change_values(kind, 40, recorded, config, text, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", DUMPS)
-def test_many_changed_values(
-    kind: str, recorded: RecordedStep, config: Any, text: Text, tmp_path: Path
-) -> None:
-    change_values(kind, 2000, recorded, config, text, tmp_path)
+def test_many_damaged_bytes(recorded: RecordedStep, config: Any, text: Text, tmp_path: Path) -> None:
+    damage_bytes(2000, recorded, config, text, tmp_path)
 
 
 ARRAYS: tuple[Callable[[np.ndarray], np.ndarray], ...] = (
@@ -225,16 +150,12 @@ def test_arrays_and_headers_of_other_types(
         assert read(config, text, tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["native", *DUMPS])
 def test_other_things_in_place_of_a_file(
-    kind: str, recorded: RecordedStep, config: Any, text: Text, tmp_path: Path
+    recorded: RecordedStep, config: Any, text: Text, tmp_path: Path
 ) -> None:
     place = tmp_path / "seed-0"
     place.mkdir()
-    if kind == "native":
-        step_path(place, 1).write_bytes(recorded.encode())
-    else:
-        DUMPS[kind](recorded, place, text)
+    step_path(place, 1).write_bytes(recorded.encode())
     [path] = place.iterdir()
     moved = tmp_path / "moved"
     path.rename(moved)

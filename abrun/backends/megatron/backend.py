@@ -61,7 +61,6 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
             self.model,
             self._weight_names.shard_spec,
             policy.optimizer if trainable else None,
-            distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
         )
         self._weight_names.load(network, self._parameters.assign)

@@ -38,11 +38,10 @@ class MegatronParameters:
         shard_spec_of: Callable[[str], ShardSpec],
         optimizer: Optimizer | None,
         *,
-        distributed: bool,
         device: torch.device,
         replicated: bool = False,
     ) -> None:
-        self._replicated, self._distributed, self._shard_spec_of = replicated, distributed, shard_spec_of
+        self._replicated, self._shard_spec_of = replicated, shard_spec_of
         self.module: Any = module  # the pipeline schedule calls it
         self._device, self._parameters = device, dict(module.named_parameters())
         self._optimizer: Any = None
@@ -55,10 +54,10 @@ class MegatronParameters:
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=False,
                 overlap_param_gather=False,
-                use_distributed_optimizer=distributed,
+                use_distributed_optimizer=True,  # its state is sharded over data-parallel ranks
             )
             self.module = DistributedDataParallel(module.config, reduction, module)
-            self._optimizer = _adamw(self.module, optimizer, distributed)
+            self._optimizer = _adamw(self.module, optimizer)
 
     @torch.no_grad()
     def assign(self, name: str, value: Tensor) -> None:
@@ -78,14 +77,12 @@ class MegatronParameters:
         full = torch.zeros(parameter.numel(), device=parameter.device)
         if parameter.main_param is not None:
             full[self._master_range(parameter)] = parameter.main_param.detach().flatten()
-        if self._distributed:  # each rank has some elements and 0 elsewhere: an integer sum merges the bits
-            dist.all_reduce(full.view(torch.int32), group=self._find_optimizer(parameter).data_parallel_group)
+        # Each rank has some elements and 0 elsewhere: an integer sum merges the bits
+        dist.all_reduce(full.view(torch.int32), group=self._find_optimizer(parameter).data_parallel_group)
         return full.view_as(parameter)
 
     def _master_range(self, parameter: Tensor) -> slice:
         """Return the range of elements whose master weights this rank holds; may be empty."""
-        if not self._distributed:
-            return slice(None)
         try:
             element_range = self._find_optimizer(parameter)._get_model_param_range_map(parameter)["param"]
         except KeyError:
@@ -146,7 +143,7 @@ class MegatronParameters:
             master_range = self._master_range(parameter)
             spec = replace(
                 self._shard_spec_of(name),
-                flat_range=(master_range.start, master_range.stop) if self._distributed else None,
+                flat_range=(master_range.start, master_range.stop),
             )
             if hasattr(parameter, "main_param"):
                 specs[f"optimizer/master/{index}"] = spec.with_prefix("weights/")
@@ -182,7 +179,7 @@ class MegatronParameters:
                 yield from ((torch_optimizer, parameter) for parameter in group["params"])
 
 
-def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
+def _adamw(module: Any, settings: Optimizer) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.learning_rate,
@@ -193,7 +190,7 @@ def _adamw(module: Any, settings: Optimizer, distributed: bool) -> Any:
         clip_grad=settings.max_grad_norm,
         bf16=module.config.bf16,
         params_dtype=module.config.params_dtype,
-        use_distributed_optimizer=distributed,
+        use_distributed_optimizer=True,
     )
     # Use torch's AdamW, as the dtensor backend does, even if Transformer Engine or apex is installed.
     original = megatron_optimizer.USING_PYTORCH_OPTIMIZER

@@ -73,7 +73,6 @@ class MegatronValueModel(StagedModel, ValueBackend):
             backbone if has_own_backbone else self.head,
             self._shard_spec,
             settings.value_optimizer,
-            distributed=policy.backend.distributed_optimizer,
             device=ranks.device,
             replicated=not has_own_backbone,
         )

@@ -165,7 +165,7 @@ def _implementations(config: OwnRunConfig) -> Iterator[Variation]:
             reason = "min_p, top_k and top_p need all logits"
             yield Variation(key=key, label=label, kind="log-probs", scoring=None, reason=reason)
         else:
-            logprobs = {"impl": impl, "chunk_size": None, "memory_budget_mib": None, "one_pass": False}
+            logprobs = {"impl": impl, "chunk_size": None, "one_pass": False}
             yield _trainer(key, label, "log-probs", config, {"policy": {"logprobs": logprobs}})
 
 

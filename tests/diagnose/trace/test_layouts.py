@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron tensor": (2, {"backend": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}}),
     "megatron pipeline": (3, {"backend": {**MEGATRON, "pipeline_parallel": 3}}),
     "megatron context": (2, {"backend": {**MEGATRON, "context_parallel": 2}}),
-    "megatron data": (2, {"backend": {**MEGATRON, "distributed_optimizer": True}}),
+    "megatron data": (2, {"backend": MEGATRON}),
 }
 
 
