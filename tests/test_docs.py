@@ -14,7 +14,6 @@ from abrun import processes
 from abrun.cli import app, gating
 from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
-from abrun.launch.export.manifest import RECIPE_VARIABLE
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.logs.naming import DEFAULT_PATTERNS
@@ -45,7 +44,7 @@ def test_a_generated_page_is_what_its_script_writes(name: str) -> None:
 
 def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> None:
     variables = re.findall(r'"(ABRUN_[A-Z_]+)"', Path(external_run.__file__).read_text())
-    variables += [processes.RUN_DIR_VARIABLE, RECIPE_VARIABLE]
+    variables += [processes.RUN_DIR_VARIABLE]
     variables += [progress.AGENT_PID_VARIABLE, progress.FOLDER_VARIABLE, progress.LISTENING_FD_VARIABLE]
     formats = [*FORMATS, *FRAMEWORKS, *DEFAULT_PATTERNS, *STEP_COLUMNS]
     names = {
@@ -54,7 +53,7 @@ def test_reference_pages_have_every_name_that_a_user_may_or_may_not_write() -> N
         "environment.md": variables,
         "recipes.md": [f"{{{name}}}" for name in PLACEHOLDERS],
     }
-    assert len(variables) == 8
+    assert len(variables) == 7
     lacking = [
         (file, name) for file, listed in names.items() for name in listed if f"`{name}`" not in page(file)
     ]

@@ -20,7 +20,7 @@ from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, find_post_hoc_reason
 from abrun.runs import migrations
 from abrun.runs.experiment import planned_runs, read_run_state
-from abrun.runs.migrations import RENAMED, drop_removed, earlier_forms, migrate
+from abrun.runs.migrations import REMOVED_LAUNCHERS, RENAMED, drop_removed, earlier_forms, migrate
 from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
 
@@ -213,6 +213,18 @@ def test_settings_that_went_are_ignored_in_what_is_stored_and_refused_in_new_rec
     assert parse_stored_recipe(content) == recipe
 
 
+@pytest.mark.parametrize("kind", REMOVED_LAUNCHERS)
+def test_a_launcher_that_went_is_ignored_in_what_is_stored_and_refused_in_new_recipes(kind: str) -> None:
+    path, launcher = FORMATS / "2026-11-28" / "own.yaml", {"type": kind, "image": "abrun:1"}
+    recipe = load_recipe(path)
+    assert parse_stored_recipe({**recipe.model_dump(mode="json"), "launcher": launcher}) == recipe
+    overrides = [f"launcher={json.dumps(launcher)}"]
+    assert load_recipe(path, overrides, is_launched=True) == recipe
+    refusal = rf"launcher\.type: got '{kind}'; allowed: 'local', 'slurm', 'ray'$"
+    with pytest.raises(RecipeError, match=refusal):
+        load_recipe(path, overrides)
+
+
 def test_a_removed_key_changes_no_warm_start_of_an_earlier_version() -> None:
     """Else an experiment with a warm start could not be extended by seeds."""
     quickstart = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
@@ -257,6 +269,7 @@ def test_no_key_of_recipes_disappears_without_a_migration() -> None:
     keys = {*keys_of(Recipe), *keys_of(CommandRecipe)}
     assert keys <= stored_keys
     gone = {key for key in stored_keys - keys if re.sub("<.*?>", "", key) not in migrations.REMOVED}
+    gone = {key for key in gone if not re.match(f"launcher<({'|'.join(REMOVED_LAUNCHERS)})>", key)}
     assert {key for key in gone if not any(f"{key}.".startswith(f"{old}.") for old in RENAMED)} == set()
 
 

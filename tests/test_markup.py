@@ -36,7 +36,7 @@ COMMANDS: dict[str, list[Command]] = {
     "launch": [
         lambda name: ["recipe.yaml", "--dry-run"],
         lambda name: [f"{name}.yaml"],
-        lambda name: ["recipe.yaml", "--export", name],
+        lambda name: ["recipe.yaml", "--launcher", name],
     ],
     "watch": [lambda name: ["stored", "--runs-dir", f"runs/{name}"]],
     "status": [

@@ -49,6 +49,10 @@ MISTAKEN_OPTIONS = {
     "--primary": ("--claim", "was renamed; use --claim"),
     "--looks": ("--interim", "was renamed; use --interim"),
     "--format": ("--output", "was removed; use --output FOLDER for the whole report, --json for JSON"),
+    "--export": (
+        "--launcher",
+        "was removed; run abrun launch on the nodes, see docs/how-to/run-on-a-cluster.md",
+    ),
     "--margin": ("--claim", "is part of a claim; use --claim METRIC:WINDOW:MARGIN"),
 }
 OUT_OF_MEMORY = "out of memory for data, threads or processes; free some, or raise ulimit -v and -u"
@@ -63,7 +67,6 @@ RENAMED_COMMANDS = {
     "mismatch": "logprob-diff",
     "sync": "wandb-sync",
     "schema": "recipes --schema",
-    "export": "launch --export",
 }
 
 finish_help()

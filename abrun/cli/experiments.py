@@ -31,7 +31,6 @@ from abrun.cli.arguments import (
     UntilDecided,
     add_seeds,
     complete_experiment,
-    refuse_options,
     typed_command,
 )
 from abrun.errors import RecipeError, StoreError
@@ -46,26 +45,9 @@ if TYPE_CHECKING:
     from abrun.recipe.experiment import CommandRecipe, Recipe
 
 
-Export = Annotated[
-    str | None,
-    typer.Option(
-        metavar="jobset|skypilot",
-        help="Start nothing: write manifests of the runs for Kubernetes (jobset) or SkyPilot.",
-    ),
-]
-ManifestFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="With --export: new folder for the manifests; default: <name>-<target>."
-    ),
-]
-EXPORTED = ("recipe", "overrides", "seeds", "name", "no_compare", "export", "output")  # fit --export
-
-
 @app.command()
 @survive_output_errors
 def launch(
-    context: typer.Context,
     recipe: RecipeFile,
     overrides: Overrides = None,
     seeds: NewSeeds = None,
@@ -83,8 +65,6 @@ def launch(
     device_memory: DeviceMemory = None,
     exit_zero: ExitZero = False,
     as_json: DryRunJson = False,
-    export: Export = None,
-    output: ManifestFolder = None,
 ) -> None:
     """Train all arms and seeds of a recipe, then judge them.
 
@@ -99,7 +79,6 @@ def launch(
         abrun launch quickstart --dry-run --set steps=100 --seeds 0-7
         abrun launch recipe.yaml --until-decided --max-seeds 12
         abrun launch recipe.yaml --launcher slurm --detach
-        abrun launch recipe.yaml --export skypilot --output manifests
     """
     from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
@@ -109,8 +88,6 @@ def launch(
         raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
     if until_decided and no_compare:
         raise RecipeError(Code.STAGES_NEED_COMPARISON())
-    if export is None:
-        refuse_options({"--output": output}, Code.OPTION_NEEDS, needed="--export")
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds), is_launched=resume), console()
     options = LaunchOptions(
         runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),
@@ -125,10 +102,6 @@ def launch(
         max_seeds=max_seeds,
         device_memory=device_memory,
     )
-    if export is not None:
-        _refuse_with_export(context)
-        print(display_safe(_export(loaded, options, export, output)))
-        return
     if dry_run:
         raise typer.Exit(_dry_run(screen, loaded, options, as_json))
     launched = launch_recipe(loaded, options, screen, typed_command())
@@ -279,27 +252,6 @@ def _find_run_folder(run: str, runs_dir: Path) -> Path:
     if not (is_directory(path) and read_completions(path)):
         RunDir(path).record()
     return path
-
-
-def _refuse_with_export(context: typer.Context) -> None:
-    """Raise RecipeError if an option was typed that says how to start runs."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in EXPORTED and source and source.name == "COMMANDLINE":
-            raise RecipeError(Code.OPTION_NOT_EXPORTED(option=parameter.opts[0]))
-
-
-def _export(
-    recipe: "Recipe | CommandRecipe", options: "LaunchOptions", target: str, folder: Path | None
-) -> str:
-    """Write the manifests of a launch, and return a sentence about them."""
-    from abrun.experiment.plan import make_plan
-    from abrun.launch.export.command import export_plan
-    from abrun.launch.prepare import resolve_experiment_dir
-
-    name = resolve_experiment_dir(recipe.name, options).name
-    folder = folder or Path(f"{name}-{target}")
-    return export_plan(make_plan(recipe), target, folder, name, compare=options.compare)
 
 
 def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None) -> None:

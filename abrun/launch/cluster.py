@@ -14,7 +14,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.messages.numbers import count_text
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import SCHEDULERS, load_implementation
-from abrun.recipe.launcher import LauncherSettings, ManifestSettings
+from abrun.recipe.launcher import LauncherSettings
 from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
@@ -149,8 +149,6 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> ClusterJobs | None:
     """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
-    if isinstance(settings, ManifestSettings):
-        raise LaunchError(Code.LAUNCHER_EXPORTS_ONLY(launcher=settings.type))
     if settings is None or settings.type not in SCHEDULERS:
         return None
     return load_implementation(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)

@@ -82,13 +82,10 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
-def refuse_impossible(plan: ExperimentPlan, problems: list[Reason], *, shown_by_dry_run: bool = True) -> None:
+def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
-        name = plan.recipe.name
-        raise LaunchError(
-            Code.PLAN_CANNOT_RUN(recipe=name, problems=problems, shown_by_dry_run=shown_by_dry_run)
-        )
+        raise LaunchError(Code.PLAN_CANNOT_RUN(recipe=plan.recipe.name, problems=problems))
 
 
 def refuse_existing(experiment_dir: Path) -> None:

@@ -4,9 +4,8 @@ from abrun.messages.message import Message
 from abrun.reasons import Code
 
 
-def _problems(recipe: str, problems: list[str], shown_by_dry_run: bool) -> str:
-    hint = ": see --dry-run" if shown_by_dry_run else ""
-    omitted = f" (and {len(problems) - 1} more{hint})" if len(problems) > 1 else ""
+def _problems(recipe: str, problems: list[str]) -> str:
+    omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
     return f"{recipe}: {problems[0]}{omitted}"
 
 
@@ -30,8 +29,6 @@ MESSAGES: dict[Code, Message] = {
     "injected into abrun's own",
     Code.FAULT_NEEDS: "--faults: got {fault:repr}, which {needs}; change that with --set, or drop the fault",
     Code.NO_FAULT_FITS: "{recipe}: no fault can be injected into it; see: abrun faults",
-    Code.LAUNCHER_EXPORTS_ONLY: "launcher.type: got {launcher:repr}, which abrun exports to but does not "
-    "start; use abrun launch RECIPE --export {launcher}, or --launcher local, slurm or ray",
     Code.EXPERIMENT_NAME_INVALID: "--name: got {got:repr}; allowed: letters, digits, '.', '_' and '-', at "
     "most 100, but not {reserved:repr}",
     Code.EXPERIMENT_EXISTS: "{directory}: an experiment already exists here ({finished} of {runs} runs "
@@ -46,13 +43,6 @@ MESSAGES: dict[Code, Message] = {
     Code.RESUME_OTHER_WARM_START: "{directory}: --resume: {run} would start from the warm start "
     "{warm_start}, but the other runs of its arm started from {recorded}; this version of abrun makes warm "
     "starts differently; resume with the version that launched them, or choose another --name",
-    Code.EXPORT_FOLDER_IN_USE: "{folder}: already exists and is not an empty folder; remove it, or choose "
-    "another -o",
-    Code.EXPORT_FOLDER_UNWRITABLE: "{folder}: cannot be written: {error}; choose another -o",
-    Code.EXPORT_WITHOUT_RUN: "{run}: not a run of the recipe {recipe}; export it again",
-    Code.WARM_START_NOT_MADE: "{run}: starts from {path}, which does not exist yet; submit the warm start "
-    "first",
-    Code.EXPORT_RECIPE_INVALID: "{variable}: got {got}; allowed: the value that abrun launch --export writes",
     Code.NODE_WITHOUT_RUN: "{directory}: exists on {seen_on}, but not on {host}; launch with --runs-dir on a "
     "file system that all nodes share",
     Code.PROBE_FAILED: "{probe}: ended with an error; see {log}",
@@ -172,8 +162,6 @@ MESSAGES: dict[Code, Message] = {
     Code.DETACH_NEEDS_QUEUE: "--detach: the local launcher has no queue; use nohup or tmux, or --launcher "
     "slurm or ray",
     Code.JSON_WITHOUT_DRY_RUN: "--json requires --dry-run",
-    Code.OPTION_NOT_EXPORTED: "{option} cannot be combined with --export, which starts nothing; drop one of "
-    "them",
     Code.NO_RUN: "{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or "
     "an experiment ({runs})",
     Code.NO_RUN_STARTED: "{experiment}: no run has started yet; launch it first",

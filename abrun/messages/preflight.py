@@ -191,11 +191,6 @@ MESSAGES: dict[Code, Message] = {
     Code.SAVE_TIME_TOO_LONG: "launcher.save_s: got {save_s}, but launcher.time {time!r} is only "
     "{limit_s:.0f} s; lower launcher.save_s, or ask for more time",
     Code.PYXIS_MISSING: "launcher.container: got {image!r}, but Slurm has no pyxis plugin: {problem}",
-    Code.LAUNCHER_CLAIM_MISSING: "launcher.claim: missing; name the volume claim for all runs",
-    Code.LAUNCHER_IMAGE_MISSING: "launcher.image: missing; name a container image with abrun",
-    Code.LAUNCHER_ACCELERATOR_MISSING: "launcher.accelerator: missing, but arm {arm} uses {gpus} GPUs per "
-    "node; name one, such as H100",
-    # Settings without effect
     Code.ARMS_WITHOUT_EFFECT: "{arms:plural arm} {arms:list}: {problem}",
     Code.COMMANDS_WITHOUT_SEED: "{arms:plural arm} {arms:list}: trainer.argv and trainer.env do not use "
     "{{seed}}, so all seeds run the same command unless it reads ABRUN_SEED",

@@ -25,8 +25,7 @@ ALLOWED = {
     "string_type": "text",
 }
 _SECRET_OF_NODES = (
-    "scripts would contain it and clusters would show it; set it in the nodes' own environment or files, or "
-    "name it in launcher.secrets of a jobset or skypilot"
+    "scripts would contain it and clusters would show it; set it in the nodes' own environment or files"
 )
 _SECRET_BY_VARIABLE = (
     "pass it as an environment variable, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, which is read at every "

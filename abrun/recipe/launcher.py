@@ -25,39 +25,19 @@ RESERVED_SBATCH_OPTIONS = (  # noqa: SIM905 (set by abrun from the recipe)
     "signal test-only time wait wrap"
 ).split()
 MAX_PROFILE_BYTES = 1 << 16
+MAX_TIME_LENGTH = 253
 VARIABLE_PATTERN = "[A-Za-z_][A-Za-z0-9_]*"
-# Checks of the Kubernetes server beyond its schema: names of objects, keys and values of labels
-OBJECT_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-LABEL_PATTERN = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
-def _require_match(
-    pattern: str, allowed: str, max_length: int = 253, *, values: bool = False
-) -> AfterValidator:
-    """Return a validator of a text, of a list's texts, or of a mapping's keys (or its `values`)."""
-
-    def check(value: Any) -> Any:
-        texts = value.values() if values else [value] if isinstance(value, str) else value
-        for text in texts:
-            if len(text) > max_length or not re.fullmatch(pattern, text):
-                raise FieldError(f"got {shortened(text)}; allowed: {allowed}")
-        return value
-
-    return AfterValidator(check)
+def _check_duration(value: str) -> str:
+    if len(value) > MAX_TIME_LENGTH or not re.fullmatch(TIME_PATTERN, value):
+        raise FieldError(f"got {shortened(value)}; allowed: '90' (minutes), '2:00:00' or '1-12:00:00'")
+    return value
 
 
 Word = Annotated[str, AfterValidator(check_word)]
 Line = Annotated[str, AfterValidator(check_line)]
 Lines = Annotated[list[str], AfterValidator(lambda lines: [check_line(line) for line in lines])]
-CHECK_OBJECT_NAME = _require_match(OBJECT_PATTERN, "lower-case letters, digits, '-' and '.'")
-CHECK_LABEL_KEY = _require_match(
-    rf"({OBJECT_PATTERN}/)?{LABEL_PATTERN}", "such as nvidia.com/gpu, at most 63 after the '/'", 317
-)
-CHECK_LABEL_VALUES = _require_match(
-    f"({LABEL_PATTERN})?", "a label's value: letters, digits, '-', '_' and '.', at most 63", values=True
-)
-CHECK_DURATION = _require_match(TIME_PATTERN, "'90' (minutes), '2:00:00' or '1-12:00:00'")
-ObjectName = Annotated[Word, CHECK_OBJECT_NAME]
 
 
 class Local(Section):
@@ -82,7 +62,7 @@ class Slurm(Section):
     qos: Line | None = None
     constraint: Line | None = None
     # Time limit of a job in sbatch's format ("2:00:00"). A longer run resumes in the next job
-    time: Annotated[str, CHECK_DURATION] | None = None
+    time: Annotated[str, AfterValidator(_check_duration)] | None = None
     # Seconds before the time limit at which runs save a checkpoint and stop
     save_s: Annotated[int, Field(ge=1, le=65535)] = 120
     # Maximum restarts of a job after its time limit, preemption or a fault
@@ -159,70 +139,7 @@ class Ray(Section):
         return resources
 
 
-class ManifestSettings(Section):
-    """Settings shared by both kinds of manifests. The image must contain the exporting version of abrun."""
-
-    image: Word | None = None
-    # Path of the folder of all experiments on every node
-    runs_dir: Annotated[
-        str, _require_match("(/[A-Za-z0-9._-]+)+", "an absolute path without spaces, such as /runs", 4096)
-    ] = "/runs"
-    cpus_per_rank: Count = 1
-    secrets: Lines = Field(default=[])
-    python: Line = "python"  # interpreter in the image
-    setup: Lines = Field(default=[])  # shell lines to run first, such as: source /opt/venv/bin/activate
-    # Seconds to save a checkpoint after a stop request
-    save_s: Annotated[int, Field(ge=1, le=65535)] = 120
-
-
-class JobSet(ManifestSettings):
-    """Kubernetes manifests for JobSet. `secrets`: names of Secrets whose keys become variables."""
-
-    type: Literal["jobset"]
-    secrets: Annotated[Lines, CHECK_OBJECT_NAME] = Field(default=[])
-    # Existing PersistentVolumeClaim (ReadWriteMany) mounted at runs_dir; abrun creates none
-    claim: ObjectName | None = None
-    namespace: ObjectName | None = None
-    queue: ObjectName | None = None  # Kueue queue, which admits all pods of a pair or none
-    node_selector: Annotated[dict[str, str], CHECK_LABEL_KEY, CHECK_LABEL_VALUES] = Field(default={})
-    gpu: Annotated[Word, CHECK_LABEL_KEY] = "nvidia.com/gpu"  # the cluster's resource name for a GPU
-    # Memory of a run on each node, in Kubernetes' format
-    memory: Annotated[Word, _require_match(r"[0-9]+(\.[0-9]+)?([kMGTPE]i?)?", "such as 64Gi")] | None = None
-
-
-class SkyPilot(ManifestSettings):
-    """SkyPilot task files. `secrets`: environment variables for `sky` to pass on."""
-
-    type: Literal["skypilot"]
-    secrets: Annotated[Lines, _require_match(VARIABLE_PATTERN, "names of environment variables")] = Field(
-        default=[]
-    )
-    volume: Word | None = None  # a `sky volumes` volume, mounted at runs_dir; None: image or setup mounts it
-    # Such as H100; required with cluster.gpus_per_node
-    accelerator: (
-        Annotated[
-            str,
-            _require_match("[A-Za-z0-9_.-]+", "a name such as H100; cluster.gpus_per_node gives the number"),
-        ]
-        | None
-    ) = None
-    # Other resources of a task: {infra: k8s, use_spot: true, memory: 64+}
-    resources: dict[str, str | int | float | bool] = Field(default={})
-
-    @field_validator("resources")
-    @classmethod
-    def _check_task_resources(cls, resources: dict[str, Any]) -> dict[str, Any]:
-        reserved = [
-            name for name in ("accelerators", "cpus", "image_id", "job_recovery") if name in resources
-        ]
-        if reserved:
-            raise FieldError(f"got {reserved[0]}, which abrun sets from the recipe; drop it")
-        for value in resources.values():
-            check_line(str(value))
-        return resources
-
-
-LauncherSettings = Local | Slurm | Ray | JobSet | SkyPilot
+LauncherSettings = Local | Slurm | Ray
 LAUNCHER_TYPES: dict[str, type[LauncherSettings]] = {
     str(type_name(model)): model for model in get_args(LauncherSettings)
 }

@@ -28,6 +28,8 @@ REMOVED: dict[str, Any] = {
 }
 # Removed key -> the only type of its section that had it
 TYPES_OF_REMOVED = {"policy.backend.distributed_optimizer": "megatron"}
+# Types of `launcher` that only exported manifests; stored recipes are read without that section
+REMOVED_LAUNCHERS = ("jobset", "skypilot")
 
 
 def migrate(tree: Any) -> Any:
@@ -70,6 +72,9 @@ def drop_removed(tree: Any) -> Any:
     """Return a recipe or configuration without removed keys, which no section has."""
     for key in REMOVED:
         tree = _rename(tree, key.split("."), None)
+    launcher = tree.get("launcher") if isinstance(tree, Mapping) else None
+    if isinstance(launcher, Mapping) and launcher.get("type") in REMOVED_LAUNCHERS:
+        tree = {**tree, "launcher": None}
     arms = tree.get("arms") if isinstance(tree, Mapping) else None
     if REMOVED and isinstance(arms, Mapping):
         tree = {**tree, "arms": {arm: _without_removed(change) for arm, change in arms.items()}}

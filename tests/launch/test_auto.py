@@ -299,7 +299,6 @@ def test_a_dry_run_shows_what_it_would_be(command: Command, predicts: Callable[[
     [
         (["memory-profile", SMALL, *sets(AUTO)], "got 'auto'"),
         (["memory-profile", SMALL, *sets(AUTO), "--predict"], "got 'auto'"),
-        (["launch", SMALL, *sets(AUTO), "--export", "jobset"], "got 'auto'"),
         (
             ["launch", SMALL, "--dry-run", "--device-memory", "h201"],
             "--device-memory: got 'h201'; allowed: a size",

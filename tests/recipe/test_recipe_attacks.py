@@ -28,10 +28,7 @@ COMMANDS = (
     ("launch", "--dry-run", "--json"),
     ("power",),
     ("power", "--sigma", "0.02", "--json"),
-    ("launch", "--export", "jobset"),
-    ("launch", "--export", "skypilot"),
 )
-LAUNCHERS = ("launcher={type: jobset, image: x, claim: y}", "launcher={type: skypilot, accelerator: H100}")
 BOMB = "".join(
     f"b{level}: &b{level} [{', '.join([f'*b{level - 1}' if level else 'x'] * 9)}]\n" for level in range(9)
 )
@@ -103,9 +100,7 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copytree(path.parent, "recipes", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
         Path("recipes", path.name).write_bytes(content)
         command = draw.choice(COMMANDS)
-        more = [*(LAUNCHERS[command[-1] == "skypilot"],), *overrides] if "--export" in command else overrides
-        argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in more)]
-        argv += ["-o", f"out-{round_}"] if "--export" in command else []
+        argv = [command[0], f"recipes/{path.name}", *command[1:], *(f"--set={each}" for each in overrides)]
         try:
             code, _, error = answer(argv, monkeypatch)
             codes[code] = codes.get(code, 0) + 1
@@ -125,7 +120,6 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
             failures.append(f"round {round_}: {[each[:150] for each in argv]}: {problem}")
             if folder.joinpath("KEEP").exists():
                 shutil.copytree("recipes", f"failed-{round_}")
-        shutil.rmtree(f"out-{round_}", ignore_errors=True)
         assert not os.path.exists("EXECUTED"), round_
     assert not failures, "\n".join([f"{len(failures)} of {count}", *failures[:40]])
     assert count < 100 or (codes[0] > count / 20 and codes[2] > count / 4), codes
