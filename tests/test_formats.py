@@ -225,6 +225,16 @@ def test_a_launcher_that_went_is_ignored_in_what_is_stored_and_refused_in_new_re
         load_recipe(path, overrides)
 
 
+def test_a_number_of_runs_that_auto_decided_is_resumed_and_auto_refused_in_new_recipes() -> None:
+    path, auto = FORMATS / "2026-11-28" / "own.yaml", "cluster={gpus_per_node: 1, runs_per_gpu: auto}"
+    with pytest.raises(RecipeError, match=r"cluster\.runs_per_gpu: got 'auto'; allowed: a whole number"):
+        load_recipe(path, [auto])
+    launched = load_recipe(path, [auto], is_launched=True)
+    assert launched == load_recipe(path, ["cluster={gpus_per_node: 1}"])
+    decided = load_recipe(path, ["cluster={gpus_per_node: 1, runs_per_gpu: 3}"])
+    assert parse_stored_recipe(decided.model_dump(mode="json")) == decided
+
+
 def test_a_removed_key_changes_no_warm_start_of_an_earlier_version() -> None:
     """Else an experiment with a warm start could not be extended by seeds."""
     quickstart = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"

@@ -22,7 +22,6 @@ from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.candidates import CandidateSearch, NotMeasured, Trial, Values, format_values
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
-from abrun.launch.sharing import decide_sharing, drop_jobs_limit
 from abrun.memory.cells import GIB
 from abrun.memory.facts import Answer
 from abrun.memory.predict import query_gpus, resolve_device_memory
@@ -34,7 +33,6 @@ from abrun.recipe.experiment import (
     AUTO_SETTINGS,
     CHECKPOINTING,
     MICRO_BATCH_TOKENS,
-    RUNS_PER_GPU,
     CommandRecipe,
     Recipe,
 )
@@ -80,21 +78,11 @@ def resolve_auto(
     if options.resume:
         return make_plan(recipe.with_auto_values(_read_decided_values(experiment_dir, recipe.auto_keys)))
     if not dry_run:
-        refuse_impossible(draft, drop_jobs_limit(recipe, find_problems(draft)))
+        refuse_impossible(draft, find_problems(draft))
         refuse_existing(experiment_dir)
-    alone = recipe.without_sharing()
-    decided: Decisions = {}
-    if alone.auto_keys:
-        decided = decide_values(alone, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
-    plan = make_plan(recipe.with_auto_values(_values_of(decided)))
-    if RUNS_PER_GPU in recipe.auto_keys:
-        decided |= decide_sharing(plan, options, decided, is_local=is_local, say=say)
-        plan = make_plan(recipe.with_auto_values(_values_of(decided)))
-    return replace(plan, decided=decided)
-
-
-def _values_of(decided: Decisions) -> Values:
-    return {key: decision["value"] for key, decision in decided.items()}
+    decided = decide_values(recipe, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
+    values = {key: decision["value"] for key, decision in decided.items()}
+    return replace(make_plan(recipe.with_auto_values(values)), decided=decided)
 
 
 def decide_values(
@@ -115,9 +103,8 @@ def decide_values(
     _refuse_unpredictable(request, keys, configs)
     own_bytes = resolve_device_memory(None) if is_local else None
     device_bytes = own_bytes if requested_memory is None else resolve_device_memory(requested_memory)
-    runs_per_gpu = recipe.cluster.runs_per_gpu
-    if device_bytes is not None and runs_per_gpu != "auto":
-        device_bytes = share_of_device(device_bytes, runs_per_gpu)
+    if device_bytes is not None:
+        device_bytes = share_of_device(device_bytes, recipe.cluster.runs_per_gpu)
     if device_bytes is None:
         raise LaunchError(
             Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
@@ -337,9 +324,8 @@ def _describe_trial(trial: Trial) -> str:
 
 def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
     """Return the values that an experiment was launched with."""
-    recipe = open_experiment(experiment_dir).get("recipe", {})
-    sections = {section: recipe.get(section) or {} for section in ("policy", "cluster")}
-    stored, values = dotted(sections), Values()
+    policy = open_experiment(experiment_dir).get("recipe", {}).get("policy") or {}
+    stored, values = dotted({"policy": policy}), Values()
     for key in keys:
         value = stored.get(key)
         if value is None or value == "auto":

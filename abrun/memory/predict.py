@@ -67,7 +67,6 @@ class PeakPrediction:
     point: Point
     by_phase: dict[str, dict[str, int]]
     engine_bytes: int | None = None  # rollout engine on the same device, while it samples
-    engine_cache_bytes: int | None = None  # of which its cache; None: it fills a share of the device
     decoding_bytes: int = 0  # of sampling from the policy's own modules
     max_underestimate: float = MAX_ERROR  # relative error below the real peak
 
@@ -345,19 +344,16 @@ def _make_prediction(
     swept: tuple[tuple[str, Any], ...] = (),
 ) -> PeakPrediction:
     memory_share, engine_bytes, vllm = config.rollout.gpu_memory_utilization, None, row["vllm"]
-    cache_bytes: int | None = None
     if config.samples_completions and vllm and device_bytes:
         if memory_share or vllm["cache"] is None or vllm["cache"] > MAX_SMALL_CACHE_SHARE * device_bytes:
             engine_bytes = int((memory_share or COLOCATED_MEMORY_SHARE) * device_bytes)
         else:
-            cache_bytes = vllm["cache"]
-            engine_bytes = vllm["weights"] + cache_bytes
+            engine_bytes = vllm["weights"] + vllm["cache"]
     return PeakPrediction(
         arm=arm,
         point=Point(length=row["length"], num_sequences=row["num_sequences"], swept=swept),
         by_phase=row["by_phase"],
         engine_bytes=engine_bytes,
-        engine_cache_bytes=cache_bytes,
         decoding_bytes=row.get("decoding", 0),
         max_underestimate=MAX_UNDERESTIMATE
         if row["experts"] or isinstance(config.algorithm, Ppo)

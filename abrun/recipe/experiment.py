@@ -33,7 +33,7 @@ from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe
 from abrun.recipe.refusals import shortened, unknown_key, validated
 from abrun.recipe.rules import NEW_RULES, find_broken_rule
-from abrun.recipe.run import OwnRunConfig, RecipeCluster, recorded_source
+from abrun.recipe.run import ClusterConfig, OwnRunConfig, recorded_source
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
 from abrun.regular_files import is_directory
@@ -62,8 +62,6 @@ AUTO_SETTINGS = {
     CHECKPOINTING: AutoSetting(values=("none", "selective", "full"), instead="none, selective or full"),
     KEEP_GATHERED: AutoSetting(values=(True, False), instead="true or false"),
     MICRO_BATCH_TOKENS: AutoSetting(values=(32_768, 16_384, 8_192), instead="a number such as 16384"),
-    # Decided after the others, from what they leave free
-    RUNS_PER_GPU: AutoSetting(values=(1,), instead="a number such as 4"),
 }
 
 
@@ -125,7 +123,7 @@ class ExperimentDeclaration(Section):
         Raises RecipeError if its differences are invalid or a setting that changes the run is still `auto`.
         """
         source = f"{self.name}: arms.{arm}"
-        if open_keys := [key for key in self.auto_keys if key != RUNS_PER_GPU]:
+        if open_keys := self.auto_keys:
             key = open_keys[0]
             raise RecipeError(
                 Code.AUTO_NEEDS_LAUNCH(recipe=self.name, field=key, instead=AUTO_SETTINGS[key].instead)
@@ -134,8 +132,6 @@ class ExperimentDeclaration(Section):
             self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
             nested(self.arms[arm]),
         )
-        if RUNS_PER_GPU in self.auto_keys:  # it has no effect on a run by itself
-            base["cluster"]["runs_per_gpu"] = AUTO_SETTINGS[RUNS_PER_GPU].values[0]
         model = RUN_CONFIGS[_trainer_type(change, source) or base["trainer"]["type"]]
         if not isinstance(self, model):  # the arm has another trainer: drop keys of the base's trainer
             base = {key: value for key, value in base.items() if key in model.model_fields}
@@ -155,10 +151,6 @@ class ExperimentDeclaration(Section):
         for arm, change in self.arms.items():  # an arm whose backend lacks the key gets no value
             tree["arms"][arm] = {key: None for key in chosen if type_lacks_key(change, key)} | change
         return validated(type(self), tree, self.name)
-
-    def without_sharing(self) -> Self:
-        """Return the recipe with `auto` of RUNS_PER_GPU replaced by 1, and the other settings as they are."""
-        return self.with_auto_values({key: "auto" for key in self.auto_keys if key != RUNS_PER_GPU})
 
     @property
     def control_arms(self) -> dict[str, InjectedFault]:
@@ -188,7 +180,7 @@ class ExperimentDeclaration(Section):
 class Recipe(ExperimentDeclaration, OwnRunConfig):
     """Experiment whose base is a run of abrun's own trainer."""
 
-    cluster: RecipeCluster = RecipeCluster()
+    cluster: ClusterConfig = ClusterConfig()
     policy: RecipePolicy = RecipePolicy()
 
     @model_validator(mode="after")
@@ -214,7 +206,7 @@ class Recipe(ExperimentDeclaration, OwnRunConfig):
 class CommandRecipe(ExperimentDeclaration, CommandRunConfig):
     """Experiment whose base is a run of an external trainer."""
 
-    cluster: RecipeCluster = RecipeCluster()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 RUN_CONFIGS: dict[str, type[OwnRunConfig] | type[CommandRunConfig]] = {

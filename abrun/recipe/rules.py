@@ -155,11 +155,11 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
              "got {got} with gpus_per_node {gpus_per_node}; a run trains on GPUs or on CPU cores: drop one "
              "of the two"),
         RecipeRule("cluster.runs_per_gpu",
-             lambda cluster: cluster.runs_per_gpu not in (1, "auto") and not cluster.gpus_per_node,
+             lambda cluster: cluster.runs_per_gpu > 1 and not cluster.gpus_per_node,
              "got {got} with gpus_per_node 0, which leaves no GPU to share; use 1 (--jobs sets the number of "
              "parallel runs on CPU cores)"),
         RecipeRule("cluster.runs_per_gpu",
-             lambda cluster: cluster.runs_per_gpu not in (1, "auto") and cluster.nodes > 1,
+             lambda cluster: cluster.runs_per_gpu > 1 and cluster.nodes > 1,
              "got {got} with nodes {nodes}, but only runs of one node share GPUs; use 1"),
     ),
     "Layout": (
@@ -345,11 +345,11 @@ RULES: dict[str, tuple[RecipeRule, ...]] = {
     ),
     "OwnRunConfig": (
         RecipeRule("cluster.runs_per_gpu",
-             lambda run: run.cluster.runs_per_gpu not in (1, "auto") and run.engine_devices,
+             lambda run: run.cluster.runs_per_gpu > 1 and run.engine_devices,
              "got {got} with rollout.devices {rollout.devices}, whose engines take whole GPUs; use 1, or "
              "rollout.devices: null"),
         RecipeRule("rollout.gpu_memory_utilization",
-             lambda run: run.cluster.runs_per_gpu not in (1, "auto") and run.rollout.gpu_memory_utilization,
+             lambda run: run.cluster.runs_per_gpu > 1 and run.rollout.gpu_memory_utilization,
              "got {got} with cluster.runs_per_gpu {cluster.runs_per_gpu}, whose runs get equal shares; use "
              "null, or cluster.runs_per_gpu: 1"),
         RecipeRule("policy.backend", _find_replica_misfit,

@@ -13,7 +13,7 @@ from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFaul
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section, is_count, require
+from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
 from abrun.redaction import REFERENCE
 
@@ -59,7 +59,8 @@ class ClusterConfig(Section):
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
     cpu_ranks: Count = 1
-    runs_per_gpu: Count = 1  # see RecipeCluster
+    # Runs that share each GPU, with an equal share of its memory; times are then not compared
+    runs_per_gpu: Count = 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -68,17 +69,6 @@ class ClusterConfig(Section):
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
-
-
-CHECK_SHARE = require(lambda value: value == "auto" or is_count(value), "a whole number from 1, or auto")
-
-
-class RecipeCluster(ClusterConfig):
-    """Devices of one run. Without GPUs it trains on CPU cores, one thread per rank."""
-
-    # Runs that share each GPU, with an equal share of its memory; times are then not compared. auto: as many
-    # as fit by predicted peaks
-    runs_per_gpu: Annotated[Count | Literal["auto"], CHECK_SHARE] = 1
 
 
 class Wandb(Section):

@@ -75,6 +75,9 @@ def drop_removed(tree: Any) -> Any:
     launcher = tree.get("launcher") if isinstance(tree, Mapping) else None
     if isinstance(launcher, Mapping) and launcher.get("type") in REMOVED_LAUNCHERS:
         tree = {**tree, "launcher": None}
+    cluster = tree.get("cluster") if isinstance(tree, Mapping) else None
+    if isinstance(cluster, Mapping) and cluster.get("runs_per_gpu") == "auto":  # decided by earlier versions
+        tree = _rename(tree, ["cluster", "runs_per_gpu"], None)
     arms = tree.get("arms") if isinstance(tree, Mapping) else None
     if REMOVED and isinstance(arms, Mapping):
         tree = {**tree, "arms": {arm: _without_removed(change) for arm, change in arms.items()}}

@@ -1,4 +1,4 @@
-"""Several runs on a GPU: their places, their shares of its memory, `auto`, MPS, and what is refused."""
+"""Several runs on a GPU: their places, their shares of its memory, MPS, and what is refused."""
 
 import itertools
 import json
@@ -10,31 +10,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from abrun.backends import ranks
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.options import LaunchOptions
-from abrun.experiment.plan import ExperimentPlan, make_draft, make_plan
+from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import Machine
-from abrun.launch import mps, sharing, supervisor
-from abrun.launch.auto import resolve_auto
+from abrun.launch import mps, supervisor
 from abrun.launch.local import Slots, count_parallel_runs
-from abrun.launch.sharing import MAX_RUNS_PER_GPU, SharingLimits, decide_runs_per_gpu
-from abrun.memory.cells import GIB, Point
-from abrun.memory.predict import PeakPrediction
+from abrun.memory.cells import GIB
 from abrun.messages import sentence
-from abrun.processes import find_descendants, find_processes_with, kill_all
+from abrun.processes import find_descendants, find_processes_with, kill_all, progress
 from abrun.reasons import Code
 from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.run import CONTEXT_BYTES, ClusterConfig, RunConfig, can_change_numbers, share_of_device
-from abrun.runs.experiment import open_experiment
 from abrun.runs.rundir import RunDir
 from abrun.train.__main__ import out_of_memory_reason
 from tests.launch.fakes import FAKE, Silent, run_to_end
@@ -42,9 +35,8 @@ from tests.launch.forked import SHARED_SERVER
 from tests.snapshot import Snapshot
 
 HERE = Path(__file__).parent
-SMALL, FOREIGN = HERE / "small.yaml", HERE.parent / "external" / "foreign.yaml"
+SMALL = HERE / "small.yaml"
 ON_GPU, SHARED = "cluster.gpus_per_node=1", "cluster={gpus_per_node: 1, runs_per_gpu: 4}"
-AUTO = "cluster={gpus_per_node: 1, runs_per_gpu: auto}"
 STEP_TIME = "timing/train/total_step_time_s"
 
 
@@ -107,12 +99,12 @@ def test_as_many_run_at_once_as_there_are_places(
     [
         ["cluster.runs_per_gpu=0"],
         ["cluster.runs_per_gpu=null"],
-        ["cluster.runs_per_gpu=lots"],
+        ["cluster={gpus_per_node: 1, runs_per_gpu: auto}"],
         ["cluster.runs_per_gpu=2"],  # no GPUs
         ["cluster={gpus_per_node: 1, nodes: 2, runs_per_gpu: 2}"],
         [SHARED, "rollout={engine: vllm, devices: 1}"],
         [ON_GPU, "arms.treatment={cluster.runs_per_gpu: 2}"],
-        [ON_GPU, "arms.treatment={cluster: {runs_per_gpu: auto}}"],
+        [ON_GPU, "arms.treatment={cluster: {runs_per_gpu: lots}}"],
         [SHARED, f"compare.claims=[{{metric: {STEP_TIME}, window: all, below: 1.1x}}]"],
         [SHARED, "compare.claims=[{metric: performance/samples_per_sec, window: all, margin: 5%}]"],
         [SHARED, "compare.guards={step_time_ratio: 1.1}"],
@@ -276,124 +268,8 @@ def test_shares_and_contexts_fill_the_device_at_most(
     assert refused.value.code is Code.SHARE_EMPTY and "200" in str(refused.value)
 
 
-def test_a_run_without_memory_names_its_share(snapshot: Snapshot) -> None:
+def test_a_run_without_memory_names_its_share(monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
+    monkeypatch.setattr(progress, "current_activity", lambda: "the start")
     reason = out_of_memory_reason(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 4)
     assert reason
     snapshot(sentence(reason))
-
-
-# --- auto ---
-
-
-def predictions_of(gib: float, **fields: Any) -> Callable[..., list[PeakPrediction]]:
-    def predict_steps(configs: dict[str, Any], device_bytes: int) -> list[PeakPrediction]:
-        kinds = {"weights": GIB, "activations": int(gib * GIB) - GIB}
-        prediction = {"point": Point(length=1), "by_phase": {"forward_backward": kinds}, **fields}
-        return [PeakPrediction(arm=arm, **prediction) for arm in configs]
-
-    return predict_steps
-
-
-MANY = SharingLimits(num_runs=1000, num_jobs=None, num_gpus=1, num_cores=1000)
-
-
-@pytest.mark.parametrize("gib", [1.5, 2.0, 4.7, 9.9, 30.0, 100.0])
-@pytest.mark.parametrize("device_gib", [16, 80, 140])
-@pytest.mark.parametrize("engine_gib", [None, 3])
-def test_as_many_share_as_fit(
-    gib: float, device_gib: int, engine_gib: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = None if engine_gib is None else engine_gib * GIB
-    engine = {"engine_bytes": cache, "engine_cache_bytes": cache}
-    monkeypatch.setattr(sharing, "predict_steps", predictions_of(gib, **engine))
-    number, why = decide_runs_per_gpu(plan_of(ON_GPU), device_gib * GIB, MANY)
-    expected = 1
-    for candidate in range(1, MAX_RUNS_PER_GPU + 1):
-        share = device_gib * GIB / candidate - CONTEXT_BYTES
-        training = int(gib * GIB) + (GIB // 4 if engine_gib else 0)
-        sampling = GIB + (engine_gib or 0) * GIB
-        share -= CONTEXT_BYTES if engine_gib else 0  # of an engine host
-        fits = max(training, sampling) <= 0.85 * share and (engine_gib or 0) * GIB <= 0.6 * share
-        expected = candidate if fits else expected
-    assert number == expected and why.startswith(f"auto resolves to {number}, ")
-
-
-@pytest.mark.parametrize(
-    ("limits", "gpus_per_run", "number"),
-    [
-        ({}, 1, 10),
-        ({"num_runs": 4}, 1, 4),
-        ({"num_runs": 5, "num_gpus": 2}, 1, 3),
-        ({"num_cores": 6}, 1, 6),
-        ({"num_cores": 6, "num_gpus": 2}, 1, 3),
-        ({"num_jobs": 3}, 1, 3),
-        ({"num_gpus": 2}, 2, 5),  # the ranks of a run wait for each other
-        ({"num_runs": 4, "num_gpus": 4}, 2, 2),
-        ({"num_gpus": None, "num_cores": None}, 1, 10),
-        ({"num_cores": 1, "num_gpus": 8}, 1, 1),
-    ],
-)
-def test_runs_cores_and_jobs_limit_the_number(limits: dict[str, Any], gpus_per_run: int, number: int) -> None:
-    assert replace(MANY, **limits).apply(10, gpus_per_run)[0] == number
-
-
-def test_a_measured_peak_replaces_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "predict_steps", predictions_of(20))
-    measured = {"arm": "baseline", "peak_bytes": 2 * GIB, "out_of_memory": None}
-    predicted = decide_runs_per_gpu(plan_of(ON_GPU), 80 * GIB, MANY)[0]
-    of_one_arm = decide_runs_per_gpu(plan_of(ON_GPU), 80 * GIB, MANY, measured)[0]
-    one_arm = replace(plan_of(ON_GPU), runs=plan_of(ON_GPU).runs[:1])
-    assert (predicted, of_one_arm) == (3, 3)
-    assert decide_runs_per_gpu(one_arm, 80 * GIB, MANY, measured)[0] == MAX_RUNS_PER_GPU
-
-
-def refuse_predictions(*_: object) -> list[PeakPrediction]:
-    raise LaunchError("the model cannot be read")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "device_bytes"),
-    [
-        ([], 80 * GIB),  # no GPUs
-        ([ON_GPU], None),
-        ([ON_GPU, "arms.treatment={policy.backend: {type: megatron}}"], 80 * GIB),
-        ([ON_GPU, "rollout={engine: vllm, devices: 1}"], 80 * GIB),
-        (["cluster={gpus_per_node: 1, nodes: 2}"], 80 * GIB),
-        ([ON_GPU, f"compare.claims=[{{metric: {STEP_TIME}, window: all, below: 1.1x}}]"], 80 * GIB),
-        ([ON_GPU, "compare.guards={step_time_ratio: 1.1}"], 80 * GIB),
-        ([ON_GPU, "name=unpredictable"], 80 * GIB),
-        (["foreign"], 80 * GIB),
-    ],
-)
-def test_where_nothing_is_known_runs_do_not_share(
-    overrides: list[str], device_bytes: int | None, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
-) -> None:
-    monkeypatch.setattr(sharing, "predict_steps", refuse_predictions)
-    recipe = load_recipe(FOREIGN) if overrides == ["foreign"] else load_recipe(SMALL, overrides)
-    number, why = decide_runs_per_gpu(make_plan(recipe), device_bytes, MANY)
-    assert number == 1
-    snapshot(why)
-
-
-def test_auto_is_decided_once_recorded_and_resumed(
-    tmp_path: Path, on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sharing, "predict_steps", predictions_of(20))
-    monkeypatch.setattr(sharing, "usable_cores", lambda: 16)
-    recipe, options = (
-        load_recipe(SMALL, [AUTO]),
-        LaunchOptions(runs_dir=tmp_path, device_memory="80GiB", jobs=4),
-    )
-    arguments = recipe, make_draft(recipe), options
-    too_many = [
-        Code.ARMS_CANNOT_RUN(
-            arms=["baseline"], problem=Code.TOO_MANY_JOBS(jobs=4, gpus_per_run=1, gpus=1, runs_per_gpu=1)
-        )
-    ]  # of the draft, in which no run shares
-    plan = resolve_auto(*arguments, lambda plan: too_many, is_local=True)
-    assert {run.config.cluster.runs_per_gpu for run in plan.runs} == {3}
-    assert run_to_end(plan, tmp_path, launcher="fake", jobs=3).exit_code == 0
-    content = open_experiment(tmp_path / "small")
-    assert content["recipe"]["cluster"]["runs_per_gpu"] == content["decided"][RUNS_PER_GPU]["value"] == 3
-    resumed = resolve_auto(*arguments[:2], replace(options, resume=True), lambda plan: [], is_local=True)
-    assert {run.config.cluster.runs_per_gpu for run in resumed.runs} == {3}
