@@ -170,9 +170,9 @@ def test_what_is_written_is_said_to_be_never_launched(
 @pytest.mark.parametrize(
     "section",
     [
-        "{type: jobset, image: r, claim: c, setup: ['export DB_PASSWORD=hunter2hunter2']}",
+        "{type: jobset, image: r, claim: c, setup: ['curl https://me:hunter2hunter2@host']}",
         "{type: skypilot, setup: ['export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567']}",
-        "{type: slurm, setup: ['export DB_PASSWORD=hunter2hunter2']}",
+        "{type: slurm, setup: ['curl https://me:hunter2hunter2@host']}",
         "{type: ray, env: {WANDB_API_KEY: 0123456789abcdef0123456789abcdef01234567}}",
     ],
 )
