@@ -329,7 +329,9 @@ def is_secret_variable(name: str, value: str) -> bool:
     if has_token(value):
         return True
     written = _TEMPLATE_PART.sub("", value).strip()
-    return bool(_SECRET_VARIABLE.search(name)) and not _PLAIN_VALUE.fullmatch(written)
+    if len(written) < MIN_MASKED_CHARACTERS or _PLAIN_VALUE.fullmatch(written):
+        return False
+    return bool(_SECRET_VARIABLE.search(name))
 
 
 def without_secrets(tree: Any) -> Any:

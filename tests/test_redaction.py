@@ -73,7 +73,19 @@ OTHER_VARIABLES = (
 def test_the_end_of_a_variable_s_name_says_that_it_holds_a_secret(name: str) -> None:
     for value in ("hunter2", "hunter-two", "123456789123", "wJalrXUtnFEMI/K7MDENG"):
         assert is_secret_variable(name, value)
-    for value in ("", "true", "512", "${HERE}", "$HERE", "$(cat key)", "{key}", "<pad>", "~/.key", "/key"):
+    for value in (
+        "",
+        "true",
+        "512",
+        "END",
+        "${HERE}",
+        "$HERE",
+        "$(cat key)",
+        "{key}",
+        "<pad>",
+        "~/.key",
+        "/key",
+    ):
         assert not is_secret_variable(name, value)
 
 
