@@ -266,7 +266,7 @@ class Code(StrEnum):
     FIRST_WEIGHTS_GONE, SCORED_ON_ONE_RANK, SCORES_NOT_CHANGED = auto(), auto(), auto()
 
     # Refusals: recipes
-    SECRET_IN_RECIPE, SECRET_IN_COMMAND, YAML_LINE_INVALID = auto(), auto(), auto()
+    SECRET_IN_RECIPE, YAML_LINE_INVALID = auto(), auto()
     OVERRIDE_INDEX_NOT_ALLOWED, RECIPE_NOT_UTF8, DEFAULTS_CYCLE, WRITE_QUOTED = auto(), auto(), auto(), auto()
     WRITE_UNQUOTED, WRITE_INSTEAD, VALUE_NOT_ALLOWED, LENGTH_NOT_ALLOWED = auto(), auto(), auto(), auto()
     RULE_BROKEN, TYPE_UNKNOWN, TYPE_MISSING, VALUE_MISSING = auto(), auto(), auto(), auto()

@@ -1,8 +1,7 @@
 """Redaction of secrets and control characters in texts that abrun shows or stores.
 
 Two kinds of secrets are replaced in any text: values registered with `hide_values`, and tokens of a known
-format. Any other value is a secret only if its name says so (`HF_TOKEN`, `--db-password`), and not if it is
-a boolean or a path.
+format. Nothing else is guessed: a secret that somebody typed into a recipe is stored.
 """
 
 import base64
@@ -23,70 +22,76 @@ from abrun.messages.numbers import more_text
 
 # Tokens whose vendors gave them a prefix for scanners: Hugging Face, GitHub, GitLab, OpenAI, Anthropic,
 # Stripe, NVIDIA, Groq, xAI, Replicate, Docker, AWS, Slack, Google, npm, PyPI, Weights & Biases, JSON Web
-# Tokens, PEM, DER in base64, netrc. Lookaheads are bounded, because one line of a diff can have a megabyte.
-_TOKEN_PATTERNS = (
-    r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}",
-    r"\bgh[pousr]_[A-Za-z0-9]{20,}",
-    r"\bgithub_pat_\w{20,}",
-    r"\bglpat-[\w-]{16,}",
-    r"\bsk-(?=[\w-]{0,40}?[A-Za-z0-9]{16})(?=[\w-]{0,80}?\d)[\w-]{20,}",  # not `sk-a-name-of-words`
-    r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}",
-    r"\bnvapi-[\w-]{20,}",
-    r"\b(?:gsk_|xai-|r8_)[A-Za-z0-9]{30,}",
-    r"\bdckr_pat_[\w-]{20,}",
-    r"(?<=\bBearer )(?=[\w.~+/-]{0,80}?\d)[\w.~+/-]{16,}=*",
-    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    r"\bxox[a-z]-[\w-]{10,}",
-    r"\bAIza[\w-]{30,}",
-    r"\bya29\.[\w-]{20,}",
-    r"\bnpm_[A-Za-z0-9]{30,}",
-    r"\bpypi-[\w-]{30,}",
-    r"\bwandb_v\d+_\w{20,}",
-    r"\blocal-[0-9a-f]{40}\b",
-    r"\beyJ[\w-]{8,500}\.[\w-]{8,}(?:\.[\w-]*)?",
-    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
-    r"(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)",
-    r"\bMII[A-Za-z0-9+/]{57,}(?:(?:\s|\\n){0,2}[A-Za-z0-9+/]{8,}){0,400}[A-Za-z0-9+/]*={0,2}",
-    r"\bhooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/-]{16,}",
-    r"\bmachine\s{1,9}\S{1,200}\s{1,9}(?:login\s{1,9}\S{1,200}\s{1,9})?password\s{1,9}(?!\$\{|<secret)\S{1,200}",
-    # Token in place of the user name in a URL
-    r"(?<=://)(?=[^\s/@]{0,80}\d)(?=[\d.~%+-]{0,80}[A-Za-z])[\w.~%+-]{16,200}(?=@)",
-    r"(?i:(?<=[?&]token=)|(?<=[?&]access_token=)|(?<=[?&]sig=)|(?<=-signature=))[\w%.~+/-]{16,}",
-    # 40 hexadecimal digits are a wandb key or a commit; only the text before them tells which
-    r"(?i:(?<=wandb login )|(?<=wandb login --relogin )|(?<=api_key[=:])|(?<=api-key[=:])|(?<=api_key[=:] ))"
-    r"\b[0-9a-f]{40}\b",
+# Tokens, PEM, DER in base64, netrc. Each has the texts with which it begins, which are searched for first,
+# and a pattern, whose group `secret` is replaced (else all of it). Lookaheads are bounded, because one line
+# of a diff can have a megabyte.
+_TOKENS = tuple(
+    (beginning, re.compile(pattern))
+    for beginnings, pattern in (
+        (("hf_", "api_org_"), r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+        (("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"\bgh[pousr]_[A-Za-z0-9]{20,}"),
+        (("github_pat_",), r"\bgithub_pat_\w{20,}"),
+        (("glpat-",), r"\bglpat-[\w-]{16,}"),
+        # Not `sk-a-name-of-words`
+        (("sk-",), r"\bsk-(?=[\w-]{0,40}?[A-Za-z0-9]{16})(?=[\w-]{0,80}?\d)[\w-]{20,}"),
+        (("sk_live_", "sk_test_", "rk_live_", "rk_test_"), r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"),
+        (("nvapi-",), r"\bnvapi-[\w-]{20,}"),
+        (("gsk_", "xai-", "r8_"), r"\b(?:gsk_|xai-|r8_)[A-Za-z0-9]{30,}"),
+        (("dckr_pat_",), r"\bdckr_pat_[\w-]{20,}"),
+        (("Bearer ",), r"\bBearer (?P<secret>(?=[\w.~+/-]{0,80}?\d)[\w.~+/-]{16,}=*)"),
+        (("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"),
+        (("xox",), r"\bxox[a-z]-[\w-]{10,}"),
+        (("AIza",), r"\bAIza[\w-]{30,}"),
+        (("ya29.",), r"\bya29\.[\w-]{20,}"),
+        (("npm_",), r"\bnpm_[A-Za-z0-9]{30,}"),
+        (("pypi-",), r"\bpypi-[\w-]{30,}"),
+        (("wandb_v",), r"\bwandb_v\d+_\w{20,}"),
+        (("local-",), r"\blocal-[0-9a-f]{40}\b"),
+        (("eyJ",), r"\beyJ[\w-]{8,500}\.[\w-]{8,}(?:\.[\w-]*)?"),
+        (
+            ("-----BEGIN ",),
+            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:[\s\S]*?-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)",
+        ),
+        (
+            ("MII",),
+            r"\bMII[A-Za-z0-9+/]{57,}(?:(?:\s|\\n){0,2}[A-Za-z0-9+/]{8,}){0,400}[A-Za-z0-9+/]*={0,2}",
+        ),
+        (("hooks.slack",), r"\bhooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/-]{16,}"),
+        (
+            ("machine",),
+            r"\bmachine\s{1,9}\S{1,200}\s{1,9}(?:login\s{1,9}\S{1,200}\s{1,9})?"
+            r"password\s{1,9}(?!\$\{|<secret)\S{1,200}",
+        ),
+        # Password in a URL, but not a reference (`${NAME}`) or a placeholder (`<secret ...>`)
+        ((":/",), r":/{1,2}[^\s/:@'\"]{0,200}:(?P<secret>(?!\$?\{|<secret)[^\s/@'\"]{1,200})(?=@)"),
+        # Token in place of the user name in a URL
+        (
+            ("://",),
+            r"://(?P<secret>(?=[^\s/@]{0,80}\d)(?=[\d.~%+-]{0,80}[A-Za-z])[\w.~%+-]{16,200}(?=@))",
+        ),
+        (
+            ("=",),
+            r"=(?i:(?<=[?&]token=)|(?<=[?&]access_token=)|(?<=[?&]sig=)|(?<=-signature=))"
+            r"(?P<secret>[\w%.~+/-]{16,})",
+        ),
+        # 40 hexadecimal digits are a wandb key or a commit; only the text before them tells which
+        (("wandb login ",), r"wandb login (?:--relogin )?(?P<secret>\b[0-9a-f]{40}\b)"),
+        (
+            ("api_key", "api-key", "API_KEY", "API-KEY"),
+            r"(?i:api[_-]key)[\"']?[=:] ?[\"']?(?P<secret>\b[0-9a-f]{40}\b)",
+        ),
+    )
+    for beginning in beginnings
 )
-# Password in a URL, but not a reference (`${NAME}`) or a placeholder (`<secret ...>`)
-_URL_PASSWORD = r"(?<=:/)(?P<user>/?[^\s/:@'\"]{0,200}):(?P<password>(?!\$?\{|<secret)[^\s/@'\"]{1,200})(?=@)"
-_TOKEN = re.compile("|".join((*_TOKEN_PATTERNS, _URL_PASSWORD)))
-
-# Searched inside the words of a name, which often has no separators (`PGPASSWORD`, `AWSSECRETKEY`)
-_SECRET_WORD = re.compile(r"passw(?:or)?d|passphrase|passcode|secret(?!ar|ion|ly)|credential|apikey")
-_SECRET_LAST_WORD = re.compile(r".*(?:pwd|token)|pw|psw|creds|auth|authorization|cookies?|dsn|pat")
-_PASSWORD_LAST_WORD = re.compile(r".*(?:passw(?:or)?d|passphrase|passcode|pwd)")
-# Ends of names that only describe a secret: `password_file`, `secret_name`
-_NOT_SECRET_ENDS = ("file", "path", "dir", "name", "mode", "type", "policy", "length", "version", "enabled")
-# Words that make a `key` a secret: `api_key`, `SSHKEY`
-_SECRET_KEY_WORDS = (
-    *("api", "access", "secret", "private", "auth", "signing", "encryption", "ssh", "deploy", "master"),
-    *("service", "storage", "account", "jwt", "hmac", "fernet", "openai", "anthropic", "wandb", "hf", "aws"),
+# Ends of the names of environment variables whose values are secrets
+_SECRET_VARIABLE = re.compile(
+    r"(?:API_?KEY|ACCESS_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|_PASS|_PWD)$", re.IGNORECASE
 )
-# Words that make a `token` one of a language model, and so no secret: `eos_token: END`, `per_token: mean`
-_MODEL_TOKEN_WORD = re.compile(
-    r"(?:eos|bos|pad|unk|sep|cls|mask|stop|start|end|begin|first|last|next|new|special|image|video|audio|think"
-    r"|tool|user|assistant|system|prompt|response|added|extra|by|per|sub|each|every|single|multi)(?:token)?"
-)
-# Words or beginnings of words before `pass` that rule out a password: `forward_pass: eager`, `bypass`
-_NOT_PASSWORD_WORD = re.compile(
-    r"by|com|encom|tres|sur|under|over|multi|single|forward|backward|first|second|last|final|one|two|per|each"
-    r"|num|max|min|grad|fusion|custom|compiler|graph|opt|pre|post|warmup|train|eval|test|all|low|high|band"
-)
-# Words of names whose values are secrets only if they look generated
-_AMBIGUOUS_WORDS = {"key", "keys", "auth", "token", "tokens", "cookie", "dsn", "private", "session"}
-# Values that are never secrets, except numeric passwords: numbers, booleans, paths, placeholders
+# Values that are never secrets: numbers of a few digits, words for true and false, paths, placeholders
 _PLAIN_VALUE = re.compile(
     r"[-+.\d_]{0,8}(?:e[-+]?\d+)?[kKmMgGbBs]{0,2}|true|false|yes|no|on|off|none|null|auto|never|always"
-    r"|[~.]{0,2}/.*|~|file://.*|<[^<>]*>|\[[^\[\]]*\]|os\.(?:environ|getenv)\b.*",
+    r"|[~.]{0,2}/.*|~|<[^<>]*>",
     re.IGNORECASE | re.DOTALL,
 )
 MAX_SEARCHED_CHARACTERS = 10_000  # characters of a text searched for secrets before it is shortened
@@ -124,7 +129,8 @@ class Mask:
 
     def hide(self, text: str) -> str:
         """Return `text` with each value replaced by its reference."""
-        if self._pattern is None:
+        # Searching for one form after the other is faster than for all of them at once
+        if self._pattern is None or not any(form in text for form in self._names):
             return text
         return self._pattern.sub(lambda match: f"${{{self._names[match[0]]}}}", text)
 
@@ -212,12 +218,12 @@ def hide_values(values: Mapping[str, str]) -> None:
     if new_values:
         _hidden_values.update(new_values)
         _current_mask = Mask(_hidden_values)
-        _replace_secret.cache_clear()
+        _redacted.cache_clear()
 
 
 def hide_secrets_of(environment: Mapping[str, str]) -> None:
-    """Hide the values of those variables of an environment that look like secrets, as `hide_values` does."""
-    hide_values({name: value for name, value in environment.items() if is_secret(name, value)})
+    """Hide the values of those variables of an environment that are secrets, as `hide_values` does."""
+    hide_values({name: value for name, value in environment.items() if is_secret_variable(name, value)})
 
 
 def forget_hidden_values() -> None:
@@ -225,7 +231,7 @@ def forget_hidden_values() -> None:
     global _current_mask
     _hidden_values.clear()
     _current_mask = Mask({})
-    _replace_secret.cache_clear()
+    _redacted.cache_clear()
 
 
 def current_mask() -> Mask:
@@ -238,7 +244,45 @@ def redacted(text: str) -> str:
 
     Values that this process hides are replaced by `${NAME}`.
     """
-    return _TOKEN.sub(_hidden_match, _current_mask.hide(text))
+    # Long texts are not cached
+    return _redacted(text) if len(text) < 200 else _redacted.__wrapped__(text)
+
+
+@functools.lru_cache(maxsize=4096)  # many runs share most of their settings
+def _redacted(text: str) -> str:
+    text = _current_mask.hide(text)
+    spans = sorted(_find_tokens(text))
+    if not spans:
+        return text
+    parts, end = list[str](), 0
+    for start, token_end in _joined(spans):
+        parts += [text[end:start], secret_placeholder(text[start:token_end])]
+        end = token_end
+    return "".join((*parts, text[end:]))
+
+
+def _find_tokens(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of every token of a known format in a text."""
+    for beginning, pattern in _TOKENS:
+        if beginning not in text:
+            continue
+        start = text.find(beginning)
+        while start >= 0:
+            match = pattern.match(text, start)
+            if match:
+                yield match.span("secret" if "secret" in pattern.groupindex else 0)
+            start = text.find(beginning, match.end() if match else start + 1)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return sorted spans, those that overlap as one."""
+    joined = list[tuple[int, int]]()
+    for start, end in spans:
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def printable(text: str) -> str:
@@ -277,62 +321,26 @@ def _printable_tree(tree: Any) -> Any:
 
 def has_token(text: str) -> bool:
     """Return whether a text contains a known token format or a URL with a password."""
-    return _TOKEN.search(text) is not None
+    return any(True for _ in _find_tokens(text))
 
 
-def is_secret(name: str, value: str) -> bool:
-    """Return whether a named value (of a variable, an option or a key) is a secret."""
+def is_secret_variable(name: str, value: str) -> bool:
+    """Return whether the value of an environment variable is a secret: by its name's end or its format."""
     if has_token(value):
         return True
-    fixed_text = _TEMPLATE_PART.sub("", value).strip()
-    words = re.findall(r"[a-z]+|[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
-    words = [word.lower() for word in words]
-    if not words:
+    written = _TEMPLATE_PART.sub("", value).strip()
+    if len(written) < MIN_MASKED_CHARACTERS or _PLAIN_VALUE.fullmatch(written):
         return False
-    last = words[-1]
-    if _PLAIN_VALUE.fullmatch(fixed_text):
-        return len(fixed_text) >= 4 and fixed_text.isdecimal() and bool(_PASSWORD_LAST_WORD.fullmatch(last))
-    if _is_secret_name(words) or (_is_password_name(words) and name.lower().endswith("pass")):
-        return True
-    is_ambiguous = bool(_AMBIGUOUS_WORDS & set(words)) or any(map(_SECRET_WORD.search, words))
-    return is_ambiguous and is_random_looking(fixed_text)
+    return bool(_SECRET_VARIABLE.search(name))
 
 
-def _is_secret_name(words: list[str]) -> bool:
-    """Return whether the lower-case words of a name alone make its value a secret."""
-    last = words[-1]
-    if last in ("key", "keys") and set(_SECRET_KEY_WORDS) & set(words):
-        return True
-    if last.endswith("key") and last[:-3].endswith(_SECRET_KEY_WORDS):  # `SSHKEY`
-        return True
-    if _SECRET_LAST_WORD.fullmatch(last):
-        return not (last.endswith("token") and any(map(_MODEL_TOKEN_WORD.fullmatch, words)))
-    return any(map(_SECRET_WORD.search, words)) and not last.endswith(_NOT_SECRET_ENDS)
-
-
-def _is_password_name(words: list[str]) -> bool:
-    """Return whether `pass` at the end of a name means a password: `SMTP_PASS`, `SSHPASS`, not `bypass`."""
-    words_before_pass = [*words[:-1], words[-1].removesuffix("pass")]
-    return not any(map(_NOT_PASSWORD_WORD.fullmatch, words_before_pass))
-
-
-def without_secrets(tree: Any, name: str = "") -> Any:
-    """Return a tree of mappings and lists with every secret replaced by `<secret ...>`."""
+def without_secrets(tree: Any) -> Any:
+    """Return a tree of mappings and lists with the secrets in its texts replaced, as `redacted` does."""
     if isinstance(tree, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in tree.items()}
+        return {key: without_secrets(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [without_secrets(value, name) for value in tree]
-    if not isinstance(tree, str):
-        return tree
-    # Long texts are not cached.
-    replace = _replace_secret if len(tree) < 200 else _replace_secret.__wrapped__
-    return replace(name.rpartition(".")[2], tree)
-
-
-@functools.lru_cache(maxsize=4096)  # many runs share most of their settings
-def _replace_secret(name: str, value: str) -> str:
-    redacted_value = redacted(value)
-    return secret_placeholder(value) if redacted_value == value and is_secret(name, value) else redacted_value
+        return [without_secrets(value) for value in tree]
+    return redacted(tree) if isinstance(tree, str) else tree
 
 
 def secret_placeholder(secret: str) -> str:
@@ -343,25 +351,6 @@ def secret_placeholder(secret: str) -> str:
     if len(secret) < 20:
         return "<secret>"
     return f"<secret sha256:{hashlib.sha256(secret.encode('utf-8', 'replace')).hexdigest()[:8]}>"
-
-
-def _hidden_match(match: re.Match[str]) -> str:
-    if match["password"] is not None:
-        return f"{match['user']}:{secret_placeholder(match['password'])}"
-    return secret_placeholder(match[0])
-
-
-def is_random_looking(value: str) -> bool:
-    """Return whether a value looks generated: one long word with letters and digits mixed.
-
-    `a-name-2024-06-01` does not, because people write letters and digits in groups.
-    """
-    if not re.fullmatch(r"(?=.*[A-Za-z])(?=.*\d)\S{16,}", value):
-        return False
-    num_changes = len(re.findall(r"[a-z](?=[A-Z\d])|[A-Z](?=\d)|\d(?=[A-Za-z])", value))
-    return num_changes >= 0.25 * len(value) or bool(
-        re.search(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{16}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-", value)
-    )
 
 
 def one_line(message: str, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:

@@ -112,8 +112,6 @@ FOREIGN = {
     "The above exception": "Python",
     "most recent call first": "Python",
     "but got '{'": "PyYAML",
-    "wandb login": "a user's command",
-    "PRIVATE KEY": "a user's files",
     "last ": "a recipe's window",
     "steps ": "a recipe's window",
     "of climb": "a recipe's margin",

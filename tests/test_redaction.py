@@ -1,4 +1,4 @@
-"""What counts as a secret, by shape and by name, and that nothing of it is left where it is shown."""
+"""What counts as a secret, by its shape or as a variable, and that none is left where it is shown."""
 
 import base64
 import time
@@ -6,13 +6,12 @@ from urllib.parse import quote
 
 import pytest
 
-from abrun.recipe.secrets import has_secret_in_text
 from abrun.redaction import (
     Mask,
     display_safe,
     has_token,
     hide_values,
-    is_secret,
+    is_secret_variable,
     one_line,
     redacted,
     without_secrets,
@@ -35,6 +34,7 @@ TOKENS = [
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dBjftJeZ4CVP",
     f"https://hooks.slack.com/services/T0123/B0123/{LETTERS}",
     "MII" + LETTERS * 4,
+    f"api_key: {'0123456789' * 4}",
     f"machine api.wandb.ai login user password {LETTERS}",
     "-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOYBF\n-----END PGP PRIVATE KEY BLOCK-----",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjE\n-----END OPENSSH PRIVATE KEY-----",
@@ -47,7 +47,7 @@ def test_a_token_is_known_by_its_shape_wherever_it_stands(token: str) -> None:
         without = redacted(text)
         assert token not in without and "<secret sha256:" in without
         assert redacted(without) == without
-    assert is_secret("anything", token)
+    assert is_secret_variable("anything", token) and has_token(token)
     assert redacted(f"{token}") != redacted(f"{TOKENS[0]}x")  # two secrets are seen to differ
 
 
@@ -57,138 +57,88 @@ def test_a_password_in_a_url_goes_and_its_user_stays() -> None:
         assert redacted(none) == none
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("WANDB_API_KEY", "0123456789" * 4),
-        ("DB_PASSWORD", "hunter2"),
-        ("dbPassword", "hunter2"),
-        ("hub_token", "abcdef"),
-        ("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG"),
-        ("AZURE_OPENAI_KEY", "0123456789abcdef0123456789abcdef"),
-        ("SESSION_COOKIE", "sid=abcdef"),
-        ("SENTRY_DSN", "https://0123456789abcdef@o1.ingest.sentry.io/2"),
-        ("HTTP_AUTH", "Basic bWU6aHVudGVyMg=="),
-        ("GIT_CREDENTIALS", "me"),
-        ("SOME_KEY", "550e8400-e29b-41d4-a716-446655440000"),
-        ("header", f"Bearer {LETTERS}"),
-        ("url", f"https://host/?token={LETTERS}"),
-    ],
+SECRET_VARIABLES = (
+    *("WANDB_API_KEY", "DB_PASSWORD", "dbPassword", "hub_token", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD"),
+    *("MYSQL_PWD", "SMTP_PASS", "HFTOKEN", "db_pass", "GITHUBTOKEN", "OPENAIAPIKEY", "CLIENTSECRET"),
 )
-def test_a_secret_is_known_by_its_name(name: str, value: str) -> None:
-    assert is_secret(name, value)
-    tree = {"env": {name: value}, f"trainer.env.{name}": value, "list": [f"{name}"]}
-    assert value not in str(without_secrets(tree)) and name in str(without_secrets(tree))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TOKENIZERS_PARALLELISM", "false"),
-        ("MAX_TOKENS", "512"),
-        ("KEY_VALUE", "/data/store-0123456789abc"),
-        ("HF_TOKEN_PATH", "~/.cache/huggingface/token"),
-        ("SSH_AUTH_SOCK", "/tmp/ssh-0123/agent.1"),
-        ("HF_TOKEN", "${HF_TOKEN}"),
-        ("HF_TOKEN", ""),
-        ("PAD_TOKEN", "<pad>"),
-        ("REWARD_KEY", "reward"),
-        ("AUTH_MODE", "basic"),
-        ("TOKEN_LEVEL_LOSS", "sum"),
-        ("MONKEY", "banana0123456789abcdef"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
-        ("revision", "0123456789" * 4),
-        ("eos_token", "END"),
-        ("image-token", "IMG"),
-        ("per_token", "mean"),
-        ("data.reward_fn_key", "data_source_v1_long_name"),
-        ("image_key", "images_resized_224x224"),
-        ("CACHE_KEY", "qwen2.5-7b-instruct-gsm8k"),
-        ("PASSWORD_FILE", "secrets.txt"),
-        ("name", "sk-ablation-learning-rate-sweep"),
-        ("HF_TOKEN", "$HF_TOKEN"),
-        ("HF_TOKEN", "$(cat token)"),
-    ],
-)
-def test_what_only_sounds_like_a_secret_is_none(name: str, value: str) -> None:
-    assert not is_secret(name, value)
-    assert without_secrets({name: value}) == {name: value}
-
-
-UNSPLIT = (
-    *("PGPASSWORD", "MYSQL_PWD", "SMTP_PASS", "SSHPASS", "HFTOKEN", "AWSSECRETKEY", "DBPASS", "db_pass"),
-    *("GITHUBTOKEN", "apiToken", "OPENAIAPIKEY", "HFKEY", "SSHKEY", "CLIENTSECRET", "REDIS_PW", "DB2PASS"),
-    *("user_creds", "NPM_AUTH_TOKEN", "smtpPassword", "pass", "KEY_PASSPHRASE", "LITELLM_MASTER_KEY"),
-)
-INNOCENT = (
-    *("TOKENIZERS_PARALLELISM", "PASSES", "MAX_TOKENS", "KEYS_PER_NODE", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("NCCL_DEBUG", "WANDB_MODE", "BYPASS", "COMPASS", "eos_token", "EOSTOKEN", "KEYBOARD", "MONKEY"),
-    *("TRANSFORMERS_CACHE", "SECRET_SAUCE_PATH", "forward_pass", "PASSTHROUGH", "HOTKEY", "sort_key"),
-    *("AUTHOR", "PATTERN", "TOKENS_PER_STEP", "secretary", "PASSAGE", "TOKENIZER", "prompt_key", "pass@8"),
+OTHER_VARIABLES = (
+    *("TOKENIZERS_PARALLELISM", "PASSES", "MAX_TOKENS", "KEYS_PER_NODE", "PYTORCH_CUDA_ALLOC_CONF", "PWD"),
+    *("NCCL_DEBUG", "WANDB_MODE", "BYPASS", "COMPASS", "KEYBOARD", "MONKEY", "sort_key", "PASSTHROUGH"),
+    *("SECRET_SAUCE_PATH", "HOTKEY", "AUTHOR", "PATTERN", "TOKENS_PER_STEP", "secretary", "pass@8"),
+    *("HF_TOKEN_PATH", "REWARD_KEY", "AUTH_MODE", "TOKEN_LEVEL_LOSS", "PASSWORD_FILE"),
 )
 
 
-@pytest.mark.parametrize("name", UNSPLIT)
-def test_names_without_separators_are_of_secrets(name: str) -> None:
-    assert is_secret(name, "hunter-two")
-    assert not is_secret(name, "${HERE}") and not is_secret(name, "true")
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_the_end_of_a_variable_s_name_says_that_it_holds_a_secret(name: str) -> None:
+    for value in ("hunter2", "hunter-two", "123456789123", "wJalrXUtnFEMI/K7MDENG"):
+        assert is_secret_variable(name, value)
+    for value in (
+        "",
+        "true",
+        "512",
+        "END",
+        "${HERE}",
+        "$HERE",
+        "$(cat key)",
+        "{key}",
+        "<pad>",
+        "~/.key",
+        "/key",
+    ):
+        assert not is_secret_variable(name, value)
 
 
-@pytest.mark.parametrize("name", INNOCENT)
-def test_innocent_names_are_not_refused(name: str) -> None:
-    assert not is_secret(name, "plain") and not is_secret(name, "512")
+@pytest.mark.parametrize("name", OTHER_VARIABLES)
+def test_other_variables_hold_none_unless_its_format_is_known(name: str) -> None:
+    assert not is_secret_variable(name, "plain") and not is_secret_variable(name, "0123456789" * 4)
+    assert is_secret_variable(name, f"Bearer {LETTERS}")
 
 
-PROGRAMS = [
-    "python train.py --api-key X --x; echo",
-    "train --token=X",
-    "train -password X",
-    "train hub.api_key=X",
-    "HF_TOKEN=X train",
-    "set -e; export DB_PASS='X'",
-    "curl -u me:X https://host",
-    "curl -ume:X host",
-    "curl -H 'Authorization: Bearer X'",
-    "curl -H 'X-Api-Key:X'",
-    "echo $(curl --user me:X host)",
-    "export https_proxy=u:X@proxy:3128",
+def test_a_tree_loses_what_is_known_and_no_key_makes_a_value_a_secret() -> None:
+    hide_values({"DB_PASSWORD": "correct-horse"})
+    tree = {"api_key": "hunter2", "list": [TOKENS[0], ("correct-horse", 3)], "url": "https://me:hunter2@host"}
+    assert without_secrets(tree) == {
+        "api_key": "hunter2",
+        "list": [redacted(TOKENS[0]), ["${DB_PASSWORD}", 3]],
+        "url": "https://me:<secret>@host",
+    }
+
+
+KNOWN_IN_PROGRAMS = [
+    f"train --token={TOKENS[0]}",
+    f"curl -H 'Authorization: Bearer {LETTERS}'",
     "git clone https://X1aB2cD3eF4gH5iJ6@gitlab.com/x",
-    "sshpass -p X ssh host",
-    "mysql -pX db",
-    "redis-cli -a X",
-    "sh -c 'train --db-password X'",
-    "docker run -e DB_PASS=X image",
-    "docker run --env=DB_PASS=X image",
-    "python -c \"login(token='X')\"",
-    'train --config \'{"api_key": "X"}\'',
-    "Server=db;Password=X;User=u",
     "mysql://u:X@h/db",
+    f"wandb login {'0123456789' * 4}; train",
+    f'train --config \'{{"api_key": "{"0123456789" * 4}"}}\'',
+    f"a{TOKENS[0]} {TOKENS[0]}",  # the first is part of a word
 ]
 PLAIN_PROGRAMS = [
     "python train.py --lr 1e-4 --max-tokens 512 --tokenizer qwen --eos-token END",
-    "docker run -u app:app image",
-    "docker pull image:1@sha256:0123abc",
-    "python -u train.py a:b",
+    "docker run -u app:app image; docker pull image:1@sha256:0123abc",
     "curl -H 'Authorization: Bearer ${{HF_TOKEN}}'",
-    "HF_TOKEN=${{HF_TOKEN}} train --token $HF_TOKEN",
-    'train --token "$token" --api-key $(cat key) --hub-token {hub} --password `cat x`',
-    "python -c 'import os; login(token=os.environ[\"HF_TOKEN\"])'",
     "python -c 'token = next_token(ids); f(token=token)'",
     "git clone git@github.com:a/b; git clone https://me@host/x",
-    "train data.prompt_key=prompt data.reward_fn_key=source --password-file secrets.txt",
-    "train 'what is the secret of life?' --metric pass@8:mean@16",
+    "train --name sk-ablation-learning-rate-sweep",
+    f"git checkout {'0123456789' * 4}",
+    "train --db-password hunter2; curl -u me:hunter2 https://host; PGPASSWORD=hunter2 psql",  # not guessed
 ]
 
 
-@pytest.mark.parametrize("text", PROGRAMS)
-def test_a_secret_within_a_line_of_shell(text: str) -> None:
-    text = text.replace("X-Api", "x-api").replace("X", "CANARYaB3").replace("x-api", "X-Api")
-    assert has_secret_in_text(text) or has_token(text)
+@pytest.mark.parametrize("text", KNOWN_IN_PROGRAMS)
+def test_a_known_format_within_a_line_of_shell(text: str) -> None:
+    assert has_token(text) and not has_token(redacted(text))
 
 
 @pytest.mark.parametrize("text", PLAIN_PROGRAMS)
-def test_a_line_of_shell_without_secrets(text: str) -> None:
-    assert not has_secret_in_text(text) and not has_token(text)
+def test_a_line_of_shell_without_known_formats(text: str) -> None:
+    assert not has_token(text) and redacted(text) == text
+
+
+def test_overlapping_tokens_go_as_one() -> None:
+    assert redacted(f"xox{'a'}-{'b' * 12}-{TOKENS[0]} c") == redacted(f"xoxa-{'b' * 12}-{TOKENS[0]}") + " c"
+    assert "hf_" not in redacted(f"https://host/?token=abc.{TOKENS[0]}")
 
 
 def test_hidden_values_are_masked_in_every_usual_form() -> None:
@@ -233,8 +183,15 @@ def test_one_long_line_takes_no_longer_than_many(piece: str) -> None:
     text = piece * (100_000 // len(piece))
     begin = time.process_time()
     redacted(text)
-    has_secret_in_text(text)
-    assert time.process_time() - begin < 8
+    assert time.process_time() - begin < 2
+
+
+def test_a_megabyte_of_a_log_takes_a_fraction_of_a_second() -> None:
+    """0.03 s, alone on a core; each pattern at each character took 0.6 s."""
+    text = '{"step": 12, "train/reward": 0.123456, "timing/step_s": 1.25}\n' * 16_000
+    begin = time.process_time()
+    assert redacted(text) == text
+    assert time.process_time() - begin < 0.4
 
 
 def test_nothing_shown_moves_a_cursor() -> None:

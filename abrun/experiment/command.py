@@ -8,14 +8,9 @@ from pathlib import Path
 
 from abrun.processes import MODULE_OPTIONS, RUN_DIR_VARIABLE
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.implementations import BACKENDS
 from abrun.recipe.run import OwnRunConfig, RunConfig
 
 AGENT = "abrun.train.agent"
-# Makes torch look for GPUs without initialising CUDA, which would not survive a fork. Importing torch's
-# compiler looks for GPUs:
-# docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables
-NO_DRIVER_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +46,6 @@ def ranks_command(
         bounds += ["--nodes", str(config.cluster.nodes), "--node", str(meeting.node)]
         bounds += ["--meet", meeting.address, "--grace-s", str(meeting.grace_s)]
     return [*agent, *bounds, module, str(directory)]
-
-
-def modules_to_preload(config: OwnRunConfig) -> tuple[str, ...]:
-    """Return the modules that every rank of such runs imports: slow ones, and abrun's own."""
-    backend = BACKENDS[config.policy.backend.type].partition(":")[0]
-    own_modules = "abrun.train.__main__", "abrun.train.loop", f"abrun.train.{config.algorithm.type}", backend
-    return *own_modules, *(("torch._inductor.compile_fx",) if config.policy.compile else ())
 
 
 def run_environment(directory: Path, devices: Sequence[str], config: RunConfig) -> dict[str, str]:

@@ -9,15 +9,12 @@ import math
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError, LaunchError
-from abrun.experiment.command import NO_DRIVER_VARIABLES, ranks_command, run_environment
+from abrun.experiment.command import ranks_command, run_environment
 from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.experiment.preflight.model_files import hub_model_refusal
@@ -25,23 +22,17 @@ from abrun.extras import missing_package
 from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import (
     MODULE_OPTIONS,
-    RUN_DIR_VARIABLE,
-    Child,
-    adopt_orphans,
     find_run_processes,
     kill_all,
     start_process,
     wait_for_exit,
 )
-from abrun.processes.fork_server import ForkServer
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
 from abrun.runs.lines import LineWriter, read_json_lines
 
 GRACE_S = 5.0
-IMPORTS_S = 120.0  # for which a probe waits for its server's imports
-READY_POLL_S = 0.2
 JOB, ROWS, LOG = "job.json", "rows", "output.log"
 
 
@@ -49,62 +40,8 @@ class ProbeRefused(LaunchError):
     """Error reported by the probe's module itself: it cannot do the job here."""
 
 
-class ProbeServer:
-    """Fork server from which probes start without their imports; for several threads (Linux only).
-
-    `module` calls `abrun.processes.fork_server.serve_forks`, with `arguments` after its socket. The command
-    of a probe without its first `num_skipped` words is what the fork gets. Raises OSError if it cannot start.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        config: OwnRunConfig,
-        gpus: Sequence[str] = (),
-        *,
-        num_skipped: int,
-    ) -> None:
-        environment = run_environment(Path(), gpus, config) | (NO_DRIVER_VARIABLES if gpus else {})
-        environment.pop(RUN_DIR_VARIABLE)
-        self._environment, self._trainer_env = environment, config.trainer.env
-        self._num_skipped, self._lock = num_skipped, threading.Lock()
-        self._server = ForkServer(module, arguments, environment)
-
-    def start(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        config: OwnRunConfig,
-        output_fd: int,
-        is_cancelled: Callable[[], bool],
-    ) -> Child | None:
-        """Wait for the imports and return a forked probe, or None if it has to start afresh."""
-        if config.trainer.env != self._trainer_env:  # imports may have read another value
-            return None
-        changed = {name: env.get(name) for name, _ in self._environment.items() ^ env.items()}
-        deadline = time.monotonic() + IMPORTS_S
-        while self._server.is_alive and time.monotonic() < deadline and not is_cancelled():
-            with self._lock:
-                if self._server.wait_until_ready(READY_POLL_S):
-                    return self._server.fork(argv[self._num_skipped :], changed, output_fd)
-        return None
-
-    def close(self) -> None:
-        """End the server, but not its probes."""
-        self._server.close()
-        adopt_orphans(False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeControl:
-    """The server that a probe starts from, and the test of whether it is cancelled."""
-
-    server: ProbeServer | None = None
-    is_cancelled: Callable[[], bool] = lambda: False
-
-
-UNCONTROLLED = ProbeControl()
+def is_never_cancelled() -> bool:
+    return False
 
 
 def run_probe(
@@ -112,7 +49,7 @@ def run_probe(
     directory: Path,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    control: ProbeControl = UNCONTROLLED,
+    is_cancelled: Callable[[], bool] = is_never_cancelled,
 ) -> list[dict[str, Any]]:
     """Run `python -P -m MODULE DIRECTORY` as the ranks of `config` on the first GPUs; return its rows.
 
@@ -123,7 +60,13 @@ def run_probe(
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
     gpus = machine.gpus[:num_gpus]
     return _run_and_read_rows(
-        module, ranks_command(directory, config, cluster.ranks, module), directory, gpus, config, job, control
+        module,
+        ranks_command(directory, config, cluster.ranks, module),
+        directory,
+        gpus,
+        config,
+        job,
+        is_cancelled,
     )
 
 
@@ -132,7 +75,7 @@ def run_probe_on_cpu(
     directory: Path,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    control: ProbeControl = UNCONTROLLED,
+    is_cancelled: Callable[[], bool] = is_never_cancelled,
 ) -> list[dict[str, Any]]:
     """Run the probe as one process on a CPU whatever `config` says, for jobs that need no computation.
 
@@ -142,7 +85,13 @@ def run_probe_on_cpu(
     if why := hub_model_refusal(config, hub_refusal):
         raise ProbeRefused(why)
     return _run_and_read_rows(
-        module, [sys.executable, *MODULE_OPTIONS, module, str(directory)], directory, (), config, job, control
+        module,
+        [sys.executable, *MODULE_OPTIONS, module, str(directory)],
+        directory,
+        (),
+        config,
+        job,
+        is_cancelled,
     )
 
 
@@ -153,7 +102,7 @@ def _run_and_read_rows(
     gpus: Sequence[str],
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    control: ProbeControl,
+    is_cancelled: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     if missing := missing_package("train"):
         raise LaunchError(
@@ -165,7 +114,7 @@ def _run_and_read_rows(
         for rows in _find_row_files(directory):
             rows.unlink(missing_ok=True)
     write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    if _run_command(command, directory, run_environment(directory, gpus, config), config, control):
+    if _run_command(command, directory, run_environment(directory, gpus, config), is_cancelled):
         reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
         if reason := next(filter(None, reasons), None):
             raise ProbeRefused(reason)
@@ -198,18 +147,15 @@ def _find_row_files(directory: Path) -> list[Path]:
 
 
 def _run_command(
-    argv: list[str], directory: Path, env: dict[str, str], config: OwnRunConfig, control: ProbeControl
+    argv: list[str], directory: Path, env: dict[str, str], is_cancelled: Callable[[], bool]
 ) -> int:
     """Run the command and return its exit status; leaves no process behind."""
     log = directory / LOG
     with wrap_write_errors(log), open_log(log) as output:
         output.truncate(0)
-        process = None
-        if control.server:
-            process = control.server.start(argv, env, config, output.fileno(), control.is_cancelled)
-        if control.is_cancelled() and not process:
+        if is_cancelled():
             return -signal.SIGTERM
-        process = process or start_process(
+        process = start_process(
             argv,
             env,
             death_signal=signal.SIGTERM,
@@ -218,7 +164,7 @@ def _run_command(
             start_new_session=True,
         )
         try:
-            status = wait_for_exit(process, math.inf, control.is_cancelled)
+            status = wait_for_exit(process, math.inf, is_cancelled)
             return -signal.SIGTERM if status is None else status
         finally:
             process.terminate()  # first: the agent removes its temporary files

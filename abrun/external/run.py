@@ -124,10 +124,9 @@ class _Run:
         log, log_bytes = self._run_dir.log, int(self._config.limits.log_mib * 2**20)
         with (
             catch_stop_signals() as requests,
-            capture_output(log, log_bytes, current_mask().hide_bytes) as pass_on,
+            capture_output(log, log_bytes, current_mask().hide_bytes),
             self._run_command() as process,
         ):
-            pass_on()
             self._report_progress()
             status, stop_reason = self._follow(process, requests)
             if status is None:

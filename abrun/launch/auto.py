@@ -149,8 +149,6 @@ def _search(
 
     def begin() -> None:
         say(_announce(recipe, configs, measures=measures))
-        if measures:
-            pool.prepare_measuring(next(iter(configs.values())))
 
     with ProbePool(on_start=begin) as pool:
         answers = pool.answer_all([ask_longest(arm, config) for arm, config in configs.items()])

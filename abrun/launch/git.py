@@ -160,7 +160,6 @@ def _read_output(
         if len(content) > max_bytes:
             end()
     timer.cancel()
-    timer.join()  # a later fork requires a single thread
     if len(content) > max_bytes:
         return content[:max_bytes], f"the first {max_bytes} bytes of it"
     if timed_out.is_set():

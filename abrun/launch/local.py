@@ -5,19 +5,10 @@ import math
 import os
 import signal
 import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
-from abrun.experiment.command import (
-    AGENT,
-    NO_DRIVER_VARIABLES,
-    modules_to_preload,
-    run_command,
-    run_environment,
-)
+from abrun.experiment.command import run_command, run_environment
 from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.experiment.preflight.machine import Machine, this_machine
@@ -25,25 +16,16 @@ from abrun.launch.engine import Devices
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
 from abrun.processes import (
-    MODULE_OPTIONS,
-    RUN_DIR_VARIABLE,
-    Child,
-    adopt_orphans,
+    Popen,
     find_descendants,
     find_run_processes,
     kill_all,
     start_process,
     wait_for_exit,
 )
-from abrun.processes.fork_server import ForkServer
 from abrun.reasons import Reason
-from abrun.recipe.run import OwnRunConfig, RunConfig
+from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
-
-FORK_MODULE = "abrun.train.forked"
-# A fork server pays off if at least this many runs of a kind have to wait for devices or a warm start; on
-# GPUs, whose hosts have cores to spare, one is enough.
-MIN_WAITING_RUNS = 2
 
 
 class Slots:
@@ -101,10 +83,6 @@ def count_parallel_runs(machine: Machine, num_jobs: int | None, configs: Iterabl
     return count
 
 
-# Imports and environment: the same for all runs that are forked from one server.
-ForkKey = tuple[tuple[str, ...], frozenset[tuple[str, str]]]
-
-
 class LocalEngine:
     """Starts each run in its own session, on devices with a free place."""
 
@@ -112,7 +90,6 @@ class LocalEngine:
         self._machine = this_machine()
         self._num_jobs = num_jobs
         self._slots = Slots(self._machine, num_jobs)
-        self._servers: dict[ForkKey, ForkServer] = {}
         self._hosts: EngineHosts | None = None
         self._mps: MpsService | None = None
 
@@ -123,14 +100,10 @@ class LocalEngine:
     def prepare_for(
         self, runs: Sequence[tuple[RunDir, RunConfig]], say: Callable[[str], object]
     ) -> Iterator[None]:
-        """Serve runs that share GPUs by MPS, and start a fork server for each kind of run of which several
-        have to wait for devices or for a warm start.
-
-        The server does its imports while the first runs train. Engine hosts start with the first run that
-        can use them.
-        """
-        with self._serve_mps(runs, say), self._fork_servers_for(runs):
+        """Serve runs that share GPUs by MPS. Engine hosts start with the first run that can use them."""
+        with self._serve_mps(runs, say), engine_hosts_for(runs) as self._hosts:
             yield
+        self._hosts = None
 
     @contextlib.contextmanager
     def _serve_mps(
@@ -140,45 +113,18 @@ class LocalEngine:
             yield
         self._mps = None
 
-    @contextlib.contextmanager
-    def _fork_servers_for(self, runs: Sequence[tuple[RunDir, RunConfig]]) -> Iterator[None]:
-        keyed_configs = [(self._fork_key(run, config), config) for run, config in runs]
-        num_runs = Counter(key for key, _ in keyed_configs)
-        try:
-            for key, config in dict(keyed_configs).items():
-                least = 1 if config.cluster.gpus_per_node else MIN_WAITING_RUNS
-                if key and self._count_waiting(config, num_runs[key]) >= least:
-                    with contextlib.suppress(OSError):  # the runs will report the same problem
-                        self._servers[key] = ForkServer(FORK_MODULE, key[0], dict(key[1]))
-            with engine_hosts_for(runs) as self._hosts:
-                yield
-        finally:
-            self._hosts = None
-            for server in self._servers.values():
-                server.close()
-            if self._servers:
-                adopt_orphans(False)
-            self._servers.clear()
-
-    def _count_waiting(self, config: RunConfig, num_runs: int) -> int:
-        """Return how many of these runs of one kind start later: after a warm start, or on used devices."""
-        if isinstance(config, OwnRunConfig) and config.warm_start:
-            return num_runs
-        return num_runs - count_parallel_runs(self._machine, self._num_jobs, repeat(config))
-
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         return self._slots.find_devices(config)
 
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "LocalRun":
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
-        key = self._fork_key(run, config) if self._servers else None
         if shares_by_mps(config) and is_served(env):
             run.update_launch(mps=True)  # before the start, since it may fail
         hosts = self._hosts
         if hosts:
             env |= hosts.lend(run, config, devices, env)
         try:
-            process = self._start_process(run, command, env, key)
+            process = self._start_process(run, command, env)
         except BaseException:
             if hosts:
                 hosts.take_back(run, finished=False)
@@ -189,16 +135,9 @@ class LocalEngine:
         )
         return LocalRun(run, process, devices, self._slots, on_end)
 
-    def _start_process(
-        self, run: RunDir, command: list[str], env: Mapping[str, str], key: ForkKey | None
-    ) -> Child:
-        """Start a run's first process, as a copy of its fork server if that is ready."""
-        server = self._servers.get(key) if key else None
+    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
+        """Start a run's first process."""
         with run.open_log() as output:
-            if key and server:
-                changed_variables = {name: env.get(name) for name, _ in key[1] ^ env.items()}
-                if process := server.fork(command[command.index(AGENT) :], changed_variables, output):
-                    return process
             return start_process(
                 command,
                 env,
@@ -225,28 +164,13 @@ class LocalEngine:
         threads = os.environ.get("OMP_NUM_THREADS", str(max(num_threads, 1)))
         return {"OMP_NUM_THREADS": threads, **mps_variables}
 
-    def _fork_key(self, run: RunDir, config: RunConfig) -> ForkKey | None:
-        """Return a run's imports and environment, or None if it cannot be forked.
-
-        Only runs of abrun's own trainer, started as usual on this machine, can be forked.
-        """
-        on_gpus = bool(config.cluster.gpus_per_node)
-        devices = self._machine.gpus if on_gpus else ("cpu",) * config.devices_per_node
-        if not isinstance(config, OwnRunConfig) or sys.platform != "linux":
-            return None
-        if self.command(run, config, devices)[:4] != [sys.executable, *MODULE_OPTIONS, AGENT]:
-            return None
-        env = self.environment(run, config, devices) | NO_DRIVER_VARIABLES
-        env.pop(RUN_DIR_VARIABLE)
-        return modules_to_preload(config), frozenset(env.items())
-
 
 @dataclass(slots=True, eq=False)
 class LocalRun:
     """First process of a run, which passes SIGTERM on to the run's other processes."""
 
     run: RunDir
-    process: Child
+    process: Popen
     devices: Devices
     slots: Slots
     on_end: Callable[[bool], None] = lambda finished: None  # called once, with whether the run has finished

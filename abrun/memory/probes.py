@@ -1,30 +1,22 @@
 """Probes about memory, side by side: the longest sequence, predicted peaks, a measured step.
 
-Each probe is a process. Those of a kind are forked from a server that has done their imports. Answers are
-kept for later launches (abrun.memory.facts).
+Each probe is a process. Answers are kept for later launches (abrun.memory.facts).
 """
 
-import contextlib
 import queue
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError
-from abrun.experiment.command import modules_to_preload
 from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.probe import (
-    UNCONTROLLED,
-    ProbeControl,
-    ProbeServer,
+    is_never_cancelled,
     read_rows,
-    require_devices,
     run_probe,
     run_probe_on_cpu,
 )
@@ -33,10 +25,7 @@ from abrun.memory.facts import Answer, make_key, read_answer, store_answer, with
 from abrun.reasons import Code
 from abrun.recipe.run import OwnRunConfig
 
-TRACE, MEASURE, FORKED_RUN = "abrun.memory.trace", "abrun.memory.measure", "abrun.train.forked"
-# Imported before the fork that measures, in addition to those of a run
-MEASURE_IMPORTS = ("abrun.memory.peak", "abrun.models.parts")
-NUM_TRACE_WORDS = 4  # python -P -m MODULE
+TRACE, MEASURE = "abrun.memory.trace", "abrun.memory.measure"
 LONGEST_OF_RUN = {"longest": True}  # job of abrun.memory.trace
 
 Kind = Literal["longest", "predicted", "measured"]
@@ -96,7 +85,6 @@ class ProbePool:
         self._errors: dict[str, LaunchError] = {}
         self._running: dict[str, _Running] = {}
         self._ended: queue.SimpleQueue[tuple[str, Answer | BaseException]] = queue.SimpleQueue()
-        self._servers: dict[bool, ProbeServer | None] = {}  # by whether it serves measurements
         self._folder: Path | None = None
         self._num_started = 0
         self.days: dict[str, str] = {}  # of the answers that were known, by key
@@ -108,8 +96,6 @@ class ProbePool:
         self.request([])
         while self._running:
             self.wait()
-        for server in filter(None, self._servers.values()):
-            server.close()
         # A failed probe's error names a log in the folder.
         keeps_log = isinstance(error, LaunchError) and any(
             reason.code is Code.PROBE_FAILED for reason in error.reason.walk()
@@ -183,44 +169,29 @@ class ProbePool:
         self._num_started += 1
         probe = running.probe
         directory = self._folder / f"{self._num_started:03d}" / probe.arm
-        control = ProbeControl(server=self._find_server(probe), is_cancelled=running.is_cancelled.is_set)
-        threading.Thread(target=self._run, args=(probe, directory, control), daemon=True).start()
+        arguments = probe, directory, running.is_cancelled.is_set
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
     def _next_ended(self) -> tuple[str, Answer | BaseException]:
         return self._ended.get()
 
-    def _run(self, probe: Probe, directory: Path, control: ProbeControl) -> None:
+    def _run(self, probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> None:
         try:
             run = _measure if probe.kind == "measured" else _trace
-            self._ended.put((probe.key, run(probe, directory, control)))
+            self._ended.put((probe.key, run(probe, directory, is_cancelled)))
         except BaseException as error:
             self._ended.put((probe.key, error))
 
-    def prepare_measuring(self, config: OwnRunConfig) -> None:
-        """Start the imports of a measurement, which may follow."""
-        self._find_server(Probe(kind="measured", key="", arm="", config=config, job={}))
 
-    def _find_server(self, probe: Probe) -> ProbeServer | None:
-        measures = probe.kind == "measured"
-        if measures not in self._servers:
-            self._servers[measures] = None
-            if sys.platform != "linux":
-                return None
-            with contextlib.suppress(OSError, LaunchError):
-                make = partial(_serve_measurements if measures else _serve_traces, probe.config)
-                self._servers[measures] = make()
-        return self._servers[measures]
-
-
-def _trace(probe: Probe, directory: Path, control: ProbeControl) -> Answer:
-    (row,) = run_probe_on_cpu(TRACE, directory, probe.config, probe.job, control)
+def _trace(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
+    (row,) = run_probe_on_cpu(TRACE, directory, probe.config, probe.job, is_cancelled)
     return row
 
 
-def _measure(probe: Probe, directory: Path, control: ProbeControl) -> Answer:
+def _measure(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
     job = probe.job
     point = Point(length=job["length"], num_sequences=job["num_sequences"])
-    cell, _ = measure_cell(directory, probe.arm, point, probe.config, job, control)
+    cell, _ = measure_cell(directory, probe.arm, point, probe.config, job, is_cancelled)
     return {
         "phase": cell.out_of_memory or cell.highest_peak[0],
         "peak_bytes": cell.highest_peak[1],
@@ -235,27 +206,16 @@ def measure_cell(
     point: Point,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    control: ProbeControl = UNCONTROLLED,
+    is_cancelled: Callable[[], bool] = is_never_cancelled,
 ) -> tuple[Cell, str]:
     """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
 
     Raises LaunchError if the cell cannot be measured.
     """
     try:
-        rows = run_probe(MEASURE, directory, config, job, control)
+        rows = run_probe(MEASURE, directory, config, job, is_cancelled)
     except LaunchError:
         rows = read_rows(directory)
         if not any(row["out_of_memory"] for row in rows):
             raise
     return merge_rank_rows(arm, point, rows)
-
-
-def _serve_traces(config: OwnRunConfig) -> ProbeServer:
-    return ProbeServer(TRACE, ["serve"], config, num_skipped=NUM_TRACE_WORDS)
-
-
-def _serve_measurements(config: OwnRunConfig) -> ProbeServer:
-    num_gpus = config.devices_per_node if config.cluster.gpus_per_node else 0
-    gpus = require_devices(config).gpus[:num_gpus]
-    modules = [*modules_to_preload(config), *MEASURE_IMPORTS]
-    return ProbeServer(FORKED_RUN, modules, config, gpus, num_skipped=NUM_TRACE_WORDS - 1)

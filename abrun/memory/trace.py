@@ -1,16 +1,11 @@
 """`python -m abrun.memory.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
 
-`python -m abrun.memory.trace FD serve`: a fork server whose forks do so without their imports.
-
 Random tokens replace the rollouts, as in abrun.memory.measure; everything else is the trainer's own code. A
 job with `longest` only asks for the length of the arm's longest sequence.
 """
 
 import contextlib
-import gc
 import math
-import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +23,7 @@ from abrun.memory.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
 from abrun.memory.measure import make_random_batch
 from abrun.memory.sweep import largest_microbatch, set_microbatch_size
 from abrun.models import config_of, load_text, max_positions_of
-from abrun.processes.fork_server import serve_forks
+from abrun.processes import run_to_end
 from abrun.reasons import Code
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.run import OwnRunConfig
@@ -199,17 +194,5 @@ def main() -> int:
     return 0
 
 
-def serve(socket_fd: int) -> None:
-    """Serve forks, each of which runs `main`."""
-    gc.freeze()  # collections in the forks need not look at what was imported
-    sys.argv[1:] = serve_forks(socket.socket(fileno=socket_fd), can_fork=lambda: True)
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a regular exit is slow after large imports
-
-
 if __name__ == "__main__":
-    if sys.argv[2:] == ["serve"]:
-        serve(int(sys.argv[1]))
-    sys.exit(main())
+    run_to_end(lambda: sys.exit(main()))

@@ -85,10 +85,6 @@ def _value_missing(source: str, field: str, others: list[str]) -> str:
     return _line(source, field, "missing; add it to the recipe", others)
 
 
-def _secret_in_command(source: str, field: str, word: str) -> str:
-    return f"{source}: {field}: {word} looks like a secret; {_SECRET_BY_VARIABLE}"
-
-
 def _secret_in_recipe(source: str, field: str, of_launcher: bool) -> str:
     return (
         f"{source}: {field}: looks like a secret; {_SECRET_OF_NODES if of_launcher else _SECRET_BY_VARIABLE}"
@@ -113,7 +109,6 @@ MESSAGES: dict[Code, Message] = {
     "UTF-8",
     Code.OVERRIDE_INDEX_NOT_ALLOWED: _index,
     Code.YAML_LINE_INVALID: _yaml_line,
-    Code.SECRET_IN_COMMAND: _secret_in_command,
     Code.SECRET_IN_RECIPE: _secret_in_recipe,
     Code.TOO_FEW_PROBLEMS: "validation.num_prompts: got {got}, but {field} ({path}) has only {problems:count "
     "problem}; use at most that many",

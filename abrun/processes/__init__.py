@@ -4,10 +4,8 @@ Used by launchers, foreign runs and abrun's own trainer.
 """
 
 import atexit
-import base64
 import contextlib
 import ctypes
-import hashlib
 import os
 import re
 import signal
@@ -41,33 +39,6 @@ Popen = subprocess.Popen[bytes]
 PYTHON_ERROR = r"^(?!torch\.distributed\.elastic)[\w.]+(?:Error|Exception|Interrupt)\b.*"
 
 # --- starting and stopping ---
-
-
-class ForkedChild:
-    """A forked child, with the part of the `subprocess.Popen` interface that abrun uses."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def terminate(self) -> None:
-        # After the exit, another process may have this pid.
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-Child = Popen | ForkedChild
 
 
 def start_process(argv: Sequence[str], env: Mapping[str, str], *, death_signal: int, **options: Any) -> Popen:
@@ -110,7 +81,7 @@ def end_group(process: Popen, grace_s: float, is_forced: Callable[[], bool] = la
     process.wait()
 
 
-def wait_for_exit(process: Child, timeout_s: float, should_stop: Callable[[], Any]) -> int | None:
+def wait_for_exit(process: Popen, timeout_s: float, should_stop: Callable[[], Any]) -> int | None:
     """Return the exit status, or None on timeout or once `should_stop` returns true."""
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline and not should_stop():
@@ -130,7 +101,7 @@ def die_with_parent(signal_number: int, parent_pid: int) -> None:
 def run_to_end(program: Callable[[], object]) -> NoReturn:
     """Run a program and exit as the interpreter does, but without freeing its modules and objects.
 
-    After large imports, freeing takes 1 to 2 s of CPU time; in a fork, it would copy them first.
+    After large imports, freeing takes 1 to 2 s of CPU time.
     """
     status: object = 1
     try:
@@ -148,10 +119,10 @@ def run_to_end(program: Callable[[], object]) -> NoReturn:
     os._exit(status if isinstance(status, int) else 1)
 
 
-def adopt_orphans(is_enabled: bool = True) -> None:
+def adopt_orphans() -> None:
     """Adopt processes that descendants leave behind, so that `find_descendants` finds them (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_enabled))
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(own_pids: Collection[int]) -> None:
@@ -335,12 +306,6 @@ def count_oom_kills() -> int | None:
 # --- finding processes ---
 
 
-def process_name_of(run_dir: str | Path) -> str:
-    """Return the name of a run's forked processes: at most 15 bytes, as shown by `ps -e`."""
-    digest = hashlib.sha256(os.fsencode(os.path.realpath(run_dir))).digest()
-    return f"abrun-{base64.urlsafe_b64encode(digest)[:9].decode()}"
-
-
 def find_descendants(pid: int) -> set[psutil.Process]:
     """Return all living descendants of a process, in any session or process group."""
     return {process for process, lineage in _list_living().items() if pid in lineage and process.pid != pid}
@@ -354,14 +319,14 @@ def find_children(pid: int) -> set[int]:
 def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     """Return all living processes of a run and their descendants, in any session.
 
-    A process belongs to the run by RUN_DIR_VARIABLE in its environment, or by the process name that forked
-    processes get and pass on. Excludes this process and its ancestors.
+    A process belongs to the run by RUN_DIR_VARIABLE in its environment. Excludes this process and its
+    ancestors.
     """
-    path, process_name, living = os.path.realpath(run_dir), process_name_of(run_dir), _list_living()
+    path, living = os.path.realpath(run_dir), _list_living()
     root_pids = set[int]()
     for process in living:
         with contextlib.suppress(psutil.Error, OSError):
-            if process.name() == process_name or process.environ().get(RUN_DIR_VARIABLE) == path:
+            if process.environ().get(RUN_DIR_VARIABLE) == path:
                 root_pids.add(process.pid)
     own_lineage = next((lineage for process, lineage in living.items() if process.pid == os.getpid()), [])
     return {

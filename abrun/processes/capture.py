@@ -13,27 +13,25 @@ MaskBytes = Callable[..., tuple[bytes, bytes]]
 
 
 @contextlib.contextmanager
-def capture_output(log: Path, max_bytes: int, mask: MaskBytes) -> Iterator[Callable[[], None]]:
+def capture_output(log: Path, max_bytes: int, mask: MaskBytes) -> Iterator[None]:
     """Pass stdout and stderr through this process, which masks secrets, if stdout goes into `log`.
 
     The log keeps its head and its tail, `max_bytes` in total. If stdout goes elsewhere, such as to a
-    terminal, nothing changes. A full disk loses lines but blocks nothing. The thread that copies starts when
-    the yielded function is called, or at the end; until then this process may fork.
+    terminal, nothing changes. A full disk loses lines but blocks nothing.
     """
     log_file = _open_if_stdout(log)
     if log_file is None:
-        yield lambda: None
+        yield
         return
     read_end, write_end = os.pipe()
     original_streams = os.dup(1), os.dup(2)
     pump = threading.Thread(target=_copy_to_log, args=(read_end, log_file, max_bytes, mask), daemon=True)
     _redirect(write_end, write_end)
     os.close(write_end)
+    pump.start()
     try:
-        yield pump.start
+        yield
     finally:
-        if pump.ident is None:
-            pump.start()
         _redirect(*original_streams)  # closes this process's write ends; the thread ends with the descendants
         pump.join(timeout=5)
         for fd in original_streams:

@@ -64,7 +64,7 @@ class Command(Section):
 
     type: Literal["command"]
     argv: list[str] = Field(min_length=1)
-    env: Env = Field(default={})  # secrets as ${NAME}
+    env: Env = Field(default={})  # secrets as ${NAME}; what is typed here is stored
     parameters: dict[str, Annotated[Scalar, PlainValidator(_check_scalar)]] = Field(default={})
     metrics: MetricsLog
     # abrun's metric name -> the trainer's, or the name of a preset

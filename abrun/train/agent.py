@@ -24,8 +24,8 @@ from abrun.messages import sentence
 from abrun.processes import (
     MODULE_OPTIONS,
     RUN_DIR_VARIABLE,
-    Child,
     PauseDetector,
+    Popen,
     StopRequests,
     adopt_orphans,
     catch_stop_signals,
@@ -60,18 +60,9 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # pending connections; the default limit of the kernel
 CHECK_S = 1.0  # between checks for a new attempt, and between reads of other nodes' notes
 FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.train and timeout(1)
-# Starts a rank from its arguments (after `python -m`), its environment and the file descriptors it inherits.
-# Called while this process has only one thread.
-StartRank = Callable[[list[str], Mapping[str, str], list[int]], Child]
 
 
-def start_rank_anew(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> Child:
-    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
-    command = [sys.executable, "-u", *MODULE_OPTIONS, *arguments]
-    return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
-
-
-def main(start_rank: StartRank = start_rank_anew) -> int:
+def main() -> int:
     """Run the agent; return its exit code."""
     options = parse_options()
     os.environ[RUN_DIR_VARIABLE] = os.path.realpath(options.directory)
@@ -82,7 +73,7 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
     mask = current_mask()
     with (
         catch_stop_signals() as requests,
-        capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes) as start_capture,
+        capture_output(run.log, int(options.log_mib * 2**20), mask.hide_bytes),
     ):
         previous_attempt = run.last_attempt
         try:
@@ -90,9 +81,7 @@ def main(start_rank: StartRank = start_rank_anew) -> int:
                 notes = _NodeNotes(
                     run, previous_attempt, options.node, options.nodes, limit_s=options.stalled_s
                 )
-                status, reason = _run_and_watch(
-                    options, start_rank, requests, scratch, status_lines, notes, start_capture
-                )
+                status, reason = _run_and_watch(options, requests, scratch, status_lines, notes)
         except LaunchError as error:
             status, reason = FAILED, error.reason
         _record_ending(run, options.node, previous_attempt, status, reason, requests.first_signal)
@@ -121,23 +110,16 @@ def _local_ranks(options: argparse.Namespace) -> range:
 
 def _run_and_watch(
     options: argparse.Namespace,
-    start_rank: StartRank,
     requests: StopRequests,
     scratch: Path,
     status_lines: Mapping[int, int],
     notes: "_NodeNotes",
-    start_capture: Callable[[], None],
 ) -> tuple[int, Reason | None]:
     """Run the ranks under a watchdog; return their exit status and the reason of a failure."""
     os.environ[progress.FOLDER_VARIABLE] = str(scratch)
     watch = _Watchdog(requests, options, scratch, status_lines, notes)
-
-    def on_started() -> None:
-        start_capture()
-        watch.start()
-
     try:
-        status, reason = _run_ranks(options, start_rank, scratch, on_started)
+        status, reason = _run_ranks(options, scratch, watch.start)
     finally:
         watch.done.set()
         if watch.is_alive():
@@ -159,7 +141,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
 
 
 def _run_ranks(
-    options: argparse.Namespace, start_rank: StartRank, scratch: Path, on_started: Callable[[], None]
+    options: argparse.Namespace, scratch: Path, on_started: Callable[[], None]
 ) -> tuple[int, Reason | None]:
     """Return exit status (as `subprocess` gives it) and reason of the first rank that failed, or 0 and None.
 
@@ -167,7 +149,7 @@ def _run_ranks(
     """
     oom_kills_before, log_start = count_oom_kills(), RunDir(options.directory).log_size()
     try:
-        with _start_ranks(options, start_rank, scratch) as processes:
+        with _start_ranks(options, scratch) as processes:
             on_started()
             failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
@@ -184,9 +166,7 @@ def _run_ranks(
 
 
 @contextlib.contextmanager
-def _start_ranks(
-    options: argparse.Namespace, start_rank: StartRank, scratch: Path
-) -> Iterator[dict[int, Child]]:
+def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[int, Popen]]:
     """Yield the rank processes of this node. Rank 0 inherits the socket of the rendezvous.
 
     The agent keeps the socket open as well: if rank 0 dies before it serves, the other ranks wait until they
@@ -199,7 +179,7 @@ def _start_ranks(
             rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
         yield {
-            rank: start_rank(
+            rank: _start_rank(
                 [options.module, str(options.directory)],
                 {
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -211,6 +191,12 @@ def _start_ranks(
             )
             for rank in ranks
         }
+
+
+def _start_rank(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> Popen:
+    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
+    command = [sys.executable, "-u", *MODULE_OPTIONS, *arguments]
+    return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def _rank_environment(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from abrun.errors import AbrunError
 from abrun.messages.records import encode_reasons, stored_reason
-from abrun.processes import PYTHON_ERROR, Child, ending_reason, first_traceback, signal_name, wait_for_exit
+from abrun.processes import PYTHON_ERROR, Popen, ending_reason, first_traceback, signal_name, wait_for_exit
 from abrun.reasons import Code, Reason
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's `record` writes why a rank fails
@@ -81,7 +81,7 @@ class Failure:
         return self.cause is not None and any(reason.code in EFFECTS for reason in self.cause.walk())
 
 
-def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | None:
+def first_failure(processes: Mapping[int, Popen], scratch: Path) -> Failure | None:
     """Wait until all ranks have ended; return the first failure, or None.
 
     The first failure ends the other ranks, with time for a checkpoint. Failures of ranks that have lost
@@ -108,7 +108,7 @@ def first_failure(processes: Mapping[int, Child], scratch: Path) -> Failure | No
     return min(failures.values(), key=lambda failure: (failure.is_effect, failure.time_s), default=None)
 
 
-def _note_failures(processes: Mapping[int, Child], scratch: Path, failures: dict[int, Failure]) -> None:
+def _note_failures(processes: Mapping[int, Popen], scratch: Path, failures: dict[int, Failure]) -> None:
     for rank, process in processes.items():
         status = process.poll()
         if not status or rank in failures:

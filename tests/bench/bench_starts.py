@@ -1,4 +1,4 @@
-"""How long a run takes from its start to the end of its first step: a process of its own, a copy, an engine.
+"""How long a run takes from its start to the end of its first step, without and with an engine.
 
     python -m tests.bench.bench_starts                  # one GPU, Qwen2.5-1.5B's architecture, bfloat16
     python -m tests.bench.bench_starts --only engines --num-runs 2 --before CHECKOUT    # needs vllm
@@ -6,9 +6,8 @@
 
 Launches as `abrun launch` makes them, one run after the other, random weights in a folder.
 
-- `first`, an eager and a compiled run (compilers' and kernels' caches are empty, on a new machine), `again`
-  the same, and `copies`, three of each, which all but the first ones begin as copies of a process that has
-  done their imports. A run is two steps of SFT on 124 packed sequences of 524 tokens.
+- `first`, an eager and a compiled run (compilers' and kernels' caches are empty, on a new machine), and
+  `again` the same. A run is two steps of SFT on 124 packed sequences of 524 tokens.
 - `engines`: one experiment of --num-runs runs with empty caches. A run is four steps of compiled GRPO, 16
   prompts of 128 tokens with 8 completions of 512 each, sampled by vLLM (on a CPU by the torch engine).
   --before measures it with the code of an older checkout first.
@@ -30,21 +29,19 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.launch.engine import make_engine
-from abrun.processes import ForkedChild
-from abrun.processes.fork_server import ForkServer
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.runs.rundir import RunDir
 from tests.bench import bench_step
 from tests.bench.common import PrintedLines, heading, make_model, make_parser, markdown_row
 from tests.bench.launches import REPOSITORY, STEP_TIME, last_log_lines, launch, run_seconds
 
-SEEDS = {"first": [0], "again": [0], "copies": [0, 1, 2]}
+STARTS = ("first", "again")
 ENGINES = "engines"
 ENGINE_STEPS, ENGINE_PROMPTS = 4, {"cuda": 16, "cpu": 2}
 SHAPES = {"cuda": ("qwen2.5-1.5b", 151_936, 124, 520, 16_244), "cpu": ("qwen2-tiny-128", 128, 8, 28, 128)}
 
 
-def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
+def recipe_of(device: str, work: Path, name: str) -> Any:
     _, _, batch_size, _, micro_batch_tokens = SHAPES[device]
     return parse_stored_recipe(
         {
@@ -62,7 +59,7 @@ def recipe_of(device: str, work: Path, name: str, seeds: list[int]) -> Any:
             "checkpoint": {"every": 1000},
             "cluster": {"gpus_per_node": int(device == "cuda")},
             "arms": {"baseline": {}, "compiled": {"policy.compile": True}},
-            "seeds": seeds,
+            "seeds": [0],
             "compare": {"claims": []},
         },
         "bench_starts",
@@ -100,21 +97,13 @@ def measure_engines(device: str, work: Path, num_runs: int, checkout: Path) -> N
 
 def main() -> None:
     parser = make_parser(__doc__, devices=list(SHAPES))
-    parser.add_argument("--only", nargs="*", choices=[*SEEDS, ENGINES], default=[*SEEDS, ENGINES])
+    parser.add_argument("--only", nargs="*", choices=[*STARTS, ENGINES], default=[*STARTS, ENGINES])
     parser.add_argument("--num-runs", type=int, default=3, help="of `engines`, from 2")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="older code, for `engines`")
     asked = parser.parse_args()
     if asked.num_runs < 2:
         parser.error(f"--num-runs: got {asked.num_runs}; allowed: from 2")
     preset, vocab_size, batch_size, length, _ = SHAPES[asked.device]
-    copies, fork = set[int](), ForkServer.fork
-
-    def noted(*order: Any) -> ForkedChild | None:
-        copy = fork(*order)
-        copies.update([copy.pid] if copy else [])
-        return copy
-
-    ForkServer.fork = noted  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         work, draws = Path(folder), random.Random(0)
         make_model(preset, work / "model", asked.device, vocab_size=vocab_size)
@@ -125,7 +114,7 @@ def main() -> None:
         ]
         (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name in (name for name in asked.only if name != ENGINES):
-            plan = make_plan(recipe_of(asked.device, work, name, SEEDS[name]))
+            plan = make_plan(recipe_of(asked.device, work, name))
             supervisor.run_plan(
                 plan,
                 LaunchOptions(runs_dir=work / "runs"),
@@ -136,9 +125,8 @@ def main() -> None:
                 run = RunDir(work / "runs" / name / str(planned.name))
                 (launched,) = run.launches()
                 first = next(row for row in run.metrics_reader().read() if row["step"] == 1)
-                how = "a copy" if launched.pid in copies else "a process of its own"
                 seconds = first["time_s"] - launched.started_s
-                print(f"{name} {planned.name}: {how}, first step ended after {seconds:.1f} s", flush=True)
+                print(f"{name} {planned.name}: first step ended after {seconds:.1f} s", flush=True)
         if ENGINES in asked.only:
             print(heading("checkout", "run", "start to first step, s", "a later step, s", "run, s"))
             for checkout in filter(None, (asked.before, REPOSITORY)):

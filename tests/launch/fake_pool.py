@@ -26,9 +26,6 @@ class FakePool(ProbePool):
     def _launch(self, running: Any) -> None:
         pass
 
-    def _find_server(self, probe: Probe) -> None:
-        return None
-
     def _next_ended(self) -> tuple[str, Answer | BaseException]:
         assert self._running, "nothing runs for which the search waits"
         assert sum(running.probe.kind == "measured" for running in self._running.values()) <= 1

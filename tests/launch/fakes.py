@@ -10,10 +10,10 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
-from abrun.launch.local import ForkKey, LocalEngine
+from abrun.launch.local import LocalEngine
 from abrun.launch.submit import submit_plan
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
-from abrun.processes import MODULE_OPTIONS, Child
+from abrun.processes import MODULE_OPTIONS, Popen
 from abrun.reasons import Reason
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
@@ -88,12 +88,10 @@ class ForkingEngine(LocalEngine):
         with SHARED_SERVER.in_use(), super().prepare_for(runs, say):
             yield
 
-    def _start_process(
-        self, run: RunDir, command: list[str], env: Mapping[str, str], key: ForkKey | None
-    ) -> Child:
+    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
         start = [sys.executable, *MODULE_OPTIONS]
         if command[: len(start)] != start:
-            return super()._start_process(run, command, env, key)
+            return super()._start_process(run, command, env)
         return SHARED_SERVER.start(run, command[len(start) :], env)
 
 

@@ -23,7 +23,6 @@ from abrun.experiment.command import AGENT
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.external import run as external_run
 from abrun.launch import mps
-from abrun.launch.local import FORK_MODULE
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.processes import find_children, find_descendants, find_run_processes
@@ -79,7 +78,6 @@ ONE_RUN = "seeds=[0]"  # of the baseline: all that is planned of such a recipe
 # What a process is known by, beside the run directory in its environment: of its command line, or which rank
 VICTIMS = {
     "launcher": (OWN, None),
-    "server of copies": (OWN, FORK_MODULE),
     "agent": (OWN, AGENT),
     "rank 0": (OWN, "rank 0"),
     "rank 1": (OWN, "rank 1"),
@@ -123,11 +121,10 @@ def metrics(recipe: tuple[Path, tuple[str, ...]], runs_dir: Path) -> dict[str, n
 def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
     """The processes of a launcher, or of any run, that are what `known_by` says."""
     below_launcher = find_children(launcher)
-    found, copies = [], set[int]()
+    found = []
     for config in runs_dir.rglob("config.json"):
         words = {one.pid: _words(one.pid) for one in find_run_processes(config.parent)}
-        copies |= {pid for pid in words if FORK_MODULE in words[pid]}
-        agents = [pid for pid in words if pid in below_launcher and {AGENT, FORK_MODULE} & set(words[pid])]
+        agents = [pid for pid in words if pid in below_launcher and AGENT in words[pid]]
         if known_by == AGENT:
             found += agents
         elif known_by.startswith("rank"):
@@ -139,8 +136,6 @@ def pids(runs_dir: Path, launcher: int, known_by: str) -> list[int]:
         below = (launcher, *(pid for pid in below_launcher if "abrun.launch.mps" in _words(pid)))
         found = [pid for parent in below for pid in find_children(parent)]
         return [pid for pid in found if any(word.endswith(known_by) for word in _words(pid))]
-    if known_by == FORK_MODULE:
-        return [pid for pid in below_launcher - copies if FORK_MODULE in _words(pid)]
     return sorted(found)
 
 

@@ -151,7 +151,7 @@ def test_runs_that_share_a_gpu_run_at_once_and_their_places_come_free(
     tmp_path: Path, on_gpu: Callable[..., None]
 ) -> None:
     on_gpu(step_s=0.3, baseline_0="fail")
-    SHARED_SERVER.find_server()
+    SHARED_SERVER.start_server()
     others = find_descendants(os.getpid())
     sets = ("cluster={gpus_per_node: 1, runs_per_gpu: 3}", "steps=4")
     observer = Silent()

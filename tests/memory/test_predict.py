@@ -327,7 +327,6 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     line = json.dumps(encode_reasons(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
     monkeypatch.setattr(probes, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
-    monkeypatch.setattr(probes.ProbePool, "_find_server", lambda *_: None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])

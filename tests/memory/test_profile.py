@@ -10,7 +10,7 @@ import torch
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.command import run_environment
-from abrun.experiment.probe import UNCONTROLLED, _run_command
+from abrun.experiment.probe import _run_command, is_never_cancelled
 from abrun.memory.cells import Cell, MemoryProfile, Point, SizeLimit
 from abrun.memory.predict import predict_recipe
 from abrun.memory.profile import measure_recipe
@@ -347,6 +347,6 @@ def test_ctrl_c_asks_before_it_kills(tmp_path: Path, monkeypatch: pytest.MonkeyP
     script = f"trap 'touch {tidied}; exit' TERM; sleep 60 & touch {tmp_path / 'ready'}; wait"
     with pytest.raises(KeyboardInterrupt):
         _run_command(
-            ["sh", "-c", script], tmp_path, run_environment(tmp_path, [], config), config, UNCONTROLLED
+            ["sh", "-c", script], tmp_path, run_environment(tmp_path, [], config), is_never_cancelled
         )
     assert tidied.exists() and not find_run_processes(tmp_path)

@@ -72,22 +72,14 @@ def abrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         "trainer.env.DB_PASSWORD=correct-horse",
         "trainer.env.DB_PASSWORD=123456789123",
         "trainer.env.URL=https://me:correct-horse@host",
-        "trainer.env.HTTPS_PROXY=u:correct-horse@proxy:3128",
-        "trainer.env.ARGS=--x HF_TOKEN=correct-horse",
         "arms.treatment={trainer.env.HF_TOKEN: correct-horse}",
         f"arms={{baseline: {{}}, {TOKEN}: {{}}}}",
         f"trainer.parameters.script={TOKEN}",
-        "trainer.parameters.hub_token=correct-horse",
-        "trainer.argv=[train, --hub_token, correct-horse]",
-        "trainer.argv=[train, hub.api_key=correct-horse]",
-        "trainer.argv=[curl, -u, 'me:correct-horse', host]",
         f"trainer.argv=[train, {TOKEN}]",
-        "trainer.argv=[sh, -c, 'export HF_TOKEN=correct-horse; train']",
-        "trainer.argv=[docker, run, --env=HF_TOKEN=correct-horse]",
+        "trainer.argv=[sh, -c, 'curl https://me:correct-horse@host; train']",
         f"trainer.metrics.path='{{run_dir}}/{TOKEN}'",
         f"trainer.versions_of=[{TOKEN}]",
-        "launcher={type: slurm, setup: ['curl -u me:correct-horse host']}",
-        "launcher={type: slurm, sbatch: {api-key: correct-horse}}",
+        "launcher={type: slurm, setup: ['curl https://me:correct-horse@host']}",
         "launcher={type: ray, env: {MYSQL_PWD: correct-horse}}",
         f"name={TOKEN}",
         f"steps={TOKEN}",
@@ -226,11 +218,21 @@ def test_a_value_given_by_reference_is_masked_wherever_it_is_stored_or_shown(
             assert form not in text
 
 
-def test_a_parameter_that_an_option_is_given_is_looked_at(recipe, snapshot) -> None:
-    overrides = ["trainer.argv=[train, --api-key, '{script}', '{run_dir}/log.csv']"]
-    with pytest.raises(RecipeError) as refusal:
-        load_recipe(recipe, [*overrides, "trainer.parameters.script=CANARYx"])
-    snapshot(refusal.value)
+LOG = "'{run_dir}/log.csv'"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.env.HTTPS_PROXY=u:correct-horse@proxy:3128",),
+        ("trainer.parameters={hub_token: correct-horse}", f"trainer.argv=[train, '{{hub_token}}', {LOG}]"),
+        ("trainer.parameters={}", f"trainer.argv=[train, --hub_token, correct-horse, {LOG}]"),
+        ("trainer.parameters={}", f"trainer.argv=[sh, -c, 'HF_TOKEN=correct-horse train', {LOG}]"),
+        ("launcher={type: slurm, sbatch: {api-key: correct-horse}}",),
+    ],
+)
+def test_no_key_option_or_line_of_shell_is_taken_for_a_secret_s(recipe, overrides) -> None:
+    assert "correct-horse" in load_recipe(recipe, overrides).model_dump_json()
 
 
 def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, monkeypatch, snapshot) -> None:

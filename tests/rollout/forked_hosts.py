@@ -6,10 +6,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TextIO
 
-from abrun.processes import RUN_DIR_VARIABLE, process_name_of
 from tests.spawn import processes
 
 
@@ -62,7 +60,6 @@ def _serve(listener: socket.socket, log: Connection, env: dict[str, str], run_di
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    Path("/proc/self/comm").write_text(process_name_of(env.get(RUN_DIR_VARIABLE, "")))
     for standard_fd in (1, 2):
         os.dup2(log.fileno(), standard_fd)
     sys.argv = ["tests.rollout.standin", "host", str(listener.detach()), run_dir]

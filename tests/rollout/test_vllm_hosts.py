@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from abrun.rollout.vllm import colocated
 from abrun.rollout.vllm.hosted import HostedEngine
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import STAND_IN_HOST
-from tests.processes.test_fork_server import until
 from tests.rollout.forked_hosts import start_forked_host, started
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
@@ -120,6 +119,13 @@ def hosted(policy: Any, config: OwnRunConfig = CONFIG) -> HostedEngine:
     engine = library.make_engine(config, policy, TEXT)
     assert isinstance(engine, HostedEngine)
     return engine
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def expected(policy: Any) -> list[list[Completion]]:

@@ -131,7 +131,10 @@ def test_no_text_of_a_stored_experiment_is_more_than_text(tmp_path, abrun) -> No
     edit(
         folder / "experiment.json",
         lambda content: content["treatment_diff"]["treatment"].update(
-            {f"trainer.env.{WILD}": [WILD, token], "trainer.env.DB_PASSWORD": ["hunter2", "hunter3"]}
+            {
+                f"trainer.env.{WILD}": [WILD, token],
+                "trainer.env.DB": ["db://me:hunter2@h", "db://me:hunter3@h"],
+            }
         ),
     )
     edit(folder / "baseline/seed-1/environment.json", lambda content: content.update(python=WILD + token))

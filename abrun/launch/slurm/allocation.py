@@ -65,7 +65,7 @@ class StepEngine(LocalEngine):
     ) -> AbstractContextManager[None]:
         if self._settings.container:  # does not see the daemon's folder
             return contextlib.nullcontext()
-        return self._serve_mps(runs, say)  # no fork server: steps start on their own nodes
+        return self._serve_mps(runs, say)  # no engine hosts: steps start on their own nodes
 
     def find_devices(self, run: RunDir, config: RunConfig) -> Devices | None:
         # The allocation has room for all runs, and assigns their devices unless they share them
