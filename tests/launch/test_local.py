@@ -41,7 +41,7 @@ from abrun.runs.records import Launch, RunState, recorded_reason
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, run_config
+from tests.written_runs import make_run, run_config
 
 SMALL = Path(__file__).parent / "small.yaml"
 

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from abrun.backends import ranks
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, make_draft, make_plan
@@ -28,15 +26,13 @@ from abrun.launch.local import Slots, count_parallel_runs
 from abrun.launch.sharing import MAX_RUNS_PER_GPU, SharingLimits, decide_runs_per_gpu
 from abrun.memory.cells import GIB, Point
 from abrun.memory.predict import PeakPrediction
-from abrun.messages import sentence
 from abrun.processes import find_descendants, find_processes_with, kill_all
 from abrun.reasons import Code
 from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.recipe.run import CONTEXT_BYTES, ClusterConfig, RunConfig, can_change_numbers, share_of_device
+from abrun.recipe.run import CONTEXT_BYTES, ClusterConfig, RunConfig, can_change_numbers
 from abrun.runs.experiment import open_experiment
 from abrun.runs.rundir import RunDir
-from abrun.train.__main__ import out_of_memory_reason
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.launch.forked import SHARED_SERVER
 from tests.snapshot import Snapshot
@@ -250,36 +246,6 @@ def test_a_daemon_outlives_its_launcher_until_the_runs_have_ended(
 
 
 # --- memory ---
-
-
-@pytest.mark.parametrize("runs_per_gpu", [2, 3, 8, 16])
-def test_shares_and_contexts_fill_the_device_at_most(
-    runs_per_gpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device_bytes = 80 * GIB + 12345
-    share = share_of_device(device_bytes, runs_per_gpu)
-    assert 0 <= device_bytes - runs_per_gpu * (share + CONTEXT_BYTES) < runs_per_gpu
-    fractions: list[float] = []
-    properties = type("Properties", (), {"total_memory": device_bytes})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction)
-    )
-    device = torch.device("cuda", 0)
-    ranks.limit_memory(device, 1)
-    assert fractions == []
-    ranks.limit_memory(device, runs_per_gpu)
-    ranks.limit_memory(device, runs_per_gpu, unmapped_bytes=GIB)
-    assert [round(fraction * device_bytes) for fraction in fractions] == [share, share + GIB]
-    with pytest.raises(LaunchError) as refused:
-        ranks.limit_memory(device, 200)
-    assert refused.value.code is Code.SHARE_EMPTY and "200" in str(refused.value)
-
-
-def test_a_run_without_memory_names_its_share(snapshot: Snapshot) -> None:
-    reason = out_of_memory_reason(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 4)
-    assert reason
-    snapshot(sentence(reason))
 
 
 # --- auto ---
