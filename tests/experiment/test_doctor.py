@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from abrun.experiment.preflight import doctor
 from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
 from abrun.experiment.preflight.machine import Machine, find_gpus
 from abrun.extras import installed_version
@@ -163,6 +164,7 @@ def test_a_broken_package_is_one_line(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "installed_packages", lambda: {"torch": "2.11.0"})
     reason = try_import("torch", 2 if "sleep" in source else 60)
     if error is None:
         assert reason == Code.IMPORT_TOO_SLOW(package="torch", seconds=2)
