@@ -26,6 +26,7 @@ if not find_gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["ABRUN_POLL_S"] = "0.02"  # launches look this often at their runs
 # Hundreds of processes import abrun: compiled once. A container's environment often forbids it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

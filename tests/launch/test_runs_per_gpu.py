@@ -20,7 +20,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, make_draft, make_plan
 from abrun.experiment.preflight.machine import Machine
-from abrun.launch import mps, sharing, supervisor
+from abrun.launch import mps, sharing
 from abrun.launch.auto import resolve_auto
 from abrun.launch.local import Slots, count_parallel_runs
 from abrun.launch.sharing import MAX_RUNS_PER_GPU, SharingLimits, decide_runs_per_gpu
@@ -136,7 +136,6 @@ def test_neighbours_change_nothing_that_is_compared() -> None:
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """One GPU, fake trainers, and the stand-in for CUDA's daemon, whose folders are in `tmp_path`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
