@@ -1,9 +1,10 @@
 """Without a GPU the Triton kernels run in Triton's interpreter: said before anything imports triton, and
 inherited by every process that a test starts. So is that each has one thread: ranks share few cores; and that
-nobody asks a model hub."""
+nobody asks a model hub. What needs torch is not loaded here: the core's tests pass without it."""
 
 import atexit
 import gc
+import importlib.metadata
 import importlib.util
 import multiprocessing.util
 import os
@@ -11,20 +12,21 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-import torch
 
 from abrun import cli, extras, redaction
+from abrun.experiment.preflight.machine import find_gpus
 from abrun.reasons import Reason
 from tests.snapshot import Snapshot
 
-if not torch.cuda.is_available():
+if not find_gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-torch.set_num_threads(1)  # this process has read its environment
+os.environ["ABRUN_POLL_S"] = "0.02"  # launches look this often at their runs
 # Hundreds of processes import abrun: compiled once. A container's environment often forbids it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -55,6 +57,29 @@ def no_hidden_values():
     """A launch within a test hides values for as long as its process lives."""
     yield
     redaction.forget_hidden_values()
+
+
+@pytest.fixture
+def trainer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process see the trainer's packages installed, be they or not: for launches of fakes, and for
+    what is suggested to somebody who can train."""
+    versions = {"torch": "2.11.0", "transformers": "5.17.0", "math-verify": "0.8.0"}
+    modules = set(extras.EXTRAS["train"])
+    find_spec, find_version = importlib.util.find_spec, importlib.metadata.version
+
+    def spec_of(name: str, package: str | None = None) -> ModuleSpec | None:
+        return find_spec(name, package) or (ModuleSpec(name, None) if name in modules else None)
+
+    def version_of(name: str) -> str:
+        try:
+            return find_version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name not in versions:
+                raise
+            return versions[name]
+
+    monkeypatch.setattr(importlib.util, "find_spec", spec_of)
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import make_plan
-from abrun.launch import supervisor
 from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -171,7 +170,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_resume_refuses_the_bad_run_alone(launched: Path, tmp_path, monkeypatch, name: str, damage) -> None:
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     plan = make_plan(load_recipe(SMALL))
     shutil.copytree(launched, tmp_path / "small", symlinks=True)
     for run in ("baseline/seed-0", "treatment/seed-1"):

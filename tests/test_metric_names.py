@@ -24,12 +24,16 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize("key", [metric.key for metric in METRICS])
-def test_every_name_of_the_table_is_written_somewhere(key):
+def test_every_name_of_the_table_is_written_somewhere() -> None:
     """A metric that the trainer gave up must not stay a claim that a dry run accepts."""
+    source = "\n".join(SOURCES)
+    assert [metric.key for metric in METRICS if not is_written(metric.key, source)] == []
+
+
+def is_written(key: str, source: str) -> bool:
     whole, tail = key.replace("<phase>", "{phase}"), key.rsplit("/", 1)[-1].replace("<phase>", "{phase}")
     endings = (whole, key.removeprefix("train/"), key.removeprefix("train/critic/"), tail)
-    assert any(f'{end}"' in source for source in SOURCES for end in endings)
+    return any(f'{end}"' in source for end in endings)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

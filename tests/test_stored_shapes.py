@@ -15,7 +15,6 @@ import pytest
 from abrun import watch
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
-from abrun.launch import supervisor
 from abrun.launch.prepare import own_experiment
 from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
@@ -71,9 +70,7 @@ def plan() -> ExperimentPlan:
 def recorded(plan: ExperimentPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real experiment of a command, and every file that other ways to launch it leave."""
     runs_dir = tmp_path_factory.mktemp("recorded")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "POLL_S", 0.02)
-        assert run_to_end(plan, runs_dir).exit_code == 0
+    assert run_to_end(plan, runs_dir).exit_code == 0
     directory = runs_dir / "foreign"
     _add_what_other_launchers_write(directory)
     for run in directory.glob("*/seed-0"):

@@ -10,10 +10,11 @@ from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.launch.cluster import ClusterJobs, LeftInQueueError
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.supervisor import LaunchOutcome, Observer
+from abrun.processes import poll_interval
 from abrun.runs.experiment import read_run_state
 from abrun.runs.records import Status
 
-POLL_S = 0.5
+POLL_S = poll_interval(0.5)
 # A file server may take this long to show the last records of jobs that have ended.
 SETTLE_TIMEOUT_S = 20.0
 

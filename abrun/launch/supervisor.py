@@ -30,6 +30,7 @@ from abrun.processes import (
     ending_reason,
     is_slurm_oom,
     is_unexplained,
+    poll_interval,
     signal_name,
 )
 from abrun.reasons import Code, Reason
@@ -40,7 +41,7 @@ from abrun.runs.experiment import read_run_state
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 
-POLL_S = 0.2
+POLL_S = poll_interval(0.2)
 MAX_ERRORS = 3
 # A retry would only take as long again, or its log would lack the same metric.
 NO_RETRY_CODES = (Code.TIME_LIMIT_REACHED, Code.ALIAS_NOT_LOGGED)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.messages.numbers import more_text
+from abrun.processes import poll_interval
 from abrun.reasons import Code
 from abrun.redaction import display_safe
 from abrun.regular_files import open_regular
@@ -16,7 +17,7 @@ from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
 from abrun.watch.reading import FindJobStates
 
-POLL_S = 0.5
+POLL_S = poll_interval(0.5)
 READ_BYTES = 1 << 20  # a longer line is printed as several
 MAX_NAMED_RUNS = 8
 ACTIVE_STATUSES = ("waiting", "running", "stalled")

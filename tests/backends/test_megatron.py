@@ -20,8 +20,9 @@ from abrun.recipe.packages import megatron_refusal
 from abrun.recipe.policy import Policy
 from tests.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
 from tests.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
-from tests.recipe.test_implementations import verifier
-from tests.train.runs import make_run, run_config, train_here
+from tests.train.runs import train_here
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 LEARNING_RATES = (0.01, 0.02, 0.005)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}

@@ -2,7 +2,6 @@
 
 import argparse
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,10 +57,6 @@ def seconds_of(
         sync()
         seconds.append(clock() - began_s)
     return seconds
-
-
-def median_seconds(call: Callable[[], Any], repeats: int, **options: Any) -> float:
-    return statistics.median(seconds_of(call, repeats, **options))
 
 
 def sync_of(device: str) -> Callable[[], Any]:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
+from abrun.experiment.preflight import doctor
 from abrun.experiment.preflight.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
-from abrun.experiment.preflight.machine import Machine
+from abrun.experiment.preflight.machine import Machine, find_gpus
+from abrun.extras import installed_version
 from abrun.messages import sentence, sentences
 from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
@@ -47,7 +48,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     code, output, _ = run("doctor", "--json")
     found = json.loads(output)
-    assert code == 0 and found["versions"]["torch"] == importlib.metadata.version("torch")
+    assert code == 0 and found["versions"]["torch"] == installed_version("torch")
     parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
     kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
     expected = {
@@ -56,8 +57,13 @@ def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
         for name in names
     }
     assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()
-    assert parts["policy.backend", "dtensor"] is None and parts["rollout.engine", "torch"] is None
-    assert (parts["device", "cuda"] is None) == torch.cuda.is_available()
+    can_train = installed_version("torch") is not None and installed_version("transformers") is not None
+    assert (
+        (parts["policy.backend", "dtensor"] is None)
+        == (parts["rollout.engine", "torch"] is None)
+        == can_train
+    )
+    assert (parts["device", "cuda"] is None) == (can_train and bool(find_gpus()))
 
 
 def test_with_a_gpu_everything_is_usable() -> None:
@@ -158,6 +164,7 @@ def test_a_broken_package_is_one_line(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "installed_packages", lambda: {"torch": "2.11.0"})
     reason = try_import("torch", 2 if "sleep" in source else 60)
     if error is None:
         assert reason == Code.IMPORT_TOO_SLOW(package="torch", seconds=2)

@@ -25,7 +25,6 @@ from tests.snapshot import Snapshot
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "launch" / "small.yaml"
 FOREIGN = ROOT / "tests" / "external" / "foreign.yaml"
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 TRAIN = {"torch": "2.11.0", "transformers": "5.17.0", "math-verify": "0.8.0"}
 KERNELS = TRAIN | {"triton": "3.6.0", "liger-kernel": "0.6.0"}
@@ -38,36 +37,7 @@ def machine(gpus: int = 0, cores: int = 8, packages: dict[str, str] = TRAIN) -> 
     return Machine(gpus=names, cores=cores, packages=packages, ask_hub=lambda name: None)
 
 
-MACHINES = {
-    "laptop": machine(packages={}),
-    "laptop with train": machine(),
-    "1 GPU": machine(1, packages=KERNELS),
-    "2 GPUs": machine(2, packages=KERNELS),
-    "8 GPUs without vllm": machine(8, 64, WITHOUT_VLLM),
-    "8 GPUs": machine(8, 64, WITHOUT_VLLM | {"vllm": "0.33.0"}),
-}
 LAPTOP = machine(packages=KERNELS)
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_what_machines_lack_for_a_recipe_that_ships(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
-) -> None:
-    monkeypatch.chdir(tmp_path)  # where none of its data are
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    plan = make_plan(load_recipe(path))
-    table = []
-    for name, here in MACHINES.items():
-        problems = find_problems(plan, here)
-        assert not any(problem.is_final for problem in problems), "some machine runs it"
-        reasons = [problem.reason.values.get("problem", problem.reason) for problem in problems]
-        table.append(f"{name}: {', '.join(sorted({_shown(reason) for reason in reasons})) or 'runs'}")
-    snapshot("\n".join(table))
-
-
-def _shown(reason: Reason) -> str:
-    field = reason.values.get("field") or reason.values.get("package")
-    return f"{reason.code}({field})" if field else str(reason.code)
 
 
 def test_checks_of_the_recipe_need_no_machine() -> None:

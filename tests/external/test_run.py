@@ -19,7 +19,6 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.follower import MetricsFollower
-from abrun.launch import supervisor
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.memory.sweep import Variant
@@ -104,7 +103,6 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

@@ -35,6 +35,7 @@ VARIABLES = {
     "TZ": "UTC",
     "LC_ALL": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
+    "ABRUN_POLL_S": "0.02",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "TRITON_INTERPRET": "1",

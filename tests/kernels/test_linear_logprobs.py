@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from abrun.kernels import linear_logprobs, linear_policy_loss
 from tests.conftest import TRITON_ON_CPU
+from tests.kernels.pairwise import pairwise
 from tests.memory_events import peak_bytes
 from tests.spawn import run_ranks
 
@@ -42,11 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 EPSILON = torch.finfo(torch.float32).eps
 SLOW = pytest.mark.slow
-# Of each size some dtypes, of each dtype some sizes; the rest is slow in the interpreter.
+SIZES = ((513, 151), (1, 151), (7, 151), (1, 32003), (7, 32003))
+SLOW_DTYPES = ("mixed", "float32_head")  # in the interpreter, of the most tokens
 SIZES_AND_DTYPES = [
-    pytest.param(*size, dtypes, marks=SLOW if size[0] == 513 and dtypes in ("mixed", "float32_head") else ())
-    for size in ((1, 151), (7, 151), (513, 151), (1, 32003), (7, 32003))
-    for dtypes in DTYPES
+    pytest.param(*size, dtypes, impl, marks=SLOW if size[0] == 513 and dtypes in SLOW_DTYPES else ())
+    for size, dtypes, impl in pairwise(SIZES, list(DTYPES), IMPLS)
 ]
 
 
@@ -231,8 +232,7 @@ def largest(values: Tensor) -> float:
 # Agreement
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes", SIZES_AND_DTYPES)
+@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes, impl", SIZES_AND_DTYPES)
 def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int, dtypes: str) -> None:
     problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
     answer = kernel_answer(problem, impl)
@@ -242,9 +242,7 @@ def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int,
     assert answer.d_weight.dtype == problem.weight.dtype
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name, dtypes, impl", pairwise(list(SETTINGS), list(DTYPES), IMPLS))
 def test_agrees_under_each_setting(impl: str, dtypes: str, name: str) -> None:
     problem, oracle, naive = expected(7, 151, dtypes, name)
     check(kernel_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
@@ -870,9 +868,7 @@ def _joined(answers: list[Answer], *, reduce_d_hidden: bool = True) -> Answer:
     )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_shards", [2, 4])
-@pytest.mark.parametrize("name", SHARD_CASES)
+@pytest.mark.parametrize("name, impl, num_shards", pairwise(list(SHARD_CASES), IMPLS, [2, 4]))
 def test_shards_agree_with_the_oracle(shard_answers: Any, impl: str, num_shards: int, name: str) -> None:
     problem = SHARD_CASES[name]()
     oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from abrun.kernels import linear_logprobs
+from tests.kernels.pairwise import pairwise
 from tests.kernels.test_linear_logprobs import (
+    DTYPES,
     Answer,
     Problem,
     check,
@@ -31,6 +33,9 @@ pytestmark = [
 ]
 TILED = ["chunked", "triton"]
 IMPLS = ["logits", *TILED]
+ANSWERS = [kernel_answer, one_pass_answer]
+SIZES = [(1, 151), (7, 32003), (513, 32003), (513, 151936)]
+LIMITS = [(4096, 512), (4096, 128), (65536, 256)]  # tokens, and MiB for them
 
 
 def on_gpu(problem: Problem) -> Problem:
@@ -38,13 +43,11 @@ def on_gpu(problem: Problem) -> Problem:
     return replace(problem, **{name: getattr(problem, name).cuda() for name in tensors})
 
 
-@pytest.mark.parametrize("answer", [kernel_answer, one_pass_answer])
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "mixed", "float32_head"])
-@pytest.mark.parametrize("num_tokens, num_vocabulary", [(1, 151), (7, 32003), (513, 32003), (513, 151936)])
+@pytest.mark.parametrize("size, dtypes, impl, answer", pairwise(SIZES, list(DTYPES), IMPLS, ANSWERS))
 def test_agrees_with_the_oracle(
-    answer: Callable[..., Answer], impl: str, dtypes: str, num_tokens: int, num_vocabulary: int
+    answer: Callable[..., Answer], impl: str, dtypes: str, size: tuple[int, int]
 ) -> None:
+    num_tokens, num_vocabulary = size
     settings = {"temperature": 0.7, "logit_softcap": 8.0, "vocab_size": num_vocabulary - 2}
     problem = on_gpu(make_problem(num_tokens, num_vocabulary, dtypes, hidden_size=64, **settings))
     oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
@@ -122,13 +125,13 @@ def peak_bytes(run: Callable[[], Answer]) -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
-@pytest.mark.parametrize("answer", [kernel_answer, one_pass_answer])
-@pytest.mark.parametrize("impl", TILED)
-@pytest.mark.parametrize("dtypes", ["bfloat16", "mixed", "float32_head"])
-@pytest.mark.parametrize("num_tokens, budget_mib", [(4096, 512), (4096, 128), (65536, 256)])
+@pytest.mark.parametrize(
+    "limits, dtypes, impl, answer", pairwise(LIMITS, ["bfloat16", "mixed", "float32_head"], TILED, ANSWERS)
+)
 def test_stays_within_its_memory_budget(
-    answer: Callable[..., Answer], impl: str, dtypes: str, num_tokens: int, budget_mib: int
+    answer: Callable[..., Answer], impl: str, dtypes: str, limits: tuple[int, int]
 ) -> None:
+    num_tokens, budget_mib = limits
     problem = on_gpu(make_problem(num_tokens, 151936, dtypes, hidden_size=512))
     copies = problem.hidden.nbytes + problem.weight.nbytes  # the clones of the inputs
     results = 4 * num_tokens * 4  # log-probs and entropies, and their copies without gradient

@@ -18,3 +18,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
         return made[steps]
 
     return experiment
+
+
+@pytest.fixture(autouse=True)
+def _installed(trainer_installed: None) -> None:
+    """Launches of fakes are checked like those of the trainer."""

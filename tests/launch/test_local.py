@@ -41,7 +41,7 @@ from abrun.runs.records import Launch, RunState, recorded_reason
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, run_config
+from tests.written_runs import make_run, run_config
 
 SMALL = Path(__file__).parent / "small.yaml"
 
@@ -93,7 +93,6 @@ def state_of(experiment_dir: Path, run: str) -> RunState:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
@@ -420,7 +419,6 @@ options = json.loads(sys.argv[3])
 if "limit" in options:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (options["limit"],) * 2)
-supervisor.POLL_S = 0.02
 LOCAL_LAUNCHERS["fake"] = FRESH_FAKES if options.get("fresh") else FAKE[1]
 try:
     recipe = load_recipe(Path(sys.argv[1]).with_name("small.yaml"), options.get("set", []))

@@ -13,23 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from abrun.backends import ranks
-from abrun.errors import LaunchError, RecipeError
+from abrun.errors import RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import Machine
-from abrun.launch import mps, supervisor
+from abrun.launch import mps
 from abrun.launch.local import Slots, count_parallel_runs
-from abrun.memory.cells import GIB
-from abrun.messages import sentence
-from abrun.processes import find_descendants, find_processes_with, kill_all, progress
-from abrun.reasons import Code
+from abrun.processes import find_descendants, find_processes_with, kill_all
 from abrun.recipe.experiment import RUNS_PER_GPU, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.recipe.run import CONTEXT_BYTES, ClusterConfig, RunConfig, can_change_numbers, share_of_device
+from abrun.recipe.run import ClusterConfig, RunConfig, can_change_numbers
 from abrun.runs.rundir import RunDir
-from abrun.train.__main__ import out_of_memory_reason
 from tests.launch.fakes import FAKE, Silent, run_to_end
 from tests.launch.forked import SHARED_SERVER
 from tests.snapshot import Snapshot
@@ -132,7 +126,6 @@ def test_neighbours_change_nothing_that_is_compared() -> None:
 def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """One GPU, fake trainers, and the stand-in for CUDA's daemon, whose folders are in `tmp_path`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(supervisor, "POLL_S", 0.02)
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
@@ -244,32 +237,3 @@ def test_a_daemon_outlives_its_launcher_until_the_runs_have_ended(
 # --- memory ---
 
 
-@pytest.mark.parametrize("runs_per_gpu", [2, 3, 8, 16])
-def test_shares_and_contexts_fill_the_device_at_most(
-    runs_per_gpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device_bytes = 80 * GIB + 12345
-    share = share_of_device(device_bytes, runs_per_gpu)
-    assert 0 <= device_bytes - runs_per_gpu * (share + CONTEXT_BYTES) < runs_per_gpu
-    fractions: list[float] = []
-    properties = type("Properties", (), {"total_memory": device_bytes})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction)
-    )
-    device = torch.device("cuda", 0)
-    ranks.limit_memory(device, 1)
-    assert fractions == []
-    ranks.limit_memory(device, runs_per_gpu)
-    ranks.limit_memory(device, runs_per_gpu, unmapped_bytes=GIB)
-    assert [round(fraction * device_bytes) for fraction in fractions] == [share, share + GIB]
-    with pytest.raises(LaunchError) as refused:
-        ranks.limit_memory(device, 200)
-    assert refused.value.code is Code.SHARE_EMPTY and "200" in str(refused.value)
-
-
-def test_a_run_without_memory_names_its_share(monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
-    monkeypatch.setattr(progress, "current_activity", lambda: "the start")
-    reason = out_of_memory_reason(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 4)
-    assert reason
-    snapshot(sentence(reason))

@@ -60,12 +60,15 @@ def write_jsonl(path: Path, found: Sequence[Mapping[str, object]]) -> None:
 
 
 def write_events(folder: Path, found: Rows, names: Mapping[str, str], suffix: str = "") -> None:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    writer = SummaryWriter(str(folder), filename_suffix=suffix)
+    writer = EventFileWriter(str(folder), filename_suffix=suffix)
     for row in found:
         for key, name in names.items():
-            writer.add_scalar(name, row[key], int(row["step"]))
+            value = Summary.Value(tag=name, simple_value=float(row[key]))
+            writer.add_event(Event(step=int(row["step"]), summary=Summary(value=[value])))
     writer.close()
 
 

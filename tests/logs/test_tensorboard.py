@@ -1,6 +1,5 @@
-"""TensorBoard: files of the real writers of torch and of tensorboard itself."""
+"""TensorBoard: files of the real writer of tensorboard itself, which torch writes with too."""
 
-import math
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
-from torch.utils.tensorboard import SummaryWriter
 
 from abrun.errors import StoreError
 from abrun.logs import read_log, read_logs
@@ -28,22 +26,6 @@ def write(folder: Path, values: list[float], first: int = 0, tag: str = "train/r
         )
     writer.close()
     return next(folder.glob("events*"))
-
-
-def test_every_point_is_read_not_a_sample(tmp_path: Path) -> None:
-    writer = SummaryWriter(str(tmp_path / "baseline-s0"))
-    for step in range(1500):
-        writer.add_scalar("train/reward", step / 8, step)
-        writer.add_scalar("train/loss", math.nan if step == 7 else -step, step)
-    writer.add_text("args", "{}")
-    writer.add_histogram("weights", np.arange(9.0), 3)
-    writer.close()
-    (log,) = read_logs(str(tmp_path))
-    assert (log.name, log.status, log.config, log.notes) == ("baseline-s0", "unknown", None, ())
-    assert sorted(log.metrics) == ["train/loss", "train/reward"]
-    assert log.metrics["train/reward"].steps.tolist() == list(range(1500))
-    assert log.metrics["train/reward"].values.tolist() == [step / 8 for step in range(1500)]
-    assert math.isnan(log.metrics["train/loss"].values[7])
 
 
 def test_scalars_as_tensors(tmp_path: Path) -> None:
@@ -86,16 +68,6 @@ def test_files_that_each_begin_at_the_first_step_are_said_to_be_read_as_one_run(
     (log,) = read_logs(str(tmp_path))
     assert log.metrics["train/reward"].values.tolist() == [9.0, 9.0, 3.0]
     snapshot(log.guesses[0])
-
-
-def test_hyperparameters_are_the_configuration(tmp_path: Path) -> None:
-    writer = SummaryWriter(str(tmp_path / "run"))
-    writer.add_scalar("loss", 1.5, 1)
-    writer.add_hparams({"seed": 3, "optim/lr": 0.5, "name": "x", "flag": True}, {})
-    writer.close()
-    (log,) = read_logs(str(tmp_path))
-    assert log.config == {"seed": 3.0, "optim.lr": 0.5, "name": "x", "flag": True}
-    assert list(log.metrics) == ["loss"]
 
 
 def test_nested_runs_are_runs_each_and_one_to_who_follows_them(tmp_path: Path) -> None:
@@ -194,13 +166,3 @@ def test_train_and_validation_folders_of_keras_are_one_run(tmp_path: Path) -> No
     assert logs[0].metrics["epoch_loss"].values.tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert logs[0].metrics["validation/epoch_loss"].values.tolist() == pytest.approx([0.5, 0.6, 0.7])
     assert logs[0].place.endswith("old-s0/train")
-
-
-def test_folders_of_add_scalars_are_of_their_run(tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path / "s0")) as writer:
-        for step in (1, 2):
-            writer.add_scalar("train/reward", step, step)
-            writer.add_scalars("losses/all", {"policy": 2 * step, "value": 3 * step}, step)
-    (log,) = read_logs(str(tmp_path))
-    assert log.metrics["losses/all/policy"].values.tolist() == [2, 4]
-    assert log.metrics["losses/all/value"].values.tolist() == [3, 6]

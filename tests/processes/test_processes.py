@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from abrun.messages import sentence
-from abrun.processes import ending_reason, is_unexplained, start_process
+from abrun.processes import ending_reason, is_unexplained, poll_interval, start_process
 from abrun.reasons import Code, Reason
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -190,3 +190,13 @@ def test_a_process_in_a_group_of_its_own_ignores_no_signal_to_stop(tmp_path: Pat
             signal.signal(number, handler)
     mask = int((tmp_path / "output").read_text().split()[1], 16)
     assert [bool(mask & 1 << number - 1) for number in numbers] == [not alone] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("", 0.2), ("0.02", 0.02), (".05", 0.05), ("3", 0.2), ("x", 0.2)]
+)
+def test_polls_are_shortened_by_a_number_alone(
+    given: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ABRUN_POLL_S", given)
+    assert poll_interval(0.2) == seconds

@@ -281,7 +281,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_hash_and_names_of_the_changes_are_recorded_and_with_record_diff_the_changes(
-    checkout, tmp_path, monkeypatch
+    checkout, tmp_path, monkeypatch, trainer_installed
 ) -> None:
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     (checkout / "code.py").write_text(f"lr = 2\nTOKEN = '{TOKEN}'\nDB_PASSWORD = 'correct-horse'\n")

@@ -19,7 +19,6 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.rollout.torch_engine import TorchEngine
 from abrun.rollout.vllm import transfer
 from abrun.rollout.vllm.startup import cache_bytes
-from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import (
     PATIENCE_S,
     PROMPTS,
@@ -34,7 +33,9 @@ from tests.rollout.vllm_sampling import (
     tokens,
     with_vllm,
 )
-from tests.train.runs import Trainer, make_run, metrics_by_step, run_config, single_rank
+from tests.train.runs import Trainer, metrics_by_step, single_rank
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 pytestmark = [pytest.mark.gpu, *with_vllm]
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -31,7 +31,8 @@ from tests.launch.fakes import STAND_IN_HOST
 from tests.rollout.forked_hosts import start_forked_host, started
 from tests.rollout.standin import StandIn
 from tests.rollout.vllm_sampling import PROMPTS, TEXT, draws
-from tests.train.runs import make_run, run_config, single_rank
+from tests.train.runs import single_rank
+from tests.written_runs import make_run, run_config
 
 CONFIG = run_config("rollout={engine: vllm, max_new_tokens: 8}")
 

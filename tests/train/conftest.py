@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import Rows, group, make_run, run_config, run_to_end, train
+from tests.train.runs import Rows, group, run_to_end, train
+from tests.written_runs import make_run, run_config
 
 __all__ = ["group"]
 

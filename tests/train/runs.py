@@ -15,64 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.metric_names import find_metric
-from abrun.recipe.experiment import load_recipe
-from abrun.recipe.merging import merge
-from abrun.recipe.reading import nested
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import run_dir
-from abrun.runs.layout import RunName
-from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from tests.spawn import processes
+from tests.written_runs import make_run
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-SHORT = ("steps=12", "algorithm.prompts_per_step=4", "checkpoint.every=3", "warm_start=null")
-VOLATILE = ("timing/", "performance/")
 Rows = dict[int, dict[str, float]]  # metrics by step
-
-
-def run_config(*overrides: str, arm: str = "baseline") -> OwnRunConfig:
-    """One arm of the quickstart recipe, shortened, with `key=value` overrides laid over it."""
-    config = load_recipe(QUICKSTART).run_config(arm).model_dump(mode="json")
-    for override in (*SHORT, *overrides):
-        key, _, value = override.partition("=")
-        config = merge(config, nested({key: yaml.safe_load(value)}))
-    return OwnRunConfig.model_validate(config)
-
-
-def make_run(
-    directory: Path, config: OwnRunConfig, *, seed: int = 0, initial_weights: Path | None = None
-) -> Path:
-    """Write what a launcher tells a job; returns the directory."""
-    weights = os.path.relpath(initial_weights, directory) if initial_weights else None
-    record = RunRecord(
-        experiment="x",
-        name=RunName(arm="baseline", seed=seed),
-        initial_weights=weights,
-        config=config.model_dump(mode="json"),
-    )
-    RunDir(directory).write_record(record)
-    return directory
-
-
-def metric_values(directory: Path) -> dict[str, list[str]]:
-    """Every metric that does not depend on the clock: its values over the steps, exact to the last bit."""
-    metrics = RunDir(directory).metrics()
-    return {
-        key: [f"{step} {value.hex()}" for step, value in zip(one.steps, one.values.tolist(), strict=True)]
-        for key, one in metrics.items()
-        if not key.startswith(VOLATILE)
-    }
-
-
-def events(directory: Path) -> list[str]:
-    return [row["event"] for row in RunDir(directory).events()]
 
 
 # --- in this process ---

@@ -16,8 +16,9 @@ from abrun.train.branch import start_from
 from abrun.train.setup import make_setup
 from tests.snapshot import Snapshot
 from tests.spawn import run_ranks
-from tests.train.runs import make_run, metric_values, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.runs import metrics_by_step, run_to_end, train_here
 from tests.train.test_ppo import PPO
+from tests.written_runs import make_run, metric_values, run_config
 
 ALL = "checkpoint={every: 1, keep: 9}"
 PACKED = ("policy.packing=true", "policy.micro_batch_tokens=90")

@@ -25,7 +25,8 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 from abrun.train import checkpoint
 from tests.spawn import run_ranks
-from tests.train.runs import Trainer, events, make_run, metric_values, run_config, train_here
+from tests.train.runs import Trainer, train_here
+from tests.written_runs import events, make_run, metric_values, run_config
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from abrun.models import load_network
 from tests.spawn import run_ranks
-from tests.train.runs import make_run, run_config, train_here
+from tests.train.runs import train_here
+from tests.written_runs import make_run, run_config
 
 COMPILED = ("steps=2", "policy.compile=true")
 

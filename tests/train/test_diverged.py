@@ -8,9 +8,10 @@ import torch
 from abrun.errors import LaunchError
 from abrun.recipe.policy import Filters
 from abrun.rl.sampling import sample
-from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, run_config, train_here
+from tests.train.runs import train_here
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 
 def test_of_no_distribution_the_log_prob_says_so() -> None:

@@ -19,16 +19,9 @@ from abrun.train.dpo import PreferenceObjective
 from abrun.train.sft import SupervisedObjective
 from tests.backends.policies import gradients, make_backend, plain_logprobs, rows, some_batch, tiny
 from tests.spawn import run_ranks
-from tests.train.runs import (
-    Trainer,
-    make_run,
-    metric_values,
-    metrics_by_step,
-    run_config,
-    run_to_end,
-    train_here,
-)
+from tests.train.runs import Trainer, metrics_by_step, run_to_end, train_here
 from tests.train.test_batch_cuts_of_a_run import NOT_COMPARED
+from tests.written_runs import make_run, metric_values, run_config
 
 SETTINGS = Dpo(type="dpo", beta=0.5, sft_coefficient=0.2)
 PATHS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import make_run, metrics_by_step, run_config, run_to_end, train_here
+from tests.train.runs import metrics_by_step, run_to_end, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+from tests.written_runs import make_run, run_config
 
 MIXTURE = (
     "steps=3",

@@ -14,7 +14,8 @@ from abrun.reasons import Code
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.train.__main__ import out_of_memory_reason
-from tests.train.runs import Trainer, events, make_run, run_config
+from tests.train.runs import Trainer
+from tests.written_runs import events, make_run, run_config
 
 OTHERS = {
     "no checkpoint": (

@@ -16,18 +16,10 @@ from abrun.recipe.implementations import ENGINES
 from abrun.runs.rundir import RunDir
 from abrun.train.faults import BY_SEAM
 from tests.models.conftest import bpe, checkpoint
-from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
-from tests.train.runs import (
-    VOLATILE,
-    Rows,
-    group,
-    make_run,
-    run_config,
-    single_rank,
-    train,
-    train_here,
-)
+from tests.train.runs import Rows, group, single_rank, train, train_here
+from tests.train.test_implementations import verifier
+from tests.written_runs import VOLATILE, make_run, run_config
 
 __all__ = ["bpe", "checkpoint", "group"]
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import run_config, train
+from tests.train.runs import train
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.train.test_ppo import PPO, SHARED
+from tests.written_runs import run_config
 
 LAYOUTS = {
     "context": (2, "{context_parallel: 2}"),

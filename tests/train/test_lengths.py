@@ -16,7 +16,7 @@ from abrun.recipe.policy import Model
 from abrun.train.data import make_data
 from abrun.train.lengths import check_example_lengths
 from tests.snapshot import Snapshot
-from tests.train.runs import run_config
+from tests.written_runs import run_config
 
 LONG = "7" * 1100
 SFT = "algorithm={type: sft, batch_size: 2}"

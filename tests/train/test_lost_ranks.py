@@ -17,7 +17,8 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.endings import read_endings
 from abrun.runs.rundir import RunDir
 from abrun.train.failures import GRACE_S
-from tests.train.runs import events, last_step, make_run, metric_values, run_config
+from tests.train.runs import last_step
+from tests.written_runs import events, make_run, metric_values, run_config
 
 RANKS, STALLED_S = 8, 60.0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and parent-death signals")

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.rundir import RunDir
-from tests.recipe.test_implementations import verifier
-from tests.train.runs import Trainer, make_run, metric_values, metrics_by_step, run_config, run_to_end
+from tests.train.runs import Trainer, metrics_by_step, run_to_end
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, metric_values, run_config
 
 PPO = "algorithm={type: ppo, prompts_per_step: 8, value_optimizer: {learning_rate: 1.0e-3}}"
 CUTS = {

@@ -22,8 +22,9 @@ from abrun.train.policy_objective import PolicyObjective
 from abrun.train.rollouts import Rollouts
 from abrun.train.setup import RunSetup, make_setup
 from tests.train import runs
-from tests.train.runs import Rows, make_run, run_config, train_here
+from tests.train.runs import Rows, train_here
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+from tests.written_runs import make_run, run_config
 
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 CHUNKED = "policy.logprobs={impl: chunked, chunk_size: 17}"

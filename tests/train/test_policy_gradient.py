@@ -23,7 +23,8 @@ from abrun.runs.files import read_json
 from abrun.runs.rundir import RunDir
 from abrun.train import policy_objective
 from abrun.train.policy_objective import PolicyObjective
-from tests.train.runs import Rows, make_run, run_config, train_here
+from tests.train.runs import Rows, train_here
+from tests.written_runs import make_run, run_config
 
 # docs/reference/metrics.md, as far as GRPO has it.
 TRAIN_KEYS = [

@@ -15,15 +15,9 @@ from abrun.train.policy_objective import PolicyObjective
 from abrun.train.ppo import PpoAlgorithm, PpoValueObjective
 from abrun.train.setup import make_setup
 from tests.train import runs
-from tests.train.runs import (
-    Trainer,
-    events,
-    make_run,
-    metric_values,
-    run_config,
-    run_to_end,
-)
+from tests.train.runs import Trainer, run_to_end
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+from tests.written_runs import events, make_run, metric_values, run_config
 
 PPO = (
     "algorithm={type: ppo, prompts_per_step: 24, minibatches_per_step: 2, epochs_per_step: 2, "

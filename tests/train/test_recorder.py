@@ -11,7 +11,7 @@ import torch
 from abrun.backends.ranks import make_ranks
 from abrun.runs.rundir import RunDir
 from abrun.train.recorder import Recorder
-from tests.train.runs import make_run, run_config
+from tests.written_runs import make_run, run_config
 
 
 @pytest.mark.parametrize(

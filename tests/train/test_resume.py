@@ -14,16 +14,8 @@ import pytest
 from abrun.errors import RecipeError
 from abrun.runs.rundir import RunDir
 from tests.snapshot import Snapshot
-from tests.train.runs import (
-    Trainer,
-    events,
-    last_step,
-    make_run,
-    metric_values,
-    run_config,
-    run_to_end,
-    train_here,
-)
+from tests.train.runs import Trainer, last_step, run_to_end, train_here
+from tests.written_runs import events, make_run, metric_values, run_config
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from abrun.runs.samples import Sample
 from abrun.train import samples
 from abrun.train.samples import MAX_TEXT_LENGTH, _shorten
 from tests.snapshot import Snapshot
-from tests.train.runs import group, make_run, metric_values, run_config, train_here
+from tests.train.runs import group, train_here
+from tests.written_runs import make_run, metric_values, run_config
 
 __all__ = ["group"]
 

@@ -19,7 +19,8 @@ from abrun.train.data import Data, PrefetchedBatches, Texts, make_data
 from abrun.train.sft import SupervisedObjective
 from tests.conftest import TRITON_ON_CPU
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, metrics_by_step, run_config, train_here
+from tests.train.runs import metrics_by_step, train_here
+from tests.written_runs import make_run, run_config
 
 
 def sft(*overrides: str):

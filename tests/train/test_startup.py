@@ -11,7 +11,8 @@ import pytest
 
 from abrun.processes import progress
 from abrun.train import startup
-from tests.train.runs import make_run, run_config, single_rank, train_here
+from tests.train.runs import single_rank, train_here
+from tests.written_runs import make_run, run_config
 
 ENDS = """
 from abrun.train import startup

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from abrun.recipe.run import OwnRunConfig
-from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
+from tests.train.runs import Trainer, metrics_by_step
+from tests.written_runs import events, make_run, run_config
 
 pytestmark = pytest.mark.gpu
 

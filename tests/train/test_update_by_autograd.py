@@ -22,7 +22,7 @@ from abrun.seeds import derive_seed
 from abrun.train.grpo import GrpoAlgorithm
 from abrun.train.setup import make_setup
 from tests.spawn import run_ranks
-from tests.train.runs import run_config
+from tests.written_runs import run_config
 
 Gradient = dict[str, Tensor]
 GROUP_SIZE, NUM_GROUPS, LONGEST, STEP_SIZE, TEMPERATURE = 2, 4, 12, 0.03, 1.7

@@ -15,16 +15,8 @@ from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.tasks import hold_out
 from abrun.train.recorder import prompts_sha256
-from tests.train.runs import (
-    Trainer,
-    make_run,
-    metric_values,
-    metrics_by_step,
-    run_config,
-    run_to_end,
-    train,
-    train_here,
-)
+from tests.train.runs import Trainer, metrics_by_step, run_to_end, train, train_here
+from tests.written_runs import make_run, metric_values, run_config
 
 LARGE = "task.max_operand=999999999"  # so large that training meets no held-out prompt anyway
 METRICS = {"accuracy", "avg_length", "truncation_rate"}

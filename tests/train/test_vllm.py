@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from abrun.runs.rundir import RunDir
-from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import PRESET, needs_vllm
-from tests.train.runs import Trainer, events, make_run, metric_values, metrics_by_step, run_config, run_to_end
+from tests.train.runs import Trainer, metrics_by_step, run_to_end
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+from tests.train.test_implementations import verifier
+from tests.written_runs import events, make_run, metric_values, run_config
 
 pytestmark = needs_vllm
 
@@ -90,7 +91,7 @@ def test_a_prefix_cache_that_is_never_reset_is_seen_from_step_two(tmp_path: Path
     (tmp_path / "long.jsonl").write_text(
         "".join(f'{{"prompt": "{n}: {asked}", "answer": "1"}}\n' for n in range(4))
     )
-    verifier = "tests.recipe.test_implementations:digits"
+    verifier = "tests.train.test_implementations:digits"
     task = f"task={{type: jsonl, path: {tmp_path}/long.jsonl, verifier: '{verifier}'}}"
     errors = {}
     for fault in ("null", "stale_prefix_cache", "{name: stale_prefix_cache, size: 1}"):

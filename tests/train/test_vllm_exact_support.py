@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import PRESET
-from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
+from tests.train.runs import Trainer, metrics_by_step
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
+from tests.train.test_implementations import verifier
 from tests.triton_interpreted import environment, needs_interpreter
+from tests.written_runs import events, make_run, run_config
 
 FILTERED = "rollout={engine: vllm, max_new_tokens: 6, temperature: 1.3, top_k: 40, top_p: 0.9}"
 SMALL = "algorithm={type: grpo, prompts_per_step: 2, group_size: 4}"

@@ -11,9 +11,10 @@ from psutil import Process
 from abrun.processes import RUN_DIR_VARIABLE, find_descendants, find_run_processes
 from abrun.runs.rundir import RunDir
 from tests.rollout.vllm_sampling import needs_vllm
-from tests.train.runs import Trainer, events, make_run, metrics_by_step, run_config
+from tests.train.runs import Trainer, metrics_by_step
 from tests.train.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.train.test_vllm import settings
+from tests.written_runs import events, make_run, run_config
 
 pytestmark = needs_vllm
 SEPARATE = ("rollout.devices=1", "rollout.max_new_tokens=200", "steps=3", "checkpoint.every=1")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from abrun.runs.rundir import RunDir
-from tests.train.runs import Trainer, last_step, make_run, run_config
+from tests.train.runs import Trainer, last_step
+from tests.written_runs import make_run, run_config
 
 FAKE = """
 class Settings:

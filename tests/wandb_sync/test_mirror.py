@@ -3,10 +3,8 @@ when there is nobody."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from abrun.wandb_sync import report, timed_process, wandb_run
 from abrun.wandb_sync.__main__ import exit_code_of
 from abrun.wandb_sync.sync import sync_experiment
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, run_config
 from tests.verdict.verdicts import claim, verdict
 from tests.wandb_sync.server import Server, serving
+from tests.written_runs import make_run, run_config
 
 CLEAN = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY")
 SETTINGS = ("steps=9", "wandb={project: test}")
@@ -220,44 +218,6 @@ def test_what_is_switched_off_is_no_upload(
 def test_a_report_that_does_not_get_there_is_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
     said = report.upload_report(verdict(), [], None)
     assert "API key" in said and "\n" not in said
-    snapshot(said)
-
-
-@pytest.mark.slow
-def test_a_server_that_falls_silent_is_left_behind(
-    tmp_path: Path, server: Server, snapshot: Snapshot
-) -> None:
-    """The mirror of a training run, whose last rows no server takes, is ended, with its processes."""
-    from abrun.train.wandb_sync import WandbSync
-
-    run = run_of(tmp_path / "x")
-    writer, said = run.begin_attempt(), list[str]()
-    mirror = WandbSync(run, said.append, finish_s=5.0)
-    writer.metrics(1, {"train/reward": 1.0})
-    until = time.monotonic() + 60
-    while not server.runs:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    server.silent.set()
-    writer.metrics(2, {"train/reward": 2.0})
-    time.sleep(2.0)
-    mirror.finish()
-    snapshot(said)
-    server.silent.clear()
-    assert mirrored(run, "--all")[-1].code is Code.STEPS_SENT
-    (kept,) = server.runs.values()
-    assert [row["step"] for row in kept.history] == [1, 2]
-
-
-def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
-    from abrun.train.wandb_sync import WandbSync
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    said = list[str]()
-    mirror = WandbSync(run_of(tmp_path / "x"), said.append)
-    assert mirror._process
-    os.kill(mirror._process.pid, signal.SIGKILL)
-    mirror.finish()
     snapshot(said)
 
 

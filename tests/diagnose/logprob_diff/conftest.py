@@ -9,8 +9,9 @@ from abrun.diagnose.logprob_diff.command import measure_run
 from abrun.diagnose.logprob_diff.findings import Budget
 from abrun.errors import LaunchError
 from abrun.recipe.run import OwnRunConfig
-from tests.recipe.test_implementations import verifier
-from tests.train.runs import make_run, run_config, single_rank
+from tests.train.runs import single_rank
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 Measure = Callable[..., Budget]
 # Logits and steps large enough that what is injected stands out

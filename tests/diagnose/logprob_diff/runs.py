@@ -7,9 +7,9 @@ from abrun.diagnose.logprob_diff.findings import Budget, ChangeResult
 from abrun.diagnose.logprob_diff.report import summary
 from abrun.present.terminal import terminal
 from tests.diagnose.logprob_diff.conftest import LEARNING
-from tests.recipe.test_implementations import verifier
 from tests.rollout.vllm_sampling import PRESET
-from tests.train.runs import make_run, run_config
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 
 def budget_of(folder: Path, *overrides: str) -> Budget:

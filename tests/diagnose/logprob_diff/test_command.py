@@ -18,7 +18,7 @@ from abrun.runs.lines import LineWriter
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from tests.snapshot import Snapshot
-from tests.train.runs import make_run, run_config
+from tests.written_runs import make_run, run_config
 
 
 def refused(run: str | Path, runs_dir: Path, step: int | None = None) -> str:

@@ -12,7 +12,7 @@ from abrun.diagnose.logprob_diff.report import changes_table, summary
 from abrun.diagnose.logprob_diff.variations import Scoring, Variation, variations_of
 from abrun.present.terminal import terminal
 from abrun.runs.layout import RunName
-from tests.train.runs import run_config
+from tests.written_runs import run_config
 
 CONFIG = run_config("policy.dtype=bfloat16", "policy.logprobs.impl=chunked", "policy.packing=true")
 LENGTHS = (7, 1, 12, 3, 9, 5, 2, 6, 11, 1, 4, 8)  # of sequences, two a prompt

@@ -12,9 +12,10 @@ from abrun.diagnose.logprob_diff.command import measure_run
 from abrun.diagnose.logprob_diff.findings import Budget, ChangeResult
 from abrun.recipe.implementations import ENGINES
 from tests.diagnose.logprob_diff.conftest import LEARNING, Measure, scored_here
-from tests.recipe.test_implementations import verifier
 from tests.snapshot import Snapshot
-from tests.train.runs import group, make_run, metrics_by_step, run_config, train_here
+from tests.train.runs import group, metrics_by_step, train_here
+from tests.train.test_implementations import verifier
+from tests.written_runs import make_run, run_config
 
 __all__ = ["group"]
 PARITY = 1e-5

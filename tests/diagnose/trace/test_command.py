@@ -12,7 +12,8 @@ from abrun.cli import app
 from abrun.runs.captures import read_capture
 from abrun.runs.rollouts import read_step
 from tests.diagnose.trace.captured import GRPO, config
-from tests.train.runs import make_run, single_rank, train_here
+from tests.train.runs import single_rank, train_here
+from tests.written_runs import make_run
 
 
 def run(tmp_path: Path, *words: str, arms: Any = None, **changes: Any) -> Any:

@@ -27,7 +27,8 @@ from abrun.rl.metrics import MetricParts
 from abrun.rl.sampling import sample
 from abrun.rollout import Completion
 from abrun.rollout.draws import Draws
-from tests.train.runs import group, make_run, run_config, train_here
+from tests.train.runs import group, train_here
+from tests.written_runs import make_run, run_config
 
 __all__ = ["group"]
 
@@ -164,11 +165,11 @@ class PlainBackend:
 
 
 IMPLEMENTATIONS = {
-    "engine": (ENGINES, "vllm", "tests.recipe.test_implementations:PlainEngine", "rollout.engine=vllm"),
+    "engine": (ENGINES, "vllm", "tests.train.test_implementations:PlainEngine", "rollout.engine=vllm"),
     "backend": (
         BACKENDS,
         "megatron",
-        "tests.recipe.test_implementations:PlainBackend",
+        "tests.train.test_implementations:PlainBackend",
         "policy.backend.type=megatron",
     ),
 }
