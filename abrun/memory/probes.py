@@ -35,7 +35,7 @@ from abrun.recipe.run import OwnRunConfig
 
 TRACE, MEASURE, FORKED_RUN = "abrun.memory.trace", "abrun.memory.measure", "abrun.train.forked"
 # Imported before the fork that measures, in addition to those of a run
-MEASURE_IMPORTS = ("abrun.memory.peak", "abrun.models.parts")
+MEASURE_IMPORTS = ("abrun.memory.measure", "abrun.models.parts")
 NUM_TRACE_WORDS = 4  # python -P -m MODULE
 LONGEST_OF_RUN = {"longest": True}  # job of abrun.memory.trace
 
