@@ -19,7 +19,7 @@ from PIL import Image
 from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence
 from abrun.present.figures import COLORS, figure_style, save_figure
-from abrun.present.markdown import escape_markdown
+from abrun.present.tables import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers

@@ -64,8 +64,8 @@ def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
-def test_no_file_has_more_than_500_lines_and_no_function_but_kernels_more_than_60() -> None:
-    long = [name for name, source in SOURCES.items() if source.count("\n") > 500]
+def test_no_file_has_more_than_700_lines_and_no_function_but_kernels_more_than_60() -> None:
+    long = [name for name, source in SOURCES.items() if source.count("\n") > 700]
     long += [
         f"{name}: {function.name}"
         for name, source in SOURCES.items()

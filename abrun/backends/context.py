@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from abrun.backends.collectives import all_gather, reduce_scatter
+from abrun.backends.ranks import all_gather, reduce_scatter
 
 
 class Span(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from abrun.backends.collectives import all_gather
 from abrun.backends.packing import Packing
+from abrun.backends.ranks import all_gather
 from abrun.errors import RecipeError
 from abrun.kernels import DEFAULT_MEMORY_BUDGET_BYTES, TokenLoss, linear_logprobs, linear_policy_loss, project
 from abrun.models import cache_name

@@ -211,7 +211,7 @@ def completions(
         abrun completions quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
     from abrun.recorded.samples import pair_samples, read_run_samples
-    from abrun.report.samples import render_samples
+    from abrun.report.completions import render_samples
 
     names = [run] if against is None else [run, against]
     samples, right = (read_run_samples(_find_run_folder(name, runs_dir)) for name in (run, against or run))

@@ -182,8 +182,8 @@ def add(
 
 def _print_reference(reference: "Reference") -> None:
     """Print a reference. Raises Exit with 3 if the drift is above its budget."""
+    from abrun.diagnose.ledger.command import render_reference
     from abrun.diagnose.ledger.drift import EXCEEDED, is_over_budget
-    from abrun.diagnose.ledger.table import render_reference
 
     console().print(render_reference(reference))
     raise typer.Exit(EXCEEDED if is_over_budget(reference) else 0)

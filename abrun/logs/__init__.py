@@ -21,12 +21,12 @@ from abrun.foreign.files import (
     walk,
     wrap_exhaustion,
 )
-from abrun.logs.exports import read_csv, read_json, read_parquet
+from abrun.logs.exports import merge_parts, read_csv, read_json, read_parquet
 from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, sanitize_log
 from abrun.logs.mlflow_files import META, is_run_folder
 from abrun.logs.naming import SUFFIXES, strip_suffix
-from abrun.logs.run_parts import merge_run_parts
+from abrun.logs.starts import START_FOLDER, merge_continued_starts
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
@@ -496,3 +496,68 @@ def _natural_key(name: str) -> list[tuple[int, str, str]]:
     """Return a sort key that puts s2 before s10, for numbers of any length."""
     parts = [(text.lstrip("0") if text.isdecimal() else None, text) for text in re.split(r"(\d+)", name)]
     return [(-1 if digits is None else len(digits), digits or "", text) for digits, text in parts]
+
+
+PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
+# Splits of one run, each with its own log
+SPLIT_NAMES = {"train", "validation", "valid", "val", "eval", "test"}
+
+
+def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
+    """Merge runs that were logged in several files, by several processes, or over several starts."""
+    split_names = {log.name: log.name.rpartition("/") for log in logs}
+    part_names = {
+        name
+        for name, (experiment, _, component) in split_names.items()
+        if experiment and component in PIPELINERL_PARTS
+    }
+    complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
+    parts: list[Log] = []
+    for log in logs:
+        run = split_names[log.name][0]
+        is_part = log.name in part_names and run in complete_runs
+        parts.append(replace(log, name=run, is_part=True, run_id=None) if is_part else log)
+    logs = _merge_splits(merge_parts(parts))
+    starts: dict[str, list[Log]] = {}
+    for log in logs:
+        folder, _, leaf = log.name.rpartition("/")
+        key = folder if folder and log.run_id is None and START_FOLDER.fullmatch(leaf) else f"/{len(starts)}"
+        starts.setdefault(key, []).append(log)
+    merged_runs: list[Log] = []
+    for folder, run_starts in starts.items():
+        place = str(Path(run_starts[0].place).parent)
+        run = merge_continued_starts(run_starts, place) if len(run_starts) > 1 else None
+        merged_runs += [replace(run, name=folder)] if run else run_starts
+    return merged_runs
+
+
+def _merge_splits(logs: Sequence[Log]) -> list[Log]:
+    """Merge the `train` and `validation` logs of a run that lie side by side.
+
+    If both have a metric, the training's keeps its name, and the other's is prefixed with its split.
+    """
+    run_and_split = {
+        log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
+    }
+    by_place = {run_and_split[log.name]: log for log in logs}
+    training = {run: log for (run, split), log in by_place.items() if run and split == "train"}
+    num_splits = Counter(
+        run for run, split_name in run_and_split.values() if run in training and split_name in SPLIT_NAMES
+    )
+    merged_logs: list[Log] = []
+    for log in sorted(logs, key=lambda log: run_and_split[log.name][1] != "train"):
+        run, split_name = run_and_split[log.name]
+        if split_name not in SPLIT_NAMES or num_splits[run] < 2 or log.run_id is not None:
+            merged_logs.append(log)
+            continue
+        train_metrics = training[run].metrics if split_name != "train" else {}
+        new_names = {
+            name: f"{split_name}/{name}" if name in train_metrics else name
+            for name in (*log.metrics, *log.dropped)
+        }
+        metrics = {new_names[name]: series for name, series in log.metrics.items()}
+        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
+        guess = "train and other logs that lie side by side were merged into one run"
+        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, guess))
+        merged_logs.append(replace(log, name=run, is_part=True))
+    return merge_parts(merged_logs)

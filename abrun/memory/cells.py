@@ -39,7 +39,7 @@ class Cell:
     device_used_bytes: dict[str, int] = field(default_factory=dict)  # all processes; "sampling", "training"
     total_bytes: int | None = None  # of the device
     out_of_memory: str | None = None
-    peak: dict[str, Any] | None = None  # from abrun.memory.peak.summarize_peak
+    peak: dict[str, Any] | None = None  # from abrun.memory.measure.summarize_peak
 
     @property
     def highest_peak(self) -> tuple[str, int]:

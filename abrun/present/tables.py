@@ -5,12 +5,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from abrun.present.markdown import escape_markdown
 from abrun.redaction import display_safe
 
 if TYPE_CHECKING:
     import rich.table
     from rich.text import Text
+import re
 
 # A string is shown without secrets and control characters, a Text as it is.
 Cell: TypeAlias = "str | Text"
@@ -33,6 +33,17 @@ def columns(
 ) -> list[Column]:
     """Return a column for each title. `numeric` and `no_wrap` list the titles that these apply to."""
     return [Column(title, title in numeric, title in no_wrap, fold) for title in titles]
+
+
+def escape_markdown(text: str) -> str:
+    """Escape characters that Markdown, or HTML within it, would interpret."""
+    marks_escaped = re.sub(r"([\\`*<>|&]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", display_safe(text))
+    return re.sub(r"(?<=\S)@(?=\S)", r"\\@", marks_escaped)
+
+
+def code_span(text: str) -> str:
+    """Return `text` as inline code, or escaped if it holds a backtick."""
+    return escape_markdown(text) if "`" in text else f"`{display_safe(text)}`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """The commands that next steps suggest, with RECIPE, RUNS and NEW as placeholders."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from pathlib import Path
 
 from abrun.experiment.plan import compare_hash
 from abrun.extras import missing_package
@@ -13,13 +16,6 @@ from abrun.recipe.claims import Claim, claim_option
 from abrun.recorded.experiment import RecordedExperiment
 from abrun.regular_files import is_directory
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
-from abrun.report.placeholders import (
-    COMPARE_WITH_REFERENCE,
-    LAUNCH_COMMANDS,
-    UNPAIRED,
-    experiment_argument,
-    relative_folder,
-)
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
 
@@ -262,3 +258,133 @@ def _stage_options(facts: NextStepFacts) -> str:
     """An experiment with interim analyses is launched in stages, however it was begun."""
     interim = facts.experiment.compare.interim
     return f"--until-decided --max-seeds {interim[-1]} " if interim else ""
+
+
+# Placeholders in suggested commands, filled from the command line that the user typed.
+
+RUNS_DIR = Path("runs")  # default of --runs-dir
+UNPAIRED, VERSIONS_DIFFER = " --unpaired", " --versions-differ"
+COMPARE_WITH_REFERENCE = "abrun compare NEW --reference FILE"
+LAUNCH_COMMANDS = ("launch", "faults")  # commands that start runs
+# Options that say how to read foreign runs
+READING_OPTIONS = ("--baseline", "--pattern", "--group", "--alias", "--step-column", "--runs-dir")
+
+
+def fill_placeholders(command: str, experiment: RecordedExperiment, words: Sequence[str]) -> str:
+    """Replace RECIPE and RUNS by the user's recipe and sources, as far as they are known."""
+    if experiment.directory:
+        command = command.replace("RECIPE", _recipe_arguments(command, experiment.directory, words), 1)
+    compare_words = list(words[2:]) if list(words[:2]) == ["abrun", "compare"] else []
+    sources = [*takewhile(lambda word: not word.startswith("-"), compare_words)]
+    options = compare_words[len(sources) :]
+    if _split_options(options, ["--reference"])[0]:
+        command = command.replace(COMPARE_WITH_REFERENCE, shlex.join(["abrun", "compare", "NEW", *options]))
+    elif experiment.directory:
+        # The experiment's recipe names the reference
+        command = command.replace(f" --no-compare && {COMPARE_WITH_REFERENCE}", "")
+    if not compare_words:
+        return command.replace("RUNS", experiment_argument(experiment)) if experiment.directory else command
+    if command.startswith(
+        ("abrun reference save NEW", "abrun compare NEW NEW")
+    ):  # read as those that were compared
+        flags = (
+            [VERSIONS_DIFFER.strip()] if "compare" in command and VERSIONS_DIFFER.strip() in options else []
+        )
+        return shlex.join([*shlex.split(command), *_split_options(options, READING_OPTIONS)[0], *flags])
+    if command.startswith("abrun compare RUNS NEW"):  # the report of these runs stays where it is
+        return shlex.join(["abrun", "compare", *sources, "NEW", *_split_options(options, READING_OPTIONS)[0]])
+    if UNPAIRED.strip() in options:
+        command = command.replace(UNPAIRED, "")
+    replaced_options = [
+        option for option in ("--seeds", "--claim", "--step-column") if f" {option} " in command
+    ]
+    replaced_options += ["--interim"] * (" --seeds " in command)  # declared for the runs compared before
+    _, options = _split_options(options, replaced_options)
+    if command.startswith("abrun reference save"):
+        sources += _split_options(options, (*READING_OPTIONS, "--seeds", "--exclude"))[0]
+    command = command.replace("abrun compare RUNS", shlex.join(["abrun", "compare", *sources, *options]))
+    return command.replace("RUNS", shlex.join(sources) or "RUNS")
+
+
+def experiment_argument(experiment: RecordedExperiment) -> str:
+    """Return the argument by which commands find an experiment; for other runs, a name for files."""
+    if experiment.directory is None:
+        return shlex.quote(experiment.name)
+    path = _relative_path(experiment.directory)
+    return shlex.quote(path.name if path.parent == RUNS_DIR else str(path))
+
+
+def relative_folder(directory: Path) -> str:
+    """Return the folder of an experiment, relative if it is below the working directory."""
+    return str(_relative_path(directory))
+
+
+def _recipe_arguments(command: str, directory: Path, words: Sequence[str]) -> str:
+    """Return the recipe and options of the typed launch, or the experiment's folder, which stores them.
+
+    A value that the command sets itself is left out of the typed options.
+    """
+    launch_words = list(words[2:]) if list(words[:2]) == ["abrun", "launch"] else []
+    typed_recipe = [word for word in launch_words[:1] if not word.startswith("-")]
+    typed_recipe = typed_recipe or [word for word in launch_words if word.endswith((".yaml", ".yml"))][:1]
+    path = _relative_path(directory)
+    arguments = typed_recipe or [str(path)]
+    command_words = shlex.split(command)
+    starts_runs = command_words[1] in LAUNCH_COMMANDS
+    if typed_recipe:
+        options = ["--launcher", *["--seeds"] * (not _has_seeds(command_words))] if starts_runs else []
+        kept_options = _split_options(launch_words, options)[0]
+        has_seeds = _has_seeds([*command_words, *kept_options])
+        arguments += (
+            _typed_overrides(launch_words, [*_set_keys(command), *["seeds"] * has_seeds]) + kept_options
+        )
+    if starts_runs and path.parent != RUNS_DIR:
+        arguments += ["--runs-dir", str(path.parent)]
+    return shlex.join(arguments)
+
+
+def _has_seeds(words: Sequence[str]) -> bool:
+    """Return whether the words set --seeds; the same text inside the value of another option does not."""
+    return any(word.partition("=")[0] == "--seeds" for word in words)
+
+
+def _set_keys(command: str) -> list[str]:
+    """Return the dotted keys of a command's --set options."""
+    words = shlex.split(command)
+    return [value.partition("=")[0] for word, value in pairwise(words) if word == "--set"]
+
+
+def _typed_overrides(launch_words: Sequence[str], replaced_keys: Sequence[str]) -> list[str]:
+    """Return the typed --set options: the last one of each key, and none at or below the replaced keys."""
+    words = iter(_split_options(launch_words, ["--set"])[0])
+    texts = [next(words, "") if word == "--set" else word.partition("=")[2] for word in words]
+    values = {text.partition("=")[0]: text for text in texts}
+    return [
+        word
+        for key, text in values.items()
+        if not any(f"{key}.".startswith(f"{replaced}.") for replaced in replaced_keys)
+        for word in ("--set", text)
+    ]
+
+
+def _split_options(words: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into the named options with their values, and the rest."""
+    selected: list[str] = []
+    remaining: list[str] = []
+    words_left = iter(words)
+    for word in words_left:
+        name, equals, _ = word.partition("=")
+        if name in names:
+            selected += [word] if equals else [word, next(words_left, "")]
+        else:
+            remaining.append(word)
+    return selected, remaining
+
+
+def _relative_path(directory: Path) -> Path:
+    """Return the relative path of a directory below, unless it looks like a name; else the full path."""
+    directory = directory.resolve()
+    if directory.parent == RUNS_DIR.resolve():
+        return RUNS_DIR / directory.name
+    path = Path(os.path.relpath(directory))
+    return directory if path.parts[:1] == ("..",) or len(path.parts) < 2 else path

@@ -11,7 +11,7 @@ from abrun.messages import sentence
 from abrun.messages.numbers import count_text
 from abrun.messages.records import as_json
 from abrun.present import tables
-from abrun.present.markdown import escape_markdown
+from abrun.present.tables import escape_markdown
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
 from abrun.recorded.experiment import RecordedExperiment

@@ -12,9 +12,8 @@ from abrun.reasons import Code, Reason
 from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.redaction import display_safe
 from abrun.report import commands
-from abrun.report.commands import FreshRunsCommand
+from abrun.report.commands import COMPARE_WITH_REFERENCE, FreshRunsCommand, fill_placeholders
 from abrun.report.facts import NextStepFacts
-from abrun.report.placeholders import COMPARE_WITH_REFERENCE, fill_placeholders
 from abrun.verdict.machines import versions_follow_arms
 from abrun.verdict.verdict_file import VerdictFile
 

@@ -13,8 +13,16 @@ from matplotlib.ticker import MaxNLocator
 from abrun.messages.numbers import count_text
 from abrun.present.figures import COLORS, add_legend_below, shorten
 from abrun.recorded.experiment import RecordedExperiment
-from abrun.report.buckets import NUM_BUCKETS, average_in_buckets, bucket_indices
-from abrun.report.panels import ClaimPanel, Curve, Difference, Panel, make_panel
+from abrun.report.panels import (
+    NUM_BUCKETS,
+    ClaimPanel,
+    Curve,
+    Difference,
+    Panel,
+    average_in_buckets,
+    bucket_indices,
+    make_panel,
+)
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # width of a figure, height of a panel

@@ -8,13 +8,13 @@ from torch import Tensor
 from abrun.backends.head import EntropyMode
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.rl.batch import ScoredBatch, TrainBatch
-from abrun.rl.importance import importance_weights
 from abrun.rl.losses import (
     PolicyLoss,
     TokenLosses,
     cispo_loss,
     clipped_policy_loss,
     gspo_loss,
+    importance_weights,
     kl_penalty,
     reinforce_loss,
     weighted_losses,

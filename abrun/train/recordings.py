@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import StoreError
@@ -22,7 +23,22 @@ from abrun.runs.rollouts import (
     read_step,
     step_path,
 )
-from abrun.train.groups import Group
+
+# Groups: a prompt with its completions and their rewards.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The completions of one prompt."""
+
+    prompt: list[int]
+    completions: list[Completion]
+    rewards: list[float]
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the rewards differ, so that advantages relative to their mean are not all 0."""
+        return any(reward != self.rewards[0] for reward in self.rewards)
 
 
 class RecordedRollouts:

@@ -23,8 +23,7 @@ from abrun.rollout import Completion, RolloutEngine
 from abrun.rollout.draws import Draws
 from abrun.runs.rollouts import RecordedStep
 from abrun.train.data import check_length
-from abrun.train.groups import Group
-from abrun.train.recordings import origin_of, record_groups
+from abrun.train.recordings import Group, origin_of, record_groups
 from abrun.train.setup import RunSetup
 
 FetchGroups = Callable[[int], list[Group]]  # this rank's groups of a fetch

@@ -23,8 +23,8 @@ from abrun.verdict.description import (
     informative_metrics,
     untransformed_claim,
 )
+from abrun.verdict.new_run import majority_grid, select_window
 from abrun.verdict.results import ClaimResult
-from abrun.verdict.run_windows import majority_grid, select_window
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.skewness import VALUES, find_skew
 from abrun.verdict.summaries import find_outside_domain, find_resolution, measure_climbs, summarize_runs

@@ -15,7 +15,6 @@ from abrun.errors import StoreError
 from abrun.metric_names import CURVES, STEP_TIME, is_peak_memory
 from abrun.processes.progress import MIN_PATIENCE_S, PATIENCE_STEPS
 from abrun.runs.access import UnreadableError
-from abrun.runs.durations import is_plausible
 from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read_warm_starts
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunState
@@ -271,3 +270,11 @@ def _estimate_step_time_s(run: WatchedRun, runs: Sequence[WatchedRun]) -> float 
         if times:
             return statistics.median(times)
     return None
+
+
+MAX_START_S = 366 * 86_400.0  # longer, or negative: a clock was set meanwhile
+
+
+def is_plausible(seconds: float) -> bool:
+    """Return whether a difference of two times is one that a start can last."""
+    return 0 <= seconds <= MAX_START_S

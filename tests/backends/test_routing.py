@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.dtensor.routing import Routers
+from abrun.backends.dtensor import DtensorBackend, Routers
 from abrun.backends.routing import RouterLoad
 from abrun.errors import RecipeError
 from abrun.models import experts_of

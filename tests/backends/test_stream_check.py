@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from abrun.backends import attention, stream_check
+from abrun.backends import attention
 from abrun.backends.attention import enable_streams, hidden_states
 from abrun.backends.packing import make_packing
 from abrun.errors import RecipeError
@@ -86,7 +86,7 @@ def test_windows_are_short_for_a_while() -> None:
             return network(input_ids=tokens, use_cache=False).logits
 
     before = logits(long)
-    with stream_check.short_windows(long):
+    with attention.short_windows(long):
         torch.testing.assert_close(logits(long), logits(short))
     assert torch.equal(logits(long), before) and not torch.allclose(before, logits(short))
 

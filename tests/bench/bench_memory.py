@@ -34,7 +34,7 @@ from typing import Any
 from abrun.experiment.probe import run_probe_on_cpu
 from abrun.memory.cells import GIB, Cell, Point, SizeLimit
 from abrun.memory.probes import measure_cell
-from abrun.memory.search import FIRST_FILL_SHARE, search_size_limit
+from abrun.memory.profile import FIRST_FILL_SHARE, search_size_limit
 from abrun.recipe.run import OwnRunConfig
 from tests.bench.common import heading, make_parser, markdown_row
 

@@ -18,7 +18,7 @@ import yaml
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
-from abrun.external.follower import MetricsFollower
+from abrun.external.run import MetricsFollower
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.memory.sweep import Variant

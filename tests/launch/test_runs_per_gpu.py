@@ -235,5 +235,3 @@ def test_a_daemon_outlives_its_launcher_until_the_runs_have_ended(
 
 
 # --- memory ---
-
-

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from abrun.memory.peak import AllocationRecorder, find_source_line, parse_trace, summarize_peak
+from abrun.memory.measure import AllocationRecorder, find_source_line, parse_trace, summarize_peak
 from abrun.train.phases import Phases
 
 MODEL = [
@@ -61,7 +61,7 @@ def test_the_sites_at_the_peak_add_up_to_it() -> None:
         (MODEL[:1], ""),
         (MODEL, MLP),
         ([{"filename": "<string>", "line": 1, "name": "f"}, *KERNEL], START),
-        ([{"filename": "/w/abrun/abrun/memory/peak.py", "line": 1, "name": "note"}], ""),
+        ([{"filename": "/w/abrun/abrun/memory/measure.py", "line": 1, "name": "note"}], ""),
         ([{"filename": "/usr/lib/libc.so", "line": 0, "name": "start"}], ""),
         # A checkout in a folder named torch is no library
         ([{"filename": "/torch/abrun/kernels/x.py", "line": 7, "name": "f"}], "abrun/kernels/x.py:7 f"),

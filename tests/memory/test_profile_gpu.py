@@ -8,7 +8,7 @@ import pytest
 
 from abrun.memory.cells import Cell
 from abrun.memory.fake_device import CUBLAS_WORKSPACE_BYTES
-from abrun.memory.peak import SNAPSHOT
+from abrun.memory.measure import SNAPSHOT
 from abrun.memory.profile import measure_recipe
 from abrun.memory.sweep import SweepPlan, Variant
 from abrun.recipe.experiment import load_recipe

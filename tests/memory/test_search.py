@@ -3,7 +3,7 @@
 import pytest
 
 from abrun.memory.cells import Cell, Point
-from abrun.memory.search import RESOLUTION, search_size_limit
+from abrun.memory.profile import RESOLUTION, search_size_limit
 
 
 def cell(size: int, num_bytes: float, capacity: int | None) -> Cell:

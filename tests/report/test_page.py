@@ -16,10 +16,8 @@ from abrun.reasons import Code
 from abrun.recipe.claims import Compare
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report import page as page_package
-from abrun.report.buckets import NUM_BUCKETS, bucket_indices, bucket_means
-from abrun.report.page import charts, render_page
-from abrun.report.page.metrics import metric_rows
-from abrun.report.panels import NUM_WINDOWS, memory_peaks
+from abrun.report.page import charts, metric_rows, render_page
+from abrun.report.panels import NUM_BUCKETS, NUM_WINDOWS, bucket_indices, bucket_means, memory_peaks
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.guards import Guard

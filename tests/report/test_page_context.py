@@ -14,11 +14,11 @@ from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.recorded.stored import load_experiment
+from abrun.report.commands import fill_placeholders
 from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
 from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
-from abrun.report.placeholders import fill_placeholders
 from abrun.runs.samples import Sample, sample_row
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, write_experiment

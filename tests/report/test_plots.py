@@ -12,7 +12,7 @@ from matplotlib.text import Annotation, Text
 
 from abrun.present.figures import figure_style
 from abrun.report import plots
-from abrun.report.buckets import NUM_BUCKETS
+from abrun.report.panels import NUM_BUCKETS
 from tests.report.test_page import experiment, learning
 from tests.verdict.verdicts import claim
 

@@ -52,11 +52,11 @@ from torch import Tensor
 
 from abrun.rl.advantages import group_advantages
 from abrun.rl.dpo import dpo_loss, preference_metrics, spread_over_tokens
-from abrun.rl.importance import importance_weights
 from abrun.rl.losses import (
     cispo_loss,
     clipped_policy_loss,
     gspo_loss,
+    importance_weights,
     kl_penalty,
     loss_weights,
     reinforce_loss,

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from abrun.rl.importance import importance_weights
-from abrun.rl.losses import kl_penalty, loss_weights, weighted_losses
+from abrun.rl.losses import importance_weights, kl_penalty, loss_weights, weighted_losses
 from abrun.rl.metrics import MetricParts, all_reduce, merge
 from tests.rl.test_metrics import Tensors, full_parts_of, random_batch, values_of
 from tests.rl.test_policy_losses import LOSSES

@@ -10,7 +10,7 @@ from abrun.recipe.algorithms import Dpo, Grpo, ImportanceCorrection, OverlongPun
 from abrun.recipe.section import Section
 from abrun.rl import losses
 from abrun.rl.advantages import STD_EPSILON, Baseline, NormalizeOver
-from abrun.rl.importance import Correction
+from abrun.rl.losses import Correction
 from abrun.rl.values import MIN_VARIANCE
 
 DOCS = Path(__file__).parents[2] / "docs"

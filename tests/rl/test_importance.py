@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.rl.importance import importance_weights
+from abrun.rl.losses import importance_weights
 
 CORRECTIONS: list[Any] = ["truncated", "icepop", "sequence_mask"]
 

@@ -12,8 +12,7 @@ from abrun.backends.packing import make_packing, shared_prefix_lengths
 from abrun.rl.advantages import group_advantages
 from abrun.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
 from abrun.rl.dpo import dpo_loss, preference_metrics
-from abrun.rl.importance import importance_weights
-from abrun.rl.losses import kl_penalty, loss_weights
+from abrun.rl.losses import importance_weights, kl_penalty, loss_weights
 from abrun.rl.values import (
     generalized_advantages,
     reward_to_go_advantages,

@@ -8,7 +8,7 @@ import torch
 
 from abrun.backends.dtensor import DtensorBackend
 from abrun.backends.ranks import make_ranks
-from abrun.diagnose.trace.perturb import one_ulp_away
+from abrun.diagnose.trace.observe import one_ulp_away
 from abrun.models import Text, character_tokenizer, in_place, open_network
 from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions

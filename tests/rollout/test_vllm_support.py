@@ -20,8 +20,7 @@ from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.policy import Rollout
 from abrun.rl.sampling import pack_bits, unpack_bits
 from abrun.rollout.vllm import instance
-from abrun.rollout.vllm.startup import _engine_arguments
-from abrun.rollout.vllm.support import patch_sampler_output
+from abrun.rollout.vllm.startup import _engine_arguments, patch_sampler_output
 from tests.rollout.vllm_sampling import TEXT, config_of
 from tests.triton_interpreted import environment, needs_interpreter
 

@@ -9,7 +9,7 @@ import pytest
 from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.reported import read_reported_verdict
-from abrun.watch.overview import read_overviews
+from abrun.watch import read_overviews
 from tests.verdict.simulate import write_experiment
 
 

@@ -19,8 +19,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs import rollouts
 from abrun.runs.rollouts import RecordedCompletion, RecordedGroup, RecordedStep, step_path
-from abrun.train.groups import Group
-from abrun.train.recordings import RecordedRollouts, origin_of
+from abrun.train.recordings import Group, RecordedRollouts, origin_of
 from tests.fuzzing import SEED, WORDS, bounded, check_line, damaged, rounds
 from tests.train.test_recorded_rollouts import RECIPE
 

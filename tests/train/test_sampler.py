@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from abrun.train.phases import Phases
-from abrun.train.sampler import Sampler
+from abrun.train.setup import Sampler
 
 
 class Moving:

@@ -12,8 +12,8 @@ from abrun.runs import layout
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
-from abrun.train import samples
-from abrun.train.samples import MAX_TEXT_LENGTH, _shorten
+from abrun.train import grpo
+from abrun.train.grpo import MAX_TEXT_LENGTH, _shorten
 from tests.snapshot import Snapshot
 from tests.train.runs import group, train_here
 from tests.written_runs import make_run, metric_values, run_config
@@ -25,7 +25,7 @@ KEPT = ("keep_samples={prompts: 2}", "steps=4")
 
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "INTERVAL", 3)
+    monkeypatch.setattr(grpo, "INTERVAL", 3)
 
 
 def trained(folder: Path, weights: Path, *overrides: str) -> RunDir:

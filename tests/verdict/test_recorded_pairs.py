@@ -6,7 +6,7 @@ import pytest
 from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
-from abrun.report.page.metrics import metric_rows
+from abrun.report.page import metric_rows
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.decide import judge

@@ -127,7 +127,7 @@ def test_a_trainer_says_whether_its_run_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_success: bool
 ) -> None:
     """Its result is written after the upload, so the run has none yet."""
-    from abrun.train.wandb_sync import WandbSync
+    from abrun.train.recorder import WandbSync
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(tmp_path / "x")

@@ -20,7 +20,7 @@ def test_a_server_that_falls_silent_is_left_behind(
     tmp_path: Path, server: Server, snapshot: Snapshot
 ) -> None:
     """The mirror of a training run, whose last rows no server takes, is ended, with its processes."""
-    from abrun.train.wandb_sync import WandbSync
+    from abrun.train.recorder import WandbSync
 
     run = run_of(tmp_path / "x")
     writer, said = run.begin_attempt(), list[str]()
@@ -42,7 +42,7 @@ def test_a_server_that_falls_silent_is_left_behind(
 
 
 def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:
-    from abrun.train.wandb_sync import WandbSync
+    from abrun.train.recorder import WandbSync
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     said = list[str]()

@@ -22,7 +22,6 @@ from abrun.runs.lines import LineParser, LineWriter
 from abrun.runs.lock import launcher_lock
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.rundir import RunDir
-from abrun.watch import overview
 from abrun.watch.reading import estimate_time_left_s
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -253,7 +252,7 @@ def test_a_scheduler_that_does_not_answer_is_not_asked_about_every_experiment(
         make_experiment(tmp_path, baseline_0=0).rename(tmp_path / name)
     make_experiment(tmp_path, baseline_0=60)  # finished: nobody is asked
     asked, now = list[str](), [0.0]
-    monkeypatch.setattr(overview.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
 
     def find_jobs(experiment_dir: Path) -> SlowQueue:
         asked.append(experiment_dir.name)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,6 @@ from abrun.backends.dtensor.fsdp import (
     shard_layers,
 )
 from abrun.backends.dtensor.layers import load_checked, prepare_layers
-from abrun.backends.dtensor.routing import Routers
 from abrun.backends.dtensor.tensor_parallel import TensorParallel, local_shard
 from abrun.backends.dtensor.value_model import DtensorValueModel
 from abrun.backends.head import EntropyMode, HeadOutput, LmHead, check_logprob_kernel, compute_token_logprobs
@@ -36,9 +36,9 @@ from abrun.backends.microbatches import Microbatch, Microbatches
 from abrun.backends.packing import Packing
 from abrun.backends.policy import AuxLossInputs, PolicyBackend
 from abrun.backends.ranks import Ranks
-from abrun.backends.routing import RouterLoad, check_routing, route_dtype
+from abrun.backends.routing import RouterChoice, RouterLoad, check_routing, route_dtype
 from abrun.kernels import TokenLoss
-from abrun.models import Facts, attention_in_place, facts_of, persistent_buffers, published
+from abrun.models import Facts, attention_in_place, facts_of, persistent_buffers, published, routers_of
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
 from abrun.rl.batch import Sequences, sequence_lengths
@@ -315,3 +315,55 @@ def _count_sequences(batch: Sequences, packing: Packing | None) -> Tensor:  # [T
     positions = torch.arange(batch.token_mask.shape[1], device=batch.token_mask.device)
     is_real = (positions < sequence_lengths(batch.token_mask)[:, None]).double()
     return (packing.to_local(packing.pack(packing.merge_counts(is_real))) if packing else is_real).flatten()
+
+
+# The routers of a transformers network: recording and replaying their choices. See abrun.backends.routing.
+# Letters: L layers with a router, T tokens of a forward pass (flattened rows, or a packed stream), E
+# experts of a layer, K experts per token.
+
+
+class Routers:
+    """The routers of one network, whose choices can be recorded and replayed."""
+
+    def __init__(self, network: nn.Module) -> None:
+        routers = routers_of(network)
+        self.num_layers = len(routers)
+        self.num_experts, self.top_k = (routers[0].num_experts, routers[0].top_k) if routers else (0, 0)
+        self._choices: list[tuple[Tensor, Tensor]] | None = None
+        self._replayed_routes: Tensor | None = None  # [T, L, K]
+        for layer, router in enumerate(routers):
+            router.forward = partial(self._route, layer, router.forward)
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Record one forward pass: for each layer, probabilities [T, E] and chosen experts [T, K]."""
+        self._choices = []
+        try:
+            yield self._choices
+        finally:
+            self._choices = None
+
+    @contextlib.contextmanager
+    def replay(self, routes: Tensor | None) -> Iterator[None]:
+        """Route tokens to the experts in `routes` [T, L * K] while the context is open; None: no replay.
+
+        Recomputed layers are included. Each expert is weighted with the router's current probability, which
+        has a gradient. Padding has no recorded route, so the router decides.
+        """
+        self._replayed_routes = (
+            None if routes is None else routes.view(len(routes), self.num_layers, self.top_k)
+        )
+        try:
+            yield
+        finally:
+            self._replayed_routes = None
+
+    def _route(self, layer: int, forward: Any, *inputs: Any) -> Any:
+        with RouterChoice(
+            None if self._replayed_routes is None else self._replayed_routes[:, layer].long()
+        ) as choice:
+            outputs = forward(*inputs)
+        if self._choices is not None:
+            assert choice.decision is not None
+            self._choices.append(choice.decision)
+        return outputs

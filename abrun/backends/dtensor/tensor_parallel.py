@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from abrun.backends.collectives import all_gather, all_reduce_sum, reduce_scatter
 from abrun.backends.head import pad_vocab_shard
+from abrun.backends.ranks import all_gather, all_reduce_sum, reduce_scatter
 from abrun.errors import RecipeError
 from abrun.models import Facts
 from abrun.recipe.model_fit import PLAIN_DECODERS, heads_misfit

@@ -1,30 +1,43 @@
 """A policy on megatron-core. See abrun.backends.megatron."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
 
 from abrun.backends import Decoder, TracedModule, ValueModel
-from abrun.backends.head import EntropyMode, HeadOutput, LmHead, check_logprob_kernel, compute_token_logprobs
+from abrun.backends.head import (
+    EntropyMode,
+    HeadOutput,
+    LmHead,
+    check_logprob_kernel,
+    compute_token_logprobs,
+    init_value_weight,
+)
 from abrun.backends.megatron.cpu import emulate_cuda
-from abrun.backends.megatron.decoding import WeightlessNetwork, open_decoder
-from abrun.backends.megatron.groups import join_groups
+from abrun.backends.megatron.groups import is_last_stage, join_groups
 from abrun.backends.megatron.library import dtype_of, suppress_warnings
-from abrun.backends.megatron.names import WeightNames
+from abrun.backends.megatron.names import VALUE_HEAD, WeightNames
 from abrun.backends.megatron.network import make_network
 from abrun.backends.megatron.parameters import MegatronParameters
 from abrun.backends.megatron.routing import MicrobatchRouting, StageRouters
 from abrun.backends.megatron.stages import StagedModel, Stages
-from abrun.backends.megatron.value_model import MegatronValueModel
 from abrun.backends.packing import Packing
-from abrun.backends.policy import AuxLossInputs, PolicyBackend
+from abrun.backends.policy import AuxLossInputs, PolicyBackend, ValueBackend
 from abrun.backends.ranks import Ranks
 from abrun.backends.routing import RouterLoad, check_routing
+from abrun.backends.shards import Piece, ShardSpec
 from abrun.kernels import TokenLoss
-from abrun.models import facts_of, published
+from abrun.models import attention_in_place, facts_of, published
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
 from abrun.rl.batch import Sequences
@@ -159,3 +172,128 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         if model.share_embeddings_and_output_weights:
             return model.shared_embedding_or_output_weight()
         return model.output_layer.weight
+
+
+# The policy as a plain Hugging Face network, to write checkpoints and to decode with a cache.
+
+
+class WeightlessNetwork:
+    """A transformers network without its weights, which megatron-core's model holds."""
+
+    def __init__(self, network: Any) -> None:
+        # Keep buffers that a checkpoint lacks, such as the frequencies of rotary embeddings.
+        stored = network.state_dict().keys()
+        self._buffers = {name: b.clone() for name, b in network.named_buffers() if name not in stored}
+        vars(network).pop("checkpoint", None)  # closes its files
+        self.network: Any = network.to("meta")
+        self.network.tie_weights()
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return a copy on `device` in evaluation mode, filled with the weights one tensor at a time."""
+        network = copy.deepcopy(self.network)
+        modules = dict(network.named_modules())
+        for name, buffer in self._buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, buffer.to(device))
+        missing = dict(network.named_parameters())
+        for name, weight in weights:
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
+            del missing[name]
+        network.tie_weights()
+        assert not missing, f"no weights for {sorted(missing)}"
+        return network.eval()
+
+
+@contextlib.contextmanager
+def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
+    facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
+    step = partial(head.decode, facts.base, facts.head.weight)
+    with attention_in_place(network) if in_place else contextlib.nullcontext():
+        yield Decoder(step=step, in_place=in_place, collective=False)
+
+
+# PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's.
+
+
+class StageValueHead(MegatronModule):
+    """A float32 linear head that maps each hidden state to a scalar, replicated on the last stage's ranks.
+
+    Its weight is drawn with standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), the same on every rank.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device, *, seed: int) -> None:
+        super().__init__(config=config)
+        if not is_last_stage():
+            return
+        self.weight = nn.Parameter(init_value_weight(config.hidden_size, seed).to(device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [...]
+        return hidden.float() @ self.weight[0] + self.bias
+
+
+class MegatronValueModel(StagedModel, ValueBackend):
+    """See abrun.backends.ValueModel.
+
+    `backbone` is either its own module, loaded from the transformers `network`, or the policy's module. In
+    the second case `network` is None.
+    """
+
+    def __init__(
+        self,
+        settings: Ppo,
+        policy: Policy,
+        ranks: Ranks,
+        stages: Stages,
+        backbone: Any,
+        network: Any,
+        *,
+        seed: int,
+    ) -> None:
+        assert isinstance(policy.backend, Megatron)
+        self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
+        self._stages = stages
+        self.head = StageValueHead(backbone.config, ranks.device, seed=seed)
+        self._coefficient = 1.0
+        has_own_backbone = network is not None
+        if has_own_backbone:
+            backbone.add_module(VALUE_HEAD, self.head)  # in one module, so that one gradient norm covers both
+        else:
+            self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
+        self._weight_names = WeightNames(backbone, network) if has_own_backbone else None
+        self._parameters = MegatronParameters(
+            backbone if has_own_backbone else self.head,
+            self._shard_spec,
+            settings.value_optimizer,
+            device=ranks.device,
+            replicated=not has_own_backbone,
+        )
+        if self._weight_names is not None:
+            self._weight_names.load(network, self._parameters.assign)
+        self._module = self._parameters.module if has_own_backbone else backbone
+        # Pipeline stages wait for each other's gradients, so with a pipeline the gradients are 0 instead.
+        self._detached = self._coefficient == 0 and ranks.pipeline is None
+
+    def _shard_spec(self, name: str) -> ShardSpec:
+        """Return a parameter's spec, with the same tensor names as the dtensor backend's value model."""
+        local_name = name.removeprefix(f"{VALUE_HEAD}.")
+        if local_name in ("weight", "bias"):
+            return ShardSpec.from_piece(
+                f"head.{local_name}", Piece.full(getattr(self.head, local_name).shape)
+            )
+        assert self._weight_names is not None
+        spec = self._weight_names.shard_spec(name)
+        return replace(
+            spec, pieces=tuple((hf_name.removeprefix("model."), piece) for hf_name, piece in spec.pieces)
+        )
+
+    def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
+        with torch.no_grad() if self._detached else nullcontext():
+            hidden = self._stages.hidden_states(self._module, batch.token_ids, packing)
+        if not self.is_last_stage:
+            return hidden
+        if hidden.requires_grad and self._coefficient != 1:
+            hidden.register_hook(lambda gradient: gradient * self._coefficient)
+        length = batch.token_ids.shape[1] if packing is None else packing.num_local_tokens
+        return self._to_rows(self.head(self._stages.gather_for_replicated_head(hidden, length)), packing)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from abrun.diagnose.fleet.evidence import Judgement, RecipeEvidence
-from abrun.diagnose.fleet.noise import FleetNoise, fit_noise
+from abrun.diagnose.fleet.evidence import FleetNoise, Judgement, RecipeEvidence, fit_noise
 from abrun.reasons import Code, Reason
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.false_discovery import benjamini_hochberg, p_of_failures

@@ -2,25 +2,27 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from abrun.diagnose.fleet.classify import Fleet, classify
+from abrun.diagnose.fleet.classify import STATUSES, EarlierRow, Fleet, classify
 from abrun.diagnose.fleet.evidence import RecipeEvidence, gather_evidence
 from abrun.diagnose.fleet.recipes import FLEET_FILE, FleetOptions, FleetRecipe, find_recipes
 from abrun.diagnose.fleet.report import render_page, summarize
-from abrun.diagnose.fleet.results_file import fleet_json, read_earlier
 from abrun.errors import ComparisonError, StoreError
+from abrun.messages import sentence
 from abrun.reasons import Code
 from abrun.redaction import hide_secrets_of
+from abrun.regular_files import is_file
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
-from abrun.runs.files import write_file, write_json
+from abrun.runs.files import read_json, write_file, write_json
+from abrun.stats.equivalence import ALPHA
 
 FLEET_PAGE = "fleet.html"
 _MIN_RECIPES_FOR_PROCESSES = 8  # a further process takes a second to start
@@ -91,3 +93,58 @@ def _write_report(output: Path, fleet: Fleet, content: dict[str, Any], command: 
         problem = getattr(cause, "strerror", None) or str(cause)
         raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=problem)) from None
     return page
+
+
+_SCHEMA_VERSION = 1
+
+
+def fleet_json(fleet: Fleet, summary: str, command: str) -> dict[str, Any]:
+    return {
+        "schema_version": _SCHEMA_VERSION,
+        "command": command,
+        "summary": summary,
+        "exit_code": fleet.exit_code,
+        "false_discovery_rate": ALPHA,
+        "num_tested": fleet.num_tested,
+        "failure_rate": fleet.failure_rate,
+        "counts": {status: fleet.counts[status] for status in STATUSES},
+        "recipes": [
+            {
+                **asdict(row),
+                "reason": sentence(row.reason),
+                "reason_code": row.reason.code,
+                "report": row.report and row.report.as_posix(),
+            }
+            for row in fleet.rows
+        ],
+    }
+
+
+def read_earlier(path: Path) -> dict[str, EarlierRow]:
+    """Return the rows of an earlier fleet by recipe. Raises ComparisonError for any other file."""
+    path = path if is_file(path) else path / FLEET_FILE
+    if not is_file(path):
+        raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem="no such file"))
+    try:
+        content = read_json(path)
+        version = content.get("schema_version")
+        if version != _SCHEMA_VERSION or "recipes" not in content:
+            problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}"
+            raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem))
+        return parse_rows(content["recipes"])
+    except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = str(error) if isinstance(error, StoreError) else "a row is damaged"
+        raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem)) from None
+
+
+def parse_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, EarlierRow]:
+    """Return the rows of `fleet.json` by recipe. Raises an error for a damaged row."""
+    return {str(row["name"]): _parse_row(row) for row in rows}
+
+
+def _parse_row(row: Mapping[str, Any]) -> EarlierRow:
+    status, is_red, sha256 = row["status"], row["is_red"], row["reference_sha256"]
+    if status not in STATUSES or type(is_red) is not bool:
+        raise ValueError(status)
+    is_discovery = is_red and row["adjusted_p"] is not None and row["adjusted_p"] <= ALPHA
+    return EarlierRow(status=status, is_red=is_discovery or status == "red before", reference_sha256=sha256)

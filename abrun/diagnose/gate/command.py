@@ -18,6 +18,7 @@ from abrun.diagnose.gate.ledger import (
     locked_state,
     read_state,
     refuse_changed_runs,
+    remember_run,
 )
 from abrun.diagnose.ledger.drift import environment_sha256
 from abrun.errors import ComparisonError
@@ -25,7 +26,6 @@ from abrun.metric_names import default_transform
 from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.recorded.experiment import RecordedRun, Sides, union_steps
-from abrun.recorded.known_runs import remember_run
 from abrun.recorded.selection import ReadingOptions
 from abrun.recorded.sources import find_stored_experiment, open_sources
 from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add

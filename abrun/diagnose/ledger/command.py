@@ -1,19 +1,26 @@
 """Changes to a reference's ledger, for `abrun reference add` and `abrun reference save --budget`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from abrun.diagnose.ledger.drift import new_ledger, next_entry
+from abrun.diagnose.ledger.drift import ledger_state, new_ledger, next_entry
 from abrun.errors import ComparisonError
+from abrun.messages import sentence
+from abrun.messages.numbers import bound_text, difference_text
+from abrun.present.tables import Table, columns
 from abrun.reasons import Code
-from abrun.recipe.claims import Compare
+from abrun.recipe.claims import Compare, describe_claim
 from abrun.recorded.experiment import RecordedExperiment, Reference
 from abrun.recorded.ledger import Ledger
 from abrun.recorded.reference import add_entry
 from abrun.recorded.stored import load_experiment
+from abrun.redaction import printable
 from abrun.report.comparing import find_post_hoc_reason
+from abrun.report.evidence import describe_changes
 from abrun.runs.experiment import run_dir
 from abrun.runs.rundir import RunDir
 
@@ -55,3 +62,44 @@ def ledger_maker(
         return None
     commit = commit_of(experiment_dir, experiment, arm) if experiment_dir else None
     return lambda claims: new_ledger(experiment, arm, claims, budget, chain_alone=chain_alone, commit=commit)
+
+
+def render_reference(reference: Reference) -> RenderableType:
+    """Return what a reference holds: seeds, claims, and its ledger if it has one."""
+    seeds = sorted({run.name.seed for run in reference.runs if not run.name.rerun})
+    claims = [
+        f"{claim.metric} over {claim.window}, {describe_claim(claim)}" for claim in reference.compare.claims
+    ]
+    head = Text(
+        printable(
+            f"{reference.name}: {len(seeds)} seeds ({', '.join(map(str, seeds))}); "
+            f"claims: {'; '.join(claims) or 'none'}"
+        )
+    )
+    if reference.ledger is None:
+        return Group(head, Text("no ledger of accepted changes: abrun reference save --budget starts one"))
+    return Group(head, *_ledger_lines(reference, reference.ledger))
+
+
+def _ledger_lines(reference: Reference, ledger: Ledger) -> Iterator[RenderableType]:
+    """Yield the entries as a table, then the ledger's state."""
+    rows = []
+    for number, entry in enumerate(ledger.entries, 1):
+        changed = [
+            *describe_changes(entry.treatment),
+            *([f"not judged: {entry.moved}"] if entry.moved else []),
+        ]
+        cells = (
+            str(number),
+            entry.date[:10],
+            f"{entry.experiment}, {entry.arm}",
+            "; ".join(changed),
+            (entry.commit or "-")[:9],
+            difference_text(entry.difference, entry.interval),
+            bound_text(entry.drift),
+        )
+        rows.append(cells)
+    titles = ("", "date", "experiment", "what changed", "commit", "difference [90 % CI]", "drift then")
+    if rows:
+        yield Table(columns(*titles, fold=True), rows)
+    yield Text(printable(sentence(ledger_state(reference))), style="bold")

@@ -10,22 +10,25 @@ Letters: b sequences and s positions of a micro-batch, n tokens that are kept, F
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from abrun.backends import Backend, Objective, TracedModule
+from abrun.backends import Backend, Objective, TracedModule, Trainable
 from abrun.backends.head import EntropyMode
 from abrun.backends.microbatches import Microbatch, Microbatches
+from abrun.backends.ranks import Ranks
 from abrun.backends.shards import ShardSpec
-from abrun.diagnose.trace.loss_inputs import LossInputs
-from abrun.diagnose.trace.perturb import one_ulp_away
 from abrun.rl.batch import Sequences, sequence_lengths
 from abrun.rl.metrics import MetricParts
+from abrun.runs.captures import MANTISSA_BITS
+from abrun.seeds import derive_seed
 from abrun.train.learner import VALUE_MODEL_PREFIX
 from abrun.train.policy_objective import PolicyObjective
 from abrun.train.setup import RunSetup
@@ -73,6 +76,100 @@ class _Stepped:
     gradient: Tensor
     before: Tensor
     after: Tensor | None = None  # None: nothing has changed it again
+
+
+# The inputs of the loss as the baseline computed them, on which every other capture evaluates its loss.
+#
+# A loss clips and masks: where log-probs of two arms differ by rounding, a token may fall on the other
+# side of a bound. A replica that does so differs as much as an arm with a faulty loss. On the same inputs
+# a loss differs by the rounding of its own arithmetic alone.
+
+LOSS_INPUTS = "loss-inputs.safetensors"
+Key = tuple[int, int, str]  # optimizer step, row of the global batch, name
+
+
+class LossInputs:
+    """Values of the kept rows by optimizer step, row and name: each [s], from a sequence's first token."""
+
+    def __init__(self, rows: Mapping[Key, Tensor]) -> None:
+        self._rows = rows
+
+    @classmethod
+    def gather(
+        cls,
+        tokens: Mapping[int, Sequence[Tensor]],  # [n, 2] of each micro-batch, row and position
+        values: Mapping[tuple[int, str], Sequence[Tensor]],  # [n, 1] of each, by optimizer step and name
+        ranks: Ranks,
+    ) -> "LossInputs":
+        """Return the values that all ranks have seen. Collective."""
+        local: dict[Key, Tensor] = {}
+        for (update, name), seen in values.items():
+            rows, column = torch.cat([*tokens[update]])[:, 0], torch.cat([*seen])[:, 0]
+            local |= {(update, row, name): column[rows == row] for row in rows.unique().tolist()}
+        gathered = ranks.all_gather_world(local)
+        return cls({key: row for rank_rows in gathered for key, row in rank_rows.items()})
+
+    def write(self, folder: Path) -> None:
+        save_file({"/".join(map(str, key)): row for key, row in self._rows.items()}, folder / LOSS_INPUTS)
+
+    @classmethod
+    def read(cls, folder: Path) -> "LossInputs":
+        rows = {}
+        for key, row in load_file(folder / LOSS_INPUTS).items():
+            update, number, name = key.split("/", 2)
+            rows[int(update), int(number), name] = row
+        return cls(rows)
+
+    def replace_rows(
+        self,
+        values: Tensor,  # [b, s]
+        update: int,
+        name: str,
+        rows: Sequence[int],
+        perturbation: tuple[int, int] | None,
+    ) -> Tensor:
+        """Return `values` of the global batch's `rows` with the baseline's instead, as far as it has them.
+
+        `perturbation`, a seed and the number of a replica, moves them by one ULP.
+        """
+        replaced = values.detach().clone()
+        for index, row in enumerate(rows):
+            recorded = self._rows.get((update, row, name))
+            if recorded is None or len(recorded) > values.shape[1]:
+                continue
+            if perturbation is not None:
+                seed, replica = perturbation
+                names = "inputs", str(replica), str(update), str(row), name
+                recorded = one_ulp_away(recorded, "float32", seed, *names)
+            replaced[index, : len(recorded)] = recorded.to(values)
+        return replaced
+
+
+def one_ulp_away(values: Tensor, dtype: str, seed: int, *names: str) -> Tensor:
+    """Return each value moved by one ULP of `dtype`, up or down at random; zeros stay.
+
+    The signs depend on seed, names and shape alone.
+    """
+    device = values.device
+    generator = torch.Generator(device).manual_seed(derive_seed(seed, "trace", *names))
+    signs = torch.randint(2, values.shape, generator=generator, dtype=torch.int8, device=device) * 2 - 1
+    exponent = torch.frexp(values.float()).exponent - 1 - MANTISSA_BITS[dtype]
+    ulp = torch.ldexp(torch.ones_like(values, dtype=torch.float32), exponent)
+    return torch.where(values == 0, values, (values.float() + signs * ulp).to(values.dtype))
+
+
+def perturb_weights(model: Trainable, dtype: str, seed: int, name: str) -> None:
+    """Move each weight of a model by one ULP of its compute dtype.
+
+    Ranks with the same shard move it alike. The signs depend on `name`.
+    """
+    specs, state = model.shard_specs(), model.local_state()
+    moved = {
+        key: one_ulp_away(weight, dtype, seed, "weights", name, key, repr(specs[key].pieces))
+        for key, weight in state.items()
+        if key.startswith("weights/")
+    }
+    model.load_local_state(state | moved)
 
 
 class Observer:

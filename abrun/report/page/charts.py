@@ -13,8 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.recorded.experiment import RecordedExperiment, RecordedRun
-from abrun.report.buckets import NUM_BUCKETS, bucket_extremes, bucket_indices, bucket_means, bucket_steps
-from abrun.report.panels import Curve, Difference, Panel, make_panel
+from abrun.report.panels import (
+    NUM_BUCKETS,
+    Curve,
+    Difference,
+    Panel,
+    bucket_extremes,
+    bucket_indices,
+    bucket_means,
+    bucket_steps,
+    make_panel,
+)
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult
 

@@ -19,13 +19,13 @@ from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.rollout import Completion
 from abrun.rollout.vllm.startup import (
     LogTail,
+    SupportCollector,
     engine_group,
     preserving_globals,
     raising_launch_errors,
     shut_down,
     start_engine,
 )
-from abrun.rollout.vllm.support import SupportCollector
 
 SPARE_BYTES = 2 << 30  # device memory that a waking engine leaves free
 # Classes with `process_weights_after_loading` that leave the weights unchanged on a GPU.

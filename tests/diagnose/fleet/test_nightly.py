@@ -8,9 +8,8 @@ import pytest
 from scipy import stats
 
 from abrun.diagnose.fleet.classify import Fleet, classify
-from abrun.diagnose.fleet.evidence import Judgement, RecipeEvidence
-from abrun.diagnose.fleet.noise import ClaimEvidence
-from abrun.diagnose.fleet.results_file import fleet_json, parse_rows
+from abrun.diagnose.fleet.command import fleet_json, parse_rows
+from abrun.diagnose.fleet.evidence import ClaimEvidence, Judgement, RecipeEvidence
 from abrun.reasons import Code
 from abrun.verdict.decide import Verdict
 

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from abrun import cli
-from abrun.diagnose.ledger.command import add_to_ledger, ledger_maker
+from abrun.diagnose.ledger.command import add_to_ledger, ledger_maker, render_reference
 from abrun.diagnose.ledger.drift import anchor_levels, drift_of, is_over_budget, ledger_state
-from abrun.diagnose.ledger.table import render_reference
 from abrun.errors import AbrunError
 from abrun.messages import sentence
 from abrun.reasons import Code

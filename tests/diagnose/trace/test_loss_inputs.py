@@ -9,7 +9,7 @@ import torch
 
 from abrun.diagnose.trace.command import read_replicas
 from abrun.diagnose.trace.judge import judge_trace
-from abrun.diagnose.trace.loss_inputs import LossInputs
+from abrun.diagnose.trace.observe import LossInputs
 from abrun.recipe.implementations import ENGINES
 from abrun.runs.captures import read_capture
 from tests.diagnose.trace.captured import capture, config, run_as_rank
