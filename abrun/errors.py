@@ -1,7 +1,7 @@
 """Errors that a user can fix. Each message is one line: field, value received, what is allowed, next step."""
 
 from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 
 
 class AbrunError(Exception):

@@ -16,12 +16,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from abrun.api.demo import ARCHIVE, EXPERIMENTS
-from abrun.metric_names import STEP_TIME
 from abrun.runs import layout
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import read_json
 from abrun.runs.layout import RunName
 from abrun.runs.lines import CHECKSUM, json_line
+from abrun.runs.metric_names import STEP_TIME
 
 KEPT_FILES = (layout.CONFIG, layout.ENVIRONMENT, layout.RESULT)
 ATTEMPT_KEYS = ("number", "status", "started_s", "ended_s", "exit_code")

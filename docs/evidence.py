@@ -17,16 +17,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from abrun.errors import AbrunError, ComparisonError
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.present.figures import COLORS, figure_style, save_figure
-from abrun.present.tables import escape_markdown
 from abrun.recipe.experiment import BASELINE, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import freeze_arm
 from abrun.report.context import make_context
 from abrun.report.injected import sensitivity_rows
+from abrun.report.present.figures import COLORS, figure_style, save_figure
+from abrun.report.present.tables import escape_markdown
 from abrun.report.write import claim_cells
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json

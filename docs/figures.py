@@ -25,8 +25,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from abrun.api import COLORS as VERDICT_COLORS
 from abrun.api.demo import render_demo, run_demo
-from abrun.present.figures import COLORS, figure_style, save_figure
-from abrun.present.terminal import Terminal
+from abrun.report.present.figures import COLORS, figure_style, save_figure
+from abrun.report.present.terminal import Terminal
 from abrun.stats.power import find_min_pairs, power_at, sd_of_difference, welch_dof_per_run
 
 if TYPE_CHECKING:

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from abrun import cli, extras, redaction
+from abrun import cli
 from abrun.experiment.preflight.machine import find_gpus
-from abrun.reasons import Reason
+from abrun.messages.codes import Reason
+from abrun.recipe import extras
+from abrun.runs import redaction
 from tests.snapshot import Snapshot
 
 if not find_gpus():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import AbrunError
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.report.comparing import Comparison
 
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 processes: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 processes.set_forkserver_preload(
     [
-        "abrun.train.__main__",
-        "abrun.train.grpo",
-        "abrun.train.ppo",
-        "abrun.train.sft",
-        "abrun.backends.megatron.backend",
+        "abrun.trainer.__main__",
+        "abrun.trainer.loop.grpo",
+        "abrun.trainer.loop.ppo",
+        "abrun.trainer.loop.sft",
+        "abrun.trainer.backends.megatron.backend",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     ]

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import abrun
 from abrun.cli import app
 from abrun.errors import AbrunError, RecipeError
+from abrun.logs.recorded import foreign, sources
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.recorded import foreign, sources
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 from tests.verdict.simulate import write_experiment

@@ -10,10 +10,10 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import make_plan
-from abrun.reasons import Code
+from abrun.logs.recorded.sources import ReadingOptions
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import planned_runs
 from abrun.watch import ExperimentReader

@@ -213,7 +213,7 @@ def check_megatron(environment: Environment) -> None:
 
 def check_reasoning(environment: Environment) -> None:
     task = "make_task(ReasoningGym(type='reasoning_gym', name='chain_sum'))"
-    imports = "from abrun.recipe import ReasoningGym; from abrun.tasks import make_task"
+    imports = "from abrun.recipe import ReasoningGym; from abrun.trainer.tasks import make_task"
     environment.run("python", "-c", f"{imports}; {task}")
 
 

@@ -45,7 +45,7 @@ def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     layers, circles, forbidden = CONTRACTS
     drawn = picture(layers, forbidden["source_modules"])
     assert drawn in text, f"draw it so:\n{drawn}"
-    assert "abrun.memory.profile" in forbidden["source_modules"] and "`memory/profile.py`" in text
+    assert "abrun.launch.memory.profile" in forbidden["source_modules"] and "`memory/profile.py`" in text
     assert circles["type"] == "acyclic_siblings" and circles["ancestors"] == ["abrun"]
 
 
@@ -100,7 +100,7 @@ def test_nothing_asks_who_stands_behind_a_seam_and_ranks_alone_count_themselves(
     }
     counting = {name for name, source in SOURCES.items() if "get_world_size()" in source}
     assert asked == set()
-    assert counting == {"abrun/backends/ranks.py"}
+    assert counting == {"abrun/trainer/backends/ranks.py"}
 
 
 def test_what_has_a_type_is_packaged_as_such() -> None:

@@ -16,10 +16,10 @@ from abrun.api.demo import ARCHIVE, EXPERIMENTS, render_demo, unpack_runs
 from abrun.api.demo import run_demo as run_demo_here
 from abrun.errors import RecipeError
 from abrun.experiment.starter.shipped import find_recipe
-from abrun.present.terminal import Terminal
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe, parse_stored_recipe
 from abrun.report import commands
+from abrun.report.present.terminal import Terminal
 from abrun.runs.files import write_file
 from tests.commands import commands_in, problem_of
 from tests.snapshot import Snapshot

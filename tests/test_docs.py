@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun import processes
-from abrun.cli import app, gating
+from abrun.cli import app
 from abrun.experiment.plan import make_plan
 from abrun.external import run as external_run
 from abrun.logs import FORMATS
@@ -23,6 +23,7 @@ from abrun.recipe.command import PLACEHOLDERS
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.faults import LIBRARY
 from abrun.runs import layout
+from abrun.tools.drift.gate import cli as gating
 from abrun.verdict.decide import EXIT_CODES
 from tests.commands import commands_in, commands_of, has_placeholders, problem_of
 

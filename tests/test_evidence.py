@@ -16,11 +16,11 @@ import yaml
 from PIL import Image
 
 from abrun.experiment.plan import diff_configs
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages.numbers import difference_text
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from abrun.stats.equivalence import equivalence_test
 from tests.verdict.simulate import RECIPE, edit, write, write_experiment

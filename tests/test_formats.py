@@ -12,11 +12,11 @@ from pydantic import BaseModel
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.experiment.plan import make_plan
+from abrun.logs.recorded.reference import add_entry, load_reference
+from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe, parse_stored_recipe, parse_stored_run
 from abrun.recipe.refusals import sections_in, type_name
-from abrun.recorded.reference import add_entry, load_reference
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, find_post_hoc_reason
 from abrun.runs import migrations
 from abrun.runs.experiment import planned_runs, read_run_state

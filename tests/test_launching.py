@@ -12,12 +12,12 @@ import abrun
 from abrun.api import launching
 from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
-from abrun.launch import auto
 from abrun.launch.supervisor import LaunchOutcome
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
+from abrun.tools.predict import auto
 from tests.launch.fakes import FAKE, FORKING
 from tests.launch.test_local import SMALL
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from abrun.cli import main
-from abrun.experiment.preflight import doctor
-from abrun.reasons import Code
-from abrun.redaction import printable
+from abrun.messages.codes import Code
+from abrun.report import doctor
+from abrun.runs.redaction import printable
 from tests.commands import all_commands
 from tests.verdict.simulate import edit_rows, fail, write_experiment
 

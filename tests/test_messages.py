@@ -12,9 +12,9 @@ import pytest
 
 from abrun.errors import AbrunError
 from abrun.messages import MESSAGES, sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.message import render, value_names
 from abrun.messages.records import stored_reason
-from abrun.reasons import Code, Reason
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,7 @@ SEARCHES = {
 }
 PHRASE = re.compile(r"[A-Za-z]{2,}[,:;]? \(?[A-Za-z]{2,}|\w: *$|\w $")
 # Rooms that read what other programs, people and models write, and no sentence of abrun's
-READERS = ("abrun/logs/", "abrun/tasks/", "abrun/messages/")
+READERS = ("abrun/logs/", "abrun/trainer/tasks/", "abrun/messages/")
 # A text of one word, or part of a longer one: who writes it, or what it is if that is abrun
 FOREIGN = {
     "Input should be ": "pydantic",

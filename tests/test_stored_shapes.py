@@ -18,18 +18,18 @@ from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
 from abrun.launch.ray import record as ray_record
 from abrun.launch.slurm import jobs as slurm_jobs
+from abrun.logs.recorded.reference import freeze, load_reference
+from abrun.logs.recorded.samples import pair_samples, read_run_samples
+from abrun.logs.recorded.stored import load_experiment
 from abrun.logs.stored import read_run_dir
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recorded.reference import freeze, load_reference
-from abrun.recorded.samples import pair_samples, read_run_samples
-from abrun.recorded.stored import load_experiment
-from abrun.regular_files import MAX_LINE_BYTES
 from abrun.report.comparing import compare
 from abrun.runs.experiment import REFERENCE
 from abrun.runs.lines import read_json_lines
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import read_saved_state
+from abrun.runs.regular_files import MAX_LINE_BYTES
 from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample, sample_row

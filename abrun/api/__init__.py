@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
-from abrun.extras import missing_package
 from abrun.messages import records, sentences
-from abrun.reasons import Code
+from abrun.messages.codes import Code
+from abrun.recipe.extras import missing_package
 
 if TYPE_CHECKING:
     import pandas
 
-    from abrun.recorded.experiment import RecordedExperiment as RecordedExperiment
-    from abrun.recorded.sources import SourceContents
+    from abrun.logs.recorded.experiment import RecordedExperiment as RecordedExperiment
+    from abrun.logs.recorded.sources import SourceContents
     from abrun.report.comparing import Comparison
     from abrun.verdict.verdict_file import VerdictFile
 
@@ -163,7 +163,7 @@ class Result:
 
     def __str__(self) -> str:
         """Return the output of `abrun compare`."""
-        from abrun.present.terminal import terminal
+        from abrun.report.present.terminal import terminal
 
         console = terminal()
         with console.capture() as captured:
@@ -218,9 +218,9 @@ def launch(
     from abrun.api.launching import choose_runs_dir, launch_recipe
     from abrun.experiment.options import LaunchOptions
     from abrun.experiment.starter.shipped import find_recipe
-    from abrun.present.terminal import terminal
     from abrun.processes.output import UnfailingOutput
     from abrun.recipe.experiment import load_recipe
+    from abrun.report.present.terminal import terminal
 
     changes = dict(overrides or {}) | ({} if seeds is None else {"seeds": list(seeds)})
     path = find_recipe(Path(recipe), Path(runs_dir))
@@ -302,7 +302,7 @@ def compare(
 def _read_contents(
     sources: Sequence[str], runs_dir: str | Path, options: Mapping[str, Any]
 ) -> "SourceContents":
-    from abrun.recorded.sources import ReadingOptions, read_sources
+    from abrun.logs.recorded.sources import ReadingOptions, read_sources
 
     fields = ReadingOptions.__dataclass_fields__
     unknown = [name for name in options if name not in fields]

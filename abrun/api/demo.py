@@ -15,15 +15,15 @@ from rich.panel import Panel
 from rich.text import Text
 
 from abrun.errors import RecipeError, StoreError
+from abrun.logs.recorded.sources import ReadingOptions
 from abrun.messages import sentences
 from abrun.messages.numbers import difference_text
-from abrun.recorded.sources import ReadingOptions
-from abrun.redaction import display_safe
-from abrun.regular_files import is_directory, is_file
 from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
 from abrun.runs.files import partial_files, remove_partial_files, write_file
 from abrun.runs.layout import EXPERIMENT, REPORT
+from abrun.runs.redaction import display_safe
+from abrun.runs.regular_files import is_directory, is_file
 from abrun.verdict.results import ClaimResult
 
 ARCHIVE = Path(__file__).with_name("demo-runs.json.xz")  # file contents by path, as a JSON object

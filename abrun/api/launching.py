@@ -15,24 +15,24 @@ from abrun.errors import AbrunError, LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName, make_draft
 from abrun.launch import stages
-from abrun.launch.auto import resolve_auto
 from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
 from abrun.launch.submit import submit_plan, wait_for_jobs
 from abrun.launch.supervisor import LaunchOutcome, run_plan
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import SCHEDULERS
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT
 from abrun.runs.reported import read_reported_verdict
+from abrun.tools.predict.auto import resolve_auto
 from abrun.watch import View
 
 if TYPE_CHECKING:
-    from abrun.present.terminal import Terminal
     from abrun.report.comparing import Comparison
+    from abrun.report.present.terminal import Terminal
 
 NO_VERDICT = "the comparison job wrote no verdict; run: abrun compare {0} -o {0}/report"
 
@@ -118,7 +118,7 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
 
     "step one": the step-one check is inconclusive in every undecided treatment.
     """
-    from abrun.recorded.stored import load_experiment
+    from abrun.logs.recorded.stored import load_experiment
     from abrun.verdict.decide import judge
 
     experiment = load_experiment(experiment_dir)
@@ -197,7 +197,7 @@ def _run_in_stages(
 def _add_comparison(launched: LaunchResult, command: str | None) -> LaunchResult:
     """Compare the arms; Ctrl-C during this stops the launch, as between stages."""
     try:
-        from abrun.recorded.sources import ReadingOptions
+        from abrun.logs.recorded.sources import ReadingOptions
         from abrun.report.comparing import compare_sources
 
         directory, reading = launched.experiment_dir, ReadingOptions()

@@ -13,22 +13,14 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from abrun.cli import (
-    bisecting,
-    demo,
-    experiments,
-    faults,
-    gating,
-    judging,
-    measuring,
-    references,
-    starting,
-    tracing,
-)
+from abrun.cli import demo, experiments, faults, judging, measuring, references, starting
 from abrun.cli.app import app, finish_help, print_error, print_notes
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
-from abrun.redaction import hide_secrets_of
+from abrun.runs.redaction import hide_secrets_of
+from abrun.tools.bisect import cli as bisecting
+from abrun.tools.drift.gate import cli as gating
+from abrun.tools.trace import cli as tracing
 
 __all__ = [
     "bisecting",

@@ -13,10 +13,10 @@ import typer
 from typer.core import TyperGroup
 
 from abrun.processes.output import ignore_output_errors
-from abrun.redaction import display_safe
+from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
-    from abrun.present.terminal import Terminal
+    from abrun.report.present.terminal import Terminal
 
 # Headings of `abrun --help` with their commands, in the order in which a new user needs them
 COMMANDS = {
@@ -163,7 +163,7 @@ def survive_output_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def console() -> "Terminal":
-    from abrun.present.terminal import terminal
+    from abrun.report.present.terminal import terminal
 
     screen = terminal()
     screen.before_print = print_notes

@@ -11,13 +11,13 @@ import typer
 
 from abrun.cli.app import note
 from abrun.errors import RecipeError
-from abrun.reasons import Code
-from abrun.redaction import shortened
-from abrun.regular_files import is_directory
+from abrun.messages.codes import Code
+from abrun.runs.redaction import shortened
+from abrun.runs.regular_files import is_directory
 
 if TYPE_CHECKING:
+    from abrun.logs.recorded.sources import ReadingOptions
     from abrun.recipe.claims import Claim
-    from abrun.recorded.sources import ReadingOptions
 
 MAX_SEEDS = 1000
 
@@ -308,7 +308,7 @@ def make_reading(
     **fields: Any,
 ) -> "ReadingOptions":
     """Return the reading settings from the options that several commands share, and `fields`."""
-    from abrun.recorded.sources import ReadingOptions
+    from abrun.logs.recorded.sources import ReadingOptions
 
     return ReadingOptions(
         runs_dir=runs_dir,

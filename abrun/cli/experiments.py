@@ -34,15 +34,15 @@ from abrun.cli.arguments import (
     typed_command,
 )
 from abrun.errors import RecipeError, StoreError
-from abrun.reasons import Code
-from abrun.redaction import display_safe
+from abrun.messages.codes import Code
+from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
     from abrun.api.launching import LaunchResult
     from abrun.experiment.options import LaunchOptions
     from abrun.experiment.plan import ExperimentPlan
-    from abrun.present.terminal import Terminal
     from abrun.recipe.experiment import CommandRecipe, Recipe
+    from abrun.report.present.terminal import Terminal
 
 
 @app.command()
@@ -210,7 +210,7 @@ def completions(
         abrun completions quickstart/baseline/seed-0 --step 60
         abrun completions quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
-    from abrun.recorded.samples import pair_samples, read_run_samples
+    from abrun.logs.recorded.samples import pair_samples, read_run_samples
     from abrun.report.completions import render_samples
 
     names = [run] if against is None else [run, against]
@@ -242,8 +242,8 @@ def wandb_sync(experiment: Experiment, runs_dir: RunsDir = Path("runs")) -> None
 def _find_run_folder(run: str, runs_dir: Path) -> Path:
     """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
-    from abrun.regular_files import is_directory
     from abrun.runs.experiment import find_run
+    from abrun.runs.regular_files import is_directory
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment
 
@@ -261,7 +261,7 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
     """
     from rich.text import Text
 
-    from abrun.memory.predict import describe_predicted_memory, resolve_device_memory
+    from abrun.tools.predict.peaks import describe_predicted_memory, resolve_device_memory
 
     device_bytes = resolve_device_memory(device) if device is not None else None
     if device_bytes is not None:

@@ -21,11 +21,11 @@ from abrun.cli.arguments import (
 )
 from abrun.cli.experiments import print_resume_command
 from abrun.errors import RecipeError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
-    from abrun.present.terminal import Terminal
     from abrun.recipe.experiment import ExperimentDeclaration
+    from abrun.report.present.terminal import Terminal
 
 FaultsJson = Annotated[bool, typer.Option("--json", help="Print JSON, including sizes and sources.")]
 
@@ -136,7 +136,7 @@ def _report_detected_faults(
     screen: "Terminal", recipe: "ExperimentDeclaration", experiment_dir: Path, not_injected: Mapping[str, str]
 ) -> None:
     """Judge the injected faults, print the table and write it into the experiment's report."""
-    from abrun.recorded.stored import load_experiment
+    from abrun.logs.recorded.stored import load_experiment
     from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
     from abrun.verdict.injected import measure_sensitivity as judge_faults
 

@@ -9,10 +9,10 @@ import typer
 
 from abrun.cli.app import console, print_json
 from abrun.cli.arguments import refuse_options, typed_command
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
-    from abrun.recorded.sources import ReadingOptions
+    from abrun.logs.recorded.sources import ReadingOptions
 
 _REFUSED_READING = ("--baseline", "--interim", "--versions-differ")
 FleetFolder = Annotated[
@@ -63,10 +63,10 @@ def judge_fleet(
     as_json: bool,
 ) -> NoReturn:
     """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
-    from abrun.diagnose.fleet.classify import EXIT_CODES
-    from abrun.diagnose.fleet.command import compare_fleet
-    from abrun.diagnose.fleet.recipes import FleetOptions
-    from abrun.diagnose.fleet.report import render_terminal
+    from abrun.tools.drift.fleet.classify import EXIT_CODES
+    from abrun.tools.drift.fleet.command import compare_fleet
+    from abrun.tools.drift.fleet.recipes import FleetOptions
+    from abrun.tools.drift.fleet.report import render_terminal
 
     given = reading.given_options
     refused = {**refused, **{option: given.get(option) for option in _REFUSED_READING}}

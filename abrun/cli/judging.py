@@ -46,11 +46,11 @@ from abrun.cli.arguments import (
 )
 from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet
 from abrun.errors import ComparisonError, RecipeError
-from abrun.reasons import Code
-from abrun.redaction import display_safe
+from abrun.messages.codes import Code
+from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
-    from abrun.recorded.experiment import RecordedExperiment
+    from abrun.logs.recorded.experiment import RecordedExperiment
     from abrun.report.comparing import Comparison
 
 
@@ -142,7 +142,7 @@ def compare(
 
 
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
-    from abrun.recorded.sources import find_stored_experiment
+    from abrun.logs.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
 
     experiment_dir = find_stored_experiment(sources, runs_dir)
@@ -196,8 +196,8 @@ def power(
     """
     from abrun.experiment.plan import make_draft
     from abrun.launch.stages import add_interim_analyses
+    from abrun.logs.recorded.stored import load_experiment
     from abrun.recipe.experiment import load_recipe
-    from abrun.recorded.stored import load_experiment
     from abrun.report.planning import PowerPlan, pilot_differences_text
     from abrun.runs.experiment import find_experiment
 

@@ -8,10 +8,10 @@ import typer
 from abrun.cli.app import app, console, survive_output_errors
 from abrun.cli.arguments import Json, Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
 from abrun.errors import LaunchError, RecipeError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
-    from abrun.memory.sweep import SweepPlan
+    from abrun.launch.memory.sweep import SweepPlan
 
 MeasuredRecipe = Annotated[Path, recipe_argument("Recipe: a YAML file or a built-in recipe.")]
 Lengths = Annotated[str, typer.Option(help="Comma-separated sequence lengths in tokens.")]
@@ -91,7 +91,7 @@ def memory_profile(
         abrun memory-profile fused-logprobs-memory --lengths 128,256
         abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
     """
-    from abrun.memory.sweep import MASTER_DTYPE, SweepPlan, expand_sweep
+    from abrun.launch.memory.sweep import MASTER_DTYPE, SweepPlan, expand_sweep
 
     if max_seq_len and max_sequences:
         raise RecipeError(Code.SEARCHES_TWO())
@@ -124,8 +124,8 @@ def memory_profile(
 
 
 def _measure(plan: "SweepPlan", folder: Path) -> None:
-    from abrun.memory.profile import measure_recipe
-    from abrun.memory.show import describe_files, make_tables
+    from abrun.launch.memory.profile import measure_recipe
+    from abrun.launch.memory.show import describe_files, make_tables
 
     profile = measure_recipe(plan, folder, console().say)
     for table in make_tables(profile):
@@ -135,8 +135,8 @@ def _measure(plan: "SweepPlan", folder: Path) -> None:
 
 
 def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
-    from abrun.memory.predict import predict_recipe, resolve_device_memory
-    from abrun.memory.show import make_prediction_table
+    from abrun.launch.memory.show import make_prediction_table
+    from abrun.tools.predict.peaks import predict_recipe, resolve_device_memory
 
     prediction = predict_recipe(plan, folder, device_bytes=resolve_device_memory(device))
     console().print(make_prediction_table(prediction))
@@ -182,8 +182,8 @@ def logprob_diff(
         abrun logprob-diff quickstart/baseline/seed-0
         abrun logprob-diff quickstart --set policy.logprobs.head_dtype=float32
     """
-    from abrun.diagnose.logprob_diff.command import measure_run
-    from abrun.diagnose.logprob_diff.report import summary
+    from abrun.tools.logprob_diff.command import measure_run
+    from abrun.tools.logprob_diff.report import summary
 
     screen = console()
     budget, folder = measure_run(
@@ -205,7 +205,7 @@ def doctor(as_json: Json = False) -> None:
         abrun doctor
         abrun doctor --json
     """
-    from abrun.experiment.preflight.doctor import diagnose
+    from abrun.report.doctor import diagnose
 
     diagnosis = diagnose()
     if as_json:

@@ -25,10 +25,10 @@ from abrun.cli.arguments import (
     refuse_options,
 )
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
-    from abrun.recorded.experiment import RecordedExperiment, Reference
+    from abrun.logs.recorded.experiment import RecordedExperiment, Reference
 
 references = add_group("reference")
 
@@ -92,9 +92,9 @@ def save(
         abrun reference save runs/old --claim 'train/reward:last 20%:0.02' -o old.json
         abrun reference save nightly --arm treatment --budget 0.05 -o reference.json
     """
-    from abrun.diagnose.ledger.command import ledger_maker
-    from abrun.recorded.sources import find_stored_experiment, open_sources
+    from abrun.logs.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
+    from abrun.tools.drift.ledger.command import ledger_maker
 
     if budget is None:
         refuse_options({"--chain-alone": chain_alone}, Code.OPTION_NEEDS, needed="--budget")
@@ -141,7 +141,7 @@ def show(reference: ReferenceFile) -> None:
     Examples:
         abrun reference show reference.json
     """
-    from abrun.recorded.reference import load_reference
+    from abrun.logs.recorded.reference import load_reference
 
     _print_reference(load_reference(reference))
 
@@ -174,16 +174,16 @@ def add(
         abrun reference add reference.json nightly
         abrun reference add reference.json nightly --arm treatment --tried 3
     """
-    from abrun.diagnose.ledger.command import add_to_ledger
     from abrun.runs.experiment import find_experiment
+    from abrun.tools.drift.ledger.command import add_to_ledger
 
     _print_reference(add_to_ledger(reference, find_experiment(experiment, runs_dir), arm, tried))
 
 
 def _print_reference(reference: "Reference") -> None:
     """Print a reference. Raises Exit with 3 if the drift is above its budget."""
-    from abrun.diagnose.ledger.command import render_reference
-    from abrun.diagnose.ledger.drift import EXCEEDED, is_over_budget
+    from abrun.tools.drift.ledger.command import render_reference
+    from abrun.tools.drift.ledger.drift import EXCEEDED, is_over_budget
 
     console().print(render_reference(reference))
     raise typer.Exit(EXCEEDED if is_over_budget(reference) else 0)

@@ -12,8 +12,8 @@ import typer
 from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
-from abrun.reasons import Code
-from abrun.redaction import display_safe
+from abrun.messages.codes import Code
+from abrun.runs.redaction import display_safe
 
 Answer = TypeVar("Answer")
 
@@ -135,7 +135,7 @@ def recipes(
         return
     from rich.text import Text
 
-    from abrun.present.tables import Table, columns
+    from abrun.report.present.tables import Table, columns
 
     titles = dict(
         zip(RECIPE_GROUPS, ("On a laptop, without a GPU", "On GPUs", "For other trainers"), strict=True)

@@ -10,7 +10,7 @@ from abrun.processes import MODULE_OPTIONS, RUN_DIR_VARIABLE
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.run import OwnRunConfig, RunConfig
 
-AGENT = "abrun.train.agent"
+AGENT = "abrun.launch.agent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def ranks_command(
     directory: Path,
     config: RunConfig,
     num_ranks: int,
-    module: str = "abrun.train",
+    module: str = "abrun.trainer",
     *,
     meeting: Rendezvous | None = None,
 ) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from abrun.experiment.power import ClaimPower
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.power import find_min_pairs

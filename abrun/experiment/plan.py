@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.metric_names import (
-    FINAL_WEIGHTS,
-    FIXED_BY_ROLLOUTS,
-    MEMORY_PEAK,
-    Need,
-    find_metric,
-    is_clock,
-    unrecorded_metric_problem,
-)
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
@@ -30,6 +21,15 @@ from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask
 from abrun.runs.experiment import WARM_START
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import (
+    FINAL_WEIGHTS,
+    FIXED_BY_ROLLOUTS,
+    MEMORY_PEAK,
+    Need,
+    find_metric,
+    is_clock,
+    unrecorded_metric_problem,
+)
 from abrun.runs.migrations import earlier_forms, with_removed
 
 VALIDATION_NEEDS: tuple[Need, ...] = (
@@ -65,7 +65,7 @@ class ExperimentPlan:
     warm_starts: dict[str, OwnRunConfig]  # hash -> the supervised run that creates shared initial weights
     # arm, those of controls included -> dotted key -> (baseline's value, the arm's)
     treatment_diff: dict[str, dict[str, tuple[Any, Any]]]
-    # dotted key -> the value chosen for `auto`, and why; see abrun.launch.auto
+    # dotted key -> the value chosen for `auto`, and why; see abrun.tools.predict.auto
     decided: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def runs_of_first_seeds(self, num_seeds: int) -> set[RunName]:

@@ -18,7 +18,7 @@ from abrun.experiment.command import ranks_command, run_environment
 from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.experiment.preflight.model_files import hub_model_refusal
-from abrun.extras import missing_package
+from abrun.messages.codes import Code
 from abrun.messages.records import print_reason, printed_reason
 from abrun.processes import (
     MODULE_OPTIONS,
@@ -27,7 +27,7 @@ from abrun.processes import (
     start_process,
     wait_for_exit,
 )
-from abrun.reasons import Code
+from abrun.recipe.extras import missing_package
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
 from abrun.runs.lines import LineWriter, read_json_lines

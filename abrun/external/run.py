@@ -21,6 +21,7 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.preflight.machine import cpu_name
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, rename_metrics
+from abrun.messages.codes import Code, Reason
 from abrun.processes import (
     RUN_DIR_VARIABLE,
     PauseDetector,
@@ -41,13 +42,12 @@ from abrun.processes import (
 )
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
-from abrun.reasons import Code, Reason
 from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
 from abrun.recipe.experiment import parse_stored_run
-from abrun.redaction import current_mask, hide_secrets_of, hide_values
-from abrun.regular_files import is_file
 from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
+from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
+from abrun.runs.regular_files import is_file
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 
@@ -57,7 +57,7 @@ GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
 STALL_FACTOR = 10
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
-# Exit codes, the same as those of abrun.train and its agent.
+# Exit codes, the same as those of abrun.trainer.loop and its agent.
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
 
 
@@ -71,7 +71,7 @@ def run(directory: Path) -> int:
     config = parse_stored_run(record.config, str(directory))
     if not isinstance(config, CommandRunConfig):
         raise LaunchError(
-            f"{directory}: trainer.type: got 'abrun'; run it with: python -m abrun.train {directory}"
+            f"{directory}: trainer.type: got 'abrun'; run it with: python -m abrun.trainer {directory}"
         )
     hide_secrets_of(os.environ)
     hide_values(referenced_values(config, os.environ))

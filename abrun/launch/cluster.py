@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text
-from abrun.reasons import Code, Reason
 from abrun.recipe.implementations import SCHEDULERS, load_implementation
 from abrun.recipe.launcher import LauncherSettings
-from abrun.regular_files import read_tail
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
 from abrun.runs.records import RunState
+from abrun.runs.regular_files import read_tail
 
 # Agents kill ranks that save too slowly, this long before the supervisor or an engine kills the agents.
 AGENT_HEAD_START_S = 10.0

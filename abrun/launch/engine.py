@@ -9,7 +9,7 @@ from typing import Protocol
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.implementations import LOCAL_LAUNCHERS, SCHEDULERS, load_implementation
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.redaction import redacted
 from abrun.runs.experiment import write_diff
+from abrun.runs.redaction import redacted
 
 MAX_CONFIGURATION_BYTES = 1 << 20
 MAX_DIFF_BYTES = 1 << 18  # stored

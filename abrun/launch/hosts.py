@@ -36,7 +36,7 @@ from abrun.runs.rundir import RunDir
 
 # A host ends with its connection. One that is killed under MPS with work on the GPU may disturb other runs.
 END_GRACE_S = 3.0
-HOST_COMMAND = ("abrun.rollout.vllm.host",)  # after `python -P -m`
+HOST_COMMAND = ("abrun.trainer.rollout.vllm.host",)  # after `python -P -m`
 
 
 def engine_settings(config: RunConfig) -> str | None:

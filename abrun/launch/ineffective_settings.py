@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from abrun.experiment.plan import ExperimentPlan
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE

@@ -15,6 +15,7 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
+from abrun.messages.codes import Reason
 from abrun.processes import (
     Popen,
     find_descendants,
@@ -23,7 +24,6 @@ from abrun.processes import (
     start_process,
     wait_for_exit,
 )
-from abrun.reasons import Reason
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
 

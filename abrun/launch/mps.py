@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from abrun.messages import sentence
+from abrun.messages.codes import Code
 from abrun.processes import (
     MODULE_OPTIONS,
     Popen,
@@ -30,7 +31,6 @@ from abrun.processes import (
     start_process,
     wait_for_exit,
 )
-from abrun.reasons import Code
 from abrun.recipe.run import RunConfig
 
 # docs.nvidia.com/deploy/mps: the daemon (-f: in the foreground), and its clients' variables

@@ -15,7 +15,7 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.endings import write_ending
 from abrun.runs.rundir import RunDir

@@ -20,12 +20,10 @@ from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.messages import sentences
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import RunConfig
-from abrun.redaction import yaml_text
-from abrun.regular_files import is_directory, is_file
 from abrun.runs.experiment import (
     REFERENCE,
     WARM_STARTS,
@@ -46,6 +44,8 @@ from abrun.runs.files import (
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
+from abrun.runs.redaction import yaml_text
+from abrun.runs.regular_files import is_directory, is_file
 from abrun.runs.rundir import RunDir
 
 Say = Callable[[str], object]

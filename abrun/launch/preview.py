@@ -15,15 +15,15 @@ from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
 from abrun.messages import sentence, sentences
+from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
-from abrun.present.tables import Table, columns
-from abrun.reasons import Reason
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
-from abrun.redaction import REFERENCE, printable, yaml_text
+from abrun.report.present.tables import Table, columns
+from abrun.runs.redaction import REFERENCE, printable, yaml_text
 from abrun.stats.time_ratio import min_sample_size
 
 MAX_ROWS = 200  # per table: the layout of more takes minutes

@@ -13,8 +13,8 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
 from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.processes import find_run_processes, kill_all
-from abrun.reasons import Code, Reason
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir
 from abrun.runs.files import wrap_read_errors

@@ -1,7 +1,7 @@
 """Recipe of a sensitivity analysis: a recipe's baseline with injected faults, and no treatments."""
 
 from abrun.errors import RecipeError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Controls
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, parse_stored_recipe
 from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need

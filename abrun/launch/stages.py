@@ -8,7 +8,7 @@ from pathlib import Path
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash, launched_compare_hash
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import (
     MAX_SEEDS,
     CommandRecipe,

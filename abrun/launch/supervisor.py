@@ -22,6 +22,7 @@ from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text
 from abrun.processes import (
     StopRequests,
@@ -33,13 +34,12 @@ from abrun.processes import (
     poll_interval,
     signal_name,
 )
-from abrun.reasons import Code, Reason
 from abrun.recipe.command import referenced_values
-from abrun.redaction import hide_secrets_of, hide_values, redacted
 from abrun.runs.endings import read_endings
 from abrun.runs.experiment import read_run_state
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
+from abrun.runs.redaction import hide_secrets_of, hide_values, redacted
 
 POLL_S = poll_interval(0.2)
 MAX_ERRORS = 3

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.foreign.files import (
+from abrun.logs.exports import merge_parts, read_csv, read_json, read_parquet
+from abrun.logs.foreign.files import (
     Folder,
     find_companion,
     link_notes,
@@ -21,7 +22,6 @@ from abrun.foreign.files import (
     walk,
     wrap_exhaustion,
 )
-from abrun.logs.exports import merge_parts, read_csv, read_json, read_parquet
 from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, sanitize_log
 from abrun.logs.mlflow_files import META, is_run_folder
@@ -32,8 +32,8 @@ from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
 from abrun.logs.wandb_files import read_wandb_files
-from abrun.redaction import list_names, printable
 from abrun.runs.access import UnreadableError
+from abrun.runs.redaction import list_names, printable
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 

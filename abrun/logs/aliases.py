@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from abrun.errors import ComparisonError
 from abrun.messages.numbers import more_text
-from abrun.redaction import list_names, printable
+from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
-from abrun.foreign.values import as_number, parse_json
+from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
+from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 from abrun.runs.samples import Sample
 
 MAX_PROMPTS = 64  # per step, with the first completion of each prompt

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import Table
 from abrun.logs.csv_files import CsvTable, find_ambiguous_columns, leave_out_columns, read_csv_table
+from abrun.logs.foreign.columns import Table
 from abrun.logs.key_columns import find_key_columns, group_rows, name_log
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.scores import read_scores
 from abrun.logs.tables import TORN_NOTE, log_from_table, read_json_table, read_parquet_table, widen_table
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 
 MAX_RUNS = 1000
 UNENDED_NOTE = "its last line has no line end; it was read as a whole row"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT, RunFilter, select_all, strip_suffix
 from abrun.logs.starts import without_times
-from abrun.reasons import Code, Reason
-from abrun.redaction import list_names
+from abrun.messages.codes import Code, Reason
 from abrun.runs.layout import RunName
+from abrun.runs.redaction import list_names
 
 SEPARATORS = r"[/_\-. =@,]+"
 NUMBERED = r"([A-Za-z]*)(\d{1,9})"

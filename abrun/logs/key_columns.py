@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.foreign.columns import Cell, Table
+from abrun.logs.foreign.columns import Cell, Table
 from abrun.logs.log import Log
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.tables import ARM_COLUMNS, RUN_COLUMNS, SEED_COLUMNS, find_long_names

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.files import read_lines
-from abrun.foreign.values import Points, as_name, as_number, as_text, parse_json
+from abrun.logs.foreign.files import read_lines
+from abrun.logs.foreign.values import Points, as_name, as_number, as_text, parse_json
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import check_number_of_metrics
 from abrun.logs.scores import average_by_prompt, number_prompt
 from abrun.logs.tables import TORN_NOTE
-from abrun.redaction import list_names, printable
+from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 SAMPLES_FILE = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.jsonl")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.metric_names import is_clock, is_counter
-from abrun.reasons import Reason
-from abrun.redaction import display_safe, display_safe_tree, printable
+from abrun.messages.codes import Reason
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import is_clock, is_counter
+from abrun.runs.redaction import display_safe, display_safe_tree, printable
 from abrun.stats.series import Series
 
 # What the positions of a run's series are. A table of final scores has one value per metric, at step 0.

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.foreign.files import find_companion, link_notes, open_file, path_kind, read_file, read_lines, walk
-from abrun.foreign.sqlite import Database
-from abrun.foreign.values import (
+from abrun.logs.foreign.files import (
+    find_companion,
+    link_notes,
+    open_file,
+    path_kind,
+    read_file,
+    read_lines,
+    walk,
+)
+from abrun.logs.foreign.sqlite import Database
+from abrun.logs.foreign.values import (
     MAX_CHARACTERS,
     MAX_NAME_CHARACTERS,
     STEP_LIMIT,
@@ -30,8 +38,8 @@ from abrun.foreign.values import (
 from abrun.logs.key_columns import ARM_COLUMNS
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.rows import check_number_of_metrics
-from abrun.redaction import printable
 from abrun.runs.access import UnreadableError
+from abrun.runs.redaction import printable
 from abrun.stats.series import Series, build_series, split_series
 
 META = "meta.yaml"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from abrun.errors import ComparisonError
 from abrun.logs.log import Log
 from abrun.logs.starts import merge_starts, without_times
-from abrun.redaction import list_names, printable
 from abrun.runs.layout import RunName
+from abrun.runs.redaction import list_names, printable
 
 SUFFIXES = {  # suffixes of files that hold runs -> format
     ".csv": "csv",

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import Cell, Column, Rows, Table
-from abrun.foreign.numbers import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
-from abrun.foreign.values import MAX_NAME_CHARACTERS, STEP_LIMIT
+from abrun.logs.foreign.columns import Cell, Column, Rows, Table
+from abrun.logs.foreign.numbers import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
+from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, STEP_LIMIT
 from abrun.logs.log import Log, replaced_notes
-from abrun.redaction import list_names, printable
 from abrun.runs.lines import CHECKSUM
+from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Array, Series, build_series, split_series
 
 # The first that every row has is used, in any letter case. A trainer's own step comes before wandb's `_step`,

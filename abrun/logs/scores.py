@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import Cells, Table, TableBuilder
-from abrun.foreign.numbers import shorten_cell
+from abrun.logs.foreign.columns import Cells, Table, TableBuilder
+from abrun.logs.foreign.numbers import shorten_cell
 from abrun.logs.key_columns import find_key_columns, group_rows, key_text, name_log
 from abrun.logs.log import Log
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED
@@ -27,7 +27,7 @@ from abrun.logs.tables import (
     VALUE_COLUMNS,
     log_from_table,
 )
-from abrun.redaction import list_names, printable
+from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
 SCORE_COLUMNS = (*VALUE_COLUMNS, "score", "result")

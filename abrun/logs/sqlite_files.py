@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import TableBuilder
-from abrun.foreign.files import open_file
-from abrun.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
-from abrun.foreign.values import MAX_NAME_CHARACTERS, as_config, as_name, as_step, left_out_notes, parse_json
+from abrun.logs.foreign.columns import TableBuilder
+from abrun.logs.foreign.files import open_file
+from abrun.logs.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
+from abrun.logs.foreign.values import (
+    MAX_NAME_CHARACTERS,
+    as_config,
+    as_name,
+    as_step,
+    left_out_notes,
+    parse_json,
+)
 from abrun.logs.log import Log
 from abrun.logs.mlflow_files import read_database
 from abrun.logs.rows import flat_cells, series_of_table
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
 # The columns of each table that are read

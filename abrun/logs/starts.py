@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from abrun.logs.log import Log
-from abrun.reasons import Code
-from abrun.redaction import printable
+from abrun.messages.codes import Code
+from abrun.runs.redaction import printable
 from abrun.stats.series import EMPTY_SERIES, Series, Steps, build_series
 
 # A folder named only by its start: a restarted run has several, side by side.

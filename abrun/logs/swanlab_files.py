@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.foreign.files import open_file, read_companion
-from abrun.foreign.values import (
+from abrun.logs.foreign.files import open_file, read_companion
+from abrun.logs.foreign.values import (
     MAX_YAML_BYTES,
     Points,
     as_config,
@@ -36,7 +36,7 @@ from abrun.logs.wandb_files import (
     read_requirements,
     torn_notes,
 )
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 from abrun.stats.series import build_series, split_series
 
 SUFFIX = ".swanlab"
@@ -116,7 +116,7 @@ def _read_version(header: bytes, place: str) -> int:
 
 def _add_message(contents: Contents, body: bytes) -> bool:
     """Add a protobuf record; return False if it is damaged."""
-    from abrun.foreign.protobuf import parse_message
+    from abrun.logs.foreign.protobuf import parse_message
 
     record = parse_message("SwanLabRecord", body)
     if record is None:

@@ -10,15 +10,23 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import NO_CELLS, PLAIN_TYPES, Column, ColumnBuilder, Table, TableBuilder, table_of
-from abrun.foreign.files import open_file
-from abrun.foreign.numbers import shorten_cell
-from abrun.foreign.texts import TextFile
-from abrun.foreign.values import parse_json
+from abrun.logs.foreign.columns import (
+    NO_CELLS,
+    PLAIN_TYPES,
+    Column,
+    ColumnBuilder,
+    Table,
+    TableBuilder,
+    table_of,
+)
+from abrun.logs.foreign.files import open_file
+from abrun.logs.foreign.numbers import shorten_cell
+from abrun.logs.foreign.texts import TextFile
+from abrun.logs.foreign.values import parse_json
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table
-from abrun.redaction import printable
 from abrun.runs.lines import LineParser, damaged_line_error
+from abrun.runs.redaction import printable
 
 TORN_NOTE = "its last line is torn, or still being written, and was left out"
 NO_FOOTER_NOTE = "it has no footer (it is torn, or still being written) and cannot be read"

@@ -15,11 +15,11 @@ import google_crc32c
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.files import open_file
-from abrun.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points
+from abrun.logs.foreign.files import open_file
+from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points
 from abrun.logs.log import NOTHING_RECORDED, Log, replaced_notes
 from abrun.logs.rows import check_number_of_metrics, check_step
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 from abrun.stats.series import build_series, split_series
 
 EVENT_FILE_PREFIX = "events.out.tfevents"
@@ -92,7 +92,7 @@ def start_key(path: Path) -> tuple[int, str]:
 
 def _read_events(path: Path, notes: list[str]) -> Iterator[Any]:
     """Yield the complete, undamaged events of a file."""
-    from abrun.foreign.protobuf import parse_message
+    from abrun.logs.foreign.protobuf import parse_message
 
     position, num_large = 0, 0
     with open_file(path) as file:
@@ -154,7 +154,7 @@ def _read_scalar(value: Any) -> float | None:
 def _read_hparams(value: Any) -> dict[str, Any]:
     if value.metadata.plugin_data.plugin_name != "hparams":
         return {}
-    from abrun.foreign.protobuf import parse_message
+    from abrun.logs.foreign.protobuf import parse_message
 
     data = parse_message("HParams", value.metadata.plugin_data.content)
     settings = {

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from abrun.foreign.files import path_kind
+from abrun.logs.foreign.files import path_kind
 from abrun.logs.log import Log
 from abrun.logs.mlflow_files import PARENT, drop_parents, read_run_folder
 from abrun.logs.sqlite_files import find_sqlite_format, read_sqlite_file

@@ -13,13 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import table_of
-from abrun.foreign.files import read_file
+from abrun.logs.foreign.columns import table_of
+from abrun.logs.foreign.files import read_file
 from abrun.logs.log import Log, LogStatus, missing_package_error
 from abrun.logs.rows import flat_cells, series_of_table
 from abrun.logs.wandb_files import parse_environment
 from abrun.recipe.reading import dotted
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 
 API_TIMEOUT_S = 60
 CONNECT_TIMEOUT_S = 10

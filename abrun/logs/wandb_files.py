@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import StoreError
-from abrun.foreign.columns import Table, TableBuilder
-from abrun.foreign.files import open_file, read_companion
-from abrun.foreign.numbers import parse_number
-from abrun.foreign.values import (
+from abrun.logs.foreign.columns import Table, TableBuilder
+from abrun.logs.foreign.files import open_file, read_companion
+from abrun.logs.foreign.numbers import parse_number
+from abrun.logs.foreign.values import (
     MAX_NAME_CHARACTERS,
     MAX_RECORD_BYTES,
     as_config,
@@ -30,7 +30,7 @@ from abrun.foreign.values import (
 )
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import NoStepError, TableMetrics, check_number_of_metrics, flat_cells, series_of_table
-from abrun.redaction import printable
+from abrun.runs.redaction import printable
 
 MAGIC = b":W&B\xe1\xbe"
 FILE_HEADER, CHUNK_HEADER, BLOCK = 7, 7, 32768  # bytes
@@ -138,7 +138,7 @@ def _find_step_metric(name: str, steps: Mapping[str, str], patterns: Mapping[str
 
 
 def _read_file(contents: RunContents, path: Path) -> None:
-    from abrun.foreign.protobuf import parse_message
+    from abrun.logs.foreign.protobuf import parse_message
 
     place, end = printable(str(path)), FILE_HEADER
     with open_file(path) as file:

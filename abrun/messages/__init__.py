@@ -25,8 +25,8 @@ from abrun.messages import (
     validity,
     verdicts,
 )
+from abrun.messages.codes import Code, Reason
 from abrun.messages.message import Message, render
-from abrun.reasons import Code, Reason
 
 _MODULES = (
     *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),

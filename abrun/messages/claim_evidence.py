@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 _OUTLIERS = {1: "one outlier", 2: "two outliers on the same side"}
 _SAMPLES = {

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import (
     AT_OBSERVED,
@@ -22,7 +23,6 @@ from abrun.messages.numbers import (
     sample_unit,
     text_near_limit,
 )
-from abrun.reasons import Code
 
 Detected = Mapping[str, Any] | None  # a difference whose interval excludes zero
 

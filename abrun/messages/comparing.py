@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 
 def _budget_refused(budget: str, metrics: list[str]) -> str:

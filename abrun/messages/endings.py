@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 GIB = 2**30
 OUT_OF_MEMORY = (

@@ -1,7 +1,7 @@
 """Sentences of fleets: many recipes judged side by side."""
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 
 def _summary(num_recipes, counts, names) -> str:

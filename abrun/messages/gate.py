@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import bound_text, difference_text
-from abrun.reasons import Code
 
 
 def _evidence(

@@ -2,9 +2,9 @@
 
 import math
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import arm_texts
-from abrun.reasons import Code
 
 
 def _finite(clean: list[str], broken: list[str], paired: bool) -> str:

@@ -1,8 +1,8 @@
 """Sentences on injected faults: the evidence that detected one, or what would detect a missed one."""
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import sample_unit
-from abrun.reasons import Code
 
 
 def _fault_missed(num_pairs, paired, rounded_metric, tolerance, amount, most, num_steps, shows) -> str:

@@ -1,7 +1,7 @@
 """Sentences of refusals to launch, continue or cancel runs."""
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 
 def _problems(recipe: str, problems: list[str]) -> str:

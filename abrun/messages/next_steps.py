@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
-from abrun.reasons import Code
 
 
 def _margin_suggested(

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import count_text, difference_unit, interval_text
-from abrun.reasons import Code
 
 SURPRISING_SDS = 3  # a distance that would be unusual if the sd were known
 

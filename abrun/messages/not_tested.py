@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from abrun.messages.codes import Code, Reason
 from abrun.messages.message import Message
 from abrun.messages.numbers import deviation_text, more_text
-from abrun.reasons import Code, Reason
 
 _MAX_LISTED = 4
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import bound_text, interval_text
 from abrun.messages.validity import first_and_more
-from abrun.reasons import Code
 
 
 def _counters_differ(metric, grids, late, num_shared, first, last) -> str:

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import count_text
-from abrun.reasons import Code
 
 
 def _yaml_text(got: str | bool) -> str:

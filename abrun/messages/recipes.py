@@ -2,8 +2,8 @@
 
 import textwrap
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 MAX_NAMED = 100  # characters of the names of further invalid fields
 # Allowed values by the type of pydantic's error, which supplies the numbers

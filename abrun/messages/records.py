@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from abrun.messages import MESSAGES, sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.message import value_names
-from abrun.reasons import Code, Reason
 
 # Stored JSON has non-finite numbers as these texts
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")

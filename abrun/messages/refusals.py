@@ -1,7 +1,7 @@
 """Sentences of refusals that all packages share: a value, a path or a file that cannot be used."""
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 _REFUSED = {
     "--faults": "; allowed: NAME or NAME:SIZE, such as misgrouped:2",

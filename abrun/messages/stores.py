@@ -1,7 +1,7 @@
 """Sentences of refusals of run directories and files that cannot be read, written or trusted."""
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.reasons import Code
 
 
 def _denied(path: str, owner: str | None, fix: str | None) -> str:

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import more_text
-from abrun.reasons import Code
 
 UNPAIRED_HINT = "; --unpaired compares them as independent runs (Welch)"
 _MAX_GRIDS = 4

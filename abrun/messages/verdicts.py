@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from abrun.messages.codes import Code
 from abrun.messages.message import Message
 from abrun.messages.numbers import (
     SCORES_TEXT,
@@ -12,7 +13,6 @@ from abrun.messages.numbers import (
     interval_text,
     ratio_text,
 )
-from abrun.reasons import Code
 
 _OPEN_GUARDS = {
     "baseline too": "the baseline exceeds the limit as well, which rules out a match",

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Every process of a run has this environment variable.

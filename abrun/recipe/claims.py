@@ -10,7 +10,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.metric_names import (
+from abrun.messages.codes import Code
+from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
+from abrun.recipe.refusals import shortened, suggest_name, validated
+from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
+from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     STEP_ONE,
@@ -19,10 +23,6 @@ from abrun.metric_names import (
     default_transform,
     learning_sign,
 )
-from abrun.reasons import Code
-from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
-from abrun.recipe.refusals import shortened, suggest_name, validated
-from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
 
 DEFAULT_WINDOW = "last 20%"
 TARGET_PATTERN = r"reaches (?P<value>-?\d+(\.\d+)?)( in (?P<unit>steps|samples|seconds))?"

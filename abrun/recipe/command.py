@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Env, FieldError, Section
-from abrun.redaction import REFERENCE
 from abrun.runs.layout import RUN_FILES
+from abrun.runs.redaction import REFERENCE
 
 PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases

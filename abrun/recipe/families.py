@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.policy import Policy
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Library of injectable faults, each modelled on a real bug, and the settings that they need.
 
-The table is `faults.toml`; `abrun.train.faults` implements the faults under the same names.
+The table is `faults.toml`; `abrun.trainer.faults` implements the faults under the same names.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from abrun.recipe.section import FieldError, Positive, Section
-from abrun.redaction import shortened
+from abrun.runs.redaction import shortened
 
 ONE_ULP = "one_ulp"  # the perturbation of controls.ulp_reruns; not a fault
 

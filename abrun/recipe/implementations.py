@@ -8,13 +8,13 @@ import importlib
 from typing import Any
 
 BACKENDS = {
-    "dtensor": "abrun.backends.dtensor:DtensorBackend",
-    "megatron": "abrun.backends.megatron:make_backend",
+    "dtensor": "abrun.trainer.backends.dtensor:DtensorBackend",
+    "megatron": "abrun.trainer.backends.megatron:make_backend",
 }
 ENGINES = {
-    "torch": "abrun.rollout.torch_engine:make_engine",
-    "vllm": "abrun.rollout.vllm:make_engine",
-    "recorded": "abrun.rollout.recorded:make_engine",
+    "torch": "abrun.trainer.rollout.torch_engine:make_engine",
+    "vllm": "abrun.trainer.rollout.vllm:make_engine",
+    "recorded": "abrun.trainer.rollout.recorded:make_engine",
 }
 LOCAL_LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
 SCHEDULERS = {

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.launcher import LAUNCHER_TYPES
 from abrun.recipe.reading import dotted, parse_yaml
 from abrun.recipe.refusals import RENAMED_KEYS, sections_in, shortened, type_name
 from abrun.recipe.run import OwnRunConfig
 from abrun.recipe.section import Section
-from abrun.regular_files import open_regular
 from abrun.runs.experiment import is_experiment, suggest_path
+from abrun.runs.regular_files import open_regular
 
 # Limits of a recipe with all its `defaults:`; PyYAML reads about 30 KB/s
 MAX_BYTES = 1 << 17

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.families import attention_obstacle
 from abrun.recipe.policy import Dtensor, Megatron
 

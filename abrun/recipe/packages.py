@@ -7,8 +7,8 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-from abrun.extras import installed_packages, missing_package_reason
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.extras import installed_packages, missing_package_reason
 
 MIN_MEGATRON, MEGATRON_UPPER_BOUND = (0, 16, 1), (0, 20, 0)
 MIN_MEGATRON_IMPORTING_TRITON = (0, 18, 0)  # from here on it fails without Triton

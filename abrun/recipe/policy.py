@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.packages import missing_sampling_masks
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.section import (
@@ -115,7 +115,7 @@ class Megatron(Layout):
 
 
 class Logprobs(Section):
-    """Computation of log-probs, and losses on them, from hidden states; see abrun.kernels."""
+    """Computation of log-probs, and losses on them, from hidden states; see abrun.trainer.kernels."""
 
     impl: Literal["logits", "chunked", "triton"] = "logits"
     chunk_size: Count | None = None  # vocabulary rows per chunk; None: as many as fit 512 MiB

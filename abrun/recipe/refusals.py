@@ -8,10 +8,10 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from abrun.errors import RecipeError
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.section import Section
-from abrun.redaction import shortened
 from abrun.runs.migrations import RENAMED
+from abrun.runs.redaction import shortened
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from abrun.recipe.presets import EXPERTS_BY_PRESET
-from abrun.redaction import shortened, yaml_text
+from abrun.runs.redaction import shortened, yaml_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.implementations import BACKENDS, ENGINES
@@ -15,7 +15,7 @@ from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout
 from abrun.recipe.refusals import shortened
 from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
-from abrun.redaction import REFERENCE
+from abrun.runs.redaction import REFERENCE
 
 
 class WarmStart(Section):
@@ -99,7 +99,7 @@ class Limits(Section):
 # Sections and keys of a run's configuration that cannot change a recorded number
 NO_EFFECT_KEYS = (
     *("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights"),
-    "cluster.runs_per_gpu",  # except for times, see abrun.recorded.experiment.share_devices
+    "cluster.runs_per_gpu",  # except for times, see abrun.logs.recorded.experiment.share_devices
 )
 
 

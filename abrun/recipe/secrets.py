@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.reasons import Code
-from abrun.redaction import has_token, is_secret_variable, redacted
+from abrun.messages.codes import Code
+from abrun.runs.redaction import has_token, is_secret_variable, redacted
 
 
 def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:

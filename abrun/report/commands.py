@@ -10,12 +10,12 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 
 from abrun.experiment.plan import compare_hash
-from abrun.extras import missing_package
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.regular_files import is_directory
+from abrun.recipe.extras import missing_package
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
+from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
 

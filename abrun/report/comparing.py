@@ -17,22 +17,22 @@ from rich.console import RenderableType
 
 from abrun.errors import ComparisonError
 from abrun.experiment.plan import compare_hash
-from abrun.extras import missing_package
-from abrun.metric_names import default_transform
-from abrun.present.figures import FIGURE_FORMATS
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.claim_tests import find_earlier_claim_tests, in_reported_order, make_claim_test
+from abrun.logs.recorded.experiment import RecordedExperiment, Reference, resolve_claims
+from abrun.logs.recorded.ledger import Ledger
+from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.logs.recorded.sources import ReadingOptions, SourceContents, read_sources
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, Compare, claim_option
+from abrun.recipe.extras import missing_package
 from abrun.recipe.refusals import validated
-from abrun.recorded.claim_tests import find_earlier_claim_tests, in_reported_order, make_claim_test
-from abrun.recorded.experiment import RecordedExperiment, Reference, resolve_claims
-from abrun.recorded.ledger import Ledger
-from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
-from abrun.recorded.sources import ReadingOptions, SourceContents, read_sources
-from abrun.regular_files import exists
 from abrun.report.next_step import NextStep, next_steps
+from abrun.report.present.figures import FIGURE_FORMATS
 from abrun.report.write import FORMATS, render_terminal, writable_formats, write_report
 from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT, VERDICT
+from abrun.runs.metric_names import default_transform
+from abrun.runs.regular_files import exists
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run

@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.errors import StoreError
-from abrun.present.tables import Table, columns
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.recorded.samples import SamplePair, SamplesByStep, read_run_samples
-from abrun.redaction import display_safe
+from abrun.logs.recorded.experiment import RecordedExperiment
+from abrun.logs.recorded.samples import SamplePair, SamplesByStep, read_run_samples
+from abrun.report.present.tables import Table, columns
+from abrun.runs.redaction import display_safe
 from abrun.runs.samples import Sample
 
 MAX_STEPS = 8  # including the first and the last

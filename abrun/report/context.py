@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.redaction import display_safe
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.report.completions import ReportedCompletions, collect_completions
 from abrun.report.evidence import Levels, claim_levels
 from abrun.report.injected import sensitivity_summary
 from abrun.report.next_step import NextStep, next_steps
+from abrun.runs.redaction import display_safe
 from abrun.verdict.verdict_file import VerdictFile
 
 SHOWN_VERSIONS = ("torch", "vllm", "megatron-core")

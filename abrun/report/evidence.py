@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from abrun.logs.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import (
     deviation_text,
@@ -14,9 +15,8 @@ from abrun.messages.numbers import (
     interval_level_text,
     more_text,
 )
-from abrun.recorded.reference import REFERENCE_ARM as REFERENCE
-from abrun.redaction import yaml_text
 from abrun.report.injected import caught_sentence
+from abrun.runs.redaction import yaml_text
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.decide import ArmSection
 from abrun.verdict.description import Description

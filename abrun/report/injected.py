@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence
 from abrun.messages.numbers import count_text
 from abrun.messages.records import as_json
-from abrun.present import tables
-from abrun.present.tables import escape_markdown
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
-from abrun.recorded.experiment import RecordedExperiment
+from abrun.report.present import tables
+from abrun.report.present.tables import escape_markdown
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.files import write_file, write_json
 from abrun.verdict.injected import FaultResult, Sensitivity

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.messages import MESSAGES, sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.message import value_names
-from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import RecordedExperiment, no_shared_step_reason
-from abrun.redaction import display_safe
 from abrun.report import commands
 from abrun.report.commands import COMPARE_WITH_REFERENCE, FreshRunsCommand, fill_placeholders
 from abrun.report.facts import NextStepFacts
+from abrun.runs.redaction import display_safe
 from abrun.verdict.machines import versions_follow_arms
 from abrun.verdict.verdict_file import VerdictFile
 

@@ -13,9 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from abrun.logs.recorded.experiment import (
+    Pair,
+    RecordedExperiment,
+    RecordedRun,
+    Sides,
+    stack_runs,
+    union_steps,
+)
 from abrun.messages.numbers import difference_scale
-from abrun.metric_names import Transform, metric_unit, peak_memory_phase
-from abrun.recorded.experiment import Pair, RecordedExperiment, RecordedRun, Sides, stack_runs, union_steps
+from abrun.runs.metric_names import Transform, metric_unit, peak_memory_phase
 from abrun.stats.equivalence import estimate_difference
 from abrun.stats.series import Array, Steps
 from abrun.verdict.claims import ClaimResult

@@ -11,16 +11,16 @@ from rich.text import Text
 
 from abrun.experiment.designs import Designs, design_reason, propose_designs
 from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence
+from abrun.messages.codes import Reason
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
-from abrun.present.tables import Table, columns
-from abrun.reasons import Reason
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.redaction import display_safe_tree, shortened
+from abrun.report.present.tables import Table, columns
+from abrun.runs.redaction import display_safe_tree, shortened
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import judge_equivalence

@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages.numbers import count_text
-from abrun.present.figures import COLORS, add_legend_below, shorten
-from abrun.recorded.experiment import RecordedExperiment
 from abrun.report.panels import (
     NUM_BUCKETS,
     ClaimPanel,
@@ -23,6 +22,7 @@ from abrun.report.panels import (
     bucket_indices,
     make_panel,
 )
+from abrun.report.present.figures import COLORS, add_legend_below, shorten
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 WIDTH_INCHES, PANEL_INCHES = 8.0, 2.4  # width of a figure, height of a panel

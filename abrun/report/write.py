@@ -14,8 +14,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from abrun.errors import ComparisonError, StoreError
-from abrun.extras import missing_package
+from abrun.logs.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence, sentences
+from abrun.messages.codes import Code
 from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
     SCORES_TEXT,
@@ -27,19 +29,17 @@ from abrun.messages.numbers import (
     sample_unit,
     text_near_limit,
 )
-from abrun.metric_names import FINAL_WEIGHTS
-from abrun.present.figures import FIGURE_FORMATS, figure_style, save_figure
-from abrun.present.tables import Table, code_span, columns, escape_markdown
-from abrun.reasons import Code
-from abrun.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.redaction import display_safe
+from abrun.recipe.extras import missing_package
 from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
 from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
+from abrun.report.present.figures import FIGURE_FORMATS, figure_style, save_figure
+from abrun.report.present.tables import Table, code_span, columns, escape_markdown
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import write_file, write_json
 from abrun.runs.layout import VERDICT
+from abrun.runs.metric_names import FINAL_WEIGHTS
+from abrun.runs.redaction import display_safe
 from abrun.verdict.decide import FAILING, PASSING
 from abrun.verdict.description import Description
 from abrun.verdict.results import ClaimResult

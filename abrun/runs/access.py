@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
-from abrun.regular_files import is_directory
+from abrun.messages.codes import Code
 from abrun.runs import layout
+from abrun.runs.regular_files import is_directory
 
 PUBLIC_MODE = 0o666  # reports and other files to share; the umask applies
 PRIVATE_MODE = 0o600  # configurations, command lines and logs can hold secrets

@@ -8,11 +8,11 @@ import contextlib
 from pathlib import Path
 
 from abrun.errors import StoreError
+from abrun.messages.codes import Reason
 from abrun.messages.records import encode_reasons, print_reason, printed_reason, stored_reason
-from abrun.reasons import Reason
-from abrun.redaction import one_line
 from abrun.runs import layout
 from abrun.runs.files import read_json, write_json
+from abrun.runs.redaction import one_line
 from abrun.runs.rundir import RunDir
 
 ENDING_PREFIX = "ending-"

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
-from abrun.regular_files import exists, is_directory, is_file
+from abrun.messages.codes import Code
 from abrun.runs.access import UnreadableError, require_access
 from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
 from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
+from abrun.runs.regular_files import exists, is_directory, is_file
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Count, Items, checked
 

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
-from abrun.redaction import shortened
-from abrun.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
+from abrun.messages.codes import Code
 from abrun.runs.access import (
     PRIVATE_MODE,
     Access,
@@ -31,6 +29,8 @@ from abrun.runs.access import (
     share_new_folder,
 )
 from abrun.runs.owner import Owner
+from abrun.runs.redaction import shortened
+from abrun.runs.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
 from abrun.runs.schemas import T, checked
 
 # At most, whatever the umask: a user who can write into a run's folder controls what a resume starts.

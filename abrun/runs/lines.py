@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
-from abrun.redaction import shortened
-from abrun.regular_files import iter_lines, open_regular
+from abrun.messages.codes import Code
 from abrun.runs.access import PRIVATE_MODE, read_error
 from abrun.runs.files import (
     decode_non_finite,
@@ -25,6 +23,8 @@ from abrun.runs.files import (
     wrap_write_errors,
 )
 from abrun.runs.records import MAX_ATTEMPT
+from abrun.runs.redaction import shortened
+from abrun.runs.regular_files import iter_lines, open_regular
 
 MAX_STEP = 2**53
 CHECKSUM = "crc32"  # the last key of a line; its value is text, unlike any metric's

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from abrun.regular_files import is_file
 from abrun.runs.files import read_as
 from abrun.runs.layout import REPORT, RESULT, VERDICT
 from abrun.runs.records import RunState
+from abrun.runs.regular_files import is_file
 from abrun.runs.schemas import ExitCode
 
 

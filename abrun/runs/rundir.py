@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
-from abrun.reasons import Code, Reason
-from abrun.regular_files import is_directory, is_file, open_regular
+from abrun.messages.codes import Code, Reason
 from abrun.runs import layout
 from abrun.runs.access import ignore_damage, require_access
 from abrun.runs.files import (
@@ -67,6 +66,7 @@ from abrun.runs.records import (
     stall_reason,
     start_step,
 )
+from abrun.runs.regular_files import is_directory, is_file, open_regular
 from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
 from abrun.runs.writer import RunWriter

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import MAX_ATTEMPT
 

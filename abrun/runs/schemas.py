@@ -13,8 +13,8 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
-from abrun.redaction import shortened
+from abrun.messages.codes import Code
+from abrun.runs.redaction import shortened
 
 T = TypeVar("T")
 MAX_TIME_S = 1e11  # seconds since 1970, within the range of datetime

@@ -9,10 +9,10 @@ import numpy as np
 from scipy import special
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import default_reduction, default_transform
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack_runs, union_steps
+from abrun.runs.metric_names import default_reduction, default_transform
 from abrun.stats.equivalence import (
     MIN_FOR_MISMATCH,
     TostResult,

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from abrun.metric_names import MEMORY_PEAK, TOKEN_MULT_PROB_ERROR
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, no_shared_step_reason
+from abrun.logs.recorded.prompts import has_prompts_as_units, select_units
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, is_one_sided
 from abrun.recipe.faults import ONE_ULP
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides, no_shared_step_reason
-from abrun.recorded.prompts import has_prompts_as_units, select_units
+from abrun.runs.metric_names import MEMORY_PEAK, TOKEN_MULT_PROB_ERROR
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import apply_holm, apply_holm_to_passes, judge_equivalence

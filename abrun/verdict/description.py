@@ -13,7 +13,11 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Axis
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import RecordedExperiment, Sides, stack_runs
+from abrun.logs.recorded.prompts import has_prompts_as_units, select_units
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import DEFAULT_WINDOW, Claim
+from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     REWARD,
@@ -25,10 +29,6 @@ from abrun.metric_names import (
     metric_unit,
     metrics_with_role,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import DEFAULT_WINDOW, Claim
-from abrun.recorded.experiment import RecordedExperiment, Sides, stack_runs
-from abrun.recorded.prompts import has_prompts_as_units, select_units
 from abrun.stats.equivalence import TostResult, equivalence_test, sd_with_resolution
 from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds

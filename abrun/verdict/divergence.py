@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.metric_names import STEP_ONE
+from abrun.logs.recorded.experiment import Pair, RecordedRun, stack_pairs, stack_runs
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import Pair, RecordedRun, stack_pairs, stack_runs
+from abrun.runs.metric_names import STEP_ONE
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
 

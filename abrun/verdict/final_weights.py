@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Pair, RecordedRun
+from abrun.logs.recorded.experiment import Pair, RecordedRun
+from abrun.messages.codes import Code, Reason
 from abrun.stats.series import Array
 
-Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.models.sketch_of
+Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.trainer.models.sketch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

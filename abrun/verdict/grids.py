@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from abrun.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, union_steps
+from abrun.runs.metric_names import STEP_ONE, TOKEN_MULT_PROB_ERROR
 from abrun.stats.series import Steps, in_window, intersect_steps, window_bounds
 
 # Share of the sparsest run's steps in a window that all runs must have.

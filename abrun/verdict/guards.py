@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from abrun.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, peak_memory_phase
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import Pair, RecordedRun, Sides
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Compare, Guards
-from abrun.recorded.experiment import Pair, RecordedRun, Sides
+from abrun.runs.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERROR, peak_memory_phase
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, estimate_difference, p_above
 from abrun.stats.series import Array, Series
 from abrun.stats.shares import p_value_of_increase, p_value_of_more_hits, run_shares

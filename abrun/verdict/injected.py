@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
+from abrun.logs.recorded.experiment import Pair, RecordedExperiment
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import certified_text
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.reasons import Code, Reason
 from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
-from abrun.recorded.experiment import Pair, RecordedExperiment
+from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.verdict.decide import FAILING, ArmVerdict, Verdict, judge
 from abrun.verdict.results import ClaimResult
 

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Claim, describe_claim
+from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     Transform,
@@ -13,9 +16,6 @@ from abrun.metric_names import (
     is_learned,
     is_memory,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim, describe_claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.one_sided import one_sided_pairs_needed
 from abrun.stats.rates import min_runs_of_rate

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.run import compare_precisions
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
 SOFTWARE_KEYS = ("versions", "python")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
+from abrun.messages.codes import Code
 from abrun.messages.numbers import margin_of_reference_text, margin_text
-from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare, Unit, describe_margin
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
 from abrun.stats.equivalence import mean_and_sd
 from abrun.stats.series import Array, in_window, window_bounds
 from abrun.stats.sigma_margin import sigma_lower_bound

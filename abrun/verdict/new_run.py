@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import Transform, default_transform
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, union_steps
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides, union_steps
+from abrun.runs.metric_names import Transform, default_transform
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
 from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.stats.equivalence import MIN_FOR_MISMATCH, mean_and_sd
 from abrun.stats.one_sided import improvement_test, one_sided_pairs_needed, one_sided_power, planned_excess
 from abrun.stats.power import sd_interval, welch_dof_per_run

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from abrun.logs.log import Axis
-from abrun.metric_names import Better, Transform
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import Sides
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import ClaimKind, Unit
-from abrun.recorded.experiment import Sides
+from abrun.runs.metric_names import Better, Transform
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.experiment.power import Spread, plan_claim_power
-from abrun.metric_names import Transform, default_transform
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, Sides
+from abrun.runs.metric_names import Transform, default_transform
 from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference

@@ -11,7 +11,10 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import RecordedRun, Sides, stack_runs
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Claim
+from abrun.runs.metric_names import (
     ADVANTAGES_MAX,
     ADVANTAGES_MIN,
     FIXED_BY_ROLLOUTS,
@@ -24,9 +27,6 @@ from abrun.metric_names import (
     is_learned,
     is_memory,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun, Sides, stack_runs
 from abrun.stats.curves import COPY_CORRELATION, find_copies, has_detail, has_same_curve
 from abrun.stats.equivalence import t_interval
 from abrun.stats.resolution import last_decimal_unit

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.stats.equivalence import sd_with_resolution
 
 ARMS: tuple[str, str] = ("baseline", "treatment")  # names of samples

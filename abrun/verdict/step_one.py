@@ -7,7 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Compare
+from abrun.runs.metric_names import (
     ADVANTAGES_MAX,
     ADVANTAGES_MIN,
     FIXED_BY_ROLLOUTS,
@@ -20,9 +23,6 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     learning_sign,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import Pair, RecordedRun, no_shared_step_reason
 from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test, mean_and_sd
 from abrun.stats.maxima import maxima_ratio_quantile

@@ -6,7 +6,10 @@ from typing import Literal
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import RecordedRun
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Claim
+from abrun.runs.metric_names import (
     REWARD,
     Transform,
     default_reduction,
@@ -15,9 +18,6 @@ from abrun.metric_names import (
     is_memory,
     learning_sign,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun
 from abrun.stats.resolution import smallest_step
 from abrun.stats.series import Array
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from abrun.metric_names import ELAPSED_TIME, NUM_SAMPLES, SAMPLES_SEEN, STEP_TIME
-from abrun.reasons import Code, Reason
+from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, Target, TimeUnit, describe_claim
-from abrun.recorded.experiment import RecordedRun, Sides, union_steps
+from abrun.runs.metric_names import ELAPSED_TIME, NUM_SAMPLES, SAMPLES_SEEN, STEP_TIME
 from abrun.stats.series import Array, Steps
 from abrun.stats.time_ratio import min_sample_size, misses_alone, sample_size, time_ratio_test
 from abrun.verdict.claims import pairs_missing_reason

@@ -6,7 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from abrun.metric_names import (
+from abrun.logs.recorded.experiment import (
+    RecordedExperiment,
+    RecordedRun,
+    Sides,
+    no_shared_step_reason,
+    union_steps,
+)
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Claim
+from abrun.recipe.merging import implied_by_types
+from abrun.recipe.run import can_change_numbers
+from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
     PEAK_MEMORY,
@@ -15,18 +26,7 @@ from abrun.metric_names import (
     TOKEN_MULT_PROB_ERROR,
     is_clock,
 )
-from abrun.reasons import Code, Reason
-from abrun.recipe.claims import Claim
-from abrun.recipe.merging import implied_by_types
-from abrun.recipe.run import can_change_numbers
-from abrun.recorded.experiment import (
-    RecordedExperiment,
-    RecordedRun,
-    Sides,
-    no_shared_step_reason,
-    union_steps,
-)
-from abrun.redaction import yaml_text
+from abrun.runs.redaction import yaml_text
 from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
 from abrun.verdict.grids import find_grid_problems, find_missing_steps, find_text_values
 from abrun.verdict.guards import shared_peak_counter

@@ -7,11 +7,11 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.log import Axis
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import records
-from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import RecordedExperiment
-from abrun.redaction import display_safe, shortened
+from abrun.messages.codes import Code, Reason
 from abrun.runs.files import read_json
+from abrun.runs.redaction import display_safe, shortened
 from abrun.runs.traces import StoredTrace, TracedTensor
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
 from abrun.verdict.description import Description

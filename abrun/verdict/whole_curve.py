@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.metric_names import Better, Transform, find_metric
-from abrun.reasons import Code, Reason
-from abrun.recorded.experiment import Sides, stack_runs
+from abrun.logs.recorded.experiment import Sides, stack_runs
+from abrun.messages.codes import Code, Reason
+from abrun.runs.metric_names import Better, Transform, find_metric
 from abrun.stats.curves import find_running_best, is_tiny, measure_shared_changes, measure_smoothness
 from abrun.stats.equivalence import ALPHA, estimate_difference, estimate_mean, p_above
 from abrun.stats.series import Array, Steps

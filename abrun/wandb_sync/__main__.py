@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from abrun.errors import AbrunError
+from abrun.messages.codes import Code
 from abrun.messages.records import print_reason
-from abrun.reasons import Code
 from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import make_private_folder

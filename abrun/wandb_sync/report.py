@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.extras import missing_package
 from abrun.messages import sentence, sentences
+from abrun.messages.codes import Code
 from abrun.messages.records import print_reason
-from abrun.reasons import Code
+from abrun.recipe.extras import missing_package
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.files import make_private_folder
 from abrun.wandb_sync import timed_process

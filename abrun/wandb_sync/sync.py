@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.extras import missing_package
 from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import parse_stored_run
+from abrun.recipe.extras import missing_package
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import wrap_read_errors

@@ -6,9 +6,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from abrun.messages.codes import Reason
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS, find_descendants, kill_all
-from abrun.reasons import Reason
 
 
 def run_module(

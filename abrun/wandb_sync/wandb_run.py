@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.run import Wandb
-from abrun.redaction import printable, without_secrets
 from abrun.runs.records import RunRecord
+from abrun.runs.redaction import printable, without_secrets
 from abrun.runs.rundir import RunDir
 
 INIT_TIMEOUT_S = 30.0

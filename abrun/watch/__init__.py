@@ -16,11 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from abrun.errors import StoreError
+from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
-from abrun.present.tables import Table, columns
-from abrun.reasons import Code
-from abrun.redaction import display_safe
-from abrun.regular_files import is_directory
+from abrun.report.present.tables import Table, columns
 from abrun.runs.experiment import (
     inaccessible_folders,
     list_experiments,
@@ -29,6 +27,8 @@ from abrun.runs.experiment import (
     read_run_state,
 )
 from abrun.runs.lock import describe_launcher
+from abrun.runs.redaction import display_safe
+from abrun.runs.regular_files import is_directory
 from abrun.runs.reported import ReportedVerdict, read_reported_verdict
 from abrun.watch.activity import describe_activity
 from abrun.watch.log import read_log

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.watch.reading import WatchedRun
 
 # Reasons of a stalled run that say no more than that it takes no step

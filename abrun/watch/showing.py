@@ -11,9 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from abrun.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
-from abrun.present.tables import Column, Table
-from abrun.redaction import display_safe
+from abrun.report.present.tables import Column, Table
+from abrun.runs.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
+from abrun.runs.redaction import display_safe
 from abrun.watch.activity import describe_activity, format_clock, merge_activities
 from abrun.watch.reading import WatchedRun, estimate_time_left_s
 

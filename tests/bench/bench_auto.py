@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from abrun.launch.auto import decide_values
 from abrun.recipe.experiment import load_recipe
+from abrun.tools.predict.auto import decide_values
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft-qwen2.5-1.5b-1n8g-fused-logprobs.yaml"
 SETTINGS = [

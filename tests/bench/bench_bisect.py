@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
-from abrun.diagnose.bisect.search import Answer, Design, pair_counts, search
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.sequential import interim_level
+from abrun.tools.bisect.search import Answer, Design, pair_counts, search
 
 MARGIN = 1.0
 SHARE_OF_CLAIMS = 0.8  # of the level of a mismatch; the guards have the rest

@@ -28,15 +28,15 @@ from typing import Any
 from abrun.errors import AbrunError
 from abrun.experiment.plan import diff_configs
 from abrun.experiment.starter.shipped import recipe_files
-from abrun.memory.cells import GIB
-from abrun.memory.predict import PeakPrediction, predict_steps, query_gpus, resolve_device_memory
-from abrun.metric_names import TOKEN_MULT_PROB_ERROR
+from abrun.launch.memory.cells import GIB
 from abrun.recipe.experiment import BASELINE, Recipe, load_recipe
 from abrun.recipe.policy import Dtensor, Megatron
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import list_experiments, run_dir
+from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.runs.rundir import RunDir
+from abrun.tools.predict.peaks import PeakPrediction, predict_steps, query_gpus, resolve_device_memory
 from tests.bench.common import heading, make_parser, markdown_row, write_tokenizer, write_weights
 from tests.bench.launches import REPOSITORY, STEP_TIME, finished_runs, last_log_lines, launch
 from tests.bench.step_abrun import TRAINING

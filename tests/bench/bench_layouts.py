@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from abrun.backends.dtensor import DtensorBackend
-from abrun.backends.ranks import make_ranks
-from abrun.models import load_network
 from abrun.recipe.implementations import BACKENDS
 from abrun.recipe.policy import Model, Policy
-from abrun.rl.batch import Sequences
-from abrun.train.sft import SupervisedObjective
+from abrun.trainer.backends.dtensor import DtensorBackend
+from abrun.trainer.backends.ranks import make_ranks
+from abrun.trainer.loop.sft import SupervisedObjective
+from abrun.trainer.models import load_network
+from abrun.trainer.rl.batch import Sequences
 from tests.bench.common import make_parser
 
 PEAK_FLOPS = 989e12
@@ -64,7 +64,7 @@ def make_backend(network: Any, settings: dict[str, Any], impl: str, ranks: Any, 
     assert policy.backend.type in BACKENDS
     if policy.backend.type == "dtensor":
         return DtensorBackend(lambda: copy.deepcopy(network), policy, ranks)
-    from abrun.backends.megatron.backend import MegatronBackend
+    from abrun.trainer.backends.megatron.backend import MegatronBackend
 
     return MegatronBackend(lambda: copy.deepcopy(network), policy, ranks)
 

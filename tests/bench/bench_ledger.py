@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from abrun.diagnose.ledger.drift import drift_of
-from abrun.recorded.ledger import Entry, Ledger
+from abrun.logs.recorded.ledger import Entry, Ledger
 from abrun.stats.equivalence import t_interval
+from abrun.tools.drift.ledger.drift import drift_of
 
 SEED_SD, MARGIN = 0.03, 0.02
 MOST_TRIED, BATCH = 5000, 64

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from abrun.logs.recorded.experiment import RecordedRun
 from abrun.recipe.claims import Claim
-from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.series import Series

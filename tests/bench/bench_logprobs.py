@@ -90,7 +90,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from abrun import kernels
+from abrun.trainer import kernels
 from tests.bench.common import heading, make_parser, markdown_row
 
 GIB = 2**30

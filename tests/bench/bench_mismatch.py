@@ -13,13 +13,13 @@ from pathlib import Path
 
 import yaml
 
-from abrun.diagnose.logprob_diff.command import measure_run
-from abrun.diagnose.logprob_diff.report import summary
-from abrun.present.terminal import terminal
 from abrun.recipe.run import OwnRunConfig
+from abrun.report.present.terminal import terminal
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.tools.logprob_diff.command import measure_run
+from abrun.tools.logprob_diff.report import summary
 
 PRESET = "qwen2-tiny-128"
 PROMPTS = ("What is {n} + {n}?", "Count from {n} up.", "Write a line about the number {n}.")

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from abrun.experiment.probe import run_probe_on_cpu
-from abrun.kernels import linear_logprobs
-from abrun.memory.fake_device import LOGPROBS, fake_gpu
 from abrun.recipe.run import OwnRunConfig
+from abrun.tools.predict.fake_device import LOGPROBS, fake_gpu
+from abrun.trainer.kernels import linear_logprobs
 from tests.bench.common import make_parser
 
 GIB, GB = 2**30, 10**9
@@ -106,7 +106,9 @@ class Step:
             }
         )
         job = {"lengths": [self.length], "num_sequences": self.sequences, "master_dtype": self.states}
-        (row,) = run_probe_on_cpu("abrun.memory.trace", Path(tempfile.mkdtemp(dir=folder)), config, job)
+        (row,) = run_probe_on_cpu(
+            "abrun.tools.predict.trace", Path(tempfile.mkdtemp(dir=folder)), config, job
+        )
         return row["by_phase"]
 
 

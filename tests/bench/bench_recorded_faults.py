@@ -32,20 +32,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from abrun.backends.ranks import join_ranks
-from abrun.diagnose.trace.judge import standardise
 from abrun.errors import RecipeError
-from abrun.metric_names import MEAN_GEN_TOKENS, REWARD, STEP_ONE
 from abrun.recipe.faults import FAULTS, ONE_ULP, Fault, unmet_need
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import MEAN_GEN_TOKENS, REWARD, STEP_ONE
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.tools.trace.judge import standardise
+from abrun.trainer.backends.ranks import join_ranks
 from tests.bench.bench_trace import BASES, TIMEOUT_S, Bench
 from tests.bench.common import heading, make_parser, markdown_row
 from tests.bench.launches import clockless_rows
-from tests.diagnose.trace.captured import config
 from tests.spawn import run_ranks
+from tests.tools.trace.captured import config
 
 # Metrics that take few values jump where rounding does not
 METRICS = tuple(metric for metric in STEP_ONE if metric not in (REWARD, MEAN_GEN_TOKENS))
@@ -55,7 +55,7 @@ Finding = tuple[int | None, str]  # the step that flags a fault, if any, and why
 
 def train_all(rank: int, world_size: int, folders: Sequence[Path], device: torch.device) -> None:
     """Train the runs in these folders, one after the other. Called by every rank."""
-    from abrun.train.loop import train
+    from abrun.trainer.training import train
 
     for folder in folders:
         run = RunDir(folder)

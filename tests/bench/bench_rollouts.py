@@ -59,8 +59,8 @@ def some_prompts(shapes: Shapes) -> list[list[int]]:
 def make_network(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from abrun.models.presets import preset_config
     from abrun.recipe.policy import Model
+    from abrun.trainer.models.presets import preset_config
 
     torch.manual_seed(0)
     with device:
@@ -72,12 +72,12 @@ def ours(shapes: Shapes, device: torch.device, *, in_place: bool) -> Callable[[i
     import torch.distributed as dist
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from abrun.backends.dtensor import DtensorBackend
-    from abrun.backends.ranks import make_ranks
-    from abrun.models import Text, character_tokenizer
     from abrun.recipe.policy import Policy, Rollout
-    from abrun.rollout.draws import Draws
-    from abrun.rollout.torch_engine import TorchEngine
+    from abrun.trainer.backends.dtensor import DtensorBackend
+    from abrun.trainer.backends.ranks import make_ranks
+    from abrun.trainer.models import Text, character_tokenizer
+    from abrun.trainer.rollout.draws import Draws
+    from abrun.trainer.rollout.torch_engine import TorchEngine
 
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
@@ -123,8 +123,8 @@ def by_vllm(shapes: Shapes, device: torch.device) -> Callable[[int], int]:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     import vllm  # pyright: ignore[reportMissingImports]
 
-    from abrun.models import config_of
     from abrun.recipe.policy import Model
+    from abrun.trainer.models import config_of
 
     prompts = [{"prompt_token_ids": prompt} for prompt in some_prompts(shapes)]
     length = shapes.prompt_length + shapes.max_new_tokens

@@ -7,7 +7,7 @@
     python -m tests.bench.bench_scaling --predict-only --gpus 8 --memory h100    # on any machine
     python -m tests.bench.bench_scaling --device cpu --gpus 2       # the script's own logic, on a tiny model
 
-Each candidate is `python -m abrun.train` on one set of ranks: random weights in bfloat16 products with
+Each candidate is `python -m abrun.trainer` on one set of ranks: random weights in bfloat16 products with
 float32 masters, packed, Triton log-probs in one pass, nothing compiled. Every GPU has the same work whatever
 the layout: 96 sequences of 512 tokens (SFT), or 8 prompts of 128 tokens with 8 completions of 64 tokens from
 the torch engine (GRPO), in micro-batches of so many tokens a GPU. Seconds are those of the median of three
@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError
-from abrun.memory.cells import GIB
-from abrun.memory.predict import predict_steps, query_gpus, resolve_device_memory
-from abrun.reasons import Code
+from abrun.launch.memory.cells import GIB
+from abrun.messages.codes import Code
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
+from abrun.tools.predict.peaks import predict_steps, query_gpus, resolve_device_memory
 from tests.bench.bench_step import SHAPES, Bench, Shapes
 from tests.bench.common import heading, make_model, make_parser, markdown_row
 

@@ -13,7 +13,7 @@ SFT: 96 sequences of 512 tokens a step, or of log-normal lengths (`--lengths mix
 at most 4,096), float32 masters, micro-batches as large as `auto` finds to fit on the GPU. GRPO and PPO: 8
 prompts of 128 tokens, 64 completions of 512, sampled by vLLM, one update a step, no KL penalty; TRL's weights
 then in bfloat16. Random weights end a completion about never, so that all have their full length. abrun:
-whole runs of `python -m abrun.train`, Triton log-probs throughout; what has another name than "all on"
+whole runs of `python -m abrun.trainer`, Triton log-probs throughout; what has another name than "all on"
 differs from it by what it is named after. TRL: activation checkpointing, its default.
 
 A candidate is a process of its own, in which some methods are followed from outside. Seconds are those of the
@@ -44,13 +44,13 @@ from typing import Any
 import psutil
 
 from abrun.errors import AbrunError
-from abrun.launch.auto import decide_values
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.merging import apply_override
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.tools.predict.auto import decide_values
 from tests.bench.charts import chart
 from tests.bench.common import PEAK_FLOPS, make_model, make_parser
 from tests.bench.step_parts import STEPS, shares

@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from abrun.diagnose.trace.command import REPLICAS, read_replicas
-from abrun.diagnose.trace.judge import NUM_REPLICAS, judge_trace
 from abrun.recipe.faults import FAULTS, Fault, unmet_need
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import Capture, read_capture
 from abrun.runs.files import read_json, write_json
 from abrun.runs.traces import TraceResult
+from abrun.tools.trace.command import REPLICAS, read_replicas
+from abrun.tools.trace.judge import NUM_REPLICAS, judge_trace
 from tests.bench.common import heading, make_parser, markdown_row
-from tests.diagnose.trace.captured import capture, config
+from tests.tools.trace.captured import capture, config
 
 GRPO: dict[str, Any] = {
     "algorithm": {

@@ -33,22 +33,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from abrun.backends.ranks import join_ranks
-from abrun.diagnose.trace.command import MAX_TOKENS, REPLICAS, read_replicas
-from abrun.diagnose.trace.judge import NUM_REPLICAS, judge_trace
-from abrun.diagnose.trace.measure import Tracer, run_job
-from abrun.diagnose.trace.observe import Observer
 from abrun.errors import AbrunError
 from abrun.recipe.faults import FAULTS
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import read_capture
 from abrun.runs.files import read_json, write_json
-from abrun.train.loop import make_algorithm
-from abrun.train.setup import make_setup
+from abrun.tools.trace.command import MAX_TOKENS, REPLICAS, read_replicas
+from abrun.tools.trace.judge import NUM_REPLICAS, judge_trace
+from abrun.tools.trace.measure import Tracer, run_job
+from abrun.tools.trace.observe import Observer
+from abrun.trainer.backends.ranks import join_ranks
+from abrun.trainer.loop.setup import make_setup
+from abrun.trainer.training import make_algorithm
 from tests.bench.bench_trace import GRPO, is_right
 from tests.bench.common import heading, make_parser, markdown_row, sync_of
-from tests.diagnose.trace.captured import config
-from tests.diagnose.trace.test_layouts import DTENSOR, EXPERTS, MEGATRON
+from tests.tools.trace.captured import config
+from tests.tools.trace.test_layouts import DTENSOR, EXPERTS, MEGATRON
 
 TENSOR = {"tensor_parallel": 2, "sequence_parallel": True}
 CLEAN: dict[str, tuple[int, dict[str, Any]]] = {

@@ -157,10 +157,10 @@ class Bench:
     def __init__(self, device: str, folder: Path, **rollout: Any) -> None:
         import torch
 
-        from abrun.backends.dtensor import DtensorBackend
-        from abrun.backends.ranks import make_ranks
-        from abrun.models import Text, character_tokenizer, load_network
-        from abrun.rollout.vllm.colocated import ColocatedEngine
+        from abrun.trainer.backends.dtensor import DtensorBackend
+        from abrun.trainer.backends.ranks import make_ranks
+        from abrun.trainer.models import Text, character_tokenizer, load_network
+        from abrun.trainer.rollout.vllm.colocated import ColocatedEngine
 
         self.shapes, self.device = SHAPES[device], torch.device(device)
         config = make_config(device, folder, **rollout)
@@ -198,7 +198,7 @@ class Bench:
         return [logprob for row in self.engine._vllm.score(sequences) for logprob in row[1:]]
 
     def sample(self, number: int = 0) -> list[Any]:
-        from abrun.rollout.draws import Draws
+        from abrun.trainer.rollout.draws import Draws
 
         prompts = self.random_tokens(self.shapes.num_prompts, self.shapes.prompt_length, seed=2)
         draws = Draws(seed=0, stream="sampling", step=number, rows=range(len(prompts)))
@@ -208,7 +208,7 @@ class Bench:
         """Return the trainer's log-probs of completions and the engine's, token by token."""
         import torch
 
-        from abrun.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
+        from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 
         sequences = collate(prompts, [row.token_ids for row in completions], pad_id=self.text.pad_id)
         fields: dict[str, Any] = {
@@ -329,7 +329,7 @@ def measure_step(device: str, folder: Path) -> dict[str, float]:
     (folder / "run").mkdir()
     run.write_record(record)
     ended = subprocess.run(
-        [sys.executable, "-m", "abrun.train", str(folder / "run")], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "abrun.trainer", str(folder / "run")], cwd=ROOT, capture_output=True, text=True
     )
     if ended.returncode:
         raise RuntimeError(f"the run failed: {ended.stderr[-3000:]}")

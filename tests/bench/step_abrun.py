@@ -1,6 +1,6 @@
 """A run of abrun that tells of its steps: `bench_step.py` starts it as a rank of its own, or as several.
 
-What trains is `python -m abrun.train RUN_DIR`, with some methods followed from outside.
+What trains is `python -m abrun.trainer RUN_DIR`, with some methods followed from outside.
 """
 
 import contextlib
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from abrun.train import __main__ as entry
-from abrun.train import startup
+from abrun.trainer import __main__ as entry
+from abrun.trainer.loop import startup
 from tests.bench.step_parts import STEPS, Steps
 
 PART_OF = {  # a phase; the others are parts of these, or hold them
@@ -55,8 +55,9 @@ class Watch:
     def _follow_run(self) -> None:
         import torch
 
-        from abrun.backends.head import LmHead
-        from abrun.train import loop, phases
+        from abrun.trainer import training as loop
+        from abrun.trainer.backends.head import LmHead
+        from abrun.trainer.loop import phases
 
         steps, make_setup, make_algorithm = self.steps, loop.make_setup, loop.make_algorithm
         timed, collect = phases.Phases.__call__, phases.Phases.collect
@@ -90,7 +91,7 @@ class Watch:
     def _follow_steps(self, algorithm: Any, policy: Any) -> None:
         import torch
 
-        from abrun.rl.batch import sequence_lengths
+        from abrun.trainer.rl.batch import sequence_lengths
 
         step, forward_backward, forward = algorithm.step, policy.forward_backward, policy._forward
 
@@ -142,7 +143,7 @@ def num_parameters(policy: Any, value_model: Any) -> int:
 def main() -> None:
     run, device = json.loads(sys.argv[1])
     Watch(device).follow_imports()
-    sys.argv = ["abrun.train", run]
+    sys.argv = ["abrun.trainer", run]
     sys.exit(entry.main())
 
 

@@ -15,7 +15,7 @@ from abrun.experiment.designs import (
 )
 from abrun.experiment.power import assumed_spread, plan_claim_power
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, Compare
 from abrun.stats.equivalence import ALPHA, equivalence_test
 from abrun.stats.sequential import interim_levels

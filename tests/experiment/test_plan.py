@@ -9,7 +9,7 @@ from rich.console import Console
 from abrun.errors import RecipeError
 from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
 from abrun.launch.preview import check_feasibility, render_preview
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
 from tests.snapshot import Snapshot

@@ -14,11 +14,11 @@ from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.checks import anywhere_refusals, find_problems
 from abrun.experiment.preflight.machine import Machine, find_gpus, usable_cores
 from abrun.experiment.preflight.model_files import hub_model_refusal
-from abrun.extras import installed_packages
 from abrun.launch.local import Slots
 from abrun.messages import sentence, sentences
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import load_recipe
+from abrun.recipe.extras import installed_packages
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, RunConfig
 from tests.snapshot import Snapshot
 

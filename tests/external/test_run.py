@@ -19,19 +19,19 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.run import MetricsFollower
+from abrun.launch.memory.sweep import Variant
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
-from abrun.memory.sweep import Variant
+from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.processes import PauseDetector, find_descendants, find_run_processes
-from abrun.reasons import Code, Reason
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.reading import Loader
-from abrun.recorded.sources import ReadingOptions, open_sources
-from abrun.recorded.stored import load_experiment
 from abrun.runs.experiment import read_run_state
 from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_json_lines

@@ -11,7 +11,7 @@ from abrun.experiment.plan import make_plan
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe import command as commands
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import CommandRecipe, load_recipe

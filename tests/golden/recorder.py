@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from abrun import cli, redaction
-from abrun.present.figures import FIGURE_FORMATS
+from abrun import cli
 from abrun.report import comparing
+from abrun.report.present.figures import FIGURE_FORMATS
 from abrun.report.write import FORMATS, PAGE
+from abrun.runs import redaction
 from tests.golden.case import Build
 from tests.golden.normal import Normaliser, figures, json_text
 

@@ -1,4 +1,4 @@
-"""Stands in for `python -m abrun.train RUN_DIR`: the same files and signals, without torch.
+"""Stands in for `python -m abrun.trainer RUN_DIR`: the same files and signals, without torch.
 
 FAKE_TRAINER in the environment is JSON: {"step_s": seconds, "engine": true, "runs": {"arm/seed-0": what}}.
 With an engine, a process that the trainer needs at every step runs below it.
@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from abrun.messages.codes import Code
 from abrun.processes import progress
-from abrun.reasons import Code
 from abrun.runs.rundir import RunDir
 
 ENGINE = "import time; time.sleep(600)  # engine"

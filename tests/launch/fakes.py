@@ -13,8 +13,8 @@ from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
 from abrun.launch.submit import submit_plan
 from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
+from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS, Popen
-from abrun.reasons import Reason
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
@@ -30,7 +30,7 @@ FRESH_FAKES = "tests.launch.fakes:FreshFakes"  # to be set as "fake" in LAUNCHER
 FORKING = "tests.launch.fakes:ForkingEngine"  # to be set as "local" in LAUNCHERS
 FAKE_UNDER_AGENT = ("fake-under-agent", "tests.launch.fakes:FakesUnderAgent")
 STAND_IN = ("stand-in", "tests.launch.fakes:StandInForVllm")
-STAND_IN_HOST = ("tests.rollout.standin", "host")  # to be set as abrun.launch.hosts.HOST_COMMAND
+STAND_IN_HOST = ("tests.trainer.rollout.standin", "host")  # to be set as abrun.launch.hosts.HOST_COMMAND
 
 
 class Silent:
@@ -115,15 +115,15 @@ class FakesUnderAgent(LocalEngine):
         command = super().command(run, config, place)
         if not isinstance(config, OwnRunConfig):
             return command
-        assert command[-2:] == ["abrun.train", str(run.path)]
+        assert command[-2:] == ["abrun.trainer", str(run.path)]
         return [*command[:-2], "tests.launch.fake_trainer", str(run.path)]
 
 
 class StandInForVllm(LocalEngine):
-    """Our own trainer, in which tests.rollout.standin takes the place of vLLM."""
+    """Our own trainer, in which tests.trainer.rollout.standin takes the place of vLLM."""
 
     def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
         return []  # vLLM may be missing
 
     def command(self, run: RunDir, config: RunConfig, place: Devices) -> list[str]:
-        return [*super().command(run, config, place)[:-2], "tests.rollout.standin", str(run.path)]
+        return [*super().command(run, config, place)[:-2], "tests.trainer.rollout.standin", str(run.path)]

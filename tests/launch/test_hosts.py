@@ -130,7 +130,7 @@ def victims(runs_dir: Path, launcher: int, kind: str) -> list[int]:
     if kind == "host":
         return processes(Path("/"), " ".join(STAND_IN_HOST), str(runs_dir))
     servers = victims(runs_dir, launcher, "host")
-    return [pid for pid in processes(runs_dir, "tests.rollout.standin") if pid not in servers]
+    return [pid for pid in processes(runs_dir, "tests.trainer.rollout.standin") if pid not in servers]
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])

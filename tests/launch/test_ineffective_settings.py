@@ -11,7 +11,7 @@ from abrun.experiment.plan import make_plan
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.prepare import own_experiment
 from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import load_recipe
 from tests.snapshot import Snapshot
 

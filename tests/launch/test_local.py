@@ -26,9 +26,9 @@ from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
-from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import load_recipe, parse_stored_run
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs import experiment, files, lock, rundir

@@ -43,7 +43,7 @@ class ToyRun:
 class ToyEngine:
     """One run after the other."""
 
-    trainer = ("-m", "abrun.train")
+    trainer = ("-m", "abrun.trainer")
 
     def __init__(self, num_jobs: int | None) -> None:
         self.started: list[ToyRun] = []

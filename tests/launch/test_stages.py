@@ -11,7 +11,7 @@ from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
 from abrun.launch.stages import add_interim_analyses, refuse_other_interim
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources

@@ -26,8 +26,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 
 from abrun.errors import AbrunError
 from abrun.logs import read_logs
-from abrun.recorded.selection import ReadingOptions
-from abrun.recorded.sources import open_sources
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import open_sources
 from tests.fuzzing import MOST_S, SEED, bounded, check_line, rounds
 from tests.logs.hostile_tables import LAYOUTS, Change, bombs, cells_of_tables, write_table
 from tests.logs.test_fuzz import messages, tensorboard_file, wandb_file

@@ -9,8 +9,8 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import read_logs
+from abrun.logs.recorded.selection import ReadingOptions
 from abrun.recipe.claims import Claim
-from abrun.recorded.selection import ReadingOptions
 from abrun.report.comparing import compare_sources
 
 TIME = "2026-08-21T19-56-54.123456"

@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 
 from abrun.errors import StoreError
-from abrun.foreign import files
 from abrun.logs import Log, read_log, read_logs
-from abrun.reasons import Code
+from abrun.logs.foreign import files
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import open_sources
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
-from abrun.recorded.selection import ReadingOptions
-from abrun.recorded.sources import open_sources
-from abrun.regular_files import open_regular
 from abrun.report.comparing import with_options
+from abrun.runs.regular_files import open_regular
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 

@@ -17,8 +17,8 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import Log, read_logs
-from abrun.recorded.selection import ReadingOptions
-from abrun.recorded.sources import open_sources
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import open_sources
 
 ARMS = ("hf", "megatron")
 REWARDS = [0.25, math.nan, 0.75]

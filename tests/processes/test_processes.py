@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.processes import ending_reason, is_unexplained, poll_interval, start_process
-from abrun.reasons import Code, Reason
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -3,9 +3,9 @@
 import pytest
 
 from abrun.errors import RecipeError
-from abrun.metric_names import METRICS, better_direction
 from abrun.recipe.claims import Claim, Compare, claim_option, describe_claim, parse_claim
 from abrun.recipe.refusals import validated
+from abrun.runs.metric_names import METRICS, better_direction
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe import reading
 from abrun.recipe.claims import parse_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation

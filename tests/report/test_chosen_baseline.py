@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.sources import ReadingOptions
 from abrun.messages import sentence
-from abrun.reasons import Code
-from abrun.recorded.sources import ReadingOptions
+from abrun.messages.codes import Code
 from abrun.report.comparing import compare_sources
 
 ARMS = {

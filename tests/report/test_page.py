@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.reasons import Code
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report import page as page_package
 from abrun.report.page import charts, metric_rows, render_page
 from abrun.report.panels import NUM_BUCKETS, NUM_WINDOWS, bucket_indices, bucket_means, memory_peaks

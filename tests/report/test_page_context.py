@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from abrun.cli import app
+from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
+from abrun.logs.recorded.stored import load_experiment
+from abrun.messages.codes import Code
 from abrun.messages.validity import alias_hint
-from abrun.reasons import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.reference import freeze, load_reference, make_regression_experiment
-from abrun.recorded.stored import load_experiment
 from abrun.report.commands import fill_placeholders
 from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions

@@ -7,7 +7,7 @@ from abrun.cli import app
 from abrun.cli.arguments import parse_seeds
 from abrun.errors import AbrunError, RecipeError
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from tests.reasons import reason_of
 from tests.verdict.simulate import edit, edit_rows
 

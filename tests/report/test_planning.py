@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.experiment.power import Spread, assumed_spread, plan_claim_power
+from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.stored import load_experiment
 from abrun.report.planning import PowerPlan, measure_spread
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import pairs_needed, power_at, sd_of_difference, welch_dof_per_run

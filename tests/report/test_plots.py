@@ -10,9 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from abrun.present.figures import figure_style
 from abrun.report import plots
 from abrun.report.panels import NUM_BUCKETS
+from abrun.report.present.figures import figure_style
 from tests.report.test_page import experiment, learning
 from tests.verdict.verdicts import claim
 

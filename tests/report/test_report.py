@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from abrun.errors import ComparisonError
-from abrun.reasons import Code
+from abrun.logs.recorded.sources import ReadingOptions
+from abrun.logs.recorded.stored import load_experiment
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
-from abrun.recorded.sources import ReadingOptions
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources
 from abrun.report.write import unique_slugs
 from abrun.runs.rundir import RunDir

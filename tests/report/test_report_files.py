@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import ComparisonError
-from abrun.reasons import Code
-from abrun.recorded.sources import ReadingOptions
+from abrun.logs.recorded.sources import ReadingOptions
+from abrun.messages.codes import Code
 from abrun.report.comparing import compare_sources
 from tests.reasons import refused
 from tests.verdict.simulate import write_experiment

@@ -11,11 +11,11 @@ import pytest
 from scipy import stats
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import open_sources
 from abrun.messages import sentence, sentences
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
-from abrun.recorded.selection import ReadingOptions
-from abrun.recorded.sources import open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.report.context import verdict_qualifiers
 from abrun.stats.equivalence import equivalence_test

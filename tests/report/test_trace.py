@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from abrun.reasons import Code
+from abrun.logs.recorded.sources import ReadingOptions
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
-from abrun.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.files import write_json
 from tests.golden.cases.verdicts import set_metric

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import LineReader, LineWriter, read_json_lines
 from tests.snapshot import Snapshot

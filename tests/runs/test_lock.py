@@ -13,7 +13,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.runs import lock
 from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher, launcher_lock
 from abrun.runs.owner import this_process_fields

@@ -11,7 +11,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import read_logs
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.runs import lines
 from abrun.runs.lines import LineWriter
 from abrun.runs.rundir import RunDir

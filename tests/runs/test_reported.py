@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.recorded.sources import ReadingOptions
+from abrun.logs.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
 from abrun.runs.reported import read_reported_verdict
 from abrun.watch import read_overviews

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.runs import owner, rundir
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state, run_dir
 from abrun.runs.files import read_json, write_json

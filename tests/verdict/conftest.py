@@ -16,7 +16,7 @@ def simulated(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def judged() -> Callable[..., Any]:
     """Compares without drawing, which takes a second a figure."""
-    from abrun.recorded.stored import load_experiment
+    from abrun.logs.recorded.stored import load_experiment
     from abrun.report.comparing import compare, with_options
 
     def judge(

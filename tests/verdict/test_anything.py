@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.messages import sentence, sentences
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import compare_sources
 from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv

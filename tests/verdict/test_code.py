@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from tests.verdict.simulate import write
 
 OLD = {"sha": "a" * 40, "dirty": False, "diff": None}

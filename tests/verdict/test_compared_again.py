@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.reasons import Code
+from abrun.logs.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
+from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
-from abrun.recorded.sources import ReadingOptions, open_sources
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.sequential import interim_level
 from tests.bench.bench_readings import repeated, windows_tried

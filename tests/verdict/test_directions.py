@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from abrun.messages import sentence
+from abrun.messages.codes import Code
 from abrun.messages.numbers import difference_and_seeds_text
-from abrun.reasons import Code
 from abrun.recipe.claims import parse_claim
 from abrun.verdict.results import detect
 from tests.verdict.simulate import fail

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from abrun.messages import sentence
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.verdict.sensitivity import climb_lower_bound
 from tests.reasons import only

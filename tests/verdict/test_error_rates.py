@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import power_at, sd_of_difference

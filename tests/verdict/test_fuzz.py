@@ -11,8 +11,8 @@ import pytest
 
 from abrun import watch
 from abrun.errors import AbrunError
-from abrun.recorded.reference import freeze, load_reference
-from abrun.recorded.stored import load_experiment
+from abrun.logs.recorded.reference import freeze, load_reference
+from abrun.logs.recorded.stored import load_experiment
 from abrun.report.comparing import compare
 from abrun.runs import layout
 from abrun.runs.experiment import EXPERIMENT, planned_runs

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from abrun.logs.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.messages import sentence
-from abrun.metric_names import STEP_TIME
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare, Guards
-from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import STEP_TIME
 from abrun.stats.series import Series
 from abrun.verdict.guards import check_guards, count_tests, measure_savings
 from tests.verdict.simulate import edit, edit_rows

@@ -15,11 +15,11 @@ from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import group_pairs, make_plan
 from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
-from abrun.recorded.stored import load_experiment
 from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
 from abrun.verdict.injected import measure_sensitivity
 from tests.reasons import refused

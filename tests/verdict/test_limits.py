@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from abrun.errors import RecipeError
+from abrun.logs.recorded.experiment import RecordedRun, Sides
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
-from abrun.recorded.experiment import RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.series import Series

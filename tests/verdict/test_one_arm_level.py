@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from abrun.logs.recorded.sources import ReadingOptions, read_sources
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, parse_claim
-from abrun.recorded.sources import ReadingOptions, read_sources
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare, compare_sources, with_options
 from tests.reasons import reason_of
 from tests.verdict.simulate import fail

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.reference import load_reference
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, parse_claim
-from abrun.recorded.reference import load_reference
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import freeze_arm
 from abrun.report.context import verdict_qualifiers
 from abrun.stats.equivalence import holm

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from abrun.reasons import Code
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report.page import metric_rows
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from abrun.logs.recorded.reference import load_reference
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.reading import dotted
-from abrun.recorded.reference import load_reference
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "regression"

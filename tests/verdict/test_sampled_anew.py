@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.metric_names import MEAN_GEN_TOKENS, MEAN_PROMPT_LENGTH, REWARD
-from abrun.reasons import Code
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import MEAN_GEN_TOKENS, MEAN_PROMPT_LENGTH, REWARD
 from abrun.stats.series import Series
 from abrun.verdict.decide import ArmVerdict, judge
 from abrun.verdict.step_one import has_shared_prompts, has_shared_rollouts

@@ -9,10 +9,10 @@ import pytest
 from scipy import stats
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.sources import ReadingOptions, read_sources
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
-from abrun.recorded.sources import ReadingOptions, read_sources
 from abrun.report.comparing import Comparison, compare, compare_sources
 from tests.reasons import reason_of, refused
 

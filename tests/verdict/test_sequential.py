@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from scipy import special
 
 from abrun.api.launching import interim_state
-from abrun.reasons import Code
+from abrun.logs.recorded.experiment import RecordedExperiment
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, Compare
-from abrun.recorded.experiment import RecordedExperiment
 from abrun.verdict.decide import planned_analyses
 from tests.verdict.simulate import edit, edit_rows, fail
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages import sentence
-from abrun.reasons import Code
-from abrun.recorded.experiment import RecordedRun
+from abrun.messages.codes import Code
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.decide import Verdict

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
-from abrun.metric_names import default_transform
 from abrun.recipe.claims import Claim
+from abrun.runs.metric_names import default_transform
 from abrun.verdict.summaries import reduce_window, transform_values
 from tests.verdict.simulate import edit_rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import ComparisonError, StoreError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from tests.verdict.test_anything import described
 
 CLAIM = "train/reward:last 20%:0.05"

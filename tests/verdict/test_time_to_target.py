@@ -12,10 +12,10 @@ import pytest
 
 from abrun.api import Result, compare
 from abrun.errors import AbrunError
+from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
-from abrun.recorded.experiment import RecordedRun
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.time_to_target import ReachTime, find_reach_time

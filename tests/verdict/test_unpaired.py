@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from abrun.errors import ComparisonError
+from abrun.logs.recorded.sources import ReadingOptions
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare, parse_claim
-from abrun.recorded.sources import ReadingOptions
-from abrun.recorded.stored import load_experiment
 from abrun.report.comparing import compare_sources
 from abrun.report.injected import sensitivity_columns, write_sensitivity
 from abrun.verdict.guards import pair_with_all_baselines
@@ -182,7 +182,7 @@ def test_independent_runs_have_the_machine_in_common_and_not_the_prompts(simulat
 
 
 def test_no_baseline_opposes_nothing(simulated, judged):
-    from abrun.recorded.experiment import Sides
+    from abrun.logs.recorded.experiment import Sides
 
     assert pair_with_all_baselines(Sides(baselines=(), treatments=(), paired=False)) == []
 

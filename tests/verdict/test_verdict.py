@@ -3,7 +3,7 @@
 import pytest
 
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.verdict.decide import EXIT_CODES, worst_verdict

@@ -10,7 +10,7 @@ import pytest
 import abrun.verdict
 from abrun.errors import StoreError
 from abrun.messages import records
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.runs.files import json_text
 from abrun.verdict.verdict_file import as_json, json_schema, read_verdict_file
 from tests.verdict.simulate import edit_rows

@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import binom
 
+from abrun.logs.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.messages import sentence, sentences
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Guards
-from abrun.recorded.experiment import Pair, RecordedRun, Sides
 from abrun.runs.layout import RunName
 from abrun.stats.curves import find_copies, measure_shared_changes, measure_smoothness
 from abrun.stats.series import Series

@@ -13,7 +13,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs.wandb_files import read_wandb_files
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
 from abrun.wandb_sync import report, timed_process, wandb_run
@@ -127,7 +127,7 @@ def test_a_trainer_says_whether_its_run_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_success: bool
 ) -> None:
     """Its result is written after the upload, so the run has none yet."""
-    from abrun.train.recorder import WandbSync
+    from abrun.trainer.loop.recorder import WandbSync
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(tmp_path / "x")

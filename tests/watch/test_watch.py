@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from abrun import watch
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import read_json, write_json
 from abrun.runs.layout import RunName

@@ -18,17 +18,17 @@ from abrun.experiment.plan import ExperimentPlan, PlannedRun
 from abrun.experiment.preflight.machine import Machine
 from abrun.experiment.preflight.model_files import folder_refusal, hub_model_refusal, model_shape
 from abrun.experiment.preflight.settings import SETTINGS
-from abrun.extras import installed_packages, is_imported, missing_package, untested_version
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
+from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import family_refusal, stream_misfit
 from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
 from abrun.recipe.tasks import GeneratedTask, ReasoningGym
-from abrun.regular_files import is_file
-from abrun.tasks import hold_out
+from abrun.runs.regular_files import is_file
+from abrun.trainer.tasks import hold_out
 
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
@@ -101,7 +101,7 @@ def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[
 
 def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     """Yield errors in the files of task and validation; of long files only the first lines are checked."""
-    from abrun.tasks.problems import check_problems
+    from abrun.trainer.tasks.problems import check_problems
 
     task, validation = config.task, config.validation
     try:

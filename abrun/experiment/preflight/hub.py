@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 
 CONFIG_FILE = "config.json"
 

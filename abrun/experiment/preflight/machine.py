@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from abrun.experiment.preflight.hub import hub_refusal
-from abrun.extras import installed_packages
+from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text
-from abrun.reasons import Reason
+from abrun.recipe.extras import installed_packages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Machine:
 
     gpus: tuple[str, ...]  # names as in CUDA_VISIBLE_DEVICES
     cores: int
-    packages: Mapping[str, str]  # installed packages of abrun.extras.MODULES -> version
+    packages: Mapping[str, str]  # installed packages of abrun.recipe.extras.MODULES -> version
     ask_hub: Callable[[str], Reason | None]  # returns why a hub model is unavailable, or None
 
     def __str__(self) -> str:

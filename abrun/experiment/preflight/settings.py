@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from abrun.extras import installed_packages
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.extras import installed_packages
 from abrun.recipe.packages import megatron_refusal, vllm_refusal
 
 Packages = Mapping[str, str]  # installed package -> version

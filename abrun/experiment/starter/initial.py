@@ -10,10 +10,10 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.experiment.starter.schema import recipe_schema
 from abrun.experiment.starter.shipped import PACKAGE, recipe_files, recipes_folder
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.presets import ARCHITECTURES
-from abrun.regular_files import exists, is_file
 from abrun.runs.layout import NAME_PATTERN
+from abrun.runs.regular_files import exists, is_file
 
 KINDS = {
     "recipe": "two settings of abrun's own trainer",

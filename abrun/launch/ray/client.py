@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.settings import ray_refusal
-from abrun.reasons import Code
-from abrun.redaction import shortened
+from abrun.messages.codes import Code
+from abrun.runs.redaction import shortened
 
 CONNECT_TIMEOUT_S = 5.0
 REQUEST_TIMEOUT_S = 20.0  # a hanging head may still accept connections

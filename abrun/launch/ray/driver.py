@@ -22,18 +22,18 @@ from abrun.launch.cluster import COMPARE_LOG
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Supervisor, print_line
+from abrun.messages.codes import Code
 from abrun.messages.records import print_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
-from abrun.reasons import Code
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Ray
 from abrun.recipe.refusals import validated
-from abrun.regular_files import is_directory
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import open_log
 from abrun.runs.layout import REPORT
 from abrun.runs.lock import Lease, LockedError
+from abrun.runs.regular_files import is_directory
 
 LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
 

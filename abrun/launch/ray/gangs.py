@@ -33,9 +33,9 @@ from abrun.launch.engine import Devices, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
-from abrun.reasons import Code, Reason
 from abrun.recipe.launcher import Ray
 from abrun.recipe.run import RunConfig
 from abrun.runs.endings import write_ending

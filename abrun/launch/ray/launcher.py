@@ -15,9 +15,9 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs
 from abrun.launch.ray import client, record
+from abrun.messages.codes import Code, Reason
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
-from abrun.reasons import Code, Reason
 from abrun.runs.experiment import WARM_START
 from abrun.runs.records import RunState
 

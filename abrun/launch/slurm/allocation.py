@@ -28,9 +28,9 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release_job, run_slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Supervisor, print_line
+from abrun.messages.codes import Code, Reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
-from abrun.reasons import Code, Reason
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Slurm
 from abrun.recipe.refusals import validated

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from abrun.errors import LaunchError
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 
 TIMEOUT_S = 60.0
 NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"

@@ -15,7 +15,7 @@ from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import AllocationRequest, JobScript
-from abrun.reasons import Code, Reason
+from abrun.messages.codes import Code, Reason
 from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState

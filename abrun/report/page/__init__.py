@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from abrun.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
 from abrun.report.context import Context, verdict_qualifiers, verdict_title
 from abrun.report.page import charts
 from abrun.report.panels import display_unit, memory_peaks
 from abrun.runs.layout import RunName
+from abrun.runs.metric_names import METRICS, TOKEN_MULT_PROB_ERROR
 from abrun.stats.series import Array, Steps, window_bounds
 from abrun.verdict.claims import ClaimResult
 from abrun.verdict.summaries import reduce_arms, reduce_window

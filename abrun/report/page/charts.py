@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from abrun.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.report.panels import (
     NUM_BUCKETS,
     Curve,

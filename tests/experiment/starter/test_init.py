@@ -15,9 +15,9 @@ from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
 from abrun.experiment.starter.initial import KIND_QUESTIONS, initial_files, write_files
-from abrun.reasons import Code
+from abrun.logs.recorded.reference import load_reference
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe
-from abrun.recorded.reference import load_reference
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 

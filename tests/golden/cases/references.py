@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.diagnose.ledger.test_ledger import FIRST, SECOND
 from tests.golden.case import case, compare_command, compare_in_short
+from tests.tools.drift.ledger.test_ledger import FIRST, SECOND
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
 
 Commands = Iterator[Sequence[str]]

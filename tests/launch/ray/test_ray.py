@@ -19,8 +19,8 @@ from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import client, driver, record
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.client import RayJob
+from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
-from abrun.reasons import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.rundir import RunDir
 from tests.launch import fakes

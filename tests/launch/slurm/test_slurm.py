@@ -21,7 +21,7 @@ from abrun.launch import node, prepare
 from abrun.launch.cluster import cancel_experiment, find_cluster_jobs, make_cluster
 from abrun.launch.slurm import allocation, jobs, launcher
 from abrun.messages import sentence
-from abrun.reasons import Code
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.launcher import parse_time_limit, resolve_launcher_settings

@@ -1,0 +1,226 @@
+"""Tables of measured and predicted peaks, for the terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from abrun.launch.memory.cells import GIB, Cell, MemoryProfile, Point, SizeLimit, choose_unit
+from abrun.report.present.tables import Table, columns
+from abrun.runs.metric_names import PEAK_MEMORY
+
+if TYPE_CHECKING:
+    from abrun.tools.predict.peaks import SweepPrediction
+
+VIEWER = "https://pytorch.org/memory_viz"
+TEXT_COLUMNS = ("arm", "highest in", "fails in", "allocated in", "line")
+MIN_SHARE = 0.01  # kinds of memory below this share of the highest peak are not shown
+
+
+def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
+    """Return the progress line of a measured cell."""
+    phase, num_bytes = cell.highest_peak
+    peak_text = f"{_format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
+    cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
+    if cell.out_of_memory:
+        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
+    return f"{cell_name}: {peak_text}"
+
+
+def make_tables(profile: MemoryProfile) -> list[Table]:
+    """Return the tables of peaks, allocator counters, size limits and allocation sites."""
+    has_allocator = any(cell.reserved_bytes is not None for cell in profile.cells)
+    return [
+        _make_peak_table(profile),
+        *([_make_allocator_table(profile)] if has_allocator else []),
+        *([_make_limit_table(profile)] if profile.size_limits else []),
+        *(_make_site_table(cell, profile.unit) for cell in _choose_compared_cells(profile)),
+    ]
+
+
+def _make_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    numeric_headings = [heading for heading in headings if heading not in TEXT_COLUMNS]
+    by_size = range(1, len(rows)) if headings[0] == "tokens" else ()
+    sections = [index for index in by_size if rows[index][0] != rows[index - 1][0]]
+    return Table(columns(*headings, numeric=numeric_headings, no_wrap=TEXT_COLUMNS), rows, title, sections)
+
+
+def _make_peak_table(profile: MemoryProfile) -> Table:
+    phases = list(dict.fromkeys(phase for cell in profile.cells for phase in cell.by_phase))
+    resident_kinds = list(dict.fromkeys(name for cell in profile.cells for name in cell.held))
+    size_headings, unit = _size_headings(profile), profile.unit
+    headings = [*size_headings, "arm", *(name.replace("_", " ") for name in resident_kinds)]
+    headings += [*map(_format_phase, phases), "highest in", "ratio"]
+    rows = []
+    for cell in profile.sorted_cells:
+        ratio, phase = profile.ratio(cell), _format_phase(cell.highest_peak[0])
+        rows.append(
+            [
+                *_format_size(cell.point, size_headings),
+                cell.arm,
+                *(_format_bytes(cell.held.get(name), unit) for name in resident_kinds),
+                *(_format_bytes(cell.by_phase.get(phase), unit) for phase in phases),
+                f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else phase,
+                f"{ratio:.3f}" if ratio else "-",
+            ]
+        )
+    on_gpu = profile.counter == PEAK_MEMORY[0]
+    counter_text = "peak memory allocated on a GPU" if on_gpu else "peak of live tensors' bytes on a CPU"
+    return _make_table(f"{profile.name}: {counter_text}, {unit[0]}, maximum over ranks", headings, rows)
+
+
+def _make_allocator_table(profile: MemoryProfile) -> Table:
+    size_headings, unit = _size_headings(profile), profile.unit
+    activities = list(
+        dict.fromkeys(activity for cell in profile.cells for activity in cell.device_used_bytes)
+    )
+    headings = [*size_headings, "arm", "allocated", "reserved", "idle in split blocks", "retries"]
+    headings += [f"device memory used, {activity}" for activity in activities]
+    rows = [
+        [
+            *_format_size(cell.point, size_headings),
+            cell.arm,
+            _format_bytes(cell.highest_peak[1], unit),
+            _format_bytes(cell.reserved_bytes, unit),
+            _format_bytes(cell.inactive_bytes, unit),
+            "-" if cell.allocator_retries is None else str(cell.allocator_retries),
+            *(_format_bytes(cell.device_used_bytes.get(activity), unit) for activity in activities),
+        ]
+        for cell in profile.sorted_cells
+    ]
+    return _make_table(f"CUDA allocator, {unit[0]}", headings, rows)
+
+
+def _make_limit_table(profile: MemoryProfile) -> Table:
+    keys = list(dict.fromkeys(key for limit in profile.size_limits for key, _ in limit.swept))
+    baseline_sizes = {
+        limit.swept: limit.fits for limit in profile.size_limits[::-1] if limit.arm == profile.arms[0]
+    }
+    rows = [_make_limit_row(limit, keys, baseline_sizes.get(limit.swept)) for limit in profile.size_limits]
+    headings = [*map(_shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
+    is_length = profile.size_limits[0].what == "length"
+    unit_text = "tokens per sequence" if is_length else "sequences per micro-batch"
+    return _make_table(f"largest size that fits: {unit_text}", headings, rows)
+
+
+def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | None) -> list[str]:
+    swept = dict(limit.swept)
+    return [
+        *(str(swept.get(key, "-")) for key in keys),
+        limit.arm,
+        f"{limit.fits:,}" if limit.fits else "none",
+        f"{limit.fails:,}" if limit.fails else "none (model's maximum fits)",
+        limit.failed_in or "-",
+        f"{limit.fits / baseline_size:.2f}" if limit.fits and baseline_size else "-",
+    ]
+
+
+def _size_headings(profile: MemoryProfile) -> list[str]:
+    """Return the headings of the sizes and swept keys in which cells differ."""
+    keys = list(dict.fromkeys(key for cell in profile.cells for key, _ in cell.point.swept))
+    sequences = {cell.point.num_sequences for cell in profile.cells}
+    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_shorten_key, keys)]
+
+
+def _format_size(point: Point, headings: Sequence[str]) -> list[str]:
+    values = {"tokens": f"{point.length:,}", "sequences": f"{point.num_sequences:,}"}
+    values |= {
+        _shorten_key(key): f"{value:,}" if type(value) is int else str(value) for key, value in point.swept
+    }
+    return [values.get(heading, "None") for heading in headings]
+
+
+def _describe_point(point: Point) -> str:
+    sequences = [f"{point.num_sequences} sequences"] if point.num_sequences > 1 else []
+    swept = (f"{_shorten_key(key)} {value}" for key, value in point.swept)
+    return ", ".join([f"{point.length:,} tokens", *sequences, *swept])
+
+
+def _shorten_key(key: str) -> str:
+    return key.rsplit(".", 1)[-1].replace("_", " ")
+
+
+def _format_phase(phase: str) -> str:
+    return "rollout" if phase == "generation" else phase.replace("_", " ")
+
+
+def _format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
+
+
+# --- allocation sites ---
+
+
+def describe_files(profile: MemoryProfile, output: Path) -> list[str]:
+    """Return lines that say where peaks.json and torch's memory snapshots are."""
+    lines = [f"peaks.json is in {output}"]
+    if any(cell.peak and cell.reserved_bytes is not None for cell in profile.cells):
+        lines.append(
+            f"To see every allocation of a step, open {output}/cells/*/memory-snapshot.pickle in {VIEWER}"
+        )
+    return lines
+
+
+def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
+    """Return the cells of the largest point at which most arms were measured."""
+    by_point: dict[Point, list[Cell]] = {}
+    for cell in profile.cells:
+        if cell.peak:
+            by_point.setdefault(cell.point, []).append(cell)
+    return max(
+        by_point.values(),
+        key=lambda cells: (len(cells), cells[0].point.length, cells[0].point.num_sequences),
+        default=[],
+    )
+
+
+def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
+    """Return the table of the sites that hold the most memory at a cell's peak."""
+    assert cell.peak
+    rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
+    for site in cell.peak["sites"]:
+        line = site["line"] or "C++ code without a Python frame"
+        rows.append(
+            [_format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
+        )
+    title = f"{cell.arm}, {_describe_point(cell.point)}: memory held at the step's peak"
+    return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)
+
+
+# --- predictions ---
+
+
+def make_prediction_table(prediction: "SweepPrediction") -> Table:
+    """Return the table of predicted peaks: a row per point and arm, then a row per phase with its kinds."""
+    highest_bytes = max(peak.highest_peak[1] for peak in prediction.peaks)
+    largest: dict[str, int] = {}  # bytes of each kind
+    for bytes_by_kind in (kinds for peak in prediction.peaks for kinds in peak.by_phase.values()):
+        largest |= {kind: max(size, largest.get(kind, 0)) for kind, size in bytes_by_kind.items()}
+    kinds = [kind for kind, size in largest.items() if size > MIN_SHARE * highest_bytes]
+    unit, device_text = choose_unit([highest_bytes]), ""
+    if prediction.device_bytes is not None:
+        device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"
+    title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{device_text}"
+    numeric_headings = ["peak", "fits"] if device_text else ["peak"]
+    empty_cells, rows, sections = [""] * len(numeric_headings[1:]), [], []
+    for arm_prediction in prediction.peaks:
+        point = arm_prediction.point
+        swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
+        size = f"{point.num_sequences} x {point.length:,} tokens, {arm_prediction.arm}"
+        sections.append(len(rows))
+        fits = [prediction.fits(arm_prediction)] if device_text else []
+        summary_row = (size, _format_bytes(arm_prediction.highest_peak[1], unit), *fits, swept)
+        rows.append([Text(cell, style="bold") for cell in summary_row])
+        for phase, bytes_by_kind in arm_prediction.by_phase.items():
+            amounts = ((kind, _format_bytes(bytes_by_kind.get(kind, 0), unit)) for kind in kinds)
+            breakdown = ", ".join(f"{kind} {amount}" for kind, amount in amounts if amount != "0.0")
+            rows.append(
+                [f"  {phase}", _format_bytes(sum(bytes_by_kind.values()), unit), *empty_cells, breakdown]
+            )
+        if arm_prediction.engine_bytes is not None:
+            rows.append(["  vllm, while sampling", _format_bytes(arm_prediction.engine_bytes, unit)])
+    table_columns = columns(
+        "", *numeric_headings, "breakdown", numeric=numeric_headings, no_wrap=("", *numeric_headings)
+    )
+    return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}", sections)

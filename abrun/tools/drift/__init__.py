@@ -1,0 +1,1 @@
+"""Drift of a main line: gate, fleet and ledger."""

@@ -1,0 +1,143 @@
+"""The command `abrun gate`. Slow imports happen inside it."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from abrun.cli.app import app, console, print_json, survive_output_errors
+from abrun.cli.arguments import (
+    Aliases,
+    Exclude,
+    Group,
+    Json,
+    Pattern,
+    RunsDir,
+    Seeds,
+    StepColumn,
+    make_reading,
+    refuse_options,
+)
+from abrun.errors import RecipeError
+from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
+
+# BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
+EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
+
+Ledger = Annotated[
+    Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
+]
+Candidate = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
+    ),
+]
+StartIt = Annotated[
+    bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
+]
+GateClaim = Annotated[
+    str | None,
+    typer.Option(
+        "--claim",
+        metavar="METRIC:WINDOW:better N",
+        help="With --start: what an improvement is, such as 'train/reward:last 20%:better 0'.",
+    ),
+]
+Worth = Annotated[
+    str | None,
+    typer.Option(
+        help="With --start: the improvement that must not be missed; ALIKE rules it out. A number in the "
+        "metric's unit, or standard deviations of a run. Default: '2 sigma'."
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, max=0.2, help="With --start: share of false BETTER among all BETTER. Default: 0.05."
+    ),
+]
+
+
+@app.command()
+@survive_output_errors
+def gate(
+    against: Ledger,
+    candidate: Candidate = None,
+    start: StartIt = False,
+    claim: GateClaim = None,
+    worth: Worth = None,
+    alpha: Alpha = None,
+    arm: Annotated[str | None, typer.Option(help="Arm to judge, if there are several.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the candidate in the ledger; default: its arm's.")
+    ] = None,
+    pattern: Pattern = None,
+    group: Group = None,
+    alias: Aliases = None,
+    step_column: StepColumn = None,
+    seeds: Seeds = None,
+    exclude: Exclude = None,
+    as_json: Json = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Keep or discard many candidates, at a false discovery rate.
+
+    Each candidate is compared with the incumbent, whose runs are reused. The answer is BETTER (the candidate
+    becomes the incumbent), WORSE, ALIKE (no improvement worth finding), or OPEN with the seeds to add. A
+    candidate may start with one seed and be asked about after each new one, at most 8: the level of its test
+    (LORD++) pays for all readings. BETTER needs 3 seeds. Asking about the incumbent adds its new runs. Copies
+    are refused, also of runs that the ledger knows under another name. A failed run is WORSE.
+
+    Exit code: 0 BETTER, 3 WORSE, 4 OPEN, 6 ALIKE; 2 for bad input.
+
+    Examples:
+        abrun gate runs/base --against gate.jsonl --start --claim 'train/reward:last 20%:better 0'
+        abrun gate runs/idea-7 --against gate.jsonl --json
+        abrun gate --against gate.jsonl
+    """
+    from abrun.recipe.claims import parse_claim
+    from abrun.tools.drift.gate.command import answer_reason, ask_gate, caveats, start_gate
+    from abrun.tools.drift.gate.ledger import as_json as answer_as_json
+    from abrun.tools.drift.gate.ledger import read_state
+    from abrun.tools.drift.gate.table import render_state, state_reason
+
+    if not start:
+        start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
+        refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
+    reasons: Sequence[Reason] = ()
+    if start:
+        if candidate is None or claim is None:
+            raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))
+        options = {"worth": worth, "alpha": alpha}
+        levels = {option: value for option, value in options.items() if value is not None}
+        declared = parse_claim(claim)
+        state, reasons = start_gate(against, candidate, reading, declared, arm=arm, name=name, **levels)
+    elif candidate is None:
+        state = read_state(against)
+    else:
+        answer, state, left_out = ask_gate(against, candidate, reading, arm=arm, name=name)
+        reasons = [*left_out, *caveats(answer, state, time.time())]
+        if as_json:
+            print_json({**answer_as_json(answer, state), **_notes_as_json(reasons)})
+        else:
+            for reason in (answer_reason(answer, state), *reasons):
+                console().say(sentence(reason))
+        raise typer.Exit(EXIT_CODES[answer.outcome])
+    if as_json:
+        print_json({**state_reason(state).values, **_notes_as_json(reasons)})
+    else:
+        console().print(render_state(state))
+        for reason in reasons:
+            console().say(sentence(reason))
+
+
+def _notes_as_json(reasons: Sequence[Reason]) -> dict[str, Any]:
+    from abrun.messages.records import encode_reasons
+
+    return {"notes": [sentence(reason) for reason in reasons], "note_codes": encode_reasons(reasons)}

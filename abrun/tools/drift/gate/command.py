@@ -1,0 +1,295 @@
+"""Start a gate, and ask it about a candidate, for `abrun gate`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from abrun.errors import ComparisonError
+from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import find_stored_experiment, open_sources
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.claims import Claim
+from abrun.runs.metric_names import default_transform
+from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
+from abrun.stats.series import in_window, window_bounds
+from abrun.tools.drift.gate.ledger import (
+    Answer,
+    Outcome,
+    Runs,
+    Start,
+    State,
+    create_ledger,
+    locked_state,
+    read_state,
+    refuse_changed_runs,
+    remember_run,
+)
+from abrun.tools.drift.ledger.drift import environment_sha256
+from abrun.verdict.sensitivity import check_distinct_seeds
+from abrun.verdict.summaries import summarize_runs
+
+INCUMBENT_SEEDS = 16  # recommended: with fewer, fewer improvements are found
+OLD_AFTER_DAYS = 7.0
+_DAY_S = 86400.0
+
+
+def start_gate(
+    path: Path,
+    source: str,
+    reading: ReadingOptions,
+    claim: Claim,
+    *,
+    arm: str | None = None,
+    name: str | None = None,
+    worth: str = "2 sigma",
+    alpha: float = ALPHA,
+) -> tuple[State, Sequence[Reason]]:
+    """Write a new ledger whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
+    claim = _check_claim(claim)
+    amount, in_sds = _parse_worth(worth, claim)
+    incumbent, claim, (first_step, last_step), left_out = _read_arm(source, reading, claim, arm, name)
+    _refuse_unfinished(incumbent)
+    num_runs = len(incumbent.values)
+    if num_runs < MIN_SEEDS or len({*incumbent.values}) == 1:
+        raise ComparisonError(
+            Code.GATE_INCUMBENT_REFUSED(incumbent=incumbent.name, num_runs=num_runs, minimum=MIN_SEEDS)
+        )
+    start = Start(
+        time_s=time.time(),
+        metric=claim.metric,
+        window=claim.window,
+        first_step=first_step,
+        last_step=last_step,
+        transform=claim.transform or default_transform(claim.metric),
+        higher_is_better=claim.better_direction == "higher",
+        margin=claim.margin_in[0],
+        worth=amount,
+        worth_in_sds=in_sds,
+        alpha=alpha,
+        incumbent=incumbent,
+    )
+    create_ledger(path, start)
+    return State(start=start, incumbent=incumbent), left_out
+
+
+@np.errstate(all="ignore")
+def ask_gate(
+    path: Path, source: str, reading: ReadingOptions, *, arm: str | None = None, name: str | None = None
+) -> tuple[Answer, State, Sequence[Reason]]:
+    """Judge a candidate at its present seeds, record the answer, and say what is left out. Raises AbrunError.
+
+    Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.
+    """
+    start = read_state(path).start
+    steps = start.first_step, start.last_step
+    candidate, *_, left_out = _read_arm(source, reading, start.claim(), arm, name, steps)
+    with locked_state(path) as (state, writer):
+        answer = _judge(state, candidate)
+        if answer is not state.candidates.get(candidate.name):
+            writer.write(asdict(answer))
+            writer.sync()
+            state.add(answer)
+        return answer, state, left_out
+
+
+def answer_reason(answer: Answer, state: State) -> Reason:
+    start, candidate = state.start, answer.candidate
+    if answer.outcome == "INCUMBENT":
+        return Code.GATE_INCUMBENT(incumbent=candidate.name, num_runs=len(candidate.values))
+    if candidate.failed:
+        return Code.GATE_FAILED(candidate=candidate.name, runs=candidate.failed)
+    if candidate.num_diverged:
+        return Code.GATE_DIVERGED(
+            candidate=candidate.name, metric=start.metric, num_diverged=candidate.num_diverged
+        )
+    evidence = Code.GATE_EVIDENCE(
+        metric=start.metric,
+        improvement=answer.improvement,
+        interval=answer.interval,
+        num_seeds=len(candidate.values),
+        num_incumbent_runs=answer.num_incumbent_runs,
+    )
+    values = {"candidate": candidate.name, "incumbent": answer.incumbent, "evidence": evidence}
+    reasons: dict[Outcome, Reason] = {
+        "BETTER": Code.GATE_BETTER(**values, p=answer.p, level=answer.reading_level, margin=start.margin),
+        "WORSE": Code.GATE_WORSE(**values),
+        "ALIKE": Code.GATE_ALIKE(**values, worth=answer.worth),
+        "OPEN": Code.GATE_OPEN(**values, seeds_to_add=answer.seeds_to_add)
+        if answer.seeds_to_add
+        else Code.GATE_SEEDS_SPENT(**values),
+    }
+    return reasons[answer.outcome]
+
+
+def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
+    """Return what the answer does not cover: the incumbent's age and machine, and what to run next."""
+    reasons = []
+    incumbent = state.superseded.get(answer.incumbent, state.incumbent)
+    days = None if incumbent.oldest_s is None else (now_s - incumbent.oldest_s) / _DAY_S
+    if days is not None and days >= OLD_AFTER_DAYS:
+        reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
+    hashes = {incumbent.environment_sha256, answer.candidate.environment_sha256}
+    if len(hashes) == 2 and None not in hashes:
+        reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
+    missing = INCUMBENT_SEEDS - len(state.incumbent.values)
+    if missing > 0:
+        reasons.append(Code.GATE_ADD_TO_INCUMBENT(incumbent=state.incumbent.name, seeds_to_add=missing))
+    return reasons
+
+
+def _judge(state: State, candidate: Runs) -> Answer:
+    """Return the answer about a candidate, which is the recorded one if it has no new runs."""
+    name, start = candidate.name, state.start
+    earlier = state.candidates.get(name)
+    if earlier:
+        refuse_changed_runs(earlier.candidate, candidate)
+        is_same = earlier.candidate.num_runs == candidate.num_runs
+        if is_same and earlier.candidate.failed == candidate.failed:
+            return earlier
+    for known_name, runs in state.runs_by_name.items():
+        if known_name != name:
+            known, own = runs.restore(start.metric), candidate.restore(start.metric)
+            _refuse_copies(name, Sides(baselines=known, treatments=own, paired=False), start.metric)
+    answer = Answer(
+        number=state.num_answers + 1,
+        time_s=time.time(),
+        outcome="WORSE",
+        candidate=candidate,
+        incumbent=state.incumbent.name,
+        num_incumbent_runs=len(state.incumbent.values),
+        level=state.level(name),
+    )
+    if name == state.incumbent.name:
+        refuse_changed_runs(state.incumbent, candidate)
+        _refuse_unfinished(candidate)
+        num_runs = len(candidate.values)
+        num_missing = max(0, INCUMBENT_SEEDS - num_runs)
+        return replace(answer, outcome="INCUMBENT", num_incumbent_runs=num_runs, seeds_to_add=num_missing)
+    if name in state.superseded:
+        raise ComparisonError(Code.GATE_SUPERSEDED(candidate=name, incumbent=state.incumbent.name))
+    if candidate.num_runs > start.max_seeds:
+        raise ComparisonError(
+            Code.GATE_TOO_MANY_SEEDS(candidate=name, num_seeds=candidate.num_runs, maximum=start.max_seeds)
+        )
+    is_unfinished = candidate.num_diverged or candidate.failed
+    return answer if is_unfinished else replace(answer, **_test_candidate(state, candidate))
+
+
+def _test_candidate(state: State, candidate: Runs) -> dict[str, Any]:
+    """Return the fields of the answer that follow from the values of the candidate and the incumbent."""
+    start = state.start
+    sign = 1.0 if start.higher_is_better else -1.0
+    samples = Sample.of(sign * np.array(candidate.values)), Sample.of(sign * np.array(state.incumbent.values))
+    noise = state.noise(candidate.name)
+    settings = {
+        "level": state.level(candidate.name),
+        "worth": start.worth,
+        "in_sds": start.worth_in_sds,
+        "margin": start.margin,
+        "max_seeds": start.max_seeds,
+    }
+    reading = read_candidate(*samples, noise, **settings)
+    decided = {"BETTER": reading.better, "WORSE": reading.worse, "ALIKE": reading.alike}
+    outcome = next((outcome for outcome, is_shown in decided.items() if is_shown), "OPEN")
+    return {
+        "outcome": outcome,
+        "reading_level": float(reading.level),
+        "interval": tuple(map(float, reading.interval())),
+        "worth": float(start.worth * (reading.sd if start.worth_in_sds else 1.0)),
+        "seeds_to_add": int(seeds_to_add(*samples, noise, **settings)) if outcome == "OPEN" else 0,
+        **{key: float(getattr(reading, key)) for key in ("p", "improvement", "upper", "sd")},
+    }
+
+
+def _refuse_unfinished(incumbent: Runs) -> None:
+    """Raise ComparisonError if a run of the incumbent failed or has no finite value."""
+    num_diverged = incumbent.num_diverged + len(incumbent.failed)
+    if num_diverged:
+        raise ComparisonError(
+            Code.GATE_INCUMBENT_DIVERGED(incumbent=incumbent.name, num_diverged=num_diverged)
+        )
+
+
+def _refuse_copies(candidate: str, sides: Sides, metric: str) -> None:
+    """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
+    problem = check_distinct_seeds(sides, metric)
+    if problem:
+        raise ComparisonError(Code.GATE_COPIES(candidate=candidate, problem=problem))
+
+
+def _check_claim(claim: Claim) -> Claim:
+    """Return the claim. Raises ComparisonError unless it is a superiority with an absolute margin."""
+    if claim.kind != "better" or claim.margin_in[1]:
+        raise ComparisonError(Code.GATE_CLAIM_REFUSED(metric=claim.metric))
+    if claim.better_direction is None:
+        raise ComparisonError(Code.GATE_DIRECTION_UNKNOWN(metric=claim.metric))
+    return claim
+
+
+def _parse_worth(worth: str, claim: Claim) -> tuple[float, bool]:
+    """Return the number of `--worth` and whether it is in standard deviations. Raises ComparisonError."""
+    number, in_sds = worth.strip().removesuffix("sigma"), worth.strip().endswith("sigma")
+    try:
+        amount = float(number)
+    except ValueError:
+        amount = float("nan")
+    margin = claim.margin_in[0]
+    if not 0 < amount < float("inf") or (not in_sds and amount <= margin):
+        raise ComparisonError(Code.GATE_WORTH_REFUSED(worth=worth, margin=margin))
+    return amount, in_sds
+
+
+def _read_arm(
+    source: str,
+    reading: ReadingOptions,
+    claim: Claim,
+    arm: str | None,
+    name: str | None,
+    steps: tuple[int, int] | None = None,
+) -> tuple[Runs, Claim, tuple[int, int], Sequence[Reason]]:
+    """Return the claim's values of an arm's runs, the claim, its steps, and what was left out.
+
+    `steps`: those of the ledger; None: those of the claim's window. Raises AbrunError.
+    """
+    experiment = open_sources([source], reading, [claim])
+    (claim,) = experiment.compare.claims
+    arm = experiment.choose_arm(arm, experiment.arms)
+    is_stored = find_stored_experiment([source], reading.runs_dir) is not None
+    name = name or (f"{experiment.name}/{arm}" if is_stored else arm)
+    runs = list(experiment.arm(arm).values())
+    grid = union_steps(run.series(claim.metric).steps for run in runs)
+    steps = steps or window_bounds(claim.window, grid, claim.metric)
+    failed = tuple(str(run) for run in runs if run.status == "failed")
+    values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
+    finite = {run: value for run, value in values.items() if np.isfinite(value)}
+    _refuse_copies(name, Sides(baselines=(), treatments=tuple(finite), paired=False), claim.metric)
+    ends = [run.span_s[1] for run in runs if run.span_s]
+    judged = Runs(
+        name=name,
+        values=tuple(finite.values()),
+        num_diverged=len(values) - len(finite),
+        failed=failed,
+        runs=tuple(remember_run(run, claim.metric) for run in runs),
+        left_out=experiment.unselected,
+        oldest_s=min(ends) if len(ends) == len(runs) else None,
+        environment_sha256=environment_sha256(runs) if all(run.environment for run in runs) else None,
+    )
+    return judged, claim, steps, experiment.left_out
+
+
+def _reduce_run(run: RecordedRun, claim: Claim, steps: tuple[int, int]) -> float:
+    """Return the claim's value of a run. Raises ComparisonError if it has not finished, or lacks steps."""
+    grid = run.series(claim.metric).steps
+    if not run.finished:
+        raise ComparisonError(Code.GATE_RUN_NOT_FINISHED(run=str(run), status=run.status))
+    if not len(grid) or grid[0] > steps[0] or grid[-1] < steps[1]:
+        recorded = [int(grid[0]), int(grid[-1])] if len(grid) else None
+        raise ComparisonError(
+            Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
+        )
+    return float(summarize_runs(run.series(claim.metric).values[None, in_window(grid, steps)], claim)[0])

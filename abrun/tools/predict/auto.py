@@ -1,0 +1,336 @@
+"""Resolves `auto` values of a recipe to the fastest values with which every arm fits into memory.
+
+They are decided once, before anything is stored, and are the same for all arms without own values. The
+decision uses predicted peaks, and one measured step if the launch uses this machine's GPUs. The plan and
+what is stored hold the decided values. docs/explanation/memory-prediction.md has their order.
+"""
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from abrun.errors import LaunchError, RecipeError
+from abrun.experiment.options import LaunchOptions
+from abrun.experiment.plan import ExperimentPlan, make_plan
+from abrun.experiment.preflight.machine import usable_cores
+from abrun.experiment.preflight.settings import triton_refusal
+from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.sweep import microbatch_size
+from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
+from abrun.messages.codes import Code, Reason
+from abrun.messages.numbers import count_text, percent_text
+from abrun.recipe.experiment import (
+    AUTO_SETTINGS,
+    CHECKPOINTING,
+    MICRO_BATCH_TOKENS,
+    CommandRecipe,
+    Recipe,
+)
+from abrun.recipe.reading import dotted
+from abrun.recipe.run import OwnRunConfig, share_of_device
+from abrun.runs.experiment import open_experiment
+from abrun.tools.predict.candidates import CandidateSearch, NotMeasured, Trial, Values, format_values
+from abrun.tools.predict.facts import Answer
+from abrun.tools.predict.peaks import query_gpus, resolve_device_memory
+from abrun.tools.predict.probes import ProbePool, ask_longest
+
+# Smallest micro-batch: below it, weights and optimizer state take nearly all memory.
+MIN_TOKENS = 1024
+MAX_LISTED = 3  # candidates in a message
+
+# Rough seconds of a decision's parts on a GPU's host, for its announcement
+IMPORTS_S, PREDICTION_S, MEASUREMENT_S = 6, 12, 15
+
+Say = Callable[[str], object]
+Decisions = dict[str, dict[str, Any]]  # by dotted key, as experiment.json keeps them
+
+
+def resolve_auto(
+    recipe: Recipe | CommandRecipe,
+    draft: ExperimentPlan,
+    options: LaunchOptions,
+    find_problems: Callable[[ExperimentPlan], list[Reason]],
+    *,
+    is_local: bool,
+    dry_run: bool = False,
+    say: Say = lambda line: None,
+) -> ExperimentPlan:
+    """Return a recipe's plan with its `auto` values decided, or `draft` if there are none.
+
+    `is_local`: the plan runs on this machine. With options.resume, the values of the first launch are used.
+    Raises RecipeError or LaunchError if nothing can be decided or nothing fits. Except in a dry run, it first
+    raises for `find_problems` and for an existing experiment, before predictions take minutes.
+    """
+    requested_memory = options.device_memory
+    if requested_memory is not None:
+        resolve_device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
+    if not recipe.auto_keys:
+        if requested_memory is not None and not dry_run:
+            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
+        return draft
+    experiment_dir = resolve_experiment_dir(recipe.name, options)
+    if options.resume:
+        return make_plan(recipe.with_auto_values(_read_decided_values(experiment_dir, recipe.auto_keys)))
+    if not dry_run:
+        refuse_impossible(draft, find_problems(draft))
+        refuse_existing(experiment_dir)
+    decided = decide_values(recipe, requested_memory, is_local=is_local, dry_run=dry_run, say=say)
+    values = {key: decision["value"] for key, decision in decided.items()}
+    return replace(make_plan(recipe.with_auto_values(values)), decided=decided)
+
+
+def decide_values(
+    recipe: Recipe | CommandRecipe,
+    requested_memory: str | None,
+    *,
+    is_local: bool,
+    dry_run: bool = False,
+    say: Say = lambda line: None,
+) -> Decisions:
+    """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine."""
+    keys, configs = recipe.auto_keys, _open_arm_configs(recipe, {})
+    request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
+    if not configs:
+        values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
+        explanation = f"auto resolves to {format_values(values)}: no arm with an open value trains on GPUs"
+        return _make_decisions(values, why=explanation, device_bytes=None, measured=False, candidates=[])
+    _refuse_unpredictable(request, keys, configs)
+    own_bytes = resolve_device_memory(None) if is_local else None
+    device_bytes = own_bytes if requested_memory is None else resolve_device_memory(requested_memory)
+    if device_bytes is not None:
+        device_bytes = share_of_device(device_bytes, recipe.cluster.runs_per_gpu)
+    if device_bytes is None:
+        raise LaunchError(
+            Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
+        )
+    why_not_measured = _reason_not_to_measure(own_bytes, device_bytes, is_local=is_local, dry_run=dry_run)
+    candidates = _search(recipe, request, configs, device_bytes, measures=why_not_measured is None, say=say)
+    choice = candidates[-1]
+    memory_text = f"and a device has {device_bytes / GIB:.1f} GiB"
+    if choice.is_hopeless:
+        raise LaunchError(
+            Code.AUTO_FITS_NOWHERE(
+                asked=request, tried=_describe_trials([choice]), device_gib=device_bytes / GIB
+            )
+        )
+    free = percent_text(choice.margin)
+    margin_text = f": nothing leaves {free} of it free, and runs may run out of memory"
+    if choice.fits:
+        margin_text = f", of which {free} stay free"
+    return _make_decisions(
+        choice.values,
+        why=f"auto resolves to {format_values(choice.values)}: {_describe_trials(candidates)}"
+        + f", {memory_text}{margin_text}"
+        + (f"; predicted, not measured: {why_not_measured}" if why_not_measured else ""),
+        device_bytes=device_bytes,
+        margin=choice.margin,
+        measured=why_not_measured is None,
+        candidates=[trial.as_json() for trial in candidates],
+    )
+
+
+def _search(
+    recipe: Recipe | CommandRecipe,
+    request: Reason,
+    configs: Mapping[str, OwnRunConfig],
+    device_bytes: int,
+    *,
+    measures: bool,
+    say: Say,
+) -> list[Trial]:
+    """Return the trials of the search, the choice last; say what it costs, and what came of it."""
+    started_s = time.monotonic()
+
+    def begin() -> None:
+        say(_announce(recipe, configs, measures=measures))
+
+    with ProbePool(on_start=begin) as pool:
+        answers = pool.answer_all([ask_longest(arm, config) for arm, config in configs.items()])
+        longest = dict(zip(configs, answers, strict=True))
+        search = CandidateSearch(
+            _group_candidates(recipe, configs, longest),
+            partial(_open_arm_configs, recipe),
+            longest,
+            device_bytes,
+            query_gpus("name,memory.total,driver_version") if measures else None,
+            pool,
+        )
+        try:
+            trials = search.run()
+        except NotMeasured as failure:
+            raise LaunchError(
+                Code.AUTO_NOT_MEASURED(
+                    asked=request,
+                    arm=failure.arm,
+                    values=format_values(failure.values),
+                    error=failure.error.reason,
+                    instead=_format_alternatives(recipe.auto_keys),
+                )
+            ) from None
+        when = f"in {time.monotonic() - started_s:.0f} s"
+        if not pool.has_started:
+            when = f"by answers of {max(pool.days.values())}"
+    basis = "measured" if trials[-1].measured else "predicted"
+    values = ", ".join(f"{key}={json.dumps(value)}" for key, value in trials[-1].values.items())
+    say(f"auto: {values}: {basis}, {when}")
+    return trials
+
+
+def _announce(recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], *, measures: bool) -> str:
+    """Return what is decided, and at most how many predictions it takes."""
+    choices = {key: len(AUTO_SETTINGS[key].values) for key in recipe.auto_keys}
+    num_groups = choices.pop(CHECKPOINTING, 1)
+    num_candidates = 2 * (num_groups - 1) + math.prod(choices.values())
+    num_predictions = num_candidates * len(configs)
+    cost_s = IMPORTS_S + PREDICTION_S * math.ceil(num_predictions / usable_cores()) + MEASUREMENT_S * measures
+    return (
+        f"auto: deciding {', '.join(recipe.auto_keys)}: up to {count_text(num_predictions, 'prediction')}"
+        f"{' and a measured step' * measures}, about {cost_s} s"
+    )
+
+
+def _make_decisions(values: Values, **fields: Any) -> Decisions:
+    return {key: {"asked": "auto", "value": value, **fields} for key, value in values.items()}
+
+
+def _open_arm_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[str, OwnRunConfig]:
+    """Return configurations of arms on GPUs that use an open value of the recipe."""
+    closed, configs = recipe.with_auto_values(values), dict[str, OwnRunConfig]()
+    for arm, change in recipe.arms.items():
+        config = closed.run_config(arm)
+        if isinstance(config, OwnRunConfig) and config.cluster.gpus_per_node:
+            recipe_keys = dotted(config.model_dump()).keys() - dotted(change).keys()
+            configs |= {arm: config} if recipe_keys.intersection(recipe.auto_keys) else {}
+    return configs
+
+
+def _refuse_unpredictable(request: Reason, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
+    for arm, config in configs.items():
+        if config.policy.backend.type != "dtensor":
+            backend = config.policy.backend.type
+            raise LaunchError(
+                Code.AUTO_BACKEND_NOT_PREDICTED(
+                    asked=request, arm=arm, backend=backend, instead=_format_alternatives(keys)
+                )
+            )
+        problem = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
+        if problem:  # reported before predictions take time
+            raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=request, arm=arm, problem=problem))
+
+
+def _reason_not_to_measure(
+    own_bytes: int | None, device_bytes: int, *, is_local: bool, dry_run: bool
+) -> str | None:
+    """Return why no step is measured, or None if one is."""
+    if dry_run:
+        return "a dry run measures nothing"
+    if not is_local:
+        return "the GPUs are a cluster's"
+    if own_bytes is None:
+        return "this machine has no GPU"
+    return None if device_bytes <= own_bytes else "a GPU of this machine has less"
+
+
+# --- the order of preference ---
+
+
+def _group_candidates(
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], longest: Mapping[str, Answer]
+) -> list[list[Values]]:
+    """Return the candidates in order of preference; the last one of each group needs the least memory."""
+    closed = recipe.with_auto_values()
+    arm_configs = [
+        closed.run_config(arm) for arm in recipe.arms if CHECKPOINTING not in dotted(recipe.arms[arm])
+    ]
+    own_configs = [config for config in arm_configs if isinstance(config, OwnRunConfig)]
+    compiled = isinstance(recipe, Recipe) and recipe.policy.compile  # on CPU cores, too: it is refused there
+    compiled = compiled and all(config.policy.compile for config in own_configs)
+    choices = {key: AUTO_SETTINGS[key].values for key in recipe.auto_keys}
+    if CHECKPOINTING in choices and not compiled:
+        choices[CHECKPOINTING] = tuple(option for option in choices[CHECKPOINTING] if option != "selective")
+    small_budgets: list[int] = []
+    if MICRO_BATCH_TOKENS in choices:
+        budgets = _list_token_budgets(recipe, configs, longest)
+        num_fast = sum(budget >= min(choices[MICRO_BATCH_TOKENS]) for budget in budgets) or 1
+        choices[MICRO_BATCH_TOKENS], small_budgets = tuple(budgets[:num_fast]), budgets[num_fast:]
+    candidates = [
+        dict(zip(choices, combination, strict=True)) for combination in itertools.product(*choices.values())
+    ]
+    groups = [
+        list(group) for _, group in itertools.groupby(candidates, lambda values: values.get(CHECKPOINTING))
+    ]
+    last_group = [{**candidates[-1], MICRO_BATCH_TOKENS: budget} for budget in small_budgets]
+    return [*groups, last_group] if last_group else groups
+
+
+def _list_token_budgets(
+    recipe: Recipe | CommandRecipe, configs: Mapping[str, OwnRunConfig], longest: Mapping[str, Answer]
+) -> list[int]:
+    """Return micro-batch sizes in tokens, from the fastest downwards by halves.
+
+    The minimum is the longest sequence of all arms, the maximum a rank's share of an update.
+    """
+    unsplit_configs = {
+        arm: config.model_copy(
+            update={"policy": config.policy.model_copy(update={"micro_batch_tokens": None})}
+        )
+        for arm, config in configs.items()
+        if MICRO_BATCH_TOKENS not in dotted(recipe.arms[arm])
+    }
+    size, sizes = AUTO_SETTINGS[MICRO_BATCH_TOKENS].values[0], list[int]()
+    if not unsplit_configs:
+        return [size]
+    lengths = {arm: longest[arm]["longest"] for arm in unsplit_configs}
+    min_tokens = max(microbatch_size(configs[arm]) * length for arm, length in lengths.items())
+    max_tokens = max(microbatch_size(unsplit_configs[arm]) * length for arm, length in lengths.items())
+    while size >= MIN_TOKENS:
+        sizes.append(min(max(size, min_tokens), max_tokens))
+        size //= 2
+    return list(dict.fromkeys(sizes))
+
+
+# --- messages ---
+
+
+def _format_alternatives(keys: Iterable[str]) -> str:
+    return "; ".join(f"{key} {AUTO_SETTINGS[key].instead}" for key in keys)
+
+
+def _describe_trials(trials: Sequence[Trial]) -> str:
+    """Return the predicted peaks of the last trials.
+
+    For example `predicted peaks 151.2 GiB (baseline), 60.1 GiB (treatment) with none; 95.0 ...`.
+    """
+    listed = f" of the last {MAX_LISTED} of {len(trials)} tried:" if len(trials) > MAX_LISTED else ""
+    return f"predicted peaks{listed} " + "; ".join(map(_describe_trial, trials[-MAX_LISTED:]))
+
+
+def _describe_trial(trial: Trial) -> str:
+    peaks = (f"{peak['peak_bytes'] / GIB:.1f} GiB ({arm})" for arm, peak in trial.peaks.items())
+    text = f"{', '.join(peaks)} with {format_values(trial.values)}"
+    if measured := trial.measured:
+        ran_out = f"out of memory in {measured['phase']} after " * trial.ran_out
+        text += f" (measured: {ran_out}{measured['peak_bytes'] / GIB:.1f} GiB, {measured['arm']})"
+    return text
+
+
+def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
+    """Return the values that an experiment was launched with."""
+    policy = open_experiment(experiment_dir).get("recipe", {}).get("policy") or {}
+    stored, values = dotted({"policy": policy}), Values()
+    for key in keys:
+        value = stored.get(key)
+        if value is None or value == "auto":
+            raise LaunchError(
+                Code.RESUME_VALUE_NOT_AUTO(
+                    directory=experiment_dir, field=key, got=value, instead=AUTO_SETTINGS[key].instead
+                )
+            )
+        values[key] = value
+    return values

@@ -1,0 +1,221 @@
+"""Probes about memory, side by side: the longest sequence, predicted peaks, a measured step.
+
+Each probe is a process. Answers are kept for later launches (abrun.tools.predict.facts).
+"""
+
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from abrun.errors import LaunchError
+from abrun.experiment.preflight.machine import usable_cores
+from abrun.experiment.probe import (
+    is_never_cancelled,
+    read_rows,
+    run_probe,
+    run_probe_on_cpu,
+)
+from abrun.launch.memory.cells import Cell, Point, merge_rank_rows
+from abrun.messages.codes import Code
+from abrun.recipe.run import OwnRunConfig
+from abrun.tools.predict.facts import Answer, make_key, read_answer, store_answer, without_section
+
+TRACE, MEASURE = "abrun.tools.predict.trace", "abrun.trainer.memory.measure"
+LONGEST_OF_RUN = {"longest": True}  # job of abrun.tools.predict.trace
+
+Kind = Literal["longest", "predicted", "measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Question about one arm, which a process can answer."""
+
+    kind: Kind
+    key: str  # of its answer
+    arm: str = field(compare=False)
+    config: OwnRunConfig = field(compare=False)
+    job: dict[str, Any] = field(compare=False)  # as in the module's job.json
+
+
+def ask_longest(arm: str, config: OwnRunConfig) -> Probe:
+    """Return the probe for the longest sequence of a run, which is independent of the policy."""
+    key = make_key("longest", without_section(config, "policy"), {})
+    return Probe(kind="longest", key=key, arm=arm, config=config, job=dict(LONGEST_OF_RUN))
+
+
+def ask_predicted(arm: str, config: OwnRunConfig, length: int, num_sequences: int) -> Probe:
+    """Return the probe for the predicted peaks of a step, with micro-batches of this size."""
+    job: dict[str, Any] = {"lengths": [length], "num_sequences": num_sequences}
+    shapes = config.model_copy(update={"steps": 1})
+    return Probe(kind="predicted", key=make_key("predicted", shapes, job), arm=arm, config=config, job=job)
+
+
+def ask_measured(
+    arm: str, config: OwnRunConfig, length: int, num_sequences: int, budget_bytes: int, gpus: Sequence[str]
+) -> Probe:
+    """Return the probe for the measured peak of a step. `gpus`: descriptions of this machine's GPUs."""
+    job = {"length": length, "num_sequences": num_sequences, "rollouts": False, "budget_bytes": budget_bytes}
+    key = make_key("measured", config.model_copy(update={"steps": 1}), job, *gpus)
+    return Probe(kind="measured", key=key, arm=arm, config=config, job=job)
+
+
+@dataclass(slots=True)
+class _Running:
+    """Probe that a thread waits for."""
+
+    probe: Probe
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class ProbePool:
+    """Runs probes side by side: one for each core, of which one measures. On exit it ends all of them.
+
+    `on_start` is called before the first process starts; with only known answers none does.
+    """
+
+    def __init__(self, on_start: Callable[[], object] = lambda: None) -> None:
+        self._on_start, self.has_started = on_start, False
+        self._answers: dict[str, Answer] = {}
+        self._looked_up: set[str] = set()
+        self._errors: dict[str, LaunchError] = {}
+        self._running: dict[str, _Running] = {}
+        self._ended: queue.SimpleQueue[tuple[str, Answer | BaseException]] = queue.SimpleQueue()
+        self._folder: Path | None = None
+        self._num_started = 0
+        self.days: dict[str, str] = {}  # of the answers that were known, by key
+
+    def __enter__(self) -> "ProbePool":
+        return self
+
+    def __exit__(self, _: object, error: object, __: object) -> None:
+        self.request([])
+        while self._running:
+            self.wait()
+        # A failed probe's error names a log in the folder.
+        keeps_log = isinstance(error, LaunchError) and any(
+            reason.code is Code.PROBE_FAILED for reason in error.reason.walk()
+        )
+        if self._folder and not keeps_log:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def answer(self, probe: Probe) -> Answer | None:
+        """Return a probe's answer, or None if it is not known yet. Raises LaunchError if it has failed."""
+        if (error := self._errors.get(probe.key)) is not None:
+            raise error
+        return self._answers.get(probe.key) if self._is_answered(probe.key) else None
+
+    def request(self, probes: Sequence[Probe]) -> None:
+        """Start the probes without an answer, in this order, as far as cores are free; end all others."""
+        requested = {probe.key for probe in probes}
+        for key, running in self._running.items():
+            if key not in requested:
+                running.is_cancelled.set()
+        for probe in probes:
+            if len(self._running) >= max(usable_cores(), 1):
+                return
+            is_known = probe.key in self._running or probe.key in self._errors or self._is_answered(probe.key)
+            must_wait = probe.kind == "measured" and any(
+                running.probe.kind == "measured" for running in self._running.values()
+            )
+            if not is_known and not must_wait:
+                self._start(probe)
+
+    def wait(self) -> None:
+        """Wait until a running probe ends, with an answer or without."""
+        key, result = self._next_ended()
+        running = self._running.pop(key)
+        if running.is_cancelled.is_set():
+            return
+        if isinstance(result, LaunchError):
+            self._errors[key] = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            self._answers[key] = result
+            if not result.get("out_of_memory"):  # other processes may have held the memory
+                store_answer(key, result)
+
+    def answer_all(self, probes: Sequence[Probe]) -> list[Answer]:
+        """Return the answers of all probes. Raises LaunchError if one has failed."""
+        while True:
+            answers = [answer for probe in probes if (answer := self.answer(probe)) is not None]
+            if len(answers) == len(probes):
+                return answers
+            self.request(probes)
+            self.wait()
+
+    def _is_answered(self, key: str) -> bool:
+        """Look for an answer of this pool, and once for one of an earlier launch."""
+        if key not in self._looked_up:
+            self._looked_up.add(key)
+            if known := read_answer(key):
+                self._answers[key], self.days[key] = known
+        return key in self._answers
+
+    def _start(self, probe: Probe) -> None:
+        if not self.has_started:
+            self.has_started = True
+            self._on_start()
+        running = self._running[probe.key] = _Running(probe)
+        self._launch(running)
+
+    def _launch(self, running: _Running) -> None:
+        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="abrun-memory-"))
+        self._num_started += 1
+        probe = running.probe
+        directory = self._folder / f"{self._num_started:03d}" / probe.arm
+        arguments = probe, directory, running.is_cancelled.is_set
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+
+    def _next_ended(self) -> tuple[str, Answer | BaseException]:
+        return self._ended.get()
+
+    def _run(self, probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> None:
+        try:
+            run = _measure if probe.kind == "measured" else _trace
+            self._ended.put((probe.key, run(probe, directory, is_cancelled)))
+        except BaseException as error:
+            self._ended.put((probe.key, error))
+
+
+def _trace(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
+    (row,) = run_probe_on_cpu(TRACE, directory, probe.config, probe.job, is_cancelled)
+    return row
+
+
+def _measure(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
+    job = probe.job
+    point = Point(length=job["length"], num_sequences=job["num_sequences"])
+    cell, _ = measure_cell(directory, probe.arm, point, probe.config, job, is_cancelled)
+    return {
+        "phase": cell.out_of_memory or cell.highest_peak[0],
+        "peak_bytes": cell.highest_peak[1],
+        "reserved_bytes": cell.reserved_bytes,
+        "out_of_memory": cell.out_of_memory,
+    }
+
+
+def measure_cell(
+    directory: Path,
+    arm: str,
+    point: Point,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    is_cancelled: Callable[[], bool] = is_never_cancelled,
+) -> tuple[Cell, str]:
+    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
+
+    Raises LaunchError if the cell cannot be measured.
+    """
+    try:
+        rows = run_probe(MEASURE, directory, config, job, is_cancelled)
+    except LaunchError:
+        rows = read_rows(directory)
+        if not any(row["out_of_memory"] for row in rows):
+            raise
+    return merge_rank_rows(arm, point, rows)

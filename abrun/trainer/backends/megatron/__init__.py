@@ -1,0 +1,19 @@
+"""The megatron backend: megatron-core's layers, pipeline and optimizer, without Transformer Engine.
+
+Modules: `library` (supported versions), `cpu` (running without CUDA), `groups` (process groups), `network`
+(architecture), `names` (weights), `parameters` (gradients and optimizer), `routing` (experts), `stages`
+(passes over microbatches), `decoding`, `backend` (the policy) and `value_model`.
+"""
+
+from typing import Any
+
+from abrun.trainer.backends.megatron.library import check_megatron, suppress_warnings
+
+
+def make_backend(*arguments: Any, **settings: Any) -> Any:
+    """Make a MegatronBackend; raise RecipeError if megatron-core is missing or unknown."""
+    check_megatron()
+    with suppress_warnings():
+        from abrun.trainer.backends.megatron.backend import MegatronBackend
+
+    return MegatronBackend(*arguments, **settings)

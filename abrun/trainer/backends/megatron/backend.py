@@ -1,0 +1,299 @@
+"""A policy on megatron-core. See abrun.trainer.backends.megatron."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from abrun.recipe.algorithms import Ppo
+from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
+from abrun.trainer.backends import Decoder, TracedModule, ValueModel
+from abrun.trainer.backends.head import (
+    EntropyMode,
+    HeadOutput,
+    LmHead,
+    check_logprob_kernel,
+    compute_token_logprobs,
+    init_value_weight,
+)
+from abrun.trainer.backends.megatron.cpu import emulate_cuda
+from abrun.trainer.backends.megatron.groups import is_last_stage, join_groups
+from abrun.trainer.backends.megatron.library import dtype_of, suppress_warnings
+from abrun.trainer.backends.megatron.names import VALUE_HEAD, WeightNames
+from abrun.trainer.backends.megatron.network import make_network
+from abrun.trainer.backends.megatron.parameters import MegatronParameters
+from abrun.trainer.backends.megatron.routing import MicrobatchRouting, StageRouters
+from abrun.trainer.backends.megatron.stages import StagedModel, Stages
+from abrun.trainer.backends.packing import Packing
+from abrun.trainer.backends.policy import AuxLossInputs, PolicyBackend, ValueBackend
+from abrun.trainer.backends.ranks import Ranks
+from abrun.trainer.backends.routing import RouterLoad, check_routing
+from abrun.trainer.backends.shards import Piece, ShardSpec
+from abrun.trainer.kernels import TokenLoss
+from abrun.trainer.models import attention_in_place, facts_of, published
+from abrun.trainer.rl.batch import Sequences
+
+
+class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
+    """See abrun.trainer.backends.Backend, and abrun.trainer.backends.make_backend for the arguments."""
+
+    _parameters: MegatronParameters
+
+    def __init__(
+        self,
+        load_network: Callable[[], Any],
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        temperature: float = 1.0,
+        filters: Filters = NO_FILTERS,
+        engine_dtype: str | None = None,
+        trainable: bool = True,
+    ) -> None:
+        assert isinstance(policy.backend, Megatron)
+        check_logprob_kernel(policy.logprobs, ranks.device)
+        super().__init__(policy, ranks)
+        with emulate_cuda(ranks.device), suppress_warnings():
+            join_groups(ranks, policy.backend)
+        network = load_network()
+        facts = facts_of(network)
+        self.model = self._make_module(network, head=True)
+        self._routers = StageRouters(self.model, ranks)
+        check_routing(policy, network, self._routers.num_layers)
+        self._weight_names = WeightNames(self.model, network)
+        self._parameters = MegatronParameters(
+            self.model,
+            self._weight_names.shard_spec,
+            policy.optimizer if trainable else None,
+            device=ranks.device,
+        )
+        self._weight_names.load(network, self._parameters.assign)
+        settings: dict[str, Any] = {
+            "temperature": temperature,
+            "filters": filters,
+            "scale": facts.logit_scale,
+            "softcap": facts.logit_softcap,
+        }
+        shared: dict[str, Any] = {"group": ranks.tensor, "vocab_size": network.config.vocab_size}
+        self._head = LmHead(policy.logprobs, **settings, **shared)
+        self._full_head = LmHead(policy.logprobs, engine_dtype=engine_dtype, **settings)
+        self._load = load_network
+        self._weightless_network = WeightlessNetwork(network)
+        self._stages, self._module = Stages(policy.backend, ranks), self._parameters.module
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from published(self._network, self._full_weights())
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        """Open a decoder with full weights on every rank; decoding needs no collective."""
+        dtype = dtype_of(self.settings.dtype)
+        network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
+        with open_decoder(network, self._full_head) as decoder:
+            yield decoder
+
+    def traced_modules(self) -> Sequence[TracedModule]:
+        return [
+            TracedModule(name=name, module=module, full_states=self._stages.full_states)
+            for name, module in self._weight_names.modules()
+        ]
+
+    def make_value_model(self, settings: Ppo, seed: int) -> ValueModel:
+        arguments = settings, self.settings, self.ranks, self._stages
+        if settings.value_backbone == "shared":
+            return MegatronValueModel(*arguments, self._module, None, seed=seed)
+        network = self._load()
+        return MegatronValueModel(*arguments, self._make_module(network, head=False), network, seed=seed)
+
+    def _make_module(self, network: Any, *, head: bool) -> GPTModel:
+        """Make this rank's shard of a transformers network, without its weights."""
+        assert isinstance(self.settings.backend, Megatron)
+        on_cpu = self.ranks.device.type == "cpu"
+        with emulate_cuda(self.ranks.device), suppress_warnings():
+            return make_network(
+                network, facts_of(network), self.settings, self.settings.backend, on_cpu=on_cpu, head=head
+            )
+
+    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each full parameter under the network's own name. Collective."""
+        return self._stages.broadcast_weights(self._weight_names.full_weights(self._parameters.gather_master))
+
+    @property
+    def _network(self) -> Any:
+        return self._weightless_network.network
+
+    def _forward(
+        self,
+        batch: Sequences,
+        packing: Packing | None,
+        entropies: EntropyMode,
+        token_loss: TokenLoss | None,
+        records: list[MicrobatchRouting],
+        aux_loss_inputs: AuxLossInputs | None,
+    ) -> HeadOutput | Tensor:
+        routing = None
+        if self._routers.num_layers:
+            routing = self._routers.start_microbatch(
+                batch, self._stages.token_positions(batch.token_mask, packing), aux_loss_inputs
+            )
+            records.append(routing)
+        hidden = self._stages.hidden_states(self._module, batch.token_ids, packing, routing)
+        if not self.is_last_stage:
+            return hidden
+        pack: Callable[[Tensor], Tensor] = packing.pack if packing else lambda rows: rows
+        hidden = self._stages.gather_for_sharded_head(
+            hidden, packing.num_local_tokens if packing else batch.token_ids.shape[1]
+        )
+        support = None if batch.support is None else pack(batch.support)
+        tokens = pack(batch.token_ids), pack(batch.token_mask)
+        output = compute_token_logprobs(
+            self._head, hidden, self._weight(), *tokens, entropies, token_loss, packing, support
+        )
+        return output.map_tokens(packing.unpack) if packing else output
+
+    def _reduce_load(self, records: list[MicrobatchRouting]) -> RouterLoad:
+        return self._routers.reduce_load(records)
+
+    def _collect_routes(self, records: list[MicrobatchRouting]) -> list[Tensor]:
+        return self._routers.record_routes(records)
+
+    def _weight(self) -> Tensor:
+        """Return this rank's rows of the head's weight, on the last stage."""
+        model: Any = self.model
+        if model.share_embeddings_and_output_weights:
+            return model.shared_embedding_or_output_weight()
+        return model.output_layer.weight
+
+
+# The policy as a plain Hugging Face network, to write checkpoints and to decode with a cache.
+
+
+class WeightlessNetwork:
+    """A transformers network without its weights, which megatron-core's model holds."""
+
+    def __init__(self, network: Any) -> None:
+        # Keep buffers that a checkpoint lacks, such as the frequencies of rotary embeddings.
+        stored = network.state_dict().keys()
+        self._buffers = {name: b.clone() for name, b in network.named_buffers() if name not in stored}
+        vars(network).pop("checkpoint", None)  # closes its files
+        self.network: Any = network.to("meta")
+        self.network.tie_weights()
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return a copy on `device` in evaluation mode, filled with the weights one tensor at a time."""
+        network = copy.deepcopy(self.network)
+        modules = dict(network.named_modules())
+        for name, buffer in self._buffers.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, buffer.to(device))
+        missing = dict(network.named_parameters())
+        for name, weight in weights:
+            owner, _, attribute = name.rpartition(".")
+            setattr(modules[owner], attribute, nn.Parameter(weight.to(dtype, copy=True), requires_grad=False))
+            del missing[name]
+        network.tie_weights()
+        assert not missing, f"no weights for {sorted(missing)}"
+        return network.eval()
+
+
+@contextlib.contextmanager
+def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
+    facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
+    step = partial(head.decode, facts.base, facts.head.weight)
+    with attention_in_place(network) if in_place else contextlib.nullcontext():
+        yield Decoder(step=step, in_place=in_place, collective=False)
+
+
+# PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's.
+
+
+class StageValueHead(MegatronModule):
+    """A float32 linear head that maps each hidden state to a scalar, replicated on the last stage's ranks.
+
+    Its weight is drawn with standard deviation 1 / sqrt(H + 1) (arXiv:2009.01325), the same on every rank.
+    """
+
+    def __init__(self, config: TransformerConfig, device: torch.device, *, seed: int) -> None:
+        super().__init__(config=config)
+        if not is_last_stage():
+            return
+        self.weight = nn.Parameter(init_value_weight(config.hidden_size, seed).to(device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., H] -> [...]
+        return hidden.float() @ self.weight[0] + self.bias
+
+
+class MegatronValueModel(StagedModel, ValueBackend):
+    """See abrun.trainer.backends.ValueModel.
+
+    `backbone` is either its own module, loaded from the transformers `network`, or the policy's module. In
+    the second case `network` is None.
+    """
+
+    def __init__(
+        self,
+        settings: Ppo,
+        policy: Policy,
+        ranks: Ranks,
+        stages: Stages,
+        backbone: Any,
+        network: Any,
+        *,
+        seed: int,
+    ) -> None:
+        assert isinstance(policy.backend, Megatron)
+        self.settings, self.ranks, self.right_shift = policy, ranks, settings.right_shift
+        self._stages = stages
+        self.head = StageValueHead(backbone.config, ranks.device, seed=seed)
+        self._coefficient = 1.0
+        has_own_backbone = network is not None
+        if has_own_backbone:
+            backbone.add_module(VALUE_HEAD, self.head)  # in one module, so that one gradient norm covers both
+        else:
+            self._coefficient = 0.1 if settings.value_coefficient is None else settings.value_coefficient
+        self._weight_names = WeightNames(backbone, network) if has_own_backbone else None
+        self._parameters = MegatronParameters(
+            backbone if has_own_backbone else self.head,
+            self._shard_spec,
+            settings.value_optimizer,
+            device=ranks.device,
+            replicated=not has_own_backbone,
+        )
+        if self._weight_names is not None:
+            self._weight_names.load(network, self._parameters.assign)
+        self._module = self._parameters.module if has_own_backbone else backbone
+        # Pipeline stages wait for each other's gradients, so with a pipeline the gradients are 0 instead.
+        self._detached = self._coefficient == 0 and ranks.pipeline is None
+
+    def _shard_spec(self, name: str) -> ShardSpec:
+        """Return a parameter's spec, with the same tensor names as the dtensor backend's value model."""
+        local_name = name.removeprefix(f"{VALUE_HEAD}.")
+        if local_name in ("weight", "bias"):
+            return ShardSpec.from_piece(
+                f"head.{local_name}", Piece.full(getattr(self.head, local_name).shape)
+            )
+        assert self._weight_names is not None
+        spec = self._weight_names.shard_spec(name)
+        return replace(
+            spec, pieces=tuple((hf_name.removeprefix("model."), piece) for hf_name, piece in spec.pieces)
+        )
+
+    def _forward(self, batch: Sequences, packing: Packing | None) -> Tensor:
+        with torch.no_grad() if self._detached else nullcontext():
+            hidden = self._stages.hidden_states(self._module, batch.token_ids, packing)
+        if not self.is_last_stage:
+            return hidden
+        if hidden.requires_grad and self._coefficient != 1:
+            hidden.register_hook(lambda gradient: gradient * self._coefficient)
+        length = batch.token_ids.shape[1] if packing is None else packing.num_local_tokens
+        return self._to_rows(self.head(self._stages.gather_for_replicated_head(hidden, length)), packing)

@@ -1,0 +1,209 @@
+"""Gradient reduction by megatron-core, and its AdamW, for policies and value models.
+
+Gradients are sums over tokens, microbatches and ranks, divided by nothing (`calculate_per_token_loss`). They
+are reduced once per optimizer step, regardless of the number of passes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from abrun.recipe.policy import Optimizer
+from abrun.trainer.backends.megatron.cpu import emulate_cuda
+from abrun.trainer.backends.megatron.library import suppress_warnings
+from abrun.trainer.backends.shards import ShardSpec, optimizer_specs
+
+
+class MegatronParameters:
+    """The parameters of a megatron-core module with their optimizer; without an optimizer they are frozen.
+
+    `shard_spec_of` returns the spec of a parameter, given its name in the module. `replicated`: every rank of
+    a replica has the full module and its full gradients.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        shard_spec_of: Callable[[str], ShardSpec],
+        optimizer: Optimizer | None,
+        *,
+        device: torch.device,
+        replicated: bool = False,
+    ) -> None:
+        self._replicated, self._shard_spec_of = replicated, shard_spec_of
+        self.module: Any = module  # the pipeline schedule calls it
+        self._device, self._parameters = device, dict(module.named_parameters())
+        self._optimizer: Any = None
+        if optimizer is None:
+            module.requires_grad_(False)
+            return
+        with emulate_cuda(device), suppress_warnings():
+            # No parameter prefetch: it is triggered by calls of modules, and the head is never called.
+            reduction = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+                use_distributed_optimizer=True,  # its state is sharded over data-parallel ranks
+            )
+            self.module = DistributedDataParallel(module.config, reduction, module)
+            self._optimizer = _adamw(self.module, optimizer)
+
+    @torch.no_grad()
+    def assign(self, name: str, value: Tensor) -> None:
+        """Set this rank's shard of a parameter and, if it is not float32, of its master weight."""
+        parameter: Any = self._parameters[name]
+        parameter.copy_(value)
+        master = getattr(parameter, "main_param", None)
+        if master is not None:
+            master.copy_(value.flatten()[self._master_range(parameter)].view_as(master))
+
+    @torch.no_grad()
+    def gather_master(self, name: str) -> Tensor:
+        """Return this rank's shard of a parameter's float32 master weight. Collective over replicas."""
+        parameter: Any = self._parameters[name]
+        if not hasattr(parameter, "main_param"):
+            return parameter.detach()
+        full = torch.zeros(parameter.numel(), device=parameter.device)
+        if parameter.main_param is not None:
+            full[self._master_range(parameter)] = parameter.main_param.detach().flatten()
+        # Each rank has some elements and 0 elsewhere: an integer sum merges the bits
+        dist.all_reduce(full.view(torch.int32), group=self._find_optimizer(parameter).data_parallel_group)
+        return full.view_as(parameter)
+
+    def _master_range(self, parameter: Tensor) -> slice:
+        """Return the range of elements whose master weights this rank holds; may be empty."""
+        try:
+            element_range = self._find_optimizer(parameter)._get_model_param_range_map(parameter)["param"]
+        except KeyError:
+            return slice(0, 0)
+        return slice(element_range.start, element_range.end)
+
+    def _find_optimizer(self, parameter: Tensor) -> Any:
+        """Return the parameter's optimizer: there is one for experts and one for all other parameters."""
+        is_expert = not getattr(parameter, "allreduce", True)
+        return next(
+            optimizer
+            for optimizer in self._optimizer.chained_optimizers
+            if optimizer.param_groups and optimizer.param_groups[0]["is_expert_parallel"] == is_expert
+        )
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Reduce the gradients, then see abrun.trainer.backends.Trainable."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        with emulate_cuda(self._device), suppress_warnings():
+            if self._replicated:
+                self.module.finish_grad_sync()
+            else:
+                finalize_model_grads([self.module], None)
+            _, norm, _ = self._optimizer.step()
+            self.module.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        return float(norm)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """See abrun.trainer.backends.Trainable."""
+        state = {f"weights/{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        return state | dict(self._optimizer_state())
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """See abrun.trainer.backends.Trainable."""
+        for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
+            torch_optimizer.state.pop(parameter, None)
+            if f"optimizer/step/{index}" in state:
+                torch_optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        with torch.no_grad():
+            for name, tensor in self.local_state().items():
+                tensor.copy_(state[name])
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """See abrun.trainer.backends.Trainable."""
+        specs, parameters = {}, {}
+        for name, parameter in self._parameters.items():
+            spec = replace(self._shard_spec_of(name), is_rounded_copy=hasattr(parameter, "main_param"))
+            specs[f"weights/{name}"] = spec.with_prefix("weights/")
+            parameters[self._optimized_tensor(parameter).data_ptr()] = name, parameter
+        for index, (_, tensor) in enumerate(self._optimized_parameters()):
+            name, parameter = parameters[tensor.data_ptr()]
+            master_range = self._master_range(parameter)
+            spec = replace(
+                self._shard_spec_of(name),
+                flat_range=(master_range.start, master_range.stop),
+            )
+            if hasattr(parameter, "main_param"):
+                specs[f"optimizer/master/{index}"] = spec.with_prefix("weights/")
+            for key, state_spec in optimizer_specs(spec).items():
+                specs[f"optimizer/{key}/{index}"] = state_spec.with_prefix(f"optimizer/{key}/")
+        return specs
+
+    def _optimized_tensor(self, parameter: Any) -> Tensor:
+        """Return the tensor that the optimizer updates: the master weight, or a view of the parameter."""
+        if getattr(parameter, "main_param", None) is not None:
+            return parameter.main_param
+        return parameter.detach().flatten()[self._master_range(parameter)]
+
+    def resident_tensors(self) -> Sequence[Tensor]:
+        """See abrun.trainer.backends.Trainable."""
+        gradients = [p.main_grad for p in self._parameters.values() if hasattr(p, "main_grad")]
+        return [*self.local_state().values(), *gradients]
+
+    def _optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's state, named by the parameter's index in the optimizer."""
+        weights = {_storage(parameter) for parameter in self._parameters.values()}
+        for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
+            if _storage(parameter) not in weights:
+                yield f"optimizer/master/{index}", parameter.detach()
+            for key, value in torch_optimizer.state.get(parameter, {}).items():
+                yield f"optimizer/{key}/{index}", value
+
+    def _optimized_parameters(self) -> Iterator[tuple[Any, Tensor]]:
+        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for optimizer in chained if self._optimizer is not None else ():
+            torch_optimizer = optimizer.optimizer
+            for group in torch_optimizer.param_groups if torch_optimizer is not None else ():
+                yield from ((torch_optimizer, parameter) for parameter in group["params"])
+
+
+def _adamw(module: Any, settings: Optimizer) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.max_grad_norm,
+        bf16=module.config.bf16,
+        params_dtype=module.config.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    # Use torch's AdamW, as the dtensor backend does, even if Transformer Engine or apex is installed.
+    original = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        optimizer = get_megatron_optimizer(config, [module], use_gloo_process_groups=False)
+    finally:
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = original
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= group["wd_mult"]  # 0 for norms and biases; normally its scheduler applies it
+        group |= {"fused": True, "foreach": False}
+    return optimizer
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

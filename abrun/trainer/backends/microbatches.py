@@ -1,0 +1,319 @@
+"""Splitting a batch into microbatches over the ranks, and merging their outputs into the batch's rows.
+
+Letters: B sequences of this rank and S positions, b and s those of a microbatch. Without a token budget, a
+microbatch is a fixed number of consecutive rows. With one, the samples of all data-parallel ranks are
+assigned by length, the longest first, each to the microbatch with the fewest tokens (Graham 1969).
+Microbatches are then about equally long. Every forward pass involves all ranks, so no rank waits long for
+another. The assignment depends on lengths alone: arms with the same completions train on the same
+microbatches.
+
+If sequences share prompts, those of one prompt stay together as long as that lowers the number of tokens: a
+whole group if groups are small compared with the budget, parts of it if whole groups would waste the budget.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Generic, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from abrun.processes import progress
+from abrun.recipe.policy import Policy
+from abrun.trainer.backends import B
+from abrun.trainer.backends.packing import Packing, has_shareable_prompt, make_packing, shared_prefix_lengths
+from abrun.trainer.backends.ranks import Ranks
+from abrun.trainer.rl.batch import Sequences, sequence_lengths
+
+
+class Microbatch(NamedTuple, Generic[B]):
+    """The rows of one forward pass."""
+
+    batch: B
+    packing: Packing | None  # None: padded rows
+
+
+class Microbatches(Generic[B]):
+    """This rank's microbatches of a batch; every rank has the same number. Collective.
+
+    All are built before the first one runs, so that the GPU never waits for values that the CPU needs.
+    """
+
+    def __init__(self, batch: B, policy: Policy, ranks: Ranks) -> None:
+        self.shape = batch.token_ids.shape
+        rows = _measure_rows(batch, policy.share_prompts)
+        if policy.micro_batch_tokens is None:
+            self._row_exchange, batches = None, list(batch.split(policy.micro_batch_size))
+            starts = pairwise([0, *accumulate(len(microbatch) for microbatch in batches)])
+            row_lengths = [rows.select(range(start, stop)) for start, stop in starts]
+        else:
+            self._row_exchange = _plan_exchange(rows, batch.rows_per_sample, policy.micro_batch_tokens, ranks)
+            row_lengths = self._row_exchange.rows
+            batches = list(_receive_microbatches(batch, self._row_exchange))
+        # Context parallelism shards streams, so it packs even if the recipe does not.
+        packs_rows = policy.packing or ranks.context is not None
+        self._microbatches = [
+            Microbatch(
+                microbatch,
+                make_packing(
+                    lengths.lengths,
+                    microbatch.token_ids.shape[1],
+                    ranks.device,
+                    ranks.context,
+                    lengths.shared_lengths,
+                )
+                if packs_rows
+                else None,
+            )
+            for microbatch, lengths in zip(batches, row_lengths, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __iter__(self) -> Iterator[Microbatch[B]]:
+        for microbatch in self._microbatches:
+            progress.report()
+            yield microbatch
+
+    def gather_rows(self, outputs: Sequence[Tensor]) -> Tensor:  # [b, s, ...] each -> [B, S, ...]
+        """Merge the microbatches' outputs into the batch's rows, 0 beyond its width. Collective."""
+        max_length = self.shape[1] if self._row_exchange is None else self._row_exchange.max_length
+        rows = torch.cat([_set_width(output, max_length) for output in outputs])
+        if self._row_exchange is None:
+            return rows
+        return _set_width(self._row_exchange.to_batch(rows), self.shape[1])
+
+
+@dataclass(frozen=True)
+class _RowLengths:
+    """The lengths of sequences, and of the prompts that they share."""
+
+    lengths: list[int]
+    shared_lengths: list[int]  # see `shared` of make_packing
+
+    @cached_property
+    def _prompts(self) -> list[int]:  # each sequence's prompt number, equal if shared; 0: nothing to share
+        have_prompt = [has_shareable_prompt(length) for length in self.lengths]
+        numbers = accumulate(
+            has_prompt and not prefix
+            for has_prompt, prefix in zip(have_prompt, self.shared_lengths, strict=True)
+        )
+        return [has_prompt * number for has_prompt, number in zip(have_prompt, numbers, strict=True)]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) - sum(self.shared_lengths)
+
+    def select(self, rows: Sequence[int]) -> "_RowLengths":
+        """Return the lengths of some rows, given in ascending order.
+
+        A row shares its prompt only if a row selected before it has the same one.
+        """
+        prompts = [self._prompts[row] for row in rows]
+        previous_prompts = accumulate([0, *prompts[:-1]], max)
+        shared_lengths = [
+            self.shared_lengths[row] * (previous == prompt)
+            for row, previous, prompt in zip(rows, previous_prompts, prompts, strict=True)
+        ]
+        return _RowLengths([self.lengths[row] for row in rows], shared_lengths)
+
+
+def _measure_rows(batch: Sequences, share_prompts: bool) -> _RowLengths:
+    lengths = sequence_lengths(batch.token_mask)
+    if not share_prompts:
+        return _RowLengths(lengths.tolist(), [0] * len(batch))
+    lengths, shared_lengths = torch.stack(
+        [lengths, shared_prefix_lengths(batch.token_ids, batch.token_mask)]
+    ).tolist()
+    return _RowLengths(lengths, shared_lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exchange:
+    """The exchange of rows between data-parallel ranks that forms this rank's microbatches."""
+
+    group: dist.ProcessGroup
+    sent_rows: Tensor  # int64: this rank's rows, sorted by destination rank
+    sent_counts: list[int]  # rows sent to each rank
+    received_counts: list[int]  # rows received from each rank
+    arrival_order: Tensor  # int64: indices of the received rows, in the order of the microbatches
+    rows: list[_RowLengths]  # of each microbatch
+    max_length: int  # over the rows of all ranks
+
+    def to_microbatches(self, rows: Tensor) -> Tensor:
+        """Send this rank's rows [B, ...] and return the microbatches' rows, concatenated. Collective."""
+        return self._all_to_all(rows[self.sent_rows], self.received_counts, self.sent_counts)[
+            self.arrival_order
+        ]
+
+    def to_batch(self, rows: Tensor) -> Tensor:
+        """Return the microbatches' rows to the ranks that they came from. Collective."""
+        arrived = torch.empty_like(rows).index_copy_(0, self.arrival_order, rows)
+        returned = self._all_to_all(arrived, self.sent_counts, self.received_counts)
+        return torch.empty_like(returned).index_copy_(0, self.sent_rows, returned)
+
+    def _all_to_all(self, rows: Tensor, num_received: list[int], num_sent: list[int]) -> Tensor:
+        if self.group.size() == 1:
+            return rows
+        received = rows.new_empty(sum(num_received), *rows.shape[1:])
+        # As bytes, because gloo and NCCL support neither bool nor int16, the dtype of routes to many experts.
+        received_bytes, sent_bytes = (
+            tensor.contiguous().flatten().view(torch.uint8).view(len(tensor), -1)
+            for tensor in (received, rows)
+        )
+        dist.all_to_all_single(received_bytes, sent_bytes, num_received, num_sent, group=self.group)
+        return received
+
+
+def _plan_exchange(local_rows: _RowLengths, rows_per_sample: int, max_tokens: int, ranks: Ranks) -> _Exchange:
+    """Assign the rows of all ranks to microbatches; every rank computes the same assignment. Collective."""
+    size, rank, device = ranks.data.size(), ranks.data.rank(), ranks.device
+    all_rows = (
+        _RowLengths(
+            ranks.all_gather_data(local_rows.lengths), ranks.all_gather_data(local_rows.shared_lengths)
+        )
+        if size > 1
+        else local_rows
+    )
+    by_rank = _assign_rows(all_rows, rows_per_sample, max_tokens, size)
+    rows_per_rank = len(local_rows.lengths)
+
+    def locate_rows(microbatches: list[list[int]]) -> list[tuple[int, int]]:
+        """Return (owning rank, row on that rank) for each row of the microbatches, in order."""
+        return [divmod(row, rows_per_rank) for microbatch in microbatches for row in microbatch]
+
+    sent_rows = [
+        [row for owner, row in locate_rows(microbatches_of_rank) if owner == rank]
+        for microbatches_of_rank in by_rank
+    ]
+    owners = [owner for owner, _ in locate_rows(by_rank[rank])]
+    # Rows arrive sorted by owning rank, and for each rank in the order of the microbatches.
+    arrival_order = torch.tensor(sorted(range(len(owners)), key=owners.__getitem__)).argsort()
+    return _Exchange(
+        group=ranks.data,
+        sent_rows=torch.tensor([row for rows in sent_rows for row in rows], dtype=torch.int64, device=device),
+        sent_counts=[len(rows) for rows in sent_rows],
+        received_counts=[owners.count(owner) for owner in range(size)],
+        arrival_order=arrival_order.to(device),
+        rows=[all_rows.select(microbatch) for microbatch in by_rank[rank]],
+        max_length=max(all_rows.lengths),
+    )
+
+
+def _assign_rows(
+    rows: _RowLengths, rows_per_sample: int, max_tokens: int, num_ranks: int
+) -> list[list[list[int]]]:
+    """Return each rank's microbatches as lists of rows, chosen to minimise the slowest rank's total tokens.
+
+    All ranks run their i-th microbatch at the same time, so a step takes as long as its longest microbatch.
+    """
+    best_assignment, fewest_tokens = [], math.inf
+    # Try whole groups, then smaller and smaller parts of groups, and last single samples.
+    group_limits = [max_tokens // divisor for divisor in (1, 2, 4, 8)] if any(rows.shared_lengths) else []
+    for max_group_tokens in [*group_limits, 0]:
+        samples = _group_rows(rows, rows_per_sample, max_group_tokens)
+        if len(samples) < num_ranks:
+            continue
+        tokens = [rows.select(sample).num_tokens for sample in samples]
+        by_rank = assign_samples(tokens, max_tokens, num_ranks)
+        assignment = [
+            [sorted(row for i in microbatch for row in samples[i]) for microbatch in microbatches]
+            for microbatches in by_rank
+        ]
+        fits = all(
+            _fits_budget(max_tokens, microbatch, tokens)
+            for microbatches in by_rank
+            for microbatch in microbatches
+        )
+        steps = zip(
+            *(
+                [rows.select(microbatch).num_tokens for microbatch in microbatches]
+                for microbatches in assignment
+            ),
+            strict=True,
+        )
+        total_tokens = sum(max(step) for step in steps)
+        if (fits or max_group_tokens == 0) and total_tokens < fewest_tokens:
+            best_assignment, fewest_tokens = assignment, total_tokens
+    return best_assignment
+
+
+def _group_rows(rows: _RowLengths, rows_per_sample: int, max_tokens: int) -> list[list[int]]:
+    """Merge samples, each of `rows_per_sample` consecutive rows, into groups that no microbatch splits.
+
+    A sample that shares its prompt with an earlier one joins that one's group if the group then has at most
+    `max_tokens` tokens; otherwise it starts a group. Samples without a completion are groups of their own.
+    """
+    groups: list[list[int]] = []
+    prompt_group, num_tokens = 0, 0  # the last group whose prompt can be shared
+    for start in range(0, len(rows.lengths), rows_per_sample):
+        sample = range(start, start + rows_per_sample)
+        new_tokens = sum(rows.lengths[row] - rows.shared_lengths[row] for row in sample)
+        if rows.shared_lengths[start] and num_tokens + new_tokens <= max_tokens:
+            groups[prompt_group] += sample
+            num_tokens += new_tokens
+            continue
+        groups.append([*sample])
+        if any(has_shareable_prompt(rows.lengths[row]) for row in sample):
+            prompt_group, num_tokens = len(groups) - 1, rows.select(sample).num_tokens
+    return groups
+
+
+def assign_samples(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
+    """Assign samples of these lengths to microbatches; return them by rank, each as a list of sample indices.
+
+    Every rank gets the same number of microbatches: the smallest for which each microbatch has at most
+    `max_tokens` tokens or a single sample. If no number suffices, because the samples are not a multiple of
+    the ranks, it is the largest possible one.
+    """
+    assert len(lengths) >= num_ranks
+    min_per_rank = math.ceil(sum(lengths) / max_tokens / num_ranks)
+    microbatches: list[list[int]] = []
+    for count in range(min(min_per_rank, len(lengths) // num_ranks) * num_ranks, len(lengths) + 1, num_ranks):
+        microbatches = _distribute(lengths, count)
+        if all(_fits_budget(max_tokens, microbatch, lengths) for microbatch in microbatches):
+            break
+    microbatches.sort(key=lambda microbatch: (-sum(lengths[i] for i in microbatch), microbatch))
+    steps = [microbatches[start : start + num_ranks] for start in range(0, len(microbatches), num_ranks)]
+    # Alternate the direction, so that rank 0 does not get the longest microbatch every time.
+    steps = [step[::-1] if index % 2 else step for index, step in enumerate(steps)]
+    return [[step[rank] for step in steps] for rank in range(num_ranks)]
+
+
+def _fits_budget(max_tokens: int, samples: Sequence[int], lengths: Sequence[int]) -> bool:
+    return len(samples) == 1 or sum(lengths[i] for i in samples) <= max_tokens
+
+
+def _distribute(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Distribute samples over `count` microbatches: longest first, each to the one with the fewest tokens."""
+    microbatches: list[list[int]] = [[] for _ in range(count)]
+    token_heap = [(0, microbatch) for microbatch in range(count)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        num_tokens, microbatch = token_heap[0]
+        microbatches[microbatch].append(sample)
+        heapq.heapreplace(token_heap, (num_tokens + lengths[sample], microbatch))
+    return [sorted(microbatch) for microbatch in microbatches]
+
+
+def _receive_microbatches(batch: B, exchange: _Exchange) -> Iterator[B]:
+    """Yield this rank's microbatches, received from the ranks that hold their rows. Collective."""
+    rows = batch.mapped(lambda tensor: exchange.to_microbatches(_set_width(tensor, exchange.max_length)))
+    start = 0
+    for lengths in exchange.rows:
+        microbatch, longest = rows[start : start + len(lengths.lengths)], max(lengths.lengths)
+        yield microbatch.mapped(lambda tensor, longest=longest: _set_width(tensor, longest))
+        start += len(lengths.lengths)
+
+
+def _set_width(rows: Tensor, width: int) -> Tensor:  # [B, S, ...] -> [B, width, ...]; [B] as it is
+    """Truncate rows to `width` positions, or pad them with zeros."""
+    if rows.ndim == 1 or rows.shape[1] == width:
+        return rows
+    return pad(rows, (0, 0) * (rows.ndim - 2) + (0, width - rows.shape[1]))

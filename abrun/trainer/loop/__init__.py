@@ -1,0 +1,1 @@
+"""The training loop: one file an algorithm, checkpoints, and what a step records."""

@@ -1,0 +1,370 @@
+"""Checkpoints: safetensors and JSON only, written atomically and verified by checksums.
+
+    checkpoints/step-000050/state.json              run, step, attempt, ranks, checksums of the files
+    checkpoints/step-000050/rank-0.safetensors      this rank's weights, optimizer and random-number states,
+                                                    and which slices of full tensors they are
+
+A folder gets its final name by a rename, after every rank has written its file and everything is synced to
+disk. A run that is killed at any moment, even by power loss, finds the last complete checkpoint. Data order
+and sampling are functions of seed and step, so the step is the only position to save.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from abrun.errors import AbrunError, StoreError
+from abrun.runs.access import share_new_folder
+from abrun.runs.files import (
+    find_damage,
+    fingerprint,
+    make_folder,
+    share_written_file,
+    sync_file,
+    sync_folder,
+    wrap_write_errors,
+    write_json,
+)
+from abrun.runs.records import SAVED_STATE, SavedState, list_checkpoints, read_saved_state
+from abrun.runs.regular_files import is_directory, is_file
+from abrun.runs.rundir import RunDir
+from abrun.runs.writer import RunWriter
+from abrun.trainer.backends.ranks import Ranks
+from abrun.trainer.backends.shards import ShardSpec, specs_to_metadata
+
+
+class Stateful(Protocol):
+    """An object whose state a rank saves and restores in place: tensors by name."""
+
+    def local_state(self) -> dict[str, Tensor]: ...
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None: ...
+
+    def shard_specs(self) -> Mapping[str, ShardSpec]: ...
+
+
+class _DamagedCheckpoint(Exception):
+    """A checkpoint differs from what was written; the message says which file, and how."""
+
+
+def save(
+    directory: Path, trained: Stateful, ranks: Ranks, *, step: int, keep: int, writer: RunWriter | None
+) -> None:
+    """Write the state after `step` below `directory` and drop all but the `keep` newest. Collective.
+
+    Rank 0 has the attempt's `writer`. Its earlier records are synced to disk first, and no checkpoint is
+    published once a newer attempt owns the run.
+    """
+    with _collective_section(ranks, directory) as shared:
+        if ranks.is_first:  # named by attempt, because ranks of an older attempt may still be writing
+            shared.local = directory / f".step-{step:06d}-{writer.attempt if writer else 0}.partial"
+            _empty_folder(shared.local)
+    partial = shared.by_rank[0]
+    with _removing_on_failure(partial, ranks):
+        _save_into(partial, directory, trained, ranks, step=step, keep=keep, writer=writer)
+
+
+def _save_into(
+    partial: Path,
+    directory: Path,
+    trained: Stateful,
+    ranks: Ranks,
+    *,
+    step: int,
+    keep: int,
+    writer: RunWriter | None,
+) -> None:
+    with _collective_section(ranks, partial) as shared:
+        tensors = trained.local_state() | _get_rng_state()
+        state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        path = partial / f"rank-{ranks.rank}.safetensors"
+        save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
+        shared.local = {path.name: _sync_and_fingerprint(path)}
+    with _collective_section(ranks, partial):
+        if writer:
+            files = {name: content for files in shared.by_rank for name, content in files.items()}
+            content = SavedState(
+                run=RunDir(writer.path).identity(),
+                step=step,
+                num_ranks=ranks.size,
+                attempt=writer.attempt,
+                files=files,
+            )
+            write_json(partial / SAVED_STATE, asdict(content))
+            writer.sync()
+            _publish(partial, directory / f"step-{step:06d}", writer)
+            checkpoints = list_checkpoints(directory)
+            steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
+            # Later steps are removed too: `restore` has skipped their checkpoints.
+            for old_step in checkpoints.keys() - steps_to_keep:
+                _remove(checkpoints[old_step])
+
+
+def restore(
+    directory: Path, trained: Stateful, ranks: Ranks, writer: RunWriter | None, *, start_step: int = 0
+) -> int:
+    """Load the newest checkpoint that is valid on every rank; return its step. Collective.
+
+    Returns `start_step`, the step after which the run began, if there is no checkpoint. Skips checkpoints
+    with steps that are not recorded, or were recorded again by a later attempt. Raises StoreError if there
+    are checkpoints and all are damaged.
+    """
+    with _collective_section(ranks, directory) as shared:
+        if writer:
+            _remove_partial(directory)
+            run_dir = RunDir(writer.path)
+            shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identities()
+    checkpoints, recorded, identities = shared.by_rank[0]
+    damages: list[str] = []
+    for step in sorted(checkpoints, reverse=True):
+        tensors, gap, problem = {}, None, None
+        try:
+            state = _read_state(checkpoints[step], step, ranks.size, identities)
+            gap = _find_gap(state, recorded, start_step)
+            if gap is None:
+                tensors = _read_rank_file(checkpoints[step], state, ranks.rank, trained)
+        except _DamagedCheckpoint as error:
+            problem = str(error)
+        problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
+        if problems:
+            damages.append(f"step {step}: {problems[0]}")
+            _log_event(writer, "checkpoint_damaged", step, problems[0])
+        elif gap:
+            _log_event(writer, "checkpoint_passed_over", step, gap)
+        else:
+            _restore_rng(tensors)
+            trained.load_local_state(tensors)
+            return step
+    if damages and len(damages) == len(checkpoints):
+        raise StoreError(
+            f"{directory}: all checkpoints are damaged ({damages[0]}); "
+            "remove this folder to start the run again"
+        )
+    return start_step
+
+
+def save_final(final: Path, ranks: Ranks, write: Callable[[Path], None], writer: RunWriter | None) -> Any:
+    """Publish a folder atomically; `write`, which is collective, creates its contents. Collective.
+
+    Returns the fingerprint (see abrun.runs.files) of each file on rank 0.
+    """
+    partial = final.with_name(f".{final.name}.partial")
+    with _collective_section(ranks, partial):
+        if ranks.is_first:
+            _empty_folder(partial)
+    fingerprints = {}
+    with _removing_on_failure(partial, ranks), _collective_section(ranks, partial):
+        write(partial)
+        if writer:
+            files = sorted(path for path in partial.rglob("*") if is_file(path))
+            fingerprints = {str(path.relative_to(partial)): _sync_and_fingerprint(path) for path in files}
+            sync_folder(partial)
+            _publish(partial, final, writer)
+    return fingerprints
+
+
+# --- writing ---
+
+
+@dataclass(slots=True)
+class _SharedValue:
+    """A value that each rank passes to the others at the end of a collective section."""
+
+    local: Any = None
+    by_rank: list[Any] = None  # pyright: ignore[reportAssignmentType]  # set at the end of the section
+
+
+@contextlib.contextmanager
+def _collective_section(ranks: Ranks, path: Path) -> Iterator[_SharedValue]:
+    """Run a section in which all ranks succeed, or all raise the error of one of them. Collective.
+
+    Yields an _SharedValue: set `local` inside of the section; `by_rank` has the values of all ranks after it.
+    """
+    shared, local_error = _SharedValue(), None
+    try:
+        with wrap_write_errors(path):
+            try:
+                yield shared
+            except SafetensorError as error:  # how safetensors reports a full disk
+                raise OSError(str(error)) from error
+    except AbrunError as error:
+        local_error = error
+    gathered = ranks.all_gather_world((shared.local, local_error and str(local_error)))
+    if local_error:
+        raise local_error
+    shared.by_rank = [mine for mine, _ in gathered]
+    for _, message in gathered:
+        if message:
+            raise StoreError(message)
+
+
+def _empty_folder(path: Path) -> None:
+    make_folder(path.parent)
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    share_new_folder(path)
+
+
+@contextlib.contextmanager
+def _removing_on_failure(partial: Path, ranks: Ranks) -> Iterator[None]:
+    """Remove an incomplete folder if a save fails; by then, all ranks have left the section."""
+    try:
+        yield
+    except Exception:
+        if ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync_and_fingerprint(path: Path) -> dict[str, Any]:
+    """Sync a file to disk, share it with readers of the experiment, and return its fingerprint."""
+    share_written_file(path)
+    sync_file(path)
+    return fingerprint(path)
+
+
+def _publish(partial: Path, final: Path, writer: RunWriter) -> None:
+    """Rename a synced folder to its final name. Raises FencedError if a newer attempt owns the run."""
+    writer.check_fence()
+    if os.path.lexists(final):
+        _remove(final)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, file or link; the target of a link is kept."""
+    if is_directory(path) and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _remove_partial(directory: Path) -> None:
+    """Remove incomplete folders from attempts that were killed while saving."""
+    for path in sorted(directory.glob(".*.partial")):
+        _remove(path)
+
+
+# --- reading ---
+
+
+def _read_state(path: Path, step: int, num_ranks: int, identities: Sequence[str]) -> SavedState:
+    """Read state.json. Raises _DamagedCheckpoint, and StoreError for a different number of ranks."""
+    try:
+        state = read_saved_state(path)
+    except StoreError as error:
+        raise _DamagedCheckpoint(str(error)) from None
+    if state.run not in identities:
+        got = state.run[:80]
+        raise _DamagedCheckpoint(f"{SAVED_STATE} run: got {got!r}; this run is {identities[0]!r}")
+    if state.step != step:
+        raise _DamagedCheckpoint(f"{SAVED_STATE} step: got {state.step}; the folder is for step {step}")
+    if state.num_ranks != num_ranks:
+        raise StoreError(
+            f"{path}: was written by {state.num_ranks} ranks, but this run has {num_ranks}; resume with "
+            f"{state.num_ranks} ranks, or start another run from it (checkpoint.start_from)"
+        )
+    return state
+
+
+def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful) -> dict[str, Tensor]:
+    """Read and verify the file of a rank. Raises _DamagedCheckpoint."""
+    name = f"rank-{rank}.safetensors"
+    problem = find_damage(path / name, state.files[name])
+    if problem:
+        raise _DamagedCheckpoint(f"{name} {problem}")
+    try:
+        tensors = load_file(path / name)
+        _parse_rng_state(tensors)
+        for key, tensor in trained.local_state().items():
+            saved_tensor = tensors[key]
+            if (saved_tensor.shape, saved_tensor.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(
+                    f"{key} has the shape {list(saved_tensor.shape)} and is {saved_tensor.dtype}"
+                )
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        message = " ".join(str(error).split())
+        raise _DamagedCheckpoint(f"{name} does not fit: {type(error).__name__}: {message}") from None
+    return tensors
+
+
+def _find_gap(state: SavedState, recorded: Mapping[int, int], start_step: int) -> str | None:
+    """Return why the recorded steps do not lead to a checkpoint; None if they do."""
+    for step in range(start_step + 1, state.step + 1):
+        if step not in recorded:
+            return f"step {step} is not recorded in metrics.jsonl"
+        if recorded[step] > state.attempt:
+            return f"step {step} was recorded again by attempt {recorded[step]}, which began before it"
+    return None
+
+
+def _log_event(writer: RunWriter | None, event: str, step: int, reason: str) -> None:
+    if writer:
+        writer.event(event, step=step, reason=reason)
+
+
+# --- random numbers ---
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomNumbers:
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+    cuda: Tensor | None
+
+
+def _get_rng_state() -> dict[str, Tensor]:
+    _, python_state, _ = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    state = {
+        "rng/torch": torch.get_rng_state(),
+        "rng/python": torch.tensor(python_state, dtype=torch.int64),
+        "rng/numpy": torch.tensor([*numpy_state["key"].tolist(), numpy_state["pos"]], dtype=torch.int64),
+    }
+    if torch.cuda.is_available():
+        state["rng/cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
+    """Parse the random-number states of a checkpoint.
+
+    Raises KeyError, ValueError, TypeError or RuntimeError if they are missing or invalid.
+    """
+    *key, position = state["rng/numpy"].tolist()
+    if not 0 <= position <= len(key):
+        raise ValueError(f"rng/numpy: got the position {position}")
+    parsed = _RandomNumbers(
+        torch=state["rng/torch"],
+        python=(3, tuple(state["rng/python"].tolist()), None),
+        numpy={"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}},
+        cuda=state.get("rng/cuda"),
+    )
+    torch.Generator().set_state(parsed.torch)  # validated on new generators, before any state changes
+    random.Random(0).setstate(parsed.python)
+    np.random.RandomState(0).set_state(parsed.numpy)
+    if parsed.cuda is not None:
+        torch.Generator(device="cuda").set_state(parsed.cuda)
+    return parsed
+
+
+def _restore_rng(state: Mapping[str, Tensor]) -> None:
+    parsed = _parse_rng_state(state)
+    torch.set_rng_state(parsed.torch)
+    random.setstate(parsed.python)
+    np.random.set_state(parsed.numpy)
+    if parsed.cuda is not None:
+        torch.cuda.set_rng_state(parsed.cuda)

@@ -1,0 +1,306 @@
+"""One step of GRPO and its family: roll out, score, compute advantages, update the policy.
+
+    RolloutBatch  token_ids, token_mask, inference_logprobs [B, S], rewards [B]             train/rollouts.py
+    ScoredBatch   + old_logprobs, reference_logprobs, importance_weights, loss_weights [B, S]
+    TrainBatch    + advantages [B, S], - rewards; by microbatches into train/policy_objective.py
+
+With several updates a step (epochs, minibatches), the log-probs at the start of the step are computed in a
+pass before the first update, so that the importance ratio can differ from 1 and clipping applies. A single
+update uses the log-probs of its own forward pass.
+
+A completion truncated at `rollout.max_new_tokens` counts in all metrics and in the loss like any other, with
+the verifier's reward for its text; `train/truncation_rate` is their share. With `overlong_filtering` its
+tokens are masked, but its reward still counts, including for the baseline of its group.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from abrun.recipe.algorithms import Grpo, Ppo
+from abrun.recipe.run import KeptSamples
+from abrun.runs.metric_names import AGAINST_SAMPLER, REWARD
+from abrun.runs.rollouts import RecordedStep
+from abrun.runs.samples import Sample
+from abrun.trainer.loop.policy_objective import PolicyObjective, with_old_logprobs
+from abrun.trainer.loop.rollouts import Rollouts
+from abrun.trainer.loop.setup import RunSetup, make_reference
+from abrun.trainer.rl.advantages import group_advantages
+from abrun.trainer.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
+from abrun.trainer.rl.losses import gradient_factor, kl_penalty, loss_weights
+from abrun.trainer.rl.values import reward_to_go_advantages
+
+Settings = TypeVar("Settings", Grpo, Ppo)
+Batch = TypeVar("Batch", bound=TrainBatch)
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minibatch:
+    """The sequences of one optimizer step, and the reduction of the loss over its global batch."""
+
+    rows: slice | Tensor  # selects rows of this rank's batch
+    num_tokens: float  # completion tokens of the global minibatch
+    num_sequences: float  # sequences with completion tokens in the global minibatch
+    reduction: dict[str, Any]  # arguments of loss_weights
+
+
+class PolicyGradient(ABC, Generic[Settings, Batch]):
+    """The step shared by the GRPO family and PPO; subclasses compute the advantages."""
+
+    def __init__(self, setup: RunSetup, settings: Settings) -> None:
+        self.setup, self._settings = setup, settings
+        self.rollouts = Rollouts(setup, settings)
+        self.reference = make_reference(setup) if settings.kl_coefficient > 0 else None
+        self.recording: RecordedStep | None = None
+        self.samples: Sequence[Sample] = []  # some completions of the last step, this rank's
+
+    def step(self, step: int) -> Metrics:
+        """Run one step on all ranks and return its metrics, the same on every rank."""
+        batch, rollout_metrics = self.rollouts.collect(step)
+        self.recording = self.rollouts.recording(step)
+        self.samples = []
+        if is_due(self.setup.config.keep_samples, step):
+            self.samples = collect_samples(self.setup, batch, self._settings.group_size)
+        metrics = rollout_metrics | self.update(batch, step)
+        recorded = self.setup.recorded_rollouts
+        if recorded and not recorded.has_logprobs:
+            metrics = {key: value for key, value in metrics.items() if key not in AGAINST_SAMPLER}
+        penalty = metrics.get("train/kl_penalty_sum_per_sequence")
+        if penalty is None:
+            return metrics
+        # The reward is the mean over all completions drawn, with or without a KL penalty, because
+        # dynamic_sampling selects by it. The KL is known only for the completions that are trained on.
+        reward = metrics[REWARD]
+        return metrics | {
+            REWARD: reward - self._settings.kl_coefficient * penalty,
+            "train/reward_before_kl": reward,
+        }
+
+    def update(self, batch: RolloutBatch, step: int) -> Metrics:
+        """Run the step after its rollouts, on the `batch` of this rank: log-probs, advantages and updates."""
+        minibatches = self._minibatches(batch)
+        scored = self.score(batch, minibatches)
+        train_batch, advantage_metrics = self.advantages(scored)
+        num_tokens = sum(minibatch.num_tokens for minibatch in minibatches)
+        num_sequences = sum(minibatch.num_sequences for minibatch in minibatches)
+        epochs = self._settings.epochs_per_step
+        updates = [
+            (
+                train_batch[minibatch.rows],
+                PolicyObjective(
+                    settings=self._settings,
+                    num_tokens=max(num_tokens, 1.0) * epochs,
+                    num_sequences=max(num_sequences, 1.0) * epochs,
+                    num_updates=len(minibatches) * epochs,
+                    gradient_factor=gradient_factor(self._settings.grad_divisor, **minibatch.reduction),
+                ),
+            )
+            for minibatch in minibatches
+        ]
+        return self.train(updates * epochs, step) | {
+            **advantage_metrics,
+            "train/num_valid_samples": num_sequences,
+            "train/global_valid_toks": num_tokens,
+        }
+
+    def score(self, batch: RolloutBatch, minibatches: list[Minibatch]) -> ScoredBatch:
+        """Add loss weights, log-probs of the reference and, if needed, old log-probs of the policy."""
+        phases, policy, old, routes, reference = self.setup.phases, self.setup.policy, None, None, None
+        if self._needs_old_logprobs:
+            with phases("logprobs"):
+                if self.setup.config.policy.replay_routing:
+                    old, routes = policy.compute_logprobs_and_routes(batch)
+                else:
+                    old = policy.compute_logprobs(batch)
+        if self.reference is not None:
+            with phases("reference_logprobs"):
+                reference = self.reference.compute_logprobs(batch)
+        weights = torch.zeros(batch.token_mask.shape, dtype=torch.float64, device=batch.token_mask.device)
+        for minibatch in minibatches:
+            weights[minibatch.rows] = loss_weights(batch.token_mask[minibatch.rows], **minibatch.reduction)
+        scored = batch.with_fields(
+            ScoredBatch,
+            old_logprobs=None,
+            reference_logprobs=reference,
+            importance_weights=None,
+            loss_weights=weights,
+            routes=routes,
+        )
+        return scored if old is None else with_old_logprobs(scored, old, self._settings)
+
+    @abstractmethod
+    def advantages(self, batch: ScoredBatch) -> tuple[Batch, Metrics]:
+        """Return the batch with advantages [B, S], and metrics about them. Collective."""
+
+    def train(self, updates: list[tuple[Batch, PolicyObjective]], step: int) -> Metrics:
+        """Run one optimizer step for each update. Collective."""
+        return self.setup.learner.update_on_each(updates, step)
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """True if the log-probs at the start of the step are needed before the forward pass of the update."""
+        settings, policy = self._settings, self.setup.config.policy
+        correction = settings.importance_correction
+        return (
+            not settings.on_policy
+            or policy.replay_routing
+            or (self.reference is not None and settings.kl_in != "loss")
+            # one_pass sees single tokens, but sequence_mask needs whole sequences.
+            or (policy.logprobs.one_pass and correction is not None and correction.type == "sequence_mask")
+        )
+
+    def _minibatches(self, batch: RolloutBatch) -> list[Minibatch]:
+        """Split the batch into minibatches; count their tokens and sequences over all ranks. Collective."""
+        row_sets = list(_minibatch_rows(batch, self._settings))
+        masks = [batch.token_mask[rows] for rows in row_sets]
+        counts = [float(count) for mask in masks for count in (mask.sum(), mask.any(dim=1).sum())]
+        totals = self.setup.ranks.all_reduce_sum_data(*counts)
+        return [
+            Minibatch(
+                rows=rows,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                reduction={
+                    "loss_reduction": self._settings.loss_reduction,
+                    "num_tokens": max(num_tokens, 1.0),  # all tokens may have been filtered
+                    "num_sequences": max(num_sequences, 1.0),
+                    "max_completion_tokens": self.setup.config.rollout.max_new_tokens,
+                },
+            )
+            for rows, num_tokens, num_sequences in zip(row_sets, totals[::2], totals[1::2], strict=True)
+        ]
+
+    def _kl_in_reward(self, batch: ScoredBatch) -> tuple[Tensor | None, Metrics]:
+        """Return the KL penalty of each token's reward [B, S], or None, and its metrics. Collective.
+
+        The metrics are of the KL before its coefficient: the mean over tokens, as for a KL in the loss, and
+        the mean over sequences of their sums.
+        """
+        settings = self._settings
+        if batch.reference_logprobs is None or settings.kl_in == "loss":
+            return None, {}
+        assert batch.old_logprobs is not None
+        penalties = settings.kl_coefficient * kl_penalty(
+            batch.old_logprobs, batch.reference_logprobs, batch.token_mask, estimator=settings.kl_estimator
+        )
+        num_tokens, num_sequences, total = self.setup.ranks.all_reduce_sum_data(
+            float(batch.token_mask.sum()),
+            len(batch),
+            float(penalties.sum(dtype=torch.float64)) / settings.kl_coefficient,
+        )
+        return penalties, {
+            "train/kl_penalty": total / max(num_tokens, 1.0),
+            "train/kl_penalty_sum_per_sequence": total / num_sequences,
+        }
+
+
+class GrpoAlgorithm(PolicyGradient[Grpo, TrainBatch]):
+    """The GRPO family, for `algorithm: {type: grpo}`: advantages are computed from rewards alone."""
+
+    def advantages(self, batch: ScoredBatch) -> tuple[TrainBatch, Metrics]:
+        family = self._settings
+        penalties, metrics = self._kl_in_reward(batch)
+        rewards = batch.rewards.double()  # float32 would lose a small penalty in a large reward
+        if penalties is None:
+            penalties = torch.zeros_like(batch.inference_logprobs)
+        if family.kl_in == "reward_to_go":
+            assert family.advantage_baseline in ("batch_mean", "none")
+            advantages = reward_to_go_advantages(
+                rewards,
+                batch.token_mask,
+                penalties,
+                baseline=family.advantage_baseline,
+                normalize=family.normalize_advantages,
+                all_reduce_sum=self.setup.ranks.all_reduce_sum_data,
+            ).float()
+        else:
+            advantages = self._sequence_advantages(rewards - penalties.sum(dim=1, dtype=rewards.dtype))
+            advantages = advantages.float()[:, None].expand(batch.token_ids.shape)
+        return batch.with_fields(TrainBatch, advantages=advantages), metrics
+
+    def _sequence_advantages(self, rewards: Tensor) -> Tensor:  # [B] -> [B]
+        family, batch_rewards = self._settings, None
+        if family.advantage_baseline == "batch_mean" or family.normalize_over == "batch":
+            batch_rewards = rewards.new_tensor(self.setup.ranks.all_gather_data(rewards.tolist()))
+        return group_advantages(
+            rewards,
+            family.group_size,
+            baseline=family.advantage_baseline,
+            normalize=family.normalize_advantages,
+            normalize_over=family.normalize_over,
+            batch_rewards=batch_rewards,
+        )
+
+
+def _minibatch_rows(batch: RolloutBatch, settings: Grpo | Ppo) -> Iterator[slice | Tensor]:
+    """Yield the rows of each minibatch; groups are dealt out in turn.
+
+    The result therefore does not depend on how many ranks share the step.
+    """
+    num_minibatches = settings.minibatches_per_step
+    if num_minibatches == 1:
+        yield slice(None)
+        return
+    groups = torch.arange(len(batch), device=batch.token_ids.device) // settings.group_size
+    minibatch_index = groups % num_minibatches
+    for index in range(num_minibatches):
+        rows = (minibatch_index == index).nonzero()[:, 0]
+        if len(rows):  # in memory profiles, a step may have fewer sequences
+            yield rows
+
+
+# Sample completions of a step for inspection: prompt, text, reward and log-prob error.
+
+INTERVAL = 10  # steps
+MAX_TEXT_LENGTH = 4000  # characters of a recorded text
+
+
+def is_due(settings: KeptSamples | None, step: int) -> bool:
+    """Return True at the first step and at every tenth."""
+    return settings is not None and (step == 1 or step % INTERVAL == 0)
+
+
+def collect_samples(setup: RunSetup, batch: RolloutBatch, group_size: int) -> list[Sample]:
+    """Return the first completion of each of the first prompts, before the step's first update. Collective.
+
+    Arms with the same seed start a step with the same prompts, so that their samples can be compared side by
+    side. Each rank computes the samples of its own share; those of the first rank are the first of the step.
+    The log-probs are computed without torch.compile, which would compile again for so few rows.
+    `logprob_error` is therefore as exact as in training, but not bit-identical.
+    """
+    settings = setup.config.keep_samples
+    assert settings is not None
+    rows = torch.arange(0, len(batch), group_size, device=batch.token_ids.device)[: settings.prompts]
+    chosen = batch[rows]
+    with torch.compiler.set_stance("force_eager"):
+        logprobs = setup.policy.compute_logprobs(chosen)
+    error = (logprobs - chosen.inference_logprobs).abs()
+    return [
+        _make_sample(setup, *row)
+        for row in zip(chosen.token_ids, chosen.token_mask, error, chosen.rewards, strict=True)
+        if row[1].any()  # rows without tokens are masked in the loss
+    ]
+
+
+def _make_sample(setup: RunSetup, token_ids: Tensor, mask: Tensor, error: Tensor, reward: Tensor) -> Sample:
+    tokens = token_ids[mask].tolist()
+    prompt, text = setup.data.text.decode([token_ids[: int(mask.nonzero()[0])].tolist(), tokens])
+    return Sample(
+        prompt=_shorten(prompt),
+        text=_shorten(text),
+        reward=float(reward),
+        logprob_error=float(error[mask].mean()),
+        num_tokens=len(tokens),
+        truncated=tokens[-1] not in setup.data.text.end_ids,
+    )
+
+
+def _shorten(text: str) -> str:
+    """Keep both ends of a long text: a question or an answer may be at either."""
+    half = MAX_TEXT_LENGTH // 2
+    return text if len(text) <= MAX_TEXT_LENGTH else f"{text[:half]} [...] {text[-half:]}"

@@ -1,0 +1,1 @@
+"""Measured memory of a training step."""

@@ -1,0 +1,223 @@
+"""Tasks from JSON-lines files.
+
+Problems are judged by their final answers or by a user's verifier. Completions and preferences have no
+verifier: they are training data.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from abrun.errors import RecipeError
+from abrun.messages.codes import Code
+from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask
+from abrun.runs.regular_files import open_regular
+from abrun.trainer.tasks import Example
+from abrun.trainer.tasks.final_answers import number
+from abrun.trainer.tasks.values import check_reference
+from abrun.trainer.tasks.verifiers import (
+    boxed,
+    final_number,
+    judge_by_reference,
+    judge_by_value,
+    load_verifier,
+)
+
+MAX_CHECKED_BYTES = 1 << 20  # bytes of a file that `check_problems` reads
+
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+JUDGES = {"final_number": final_number, "boxed": boxed, "math_verify": judge_by_value}
+
+FileConfig = Gsm8k | Jsonl | CompletionsTask | PreferencesTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemFile:
+    """A finite set of examples, reshuffled in every epoch; see abrun.trainer.tasks.TrainingTask."""
+
+    path: str
+    field: str  # the recipe field that names the file
+    problems: list[Example]  # in the order of the file
+    judge: Callable[[Example, str], float] | None = None
+
+    def examples(self, seed: int, start: int, count: int, redraw: int = 0) -> list[Example]:
+        """See TrainingTask. A redraw reads the order of the epoch from a distant place.
+
+        Multiples of the golden ratio keep the places of all redraws of an example far apart.
+        """
+        size = len(self.problems)
+        distance = int(redraw * GOLDEN_RATIO * size)
+        orders = {
+            epoch: _shuffle_order(seed, epoch, size)
+            for epoch in range(start // size, (start + count - 1) // size + 1)
+        }
+        return [self.problems[orders[i // size][(i + distance) % size]] for i in range(start, start + count)]
+
+    def reward(self, example: Example, completion: str) -> float:
+        assert self.judge is not None, "recipe validation allows no rewards for a task without a verifier"
+        return self.judge(example, completion)
+
+    def held_out(self, count: int) -> list[Example]:
+        """Return the last `count` problems of the file."""
+        if count > len(self.problems):
+            raise RecipeError(
+                Code.TOO_FEW_PROBLEMS(
+                    got=count, field=self.field, path=self.path, problems=len(self.problems)
+                )
+            )
+        return self.problems[-count:]
+
+    def without(self, prompts: frozenset[str]) -> "ProblemFile":
+        remaining_problems = [problem for problem in self.problems if problem.prompt not in prompts]
+        if not remaining_problems:
+            raise RecipeError(Code.VALIDATION_TAKES_ALL(field=self.field, path=self.path))
+        return replace(self, problems=remaining_problems)
+
+
+def make_problem_file(config: FileConfig) -> ProblemFile:
+    """Return the task of a file. Raises RecipeError if the file or the verifier is invalid."""
+    problems = read_problems(config, config.path, "task.path")
+    if isinstance(config, CompletionsTask | PreferencesTask):
+        return problems
+    if config.verifier:
+        return replace(problems, judge=load_verifier(config.verifier))
+    return replace(problems, judge=JUDGES[config.judged_by] if config.judged_by else judge_by_reference)
+
+
+def read_problems(config: FileConfig, path: str, field: str) -> ProblemFile:
+    """Read a file in the format of `config`; `field` is the recipe field that names it, for messages."""
+    problems = _parse_problems(config, _read_bytes(path, field, None), path, field)
+    return ProblemFile(path=path, field=field, problems=problems)
+
+
+def check_problems(config: FileConfig, path: str, field: str) -> ProblemFile | None:
+    """Check a file, raising the errors of `read_problems`; return its problems, or None if it is long.
+
+    Only the first lines of a file longer than MAX_CHECKED_BYTES are checked.
+    """
+    content = _read_bytes(path, field, MAX_CHECKED_BYTES)
+    if len(content) < MAX_CHECKED_BYTES:
+        return ProblemFile(path=path, field=field, problems=_parse_problems(config, content, path, field))
+    lines = content[: content.rfind(b"\n") + 1]
+    if lines.strip():
+        _parse_problems(config, lines, path, field)
+    return None
+
+
+def _parse_problems(config: FileConfig, content: bytes, path: str, field: str) -> list[Example]:
+    match config:
+        case Gsm8k():
+            fields, read = ("question", "answer"), partial(_gsm8k_example, _reference_check(config))
+        case Jsonl():
+            fields, read = (
+                (config.prompt_field, config.answer_field),
+                partial(_answer_example, _reference_check(config)),
+            )
+        case CompletionsTask():
+            fields, read = (config.prompt_field, config.completion_field), _completion_example
+        case PreferencesTask():
+            fields, read = (
+                (config.prompt_field, config.chosen_field, config.rejected_field),
+                _preference_example,
+            )
+    return _parse_lines(content, path, field, fields, read)
+
+
+def _reference_check(config: Gsm8k | Jsonl) -> Callable[[str], None]:
+    """Return a function that raises ValueError for references that the judge of the task cannot use."""
+    if config.verifier or config.judged_by == "boxed":
+        return lambda answer: None
+    return _check_number if config.judged_by == "final_number" else check_reference
+
+
+def _check_number(answer: str) -> None:
+    if number(answer) is None:
+        raise ValueError(
+            f"the answer {answer[:60]!r} is not a number, which task.answer: final_number requires; "
+            "use task.answer: boxed or math_verify, or a verifier"
+        )
+
+
+def _gsm8k_example(check: Callable[[str], None], question: str, answer: str) -> Example:
+    """Parse the GSM8K format: the last line of an answer is `#### <number>`."""
+    reasoning, mark, final = answer.rpartition("####")
+    if not mark:
+        raise ValueError("answer without a line '#### <number>'")
+    final = final.strip().replace(",", "")
+    solved = _answer_example(check, question, final)
+    return replace(solved, completion=f"{reasoning.strip()}\n#### {final}")
+
+
+def _answer_example(check: Callable[[str], None], prompt: str, answer: str) -> Example:
+    check(answer)
+    return Example(prompt=prompt, completion=answer, answer=answer)
+
+
+def _completion_example(prompt: str, completion: str) -> Example:
+    return Example(prompt=prompt, completion=completion)
+
+
+def _preference_example(prompt: str, chosen: str, rejected: str) -> Example:
+    if chosen == rejected:
+        raise ValueError("the chosen and the rejected completion are the same text")
+    return Example(prompt=prompt, completion=chosen, rejected=rejected)
+
+
+def _read_bytes(path: str, field: str, max_bytes: int | None) -> bytes:
+    try:
+        with open_regular(Path(path).expanduser()) as file:
+            return file.read() if max_bytes is None else file.read(max_bytes)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, field, error) from None
+
+
+def _unreadable(path: str, field: str, error: Exception) -> RecipeError:
+    reason = getattr(error, "strerror", None) or error
+    return RecipeError(Code.PROBLEMS_UNREADABLE(field=field, path=path, problem=str(reason)))
+
+
+def _parse_lines(
+    content: bytes,
+    path: str,
+    field: str,
+    fields: tuple[str, ...],
+    read: Callable[..., Example],  # called with the texts of `fields`
+) -> list[Example]:
+    try:
+        # Not splitlines(), because a text may contain U+2028
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, field, error) from None
+    problems = []
+    for line_number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in fields):
+                raise ValueError(f"expected text fields {' and '.join(map(repr, fields))}")
+            texts = [row[key] for key in fields]
+            "".join(texts).encode()  # raises for an unpaired surrogate, which JSON can contain
+            example = read(*texts)
+            if not example.prompt:
+                raise ValueError("the prompt is empty; a completion needs at least one token before it")
+        except RecursionError:
+            raise RecipeError(Code.PROBLEM_TOO_DEEP(field=field, path=path, line=line_number)) from None
+        except ValueError as error:
+            raise RecipeError(
+                Code.PROBLEM_INVALID(field=field, path=path, line=line_number, problem=str(error))
+            ) from None
+        problems.append(replace(example, source=f"{path}, line {line_number}"))
+    if not problems:
+        raise RecipeError(Code.PROBLEMS_EMPTY(field=field, path=path))
+    return problems
+
+
+def _shuffle_order(seed: int, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"order-{seed}-{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,99 @@
+"""Tasks of the package reasoning-gym: problems from its generators, rewards from its scorers."""
+
+import inspect
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from abrun.errors import RecipeError
+from abrun.messages.codes import Code
+from abrun.recipe.tasks import ReasoningGym
+from abrun.runs.redaction import shortened
+from abrun.trainer.tasks import Example
+from abrun.trainer.tasks.final_answers import last_number
+from abrun.trainer.tasks.generated import Generated
+
+# Calls by which a scorer would evaluate a completion as Python; sympy's parse_expr uses eval, too.
+EVALUATES_ANSWER = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(answer\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning(Example):
+    """A problem with the entry that its scorer needs."""
+
+    entry: dict[str, Any] = field(compare=False, repr=False)
+
+
+def reasoning_gym(config: ReasoningGym) -> Generated:
+    """Return the task that a recipe names; rewards come from its scorer, from 0 to 1.
+
+    Raises RecipeError if the package is missing or has no such task or parameters, if problems have no
+    reference answer (the target of supervised steps) or are not reproducible from a seed, and if the scorer
+    would run completions as Python code, which could end or hang the run, or change files.
+    """
+    try:
+        import reasoning_gym as package  # pyright: ignore[reportMissingImports]
+        from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise RecipeError(
+            Code.SETTING_NEEDS_PACKAGE(
+                field="task.type",
+                got="reasoning_gym",
+                package="reasoning-gym",
+                install="pip install 'abrun[reasoning]'",
+                instead=None,
+            )
+        ) from error
+    if config.name not in DATASETS:
+        raise RecipeError(
+            Code.REASONING_TASK_UNKNOWN(
+                got=config.name, version=package.__version__, allowed=sorted(DATASETS)
+            )
+        )
+
+    def draw_problem(seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return a data set of one problem, which is also its scorer, and the problem."""
+        try:
+            problems = package.create_dataset(config.name, seed=seed, size=1, **config.parameters)
+            return problems, problems[0]
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RecipeError(
+                Code.REASONING_PARAMETERS_REFUSED(
+                    got=shortened(config.parameters),
+                    task=config.name,
+                    error=" ".join(str(error).split()) or type(error).__name__,
+                )
+            ) from error
+
+    def draw(generator: random.Random) -> Example:
+        _, entry = draw_problem(generator.getrandbits(31))
+        answer = str(entry["answer"])
+        return Reasoning(prompt=entry["question"], completion=answer, answer=answer, entry=entry)
+
+    scorer, _ = draw_problem(0)
+    if config.answer == "text" and EVALUATES_ANSWER.search(inspect.getsource(type(scorer).score_answer)):
+        raise RecipeError(Code.REASONING_SCORER_RUNS_CODE(task=config.name))
+    _check_reproducible(config.name, draw, scorer)
+
+    def judge(example: Example, completion: str) -> float:
+        assert isinstance(example, Reasoning)
+        number = None if config.answer == "text" else last_number(completion)
+        answer = completion.strip() if config.answer == "text" else str(number or "")
+        try:
+            return float(scorer.score_answer(answer, example.entry))
+        except Exception:  # some scorers raise for completions that they cannot parse
+            return 0.0
+
+    return Generated(name=f"reasoning_gym-{config.name}", draw=draw, judge=judge)
+
+
+def _check_reproducible(name: str, draw: Callable[[random.Random], Example], scorer: Any) -> None:
+    for seed in range(2):
+        example, repeated_example = draw(random.Random(seed)), draw(random.Random(seed))
+        if example != repeated_example:
+            raise RecipeError(Code.REASONING_TASK_NOT_REPEATABLE(task=name))
+        assert isinstance(example, Reasoning)
+        if example.entry["answer"] is None or scorer.score_answer(example.answer, example.entry) < 1:
+            raise RecipeError(Code.REASONING_TASK_WITHOUT_ANSWER(task=name))

@@ -1,0 +1,181 @@
+"""What `abrun doctor` says of a machine: this one, ones with GPUs, and broken ones."""
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from abrun.experiment.preflight.machine import Machine, find_gpus
+from abrun.messages import sentence, sentences
+from abrun.messages.codes import Code, Reason
+from abrun.recipe.extras import installed_version
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
+from abrun.report import doctor
+from abrun.report.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
+from tests.snapshot import Snapshot
+from tests.test_cli import Run, run
+
+__all__ = ["run"]
+
+H200 = "0, NVIDIA H200, 143771, 570.1, 9.0"
+WORKS = {"torch": ["12.9", 1], "transformers": 0, "triton": 0}
+
+
+def refusals(diagnosis: Diagnosis) -> dict[str, Reason | None]:
+    return {part.name: part.refusal for part in diagnosis.parts}
+
+
+def diagnosis(imported: dict[str, Any], listed: str = H200, **versions: str) -> Diagnosis:
+    """A diagnosis of a machine of which everything is told."""
+    known = {"torch": "2.11.0", "transformers": "5.17.0", "triton": "3.6.0", "vllm": "0.33.0", "ray": "2.50"}
+    here = Machine(gpus=(), cores=8, packages=known | versions, ask_hub=lambda _: None)
+    return diagnosis_of(here, read_gpus(listed), WORKS | imported)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
+
+
+def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
+    code, output, _ = run("doctor", "--json")
+    found = json.loads(output)
+    assert code == 0 and found["versions"]["torch"] == installed_version("torch")
+    parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
+    kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
+    expected = {
+        (kind, name)
+        for kind, names in (kinds | {"launcher": (*LOCAL_LAUNCHERS, *SCHEDULERS)}).items()
+        for name in names
+    }
+    assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()
+    can_train = installed_version("torch") is not None and installed_version("transformers") is not None
+    assert (
+        (parts["policy.backend", "dtensor"] is None)
+        == (parts["rollout.engine", "torch"] is None)
+        == can_train
+    )
+    assert (parts["device", "cuda"] is None) == (can_train and bool(find_gpus()))
+
+
+def test_with_a_gpu_everything_is_usable() -> None:
+    found = diagnosis({}, **{"megatron-core": "0.19.2"})
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA H200"]
+    assert not any(refusals(found).values())
+    shown = table(found)
+    assert re.search(r"GPU 0 +NVIDIA H200, 140 GiB, compute capability 9\.0, driver 570\.1", shown)
+
+
+@pytest.mark.parametrize(
+    ("found", "listed", "refused", "code"),
+    [
+        ({"torch": [None, 0]}, H200, {"cuda", "vllm", "triton"}, Code.TORCH_WITHOUT_CUDA),
+        ({"torch": ["12.9", 0]}, H200, {"cuda", "vllm", "triton"}, Code.TORCH_FINDS_NO_GPU),
+        ({"torch": ["12.9", 0]}, "", {"cuda", "vllm", "triton"}, Code.NO_GPU),
+        (
+            {"triton": Code.IMPORT_TOO_SLOW(package="triton", seconds=2)},
+            H200,
+            {"triton"},
+            Code.IMPORT_TOO_SLOW,
+        ),
+        (
+            {"torch": Code.PACKAGE_BROKEN(package="torch", error="libcudart.so.12", unneeded=None)},
+            H200,
+            {
+                "cpu",
+                "cuda",
+                "dtensor",
+                "megatron",
+                "torch",
+                "vllm",
+                "recorded",
+                "logits",
+                "chunked",
+                "triton",
+            },
+            Code.PACKAGE_BROKEN,
+        ),
+        (
+            {"transformers": Code.PACKAGE_NOT_INSTALLED(package="transformers", extra="train")},
+            H200,
+            {"dtensor", "megatron", "torch", "vllm", "recorded", "logits", "chunked"},
+            Code.PACKAGE_NOT_INSTALLED,
+        ),
+    ],
+)
+def test_what_is_broken_is_a_reason(found: Any, listed: str, refused: set[str], code: Code) -> None:
+    shown = diagnosis(found, listed)
+    reasons = {name: reason for name, reason in refusals(shown).items() if reason}
+    assert reasons.keys() - {"megatron"} == refused - {"megatron"}
+    assert code in {reason.code for reason in reasons.values()}
+    for line in map(sentence, reasons.values()):
+        assert "\n" not in line
+        assert "".join(line.split()) in "".join(table(shown).split()), "with its brackets"
+
+
+def test_versions_that_were_not_tested_are_warnings() -> None:
+    assert diagnosis({}).warnings == ()
+    versions = {"torch": "99.0.0+cu140", "triton": "3.5.0", "vllm": "99.0"}
+    found = diagnosis({}, **versions)
+    assert [(reason.code, reason["package"], reason["version"]) for reason in found.warnings] == [
+        (Code.VERSION_UNTESTED, "torch", "99.0.0+cu140"),
+        (Code.VERSION_UNTESTED, "triton", "3.5.0"),
+    ]
+    lines = sentences(found.warnings)
+    assert lines[0] in table(found)
+    content = json.loads(found.as_json())
+    assert content["warnings"] == lines and content["warning_codes"][1]["code"] == Code.VERSION_UNTESTED
+    assert not any(refusals(found)[name] for name in ("dtensor", "triton"))  # a warning refuses nothing
+
+
+def table(diagnosis: Diagnosis) -> str:
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(diagnosis.render())
+    return shown.get()
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("raise ImportError('libcudart.so.12:\\n cannot open')", "cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "exit code -11"),
+        ("", "AttributeError: "),  # an empty folder of that name
+        ("import os; os._exit(0)", "IndexError: "),
+        (
+            "try:\n    raise OSError('torchaudio.so: no such file')\n"
+            "except OSError as error:\n    raise ImportError('see above') from error",
+            "OSError: torchaudio.so: no such file",
+        ),
+        ("import time; time.sleep(60)", None),
+    ],
+)
+def test_a_broken_package_is_one_line(
+    source: str, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "installed_packages", lambda: {"torch": "2.11.0"})
+    reason = try_import("torch", 2 if "sleep" in source else 60)
+    if error is None:
+        assert reason == Code.IMPORT_TOO_SLOW(package="torch", seconds=2)
+    else:
+        assert reason.code is Code.PACKAGE_BROKEN and reason["error"].startswith(error)
+        assert reason["unneeded"] == ("torchaudio" if "torchaudio" in source else None)
+        assert "\n" not in sentence(reason)
+    if error != "AttributeError: ":
+        snapshot(sentence(reason))
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert try_import("torch") == Code.PACKAGE_NOT_INSTALLED(package="torch", extra="train")

@@ -1,3 +1,0 @@
-from tests.train.runs import group
-
-__all__ = ["group"]

@@ -1,0 +1,96 @@
+"""Damaged ledgers of `abrun gate`: one line, exit code 2, and the file stays as it is."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from abrun.errors import StoreError
+from abrun.runs.lines import json_line, read_json_lines
+from abrun.tools.drift.gate.ledger import locked_state
+from tests.tools.drift.gate.test_gate import CLAIM, Typed, ask, start, typed, write_runs
+
+ALL = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+MISSING = object()
+OTHER_VALUES = (
+    *(MISSING, None, "x", "", "a\0\x1b[2J", -1, 0, 2, 10**30, 1e300, -0.5, True, float("nan")),
+    *([], {}, [[]], {"a": {"b": [1]}}, "steps 9-2", "last 0%", "reaches 0.6", "x" * 5000),
+    *([1.5, 2.5], ["a", 3], [{"name": 1}], "2" * 400),
+)
+
+
+def paths_of(content: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Yield the path of each field; of a list only the first two items."""
+    items = content.items() if isinstance(content, dict) else enumerate(content[:2])
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from paths_of(value, (*path, key))
+
+
+def with_value(content: Any, path: tuple, value: Any) -> Any:
+    content = copy.deepcopy(content)
+    parent = content
+    for key in path[:-1]:
+        parent = parent[key]
+    if value is MISSING:
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return content
+
+
+def assert_one_line(result: Typed, path: tuple, value: Any) -> None:
+    if result.exit_code == 2:
+        is_one_line = "\n" not in result.stderr.rstrip("\n") and "validation error" not in result.stderr
+        assert is_one_line, (path, value, result.stderr)
+
+
+def mutations(content: Any, num: int) -> list[tuple[tuple, Any]]:
+    every = [(path, value) for path in paths_of(content) for value in OTHER_VALUES]
+    return random.Random(1).sample(every, min(num, len(every)))
+
+
+@pytest.mark.parametrize("num", [40, ALL])
+def test_each_field_of_a_gate_with_another_value_is_at_most_one_line(tmp_path: Path, num: int) -> None:
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "other", [0.5, 0.49]))
+    ask(ledger, write_runs(tmp_path / "better", [0.65, 0.66, 0.64, 0.67]))
+    candidate = write_runs(tmp_path / "idea", [0.55, 0.52])
+    rows = read_json_lines(ledger)
+    of_window = [((0, "window"), value) for value in OTHER_VALUES]
+    refused = set()
+    for path, value in [*of_window, *mutations(rows, num)]:
+        content = b"".join(map(json_line, with_value(rows, path, value)))
+        ledger.write_bytes(content)
+        result = typed(candidate, "--against", ledger)  # any exception but AbrunError fails there
+        assert_one_line(result, path, value)
+        if result.exit_code == 2:
+            assert ledger.read_bytes() == content
+            refused.add(path[-1])
+    assert "window" in refused and len(refused) > min(num, 90) // 9
+
+
+def test_lines_without_checksums_are_refused_and_others_can_read_the_file(tmp_path: Path) -> None:
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "other", [0.5, 0.49]))
+    (tmp_path / "new").touch()
+    assert ledger.stat().st_mode == (tmp_path / "new").stat().st_mode
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in read_json_lines(ledger)))
+    result = typed("--against", ledger)
+    assert result.exit_code == 2 and "does not match its checksum" in result.stderr
+
+
+@pytest.mark.parametrize("content", [b'{"step": 1}\n{"step": 2', b"torn", b"\n\x00\xff"])
+def test_a_file_that_is_no_ledger_keeps_its_last_line(tmp_path: Path, content: bytes) -> None:
+    base, wrong = write_runs(tmp_path / "base", [0.5, 0.51, 0.52]), tmp_path / "wrong.jsonl"
+    for options in ((), ("--start", "--claim", CLAIM)):
+        wrong.write_bytes(content)
+        assert typed(base, "--against", wrong, *options).exit_code == 2
+        with pytest.raises(StoreError), locked_state(wrong):
+            pass
+        assert wrong.read_bytes() == content

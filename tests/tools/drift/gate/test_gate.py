@@ -1,0 +1,454 @@
+"""`abrun gate`: answers and exit codes, state over calls, kills and two gates at once, refusals."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from abrun import cli
+from abrun.errors import AbrunError
+from abrun.logs.recorded.selection import ReadingOptions
+from abrun.messages.codes import Code
+from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.stats.online import lord_level
+from abrun.tools.drift.gate.command import ask_gate, caveats
+from abrun.tools.drift.gate.ledger import Answer, State, read_state, refuse_changed_runs
+from tests.reasons import refused
+from tests.verdict.simulate import fail, write_experiment
+
+CLAIM = "train/reward:last 50%:better 0"
+READING = ReadingOptions(allows_one_arm=True)
+BASE = list(np.linspace(0.47, 0.53, 12))
+BASE_CURVE = np.random.default_rng(5).uniform(0.5, 0.6, 80)
+
+
+def write_runs(folder: Path, levels: Sequence[float], metric: str = "train/reward", end: int = 4) -> Path:
+    """Write one CSV file a seed, whose mean over the last half is the level."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for seed, level in enumerate(levels):
+        rows = [f"{step},{level if step > 2 else 0.1 + seed / 1000}" for step in range(1, end + 1)]
+        (folder / f"seed-{seed}.csv").write_text("\n".join([f"step,{metric}", *rows]) + "\n")
+    return folder
+
+
+class Typed(NamedTuple):
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def typed(*arguments: object) -> Typed:
+    """Run the command; an error that a user can fix is code 2 and its line, as in `cli.main`."""
+    result = CliRunner().invoke(cli.app, ["gate", *map(str, arguments)])
+    if isinstance(result.exception, AbrunError):
+        return Typed(2, result.stdout, f"abrun: {result.exception}")
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Typed(result.exit_code, result.stdout, result.stderr)
+
+
+def start(tmp_path: Path, levels: Sequence[float] = BASE, claim: str = CLAIM, **options: str) -> Path:
+    base, ledger = write_runs(tmp_path / "base", levels), tmp_path / "gate.jsonl"
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert typed(base, "--against", ledger, "--start", "--claim", claim, *words).exit_code == 0
+    return ledger
+
+
+def ask(ledger: Path, source: Path) -> Answer:
+    return ask_gate(ledger, str(source), READING)[0]
+
+
+def ask_json(ledger: Path, source: Path) -> dict:
+    result = typed(source, "--against", ledger, "--json")
+    return {**json.loads(result.stdout), "exit_code": result.exit_code}
+
+
+def test_each_answer_has_its_exit_code_and_the_incumbent_changes_on_better(tmp_path):
+    ledger = start(tmp_path)
+    alike = ask_json(ledger, write_runs(tmp_path / "alike", [0.5, 0.49, 0.51]))
+    assert (alike["answer"], alike["exit_code"], alike["incumbent"]) == ("ALIKE", 6, "base")
+    open_answer = ask_json(ledger, write_runs(tmp_path / "idea", [0.55]))
+    assert (open_answer["answer"], open_answer["exit_code"]) == ("OPEN", 4)
+    assert 1 <= open_answer["seeds_to_add"] <= 7
+    values = {"incumbent": "base", "seeds_to_add": 4}
+    assert open_answer["note_codes"] == [{"code": "gate_add_to_incumbent", "values": values}]
+    better = ask_json(ledger, write_runs(tmp_path / "idea", [0.55, 0.57, 0.56, 0.58, 0.55]))
+    assert (better["answer"], better["exit_code"], better["num_discoveries"]) == ("BETTER", 0, 1)
+    assert better["improvement"] == pytest.approx(0.062) and better["p"] <= better["reading_level"]
+    assert better["level"] == open_answer["level"]  # of the candidate, not of the reading
+    worse = ask_json(ledger, write_runs(tmp_path / "worse", [0.5, 0.49, 0.51]))
+    assert (worse["answer"], worse["exit_code"], worse["incumbent"]) == ("WORSE", 3, "idea")
+    assert worse["num_incumbent_runs"] == 5
+
+
+def test_lower_is_better_is_known_from_the_metric_or_the_claim(tmp_path):
+    base = write_runs(tmp_path / "base", BASE, "validation/loss")
+    typed(base, "--against", tmp_path / "l", "--start", "--claim", "validation/loss:last 50%:better 0")
+    lower = write_runs(tmp_path / "lower", [0.41, 0.42, 0.4, 0.41], "validation/loss")
+    answer = ask(tmp_path / "l", lower)
+    assert answer.outcome == "BETTER" and answer.improvement > 0
+
+
+def test_asking_again_without_new_runs_repeats_the_answer_and_writes_nothing(tmp_path):
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.55, 0.53])
+    first = ask(ledger, idea)
+    content = ledger.read_bytes()
+    for name in ("x", "y"):  # the ledger's own state has moved on meanwhile
+        ask(ledger, write_runs(tmp_path / name, [0.5]))
+    moved = ledger.read_bytes()
+    assert ask(ledger, idea) == first and ledger.read_bytes() == moved != content
+
+
+def test_a_kept_candidate_is_answered_as_before_and_its_new_runs_join_the_baseline(tmp_path):
+    ledger = start(tmp_path)
+    levels = [0.65, 0.66, 0.64, 0.67]
+    idea = write_runs(tmp_path / "idea", levels)
+    assert ask(ledger, idea).outcome == "BETTER" == ask(ledger, idea).outcome
+    extended = ask(ledger, write_runs(idea, [*levels, 0.61, 0.62, 0.66]))
+    assert extended.outcome == "INCUMBENT" and len(read_state(ledger).incumbent.values) == 7
+    ask(ledger, write_runs(tmp_path / "next", [0.9, 0.91, 0.89, 0.9]))
+    assert read_state(ledger).incumbent.name == "next"
+    with refused(Code.GATE_SUPERSEDED, incumbent="next"):
+        ask(ledger, write_runs(idea, [*levels, 0.61, 0.62, 0.66, 0.7]))
+
+
+def test_runs_that_were_judged_cannot_be_taken_back(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.45, 0.56]))
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=2):
+        ask(ledger, write_runs(tmp_path / "idea", [0.58, 0.56, 0.59]))
+
+
+def test_the_answer_about_an_open_candidate_is_against_the_incumbent_of_the_day(tmp_path):
+    ledger = start(tmp_path)
+    slow = write_runs(tmp_path / "slow", [0.55])
+    assert ask(ledger, slow).incumbent == "base"
+    ask(ledger, write_runs(tmp_path / "fast", [0.7, 0.71, 0.69, 0.7]))
+    answer = ask(ledger, write_runs(slow, [0.55, 0.54, 0.56]))
+    assert (answer.incumbent, answer.outcome) == ("fast", "WORSE")
+
+
+def test_levels_are_spent_and_earned_as_the_procedure_says(tmp_path):
+    ledger = start(tmp_path)
+    for number in range(3):
+        answer = ask(ledger, write_runs(tmp_path / f"c{number}", [0.5 + number / 1000]))
+        assert answer.level == lord_level(number + 1, [])
+    ask(ledger, write_runs(tmp_path / "good", [0.7, 0.71, 0.69, 0.7]))
+    assert ask(ledger, write_runs(tmp_path / "c9", [0.5])).level == lord_level(5, [4])
+
+
+def test_the_ledger_is_shown_and_so_is_its_next_level(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.49, 0.51]))
+    result = typed("--against", ledger)
+    assert result.exit_code == 0 and re.search(r"idea +ALIKE +3 +base", result.stdout)
+    shown = json.loads(typed("--against", ledger, "--json").stdout)
+    assert (shown["num_candidates"], shown["incumbent"], shown["num_runs"]) == (1, "base", 12)
+
+
+def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
+    incumbent = write_experiment(tmp_path / "first")
+    ledger = tmp_path / "gate.jsonl"
+    words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
+    result = typed(incumbent, *words)
+    assert result.exit_code == 2 and "--arm" in result.stderr
+    assert typed(incumbent, "--arm", "baseline", *words).exit_code == 0
+    answer, *_ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
+    assert answer.candidate.name == "first/treatment" and answer.incumbent == "first/baseline"
+
+
+def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
+    ledger = start(tmp_path)
+    answer, state, _ = ask_gate(ledger, str(write_runs(tmp_path / "idea", [0.5])), READING)
+    assert [reason.code for reason in caveats(answer, state, 0.0)] == [Code.GATE_ADD_TO_INCUMBENT]
+    old = replace(state.incumbent, oldest_s=1e9, environment_sha256="a")
+    moved = replace(answer, candidate=replace(answer.candidate, environment_sha256="b"))
+    aged = State(start=state.start, incumbent=old)
+    reasons = {reason.code: reason for reason in caveats(moved, aged, 1e9 + 30 * 86400)}
+    assert reasons.keys() == {Code.GATE_AGE, Code.GATE_ENVIRONMENT, Code.GATE_ADD_TO_INCUMBENT}
+    assert reasons[Code.GATE_AGE]["days"] == 30 and reasons[Code.GATE_ADD_TO_INCUMBENT]["seeds_to_add"] == 4
+
+
+def test_two_gates_at_once_both_count(tmp_path):
+    ledger = start(tmp_path)
+    sources = [write_runs(tmp_path / f"c{number}", [0.5 + number / 1000]) for number in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda source: ask(ledger, source), sources))
+    assert len({answer.level for answer in answers}) == 12  # no level was given twice
+    assert len(read_state(ledger).candidates) == 12
+
+
+def test_a_torn_answer_of_a_killed_gate_is_dropped(tmp_path):
+    ledger, idea = start(tmp_path), write_runs(tmp_path / "idea", [0.5, 0.52])
+    ask(ledger, idea)
+    whole = ledger.read_bytes()
+    last_line = whole.splitlines(keepends=True)[-1]
+    for length in (1, len(last_line) // 2, len(last_line) - 1):
+        ledger.write_bytes(whole[: len(whole) - len(last_line) + length])
+        assert not read_state(ledger).candidates
+        assert ask(ledger, idea).outcome in ("ALIKE", "OPEN")
+        assert len(ledger.read_bytes().splitlines()) == 2
+
+
+def test_a_killed_gate_leaves_an_answer_or_none(tmp_path):
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.5, 0.52])
+    script = (
+        "import os, signal; from abrun.tools.drift.gate import command; from abrun.runs import lines\n"
+        "write = lines.os.write\n"
+        "lines.os.write = lambda file, line: (write(file, line[:50]), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "from abrun.logs.recorded.selection import ReadingOptions\n"
+        f"command.ask_gate(__import__('pathlib').Path({str(ledger)!r}), {str(idea)!r}, "
+        "ReadingOptions(allows_one_arm=True))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], env=os.environ, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL and len(ledger.read_bytes().splitlines()) == 2
+    assert ask(ledger, idea).level == pytest.approx(read_state(ledger).level("idea"))
+    assert len(read_state(ledger).candidates) == 1
+
+
+def test_an_edited_ledger_is_refused(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5]))
+    ledger.write_text(ledger.read_text().replace('"OPEN"', '"BETTER"').replace('"ALIKE"', '"BETTER"'))
+    result = typed(tmp_path / "idea", "--against", ledger)
+    assert result.exit_code == 2 and "line 2" in result.stderr
+
+
+def test_a_lost_line_is_noticed(tmp_path):
+    ledger = start(tmp_path)
+    for name in ("a", "b", "c"):
+        ask(ledger, write_runs(tmp_path / name, [0.5]))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    result = typed("--against", ledger)
+    assert result.exit_code == 2 and "line" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("claim", "words", "problem"),
+    [
+        ("train/reward:last 50%:0.02", (), "better NUMBER"),
+        ("train/reward:last 50%:better 1 sigma", (), "better NUMBER"),
+        ("train/rewards:last 50%:better 0", (), "did you mean"),
+        ("mystery:last 50%:better 0", (), "higher is better"),
+        (CLAIM, ("--worth", "much"), "--worth"),
+        (CLAIM, ("--worth", "0"), "--worth"),
+        ("train/reward:last 50%:better 0.1", ("--worth", "0.05"), "--worth"),
+    ],
+)
+def test_a_start_that_cannot_be_used_is_one_line(tmp_path, claim, words, problem):
+    base = write_runs(tmp_path / "base", BASE, "mystery" if claim.startswith("mystery") else "train/reward")
+    result = typed(base, "--against", tmp_path / "gate.jsonl", "--start", "--claim", claim, *words)
+    assert result.exit_code == 2 and problem in result.stderr and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "gate.jsonl").exists()
+
+
+def test_a_candidate_with_a_diverged_run_is_worse(tmp_path):
+    ledger = start(tmp_path)
+    levels = [0.9, 0.9, float("nan")]
+    result = typed(write_runs(tmp_path / "wild", levels), "--against", ledger)
+    assert result.exit_code == 3 and "NaN or infinite in 1 run" in result.stdout
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=3):
+        ask(ledger, write_runs(tmp_path / "wild", [0.9, 0.9, 0.9]))
+    answer = ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
+    assert answer.outcome == "WORSE" and answer.candidate.num_runs == 4
+    with refused(Code.GATE_INCUMBENT_DIVERGED, num_diverged=1):
+        ask(ledger, write_runs(tmp_path / "base", [*BASE, float("nan")]))
+
+
+def test_final_scores_in_a_table_are_judged(tmp_path):
+    for name, scores in {"base": [51, 53, 49, 52, 50], "idea": [71, 73, 69, 72]}.items():
+        rows = [f"{name},{seed},{score}" for seed, score in enumerate(scores)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["arm,seed,ifeval", *rows]) + "\n")
+    words = ("--against", tmp_path / "gate.jsonl")
+    claim = ("--claim", "ifeval:all:better 0, higher is better")
+    assert typed(tmp_path / "base.csv", *words, "--start", *claim).exit_code == 0
+    result = typed(tmp_path / "idea.csv", *words)
+    assert result.exit_code == 0 and "improvement of ifeval +20" in result.stdout, result
+
+
+def test_a_failed_run_is_a_result_that_cannot_be_taken_back(tmp_path):
+    experiment = write_experiment(tmp_path / "first")
+    ledger = tmp_path / "gate.jsonl"
+    words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
+    assert typed(experiment, "--arm", "baseline", *words).exit_code == 0
+    failed_run = experiment / "treatment/seed-1"
+    kept = tmp_path / "kept"
+    shutil.copytree(failed_run, kept)
+    fail(failed_run, after_steps=30)
+    result = typed(experiment, "--arm", "treatment", "--against", ledger)
+    assert result.exit_code == 3 and "WORSE: of first/treatment, treatment/seed-1 failed" in result.stdout
+    (answer,) = read_state(ledger).candidates.values()
+    earlier = answer.candidate
+    hidden = replace(earlier, failed=(), runs=tuple(run for run in earlier.runs if run.seed != 1))
+    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=5):
+        refuse_changed_runs(earlier, replace(hidden, values=(*hidden.values, 0.9)))
+    shutil.rmtree(failed_run)
+    shutil.copytree(kept, failed_run)  # it was run again
+    again, *_ = ask_gate(ledger, str(experiment), READING, arm="treatment")
+    assert len(again.candidate.values) == 5 and not again.candidate.failed
+
+
+def write_curves(folder: Path, curves: Mapping[str, np.ndarray], digits: int = 6) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, curve in curves.items():
+        rows = [f"{step},{value:.{digits}f}" for step, value in enumerate(curve, 1)]
+        (folder / f"{name}.csv").write_text("\n".join(["step,train/reward", *rows]) + "\n")
+    return folder
+
+
+def draw_curves(seed: int, num_runs: int, level: float = 0.5) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    levels = level + 0.02 * rng.standard_normal(num_runs)
+    noise = 0.01 * rng.standard_normal((num_runs, 80))
+    return {f"seed-{number}": levels[number] + noise[number] for number in range(num_runs)}
+
+
+def test_copies_are_no_seeds(tmp_path):
+    base = write_curves(tmp_path / "base", draw_curves(0, 8))
+    words = ("--against", tmp_path / "gate.jsonl")
+    copies = write_curves(tmp_path / "copies", dict.fromkeys(["seed-0", "seed-1", "seed-2"], BASE_CURVE))
+    result = typed(copies, *words, "--start", "--claim", CLAIM)
+    assert result.exit_code == 2 and "copies/seed-1 repeats the numbers of copies/seed-0" in result.stderr
+    assert typed(base, *words, "--start", "--claim", CLAIM).exit_code == 0
+    before = (tmp_path / "gate.jsonl").read_bytes()
+    with refused(Code.GATE_COPIES, candidate="copies"):
+        ask(tmp_path / "gate.jsonl", copies)
+    rng = np.random.default_rng(1)
+    noisy = {f"seed-{seed}": BASE_CURVE + 1e-5 * rng.standard_normal(80) for seed in range(3)}
+    with refused(Code.GATE_COPIES, candidate="noisy"):
+        ask(tmp_path / "gate.jsonl", write_curves(tmp_path / "noisy", noisy))
+    assert (tmp_path / "gate.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["same", "fewer digits", "noise", "another seed"])
+def test_runs_that_the_ledger_knows_are_refused_under_another_name(tmp_path, change):
+    """The best runs of the incumbent and of an earlier candidate, and runs of their own seeds that pass."""
+    ledger = tmp_path / "gate.jsonl"
+    known = {"base": draw_curves(0, 8), "idea": draw_curves(1, 5)}
+    base = write_curves(tmp_path / "base", known["base"])
+    assert typed(base, "--against", ledger, "--start", "--claim", CLAIM).exit_code == 0
+    ask(ledger, write_curves(tmp_path / "idea", known["idea"]))
+    rng = np.random.default_rng(2)
+    for name, curves in known.items():
+        best = sorted(curves.values(), key=lambda curve: -curve[40:].mean())[:2]
+        renamed = {f"seed-{7 - number}": curve for number, curve in enumerate(best)}
+        if change == "noise":
+            renamed = {seed: curve + 1e-5 * rng.standard_normal(80) for seed, curve in renamed.items()}
+        if change == "another seed":
+            renamed = draw_curves(3 + [*known].index(name), 2)
+        folder = write_curves(
+            tmp_path / f"{name}-again", renamed, digits=4 if change == "fewer digits" else 6
+        )
+        if change == "another seed":
+            assert ask(ledger, folder).candidate.name == folder.name
+            continue
+        with refused(Code.GATE_COPIES, candidate=folder.name) as error:
+            ask(ledger, folder)
+        assert f"of {name}/seed-" in str(error.value) or f"as in {name}/seed-" in str(error.value)
+
+
+def test_a_coarse_metric_is_recognised_by_the_rest_of_the_log(tmp_path):
+    """Scores of a few evaluations are often equal by chance; all else of a run is not."""
+    ledger = tmp_path / "gate.jsonl"
+
+    def write_log(path: Path, losses: np.ndarray, score: float) -> None:
+        path.parent.mkdir(exist_ok=True)
+        rows = [f"{step},{loss:.6f},{step * 512}" for step, loss in enumerate(losses, 1)]
+        scores = ["" if step % 20 else f"{score if step > 40 else 0.25}" for step in range(1, 81)]
+        lines = [f"{row},{value}" for row, value in zip(rows, scores, strict=True)]
+        header = "step,train/loss,tokens,validation/score"
+        path.write_text("\n".join([header, *lines]) + "\n")
+
+    losses = 2 + np.random.default_rng(0).standard_normal((9, 80))
+    for seed, score in enumerate([0.5, 0.5, 0.75, 0.5, 0.25]):
+        write_log(tmp_path / f"base/seed-{seed}.csv", losses[seed], score)
+    words = ("--start", "--claim", "validation/score:last 50%:better 0, higher is better")
+    assert typed(tmp_path / "base", "--against", ledger, *words).exit_code == 0
+    for seed, original in enumerate([5, 6, 7]):
+        write_log(tmp_path / f"idea/seed-{seed}.csv", losses[original], 0.5)
+    for seed, original in enumerate([2, 8]):
+        write_log(tmp_path / f"best/seed-{seed}.csv", losses[original], 0.75)
+    assert ask(ledger, tmp_path / "idea").candidate.values == (0.5, 0.5, 0.5)
+    with refused(Code.GATE_COPIES, candidate="best") as error:
+        ask(ledger, tmp_path / "best")
+    assert "best/seed-0 repeats the numbers of base/seed-2" in str(error.value)
+
+
+def test_runs_that_are_left_out_are_said_and_recorded(tmp_path):
+    """A crashed run hidden by --seeds, runs without --seeds, and those that --exclude drops."""
+    ledger = start(tmp_path)
+    idea = write_runs(tmp_path / "idea", [0.65, 0.66, 0.64, 0.67, 0.66])
+    (idea / "seed-4.csv").write_text("step,train/reward\n1,0.1\n2,0.1\n")
+    assert typed(idea, "--against", ledger).exit_code == 2
+    result = typed(idea, "--against", ledger, "--seeds", "0-3")
+    assert result.stdout.startswith("BETTER") and "seed 4 (idea/seed-4 ends at step 2 of 4)" in result.stdout
+    again = json.loads(typed(idea, "--against", ledger, "--seeds", "0-3", "--json").stdout)
+    assert again["left_out"] == ["idea/seed-4"] and again["note_codes"][0]["code"] == "seeds_left_out"
+    kept = read_state(ledger).incumbent
+    assert kept.left_out == ("idea/seed-4",) and [run.name for run in kept.runs][3] == "idea/seed-3"
+    base = write_runs(tmp_path / "next", [0.5, 0.51, 0.52, 0.1])
+    words = (base, "--against", tmp_path / "second.jsonl", "--start", "--claim", CLAIM)
+    result = typed(*words, "--exclude", "*seed-3*", "--json")
+    assert json.loads(result.stdout)["notes"] == ["left out by --exclude: seed-3.csv"]
+    assert read_state(tmp_path / "second.jsonl").incumbent.left_out == ("seed-3.csv",)
+
+
+def test_a_ledger_of_an_earlier_version_is_read(tmp_path):
+    ledger = start(tmp_path)
+    ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52]))
+    rows = read_json_lines(ledger)
+    for runs in (rows[0]["incumbent"], rows[1]["candidate"]):
+        for key in ("runs", "failed", "left_out"):
+            del runs[key]
+    ledger.unlink()
+    with closing(LineWriter(ledger)) as writer:
+        for row in rows:
+            writer.write(row)
+    assert ask(ledger, tmp_path / "idea").candidate.runs == ()  # the recorded answer
+    assert ask(ledger, write_runs(tmp_path / "idea", [0.5, 0.52, 0.51])).candidate.num_runs == 3
+
+
+def test_a_file_that_is_no_ledger_is_not_touched(tmp_path):
+    base, notes = write_runs(tmp_path / "base", BASE), tmp_path / "notes.txt"
+    notes.write_text("no newline at the end")
+    for words in ((base, "--against", notes, "--start", "--claim", CLAIM), (base, "--against", notes)):
+        assert typed(*words).exit_code == 2 and notes.read_text() == "no newline at the end"
+
+
+def test_what_cannot_be_asked_is_one_line(tmp_path):
+    ledger, idea = start(tmp_path), write_runs(tmp_path / "idea", [0.5])
+    (tmp_path / "other.jsonl").write_text('{"step": 1}\n')
+    cases = [
+        ((idea, "--against", tmp_path / "none"), "--start"),
+        ((idea, "--against", tmp_path / "other.jsonl"), "not a ledger"),
+        ((idea, "--against", ledger, "--worth", "1"), "--worth requires --start"),
+        ((idea, "--against", ledger, "--start"), "--claim"),
+        (("--against", ledger, "--start", "--claim", CLAIM), "CANDIDATE"),
+        ((idea, "--against", ledger, "--start", "--claim", CLAIM), "allowed: at least 3"),
+        ((tmp_path / "base", "--against", ledger, "--start", "--claim", CLAIM), "already exists"),
+        ((write_runs(tmp_path / "short", [0.5], end=3), "--against", ledger), "steps 3-4"),
+        ((write_runs(tmp_path / "many", [0.5] * 9), "--against", ledger), "at most 8"),
+        ((write_runs(tmp_path / "loss", [0.5], "train/loss"), "--against", ledger), "not recorded"),
+        ((tmp_path / "missing", "--against", ledger), "missing"),
+    ]
+    before = ledger.read_bytes()
+    for words, problem in cases:
+        result = typed(*words)
+        assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), (words, result.stderr)
+        assert problem in result.stderr, result.stderr
+    assert ledger.read_bytes() == before and (tmp_path / "other.jsonl").read_text() == '{"step": 1}\n'

@@ -1,0 +1,185 @@
+"""linear_policy_loss: the loss, and the gradients that it computes in its forward pass."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from abrun.trainer.kernels import linear_logprobs, linear_policy_loss
+from abrun.trainer.rl.losses import clipped_policy_loss, kl_penalty
+from tests.snapshot import Snapshot
+from tests.spawn import run_ranks
+from tests.trainer.kernels.test_linear_logprobs import (
+    EPSILON,
+    IGNORE,
+    IMPLS,
+    SETTINGS,
+    SIZES_AND_DTYPES,
+    TILED,
+    Answer,
+    Problem,
+    accurate,
+    check,
+    expected,
+    largest,
+    make_problem,
+    plain_answer,
+    rounding,
+)
+
+
+def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
+    """With the problem's upstream gradients: the loss that has them is linear in log-probs and entropies."""
+
+    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+        assert entropies is not None
+        g, h = problem.grad_logprobs.reshape(-1)[tokens], problem.grad_entropies.reshape(-1)[tokens]
+        return g * logprobs + h * entropies
+
+    hidden, weight = (values.clone().requires_grad_() for values in (problem.hidden, problem.weight))
+    loss, logprobs, entropies = linear_policy_loss(
+        hidden,
+        weight,
+        problem.target,
+        token_loss,
+        impl=impl,
+        entropy=True,
+        head_dtype=problem.head_dtype,
+        **accurate(problem, impl, options),
+    )
+    assert entropies is not None
+    return Answer(logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes, impl", SIZES_AND_DTYPES)
+def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int, dtypes: str) -> None:
+    problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
+    answer = one_pass_answer(problem, impl)
+    check(answer, oracle, naive, rounding(impl, problem, oracle))
+    assert answer.d_hidden.dtype == problem.hidden.dtype
+    assert answer.d_weight.dtype == problem.weight.dtype
+
+
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_agrees_under_each_setting(impl: str, name: str) -> None:
+    for dtypes in ("float32", "bfloat16"):
+        problem, oracle, naive = expected(7, 151, dtypes, name)
+        check(one_pass_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
+
+
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
+def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
+    others = ("mixed", "float32_head") if budget_bytes > 2**13 else ()  # fewer, larger slices take less time
+    for dtypes in ("float32", "bfloat16", *others):
+        problem, oracle, naive = expected(7, 151, dtypes)
+        slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
+        answer = one_pass_answer(problem, impl, memory_budget_bytes=budget_bytes)
+        check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
+    """GRPO's clipped loss with a KL penalty and an entropy bonus, by the same functions, slice by slice."""
+    problem = make_problem(60, 151)
+    old, reference, advantages = torch.randn(3, 60, generator=torch.Generator().manual_seed(1))
+    old, reference = old - 5, reference - 5
+    mask = problem.target != IGNORE
+
+    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+        assert entropies is not None
+        seen = mask[tokens]
+        policy = clipped_policy_loss(
+            logprobs, old[tokens], advantages[tokens], seen, clip_low=0.2, clip_high=0.28
+        )
+        penalty = kl_penalty(logprobs, reference[tokens], seen, estimator="k3")
+        return policy.loss + 0.1 * penalty - 0.01 * entropies
+
+    def leaves() -> list[Tensor]:
+        return [values.clone().requires_grad_() for values in (problem.hidden, problem.weight)]
+
+    two_pass = leaves()
+    hidden, weight = two_pass
+    logprobs, entropies = linear_logprobs(hidden, weight, problem.target, impl="logits", entropy=True)
+    whole = token_loss(logprobs, entropies, slice(None)).sum()
+    (3 * whole).backward()
+    one_pass = leaves()
+    hidden, weight = one_pass
+    loss, *results = linear_policy_loss(
+        hidden, weight, problem.target, token_loss, impl=impl, entropy=True, memory_budget_bytes=30 * 2**10
+    )
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, whole)
+    for one, two in zip(results, (logprobs, entropies), strict=True):
+        assert one is not None and two is not None and not one.requires_grad
+        torch.testing.assert_close(one, two.detach())
+    for one, two in zip(one_pass, two_pass, strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5)
+
+
+def _sharded_problem() -> Problem:
+    return make_problem(70, 152, "float32", vocab_size=141)  # shards of 38 rows, the last with 27
+
+
+def _shard_answers(rank: int, world_size: int) -> list[Answer]:
+    problem = _sharded_problem()
+    shard = replace(problem, weight=problem.weight.chunk(world_size)[rank])
+    return [
+        one_pass_answer(shard, impl, group=dist.group.WORLD, memory_budget_bytes=20 * 2**10) for impl in TILED
+    ]
+
+
+def test_shards_cut_the_tokens_alike() -> None:
+    """Each tile is reduced over the shards, whatever padding a shard has."""
+    problem = _sharded_problem()
+    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
+    for answers in zip(*run_ranks(_shard_answers, 4), strict=True):
+        joined = replace(
+            answers[0],
+            d_hidden=torch.stack([answer.d_hidden.double() for answer in answers]).sum(0),
+            d_weight=torch.cat([answer.d_weight for answer in answers]),
+        )
+        partial_sums = sum(EPSILON * largest(answer.d_hidden) for answer in answers)
+        check(joined, oracle, naive, {"d_hidden": partial_sums})
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_without_gradients(impl: str) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    with torch.no_grad():
+        loss, logprobs, _ = linear_policy_loss(
+            hidden, problem.weight, problem.target, lambda lp, _, t: -lp, impl=impl
+        )
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, -logprobs.sum())
+    loss, _, _ = linear_policy_loss(
+        hidden, problem.weight, problem.target, lambda lp, _, t: lp.detach(), impl=impl
+    )
+    if impl != "logits":  # plain autograd has no graph there
+        (d_hidden,) = torch.autograd.grad(loss, hidden)
+        assert (d_hidden == 0).all()
+
+
+@pytest.mark.parametrize("impl", TILED)
+def test_gradients_are_handed_out_once(impl: str, snapshot: Snapshot) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    loss, _, _ = linear_policy_loss(hidden, problem.weight, problem.target, lambda lp, _, t: -lp, impl=impl)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as refusal:
+        loss.backward()
+    snapshot(refusal.value)
+
+
+@pytest.mark.parametrize("impl", TILED)
+def test_refuses_a_loss_that_is_not_per_token(impl: str, snapshot: Snapshot) -> None:
+    problem = make_problem(7, 151)
+    hidden = problem.hidden.clone().requires_grad_()
+    with pytest.raises(ValueError) as refusal:
+        linear_policy_loss(hidden, problem.weight, problem.target, lambda lp, _, t: -lp.mean(), impl=impl)
+    snapshot(refusal.value)

@@ -1,0 +1,3 @@
+from tests.trainer.loop.runs import group
+
+__all__ = ["group"]
