@@ -22,12 +22,11 @@ from abrun.launch.submit import submit_plan, wait_for_jobs
 from abrun.launch.supervisor import LaunchOutcome, run_plan
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
-from abrun.recipe.implementations import SCHEDULERS
+from abrun.recipe.implementations import load_tool, scheduler_names
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.runs.experiment import is_experiment
 from abrun.runs.layout import REPORT
 from abrun.runs.reported import read_reported_verdict
-from abrun.tools.predict.auto import resolve_auto
 from abrun.watch import View
 
 if TYPE_CHECKING:
@@ -85,7 +84,12 @@ def plan_launch(
         engine = make_engine("local" if options.launcher is None else options.launcher, options.jobs)
         find_problems = engine.find_problems
     is_local = cluster is None
-    plan = resolve_auto(recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say)
+    plan = draft
+    if recipe.auto_keys or options.device_memory is not None:
+        predict = load_tool("predict", ", ".join(recipe.auto_keys) or "--device-memory")
+        plan = predict.resolve_auto(
+            recipe, draft, options, find_problems, is_local=is_local, dry_run=dry_run, say=say
+        )
     return PlannedLaunch(plan=plan, experiment_dir=experiment_dir, engine=engine, cluster=cluster)
 
 
@@ -138,7 +142,7 @@ def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> R
     if not options.until_decided:
         raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
-    if settings is not None and settings.type in SCHEDULERS:
+    if settings is not None and settings.type in scheduler_names():
         raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
     return stages.add_interim_analyses(recipe, options.max_seeds)
 

@@ -18,22 +18,16 @@ from abrun.cli.app import app, finish_help, print_error, print_notes
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
 from abrun.runs.redaction import hide_secrets_of
-from abrun.tools.bisect import cli as bisecting
-from abrun.tools.drift.gate import cli as gating
-from abrun.tools.trace import cli as tracing
 
 __all__ = [
-    "bisecting",
     "demo",
     "experiments",
     "faults",
-    "gating",
     "judging",
     "main",
     "measuring",
     "references",
     "starting",
-    "tracing",
 ]
 
 # What a user may type: the option to use instead, and why
@@ -61,7 +55,7 @@ RENAMED_COMMANDS = {
     "schema": "recipes --schema",
 }
 
-finish_help()
+finish_help(app)
 
 
 def main() -> None:

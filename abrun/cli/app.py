@@ -11,20 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
+from abrun.errors import AbrunError
 from abrun.processes.output import ignore_output_errors
 from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
     from abrun.report.present.terminal import Terminal
 
-# Headings of `abrun --help` with their commands, in the order in which a new user needs them
-COMMANDS = {
+# Headings of `abrun --help` with the core's commands, in the order in which a new user needs them. Those of tools
+# and of other packages follow under the heading that they name as `rich_help_panel`
+HEADINGS = {
     "Getting started": ("demo", "init", "recipes", "doctor"),
     "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),
-    "Verdicts": ("compare", "gate", "reference", "power", "faults"),
-    "Diagnostics": ("trace", "logprob-diff", "memory-profile", "bisect"),
+    "Verdicts": ("compare", "reference", "power", "faults"),
+    "Diagnostics": ("memory-profile",),
 }
+OTHER_HEADING = "Other packages"
 
 _notes: list[str] = []  # printed before the first output; not before an error, which is one line
 
@@ -33,22 +37,60 @@ R = TypeVar("R")
 
 
 class CommandGroup(TyperGroup):
-    """Group of all commands, listed under their headings."""
+    """Group of all commands, listed under their headings.
+
+    Commands of tools and other packages are added when one that the core lacks is asked for.
+    """
+
+    has_all = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._add_installed()
+        return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for names in COMMANDS.values() for name in names if name in self.commands]
+        return [name for names in self._by_heading().values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        by_heading = self._by_heading()
         width = max(map(len, self.commands))
-        for heading, names in COMMANDS.items():
+        for heading, names in by_heading.items():
             with formatter.section(heading):
                 formatter.write_dl(
                     [
                         (name.ljust(width), self.commands[name].get_short_help_str(formatter.width))
                         for name in names
-                        if name in self.commands
                     ]
                 )
+
+    def _by_heading(self) -> dict[str, list[str]]:
+        self._add_installed()
+        by_heading = {heading: [*names] for heading, names in HEADINGS.items()}
+        listed = {name for names in by_heading.values() for name in names}
+        for name, command in self.commands.items():
+            if name not in listed and not command.hidden:
+                heading = getattr(command, "rich_help_panel", None)
+                by_heading.setdefault(heading if isinstance(heading, str) else OTHER_HEADING, []).append(name)
+        return by_heading
+
+    def _add_installed(self) -> None:
+        """Add the commands of entry points. One that cannot be loaded is named on stderr."""
+        from abrun.recipe.implementations import COMMANDS, installed, load_installed
+
+        if self.has_all:
+            return
+        self.has_all = True
+        for entry in installed(COMMANDS).values():
+            try:
+                application = load_installed(entry)
+                finish_help(application)
+                found = get_group(application).commands
+            except AbrunError as error:
+                note(str(error))
+                continue
+            for name, command in found.items():
+                self.commands.setdefault(name, command)
 
 
 class Subcommands(TyperGroup):
@@ -102,13 +144,14 @@ def _options(
     pass
 
 
-def finish_help() -> None:
+def finish_help(application: typer.Typer) -> None:
     """Set every command's help to its docstring, wrapped to the terminal, with the examples at the end."""
-    for command in app.registered_commands:
+    for command in application.registered_commands:
         _set_help(command, command.callback)
-    for info in app.registered_groups:
-        assert info.typer_instance and info.typer_instance.registered_callback
-        _set_help(info, info.typer_instance.registered_callback.callback)
+    for info in application.registered_groups:
+        assert info.typer_instance
+        described = info.typer_instance.registered_callback
+        _set_help(info, described and described.callback)
         for command in info.typer_instance.registered_commands:
             _set_help(command, command.callback)
 
@@ -117,7 +160,7 @@ def _set_help(command: Any, callback: Callable[..., Any] | None) -> None:
     text, _, examples = inspect.cleandoc((callback and callback.__doc__) or "").partition("\n\nExamples:\n")
     command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     lines = ["\b", "Examples:", *(f"  {line.strip()}" for line in examples.splitlines())]
-    command.epilog = "\n".join(lines)
+    command.epilog = "\n".join(lines) if examples else None
 
 
 def print_json(content: Any) -> None:

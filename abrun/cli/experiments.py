@@ -261,9 +261,12 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
     """
     from rich.text import Text
 
-    from abrun.tools.predict.peaks import describe_predicted_memory, resolve_device_memory
+    from abrun.recipe.implementations import load_tool
 
-    device_bytes = resolve_device_memory(device) if device is not None else None
+    if device is None:
+        return
+    predict = load_tool("predict", "--device-memory")
+    device_bytes = predict.resolve_device_memory(device)
     if device_bytes is not None:
         predicted_arms = {
             arm
@@ -271,7 +274,9 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
             for candidate in decision["candidates"]
             for arm in candidate["peaks"]
         }
-        for line in describe_predicted_memory(plan.recipe, device_bytes, excluded_arms=predicted_arms):
+        for line in predict.describe_predicted_memory(
+            plan.recipe, device_bytes, excluded_arms=predicted_arms
+        ):
             screen.print(Text.assemble(("Memory: ", "bold"), display_safe(line)), soft_wrap=True)
 
 

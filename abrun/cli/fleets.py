@@ -63,19 +63,17 @@ def judge_fleet(
     as_json: bool,
 ) -> NoReturn:
     """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
-    from abrun.tools.drift.fleet.classify import EXIT_CODES
-    from abrun.tools.drift.fleet.command import compare_fleet
-    from abrun.tools.drift.fleet.recipes import FleetOptions
-    from abrun.tools.drift.fleet.report import render_terminal
+    from abrun.recipe.implementations import load_tool
 
+    fleet = load_tool("fleet", "--fleet")
     given = reading.given_options
     refused = {**refused, **{option: given.get(option) for option in _REFUSED_READING}}
     refuse_options(refused, Code.FLEET_OPTION_REFUSED)
-    options = FleetOptions(reading=reading, command=typed_command(), **asdict(arguments))
-    comparison = compare_fleet(options)
+    options = fleet.FleetOptions(reading=reading, command=typed_command(), **asdict(arguments))
+    comparison = fleet.compare_fleet(options)
     if as_json:
         print_json(comparison.content)
     else:
-        console().print(render_terminal(comparison.fleet, comparison.page and str(comparison.page)))
+        console().print(fleet.render_terminal(comparison.fleet, comparison.page and str(comparison.page)))
     code = comparison.fleet.exit_code
-    raise typer.Exit(0 if allow_open and code == EXIT_CODES["open"] else code)
+    raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)

@@ -1,4 +1,4 @@
-"""Commands that measure a machine, a step or a run. Slow imports happen inside the commands."""
+"""Commands that measure a machine or a step. Slow imports happen inside the commands."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -135,62 +135,15 @@ def _measure(plan: "SweepPlan", folder: Path) -> None:
 
 
 def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
-    from abrun.launch.memory.show import make_prediction_table
-    from abrun.tools.predict.peaks import predict_recipe, resolve_device_memory
+    from abrun.recipe.implementations import load_tool
 
-    prediction = predict_recipe(plan, folder, device_bytes=resolve_device_memory(device))
-    console().print(make_prediction_table(prediction))
+    predict = load_tool("predict", "--predict")
+    prediction = predict.predict_recipe(plan, folder, device_bytes=predict.resolve_device_memory(device))
+    console().print(predict.make_prediction_table(prediction))
     for line in (*prediction.notes(), f"prediction.json is in {folder}"):
         console().say(line)
     if missing := prediction.not_predicted:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
-
-
-@app.command("logprob-diff")
-@survive_output_errors
-def logprob_diff(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="A run's folder or name, or an experiment: then its first run with a checkpoint, baseline "
-            "runs first."
-        ),
-    ],
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="Use the weights after this step; default: the newest checkpoint."),
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Also score with this recipe value changed; repeatable."
-        ),
-    ] = None,
-    sequences: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of the step's sequences to score.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the report; default: RUN/mismatch.")
-    ] = None,
-    runs_dir: RunsDir = Path("runs"),
-) -> None:
-    """Break down a run's train-inference mismatch by cause.
-
-    Scores the sampled tokens again, changing one cause at a time between rollout engine and trainer.
-
-    Examples:
-        abrun logprob-diff quickstart/baseline/seed-0
-        abrun logprob-diff quickstart --set policy.logprobs.head_dtype=float32
-    """
-    from abrun.tools.logprob_diff.command import measure_run
-    from abrun.tools.logprob_diff.report import summary
-
-    screen = console()
-    budget, folder = measure_run(
-        run, runs_dir, step=step, sets=sets or (), num_sequences=sequences, output=output, say=screen.say
-    )
-    screen.print(summary(budget))
-    screen.say(f"The report is in {folder}")
 
 
 @app.command()

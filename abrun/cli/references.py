@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -94,7 +94,6 @@ def save(
     """
     from abrun.logs.recorded.sources import find_stored_experiment, open_sources
     from abrun.report.comparing import freeze_arm
-    from abrun.tools.drift.ledger.command import ledger_maker
 
     if budget is None:
         refuse_options({"--chain-alone": chain_alone}, Code.OPTION_NEEDS, needed="--budget")
@@ -103,7 +102,10 @@ def save(
     experiment = open_sources(sources, reading, parse_claims(claim))
     directory = find_stored_experiment(sources, runs_dir)
     frozen = arm or experiment.baseline
-    new_ledger = ledger_maker(experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory)
+    ledger = _ledger("--budget") if budget is not None else None
+    new_ledger = ledger and ledger.ledger_maker(
+        experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
+    )
     replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
     text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
     reading_options = option_text(
@@ -175,15 +177,20 @@ def add(
         abrun reference add reference.json nightly --arm treatment --tried 3
     """
     from abrun.runs.experiment import find_experiment
-    from abrun.tools.drift.ledger.command import add_to_ledger
 
+    add_to_ledger = _ledger("reference add").add_to_ledger
     _print_reference(add_to_ledger(reference, find_experiment(experiment, runs_dir), arm, tried))
 
 
 def _print_reference(reference: "Reference") -> None:
     """Print a reference. Raises Exit with 3 if the drift is above its budget."""
-    from abrun.tools.drift.ledger.command import render_reference
-    from abrun.tools.drift.ledger.drift import EXCEEDED, is_over_budget
+    ledger = _ledger("reference show")
+    console().print(ledger.render_reference(reference))
+    raise typer.Exit(ledger.EXCEEDED if ledger.is_over_budget(reference) else 0)
 
-    console().print(render_reference(reference))
-    raise typer.Exit(EXCEEDED if is_over_budget(reference) else 0)
+
+def _ledger(needed_by: str) -> Any:
+    """Return the tool of a reference's ledger."""
+    from abrun.recipe.implementations import load_tool
+
+    return load_tool("ledger", needed_by)

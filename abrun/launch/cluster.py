@@ -13,7 +13,7 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text
-from abrun.recipe.implementations import SCHEDULERS, load_implementation
+from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.launcher import LauncherSettings
 from abrun.runs.experiment import open_experiment
 from abrun.runs.lock import find_owner
@@ -137,8 +137,8 @@ class ClusterJobs(ABC):
 
 def find_cluster_jobs(experiment_dir: Path) -> ClusterJobs | None:
     """Return the experiment's jobs on whichever cluster has them, or None."""
-    for class_path in SCHEDULERS.values():
-        jobs: ClusterJobs = load_implementation(class_path)(experiment_dir)
+    for name in scheduler_names():
+        jobs: ClusterJobs = find_scheduler(name)(experiment_dir)
         jobs.load()
         if jobs.is_submitted:
             return jobs
@@ -149,9 +149,8 @@ def make_cluster(
     settings: LauncherSettings | None, experiment_dir: Path, num_jobs: int | None
 ) -> ClusterJobs | None:
     """Return the cluster for a launcher's settings, or None if that launcher starts processes itself."""
-    if settings is None or settings.type not in SCHEDULERS:
-        return None
-    return load_implementation(SCHEDULERS[settings.type])(experiment_dir, settings, num_jobs)
+    scheduler = settings and find_scheduler(settings.type)
+    return scheduler and scheduler(experiment_dir, settings, num_jobs)
 
 
 def agent_grace_s(save_s: float) -> float:

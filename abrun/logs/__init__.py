@@ -24,13 +24,14 @@ from abrun.logs.foreign.files import (
 )
 from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, sanitize_log
-from abrun.logs.mlflow_files import META, is_run_folder
+from abrun.logs.mlflow_files import META
 from abrun.logs.naming import SUFFIXES, strip_suffix
+from abrun.logs.readers import all_readers, find_reader
 from abrun.logs.starts import START_FOLDER, merge_continued_starts
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
-from abrun.logs.trackers import TRACKERS, complete_tracker_logs, find_tracker, read_tracker
+from abrun.logs.trackers import complete_tracker_logs
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.runs.access import UnreadableError
 from abrun.runs.redaction import list_names, printable
@@ -38,12 +39,7 @@ from abrun.runs.redaction import list_names, printable
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")  # of one run, which read_log follows
-STORES = (*TRACKERS, "lm-eval")  # of any number of runs, for comparisons only
-PREFIXES = {
-    "tb": "tensorboard",
-    "tensorboard": "tensorboard",
-    **{name: name for name in (*FORMATS[1:], *STORES)},
-}
+LM_EVAL = "lm-eval"
 TABLE_FORMATS = ("csv", "jsonl", "parquet", "json")
 # Tables that no reader supports; an error names them if a source has no other runs.
 FOREIGN_FILE = re.compile(
@@ -53,11 +49,6 @@ FOREIGN_FILE = re.compile(
 )
 TRAINER_STATE = "trainer_state.json"
 FALLBACK_FORMATS = ("trainer_state", "json")
-# Order of preference among formats with equally many runs. The last two are fallbacks.
-FORMATS_BY_PREFERENCE = (
-    *("abrun", "tensorboard", "wandb", *TRACKERS, "jsonl", "csv", "parquet", "lm-eval"),
-    *FALLBACK_FORMATS,
-)
 JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
 CHECKPOINT = r"checkpoint-(\d+)"
 # Names of files with completions, prompts and evaluations, which trainers write next to their logs.
@@ -90,14 +81,30 @@ class Findings:
     names: list[str] = field(default_factory=list)
 
 
+def stores() -> tuple[str, ...]:
+    """Return the names of formats that hold any number of runs, for comparisons only."""
+    return (*all_readers(), LM_EVAL)
+
+
+def prefixes() -> dict[str, str]:
+    """Return the format of each prefix of a source."""
+    return {"tb": "tensorboard"} | {name: name for name in (*FORMATS, *stores())}
+
+
+def _formats_by_preference() -> tuple[str, ...]:
+    """Return the order of preference among formats with equally many runs. The last two are fallbacks."""
+    first = ("abrun", "tensorboard", "wandb", *all_readers())
+    return (*first, "jsonl", "csv", "parquet", LM_EVAL, *FALLBACK_FORMATS)
+
+
 def read_logs(source: str, *, group: str | None = None, step_column: str | None = None) -> list[Log]:
     """Return every run of a source, sorted by name.
 
-    A source is `PATH`, `FORMAT:PATH` with one of PREFIXES, or `wandb:ENTITY/PROJECT[/RUN]` on a server.
+    A source is `PATH`, `FORMAT:PATH` with one of `prefixes()`, or `wandb:ENTITY/PROJECT[/RUN]` on a server.
     `group` selects one wandb group. Raises StoreError if nothing can be read.
     """
     prefix, colon, rest = source.partition(":")
-    format = PREFIXES.get(prefix) if colon else None
+    format = prefixes().get(prefix) if colon else None
     path = Path(rest if format else source)
     with wrap_exhaustion(path):
         if format == "wandb" and not path_kind(path) and re.fullmatch(WANDB_PROJECT, rest.strip("/")):
@@ -109,7 +116,7 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
             runs, ignored = _read_fullest_format(by_format, notes, source, step_column)
             runs += _linked_runs(path, links, runs)
             logs = merge_run_parts(_merge_hparams_runs(runs))
-            logs = complete_tracker_logs(logs) if runs and runs[0][0].format in TRACKERS else logs
+            logs = complete_tracker_logs(logs) if runs and runs[0][0].format in all_readers() else logs
             logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
         if group is not None:
             logs = _select_group(logs, group, source)
@@ -153,10 +160,10 @@ def _find_runs(
     """Return the runs by format, in order of preference, notes on other files, and links that lead out."""
     kind = path_kind(path)
     if not kind:
-        prefixes = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:], *STORES))
+        names = ", ".join(f"{name}:" for name in ("tb", *FORMATS[1:], *stores()))
         raise StoreError(
             f"{printable(source)}: no such file or folder; allowed: a path, optionally with a prefix "
-            f"({prefixes}), or wandb:ENTITY/PROJECT"
+            f"({names}), or wandb:ENTITY/PROJECT"
         )
     findings = _find_in_folder(path) if kind == "folder" else Findings([_single_file(path, format)])
     link_note = link_notes(printable(str(path)), findings.links)
@@ -165,26 +172,27 @@ def _find_runs(
     runs = _drop_links([run for run in findings.runs if run.format != "foreign"])
     runs = [run for run in runs if format is None or run.format in formats]
     if not runs:
-        expected = format or f"{', '.join((*FORMATS, *STORES))} or abrun's own"
+        expected = format or f"{', '.join((*FORMATS, *stores()))} or abrun's own"
         names = unsupported or sorted(findings.names)
         contents = f"; it holds {list_names(names, 3)}" if names else ""
         raise StoreError(
             f"{printable(source)}: no runs found; allowed: runs logged as {expected}{contents}"
             + "".join(f"; {note.partition(': ')[2]}" for note in link_note)
         )
-    by_format = {form: [run for run in runs if run.format == form] for form in FORMATS_BY_PREFERENCE}
+    preferred = _formats_by_preference()
+    by_format = {form: [run for run in runs if run.format == form] for form in preferred}
 
     def preference(form: str) -> tuple[int, int]:
         is_fallback = form in FALLBACK_FORMATS
-        return is_fallback and FORMATS_BY_PREFERENCE.index(form), -len(by_format[form])
+        return is_fallback and preferred.index(form), -len(by_format[form])
 
-    forms = sorted((form for form in FORMATS_BY_PREFERENCE if by_format[form]), key=preference)
+    forms = sorted((form for form in preferred if by_format[form]), key=preference)
     note = f"{printable(source)}: unsupported format, not read: {list_names(unsupported, 3)}"
     return {form: by_format[form] for form in forms}, [note] * bool(unsupported) + link_note, findings.links
 
 
 def _single_file(path: Path, format: str | None) -> RunFiles:
-    kind = _file_format(path) or find_tracker(path)
+    kind = _file_format(path) or find_reader(path)
     if (kind is None and format in FORMATS[1:]) or (kind == "json" and format == "jsonl"):
         kind = format  # the user's prefix decides for an unknown suffix
     if kind is None or (format is not None and kind != format):
@@ -239,9 +247,10 @@ def _find_in(folder: Folder, top: Path) -> Iterator[RunFiles]:
     path, files = folder.path, folder.files
     name = _relative_name(path, top) if path != top else path.resolve().name
     is_abrun = is_run_dir(path)
-    if is_abrun or is_run_folder(files, folder.folders):
+    names = {entry.name for entry in (*files, *folder.folders)}
+    if store := "abrun" if is_abrun else names and find_reader(path, names):
         folder.folders.clear()
-        yield RunFiles(format="abrun" if is_abrun else "mlflow", name=name, path=path, files=())
+        yield RunFiles(format=store, name=name, path=path, files=())
         return
     kinds = {file: _file_format(file) for file in files}
     by_kind = {kind: tuple(file for file in files if kinds[file] == kind) for kind in {*kinds.values()}}
@@ -264,7 +273,7 @@ def _find_in(folder: Folder, top: Path) -> Iterator[RunFiles]:
         is_table = kind in TABLE_FORMATS and not DUMP_FILE.fullmatch(strip_suffix(file.name))
         if kind and is_table and (kind != "json" or _is_json_list(file)):
             yield RunFiles(format=kind, name=_relative_name(file, top), path=file, files=(file,))
-        elif kind is None and (tracker := find_tracker(file)):
+        elif kind is None and (tracker := find_reader(file)):
             yield RunFiles(format=tracker, name=_relative_name(file, top), path=file, files=(file,))
         elif kind is None and FOREIGN_FILE.fullmatch(file.name):
             yield RunFiles(format="foreign", name=_relative_name(file, top), path=file, files=())
@@ -332,7 +341,9 @@ def _read_fullest_format(
             note = f"{printable(source)}: read the runs with steps, ignored the final scores of {num_scored}"
             ignored = [*ignored, *([note] if has_steps and scored else [])]
         if any(log.metrics for _, log in logs):
-            other_formats = [form for form in FORMATS_BY_PREFERENCE if form in by_format and form != format]
+            other_formats = [
+                form for form in _formats_by_preference() if form in by_format and form != format
+            ]
             note = f"{printable(source)}: read the {format} logs, ignored {', '.join(other_formats)}"
             return logs, [*([note] if other_formats else []), *ignored_tables, *ignored]
         runs_without_metrics = runs_without_metrics or logs
@@ -438,8 +449,8 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
                 log = read_wandb_files(run.files, run.name, step_column)
             case "lm-eval":
                 log = read_samples(run.files, run.name)
-            case "mlflow" | "trackio" | "swanlab":
-                return read_tracker(run.format, run.path, run.name, step_column)
+            case store if store in all_readers():
+                return all_readers()[store].read(run.path, run.name, step_column)
             case "csv":
                 return read_csv(run.path, run.name, step_column, one_run=one_run)
             case "parquet":

@@ -8,7 +8,7 @@ A run of the file store has a `meta.yaml` and a file per metric, parameter and t
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,9 @@ DELETED = "deleted"
 RUN_NAME, PARENT, COMMIT = "mlflow.runName", "mlflow.parentRunId", "mlflow.source.git.commit"
 
 
-def is_run_folder(files: Sequence[Path], folders: Sequence[Path]) -> bool:
-    """Return True for the entries of the folder of one run in MLflow's file store."""
-    return META in (path.name for path in files) and {"metrics", "tags"} <= {path.name for path in folders}
+def is_run_folder(names: Collection[str]) -> bool:
+    """Return True for the names of the entries of one run's folder in MLflow's file store."""
+    return {META, "metrics", "tags"} <= {*names}
 
 
 def read_run_folder(folder: Path) -> Log | None:

@@ -1,31 +1,52 @@
-"""Runs of experiment trackers whose local stores hold many: MLflow, trackio and SwanLab."""
+"""Readers of experiment trackers whose local stores hold many runs: MLflow, trackio and SwanLab.
 
-from collections.abc import Sequence
+Each is registered in pyproject.toml as another package's would be.
+"""
+
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from abrun.logs.foreign.files import path_kind
 from abrun.logs.log import Log
-from abrun.logs.mlflow_files import PARENT, drop_parents, read_run_folder
+from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_run_folder
 from abrun.logs.sqlite_files import find_sqlite_format, read_sqlite_file
 from abrun.logs.swanlab_files import SUFFIX, read_swanlab_file
 
-TRACKERS = ("mlflow", "trackio", "swanlab")
 
+class Mlflow:
+    """MLflow's file store, a folder a run, and its database."""
 
-def find_tracker(path: Path) -> str | None:
-    """Return the tracker that wrote a file; None for any other file."""
-    return "swanlab" if path.suffix == SUFFIX else find_sqlite_format(path)
+    def claims(self, path: Path, names: Collection[str]) -> bool:
+        return is_run_folder(names) or (not names and find_sqlite_format(path) == "mlflow")
 
-
-def read_tracker(tracker: str, path: Path, name: str, step_column: str | None) -> list[Log]:
-    """Return the runs in a tracker's file or folder. Raises StoreError."""
-    if tracker == "swanlab":
-        return [read_swanlab_file(path, name)]
-    if path_kind(path) == "folder":
+    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
+        if find_sqlite_format(path) == "mlflow":
+            return read_sqlite_file(path, "mlflow", step_column)
         log = read_run_folder(path)
         return [log] if log else []
-    return read_sqlite_file(path, tracker, step_column)
+
+
+class Trackio:
+    """trackio's database of a project."""
+
+    def claims(self, path: Path, names: Collection[str]) -> bool:
+        return not names and find_sqlite_format(path) == "trackio"
+
+    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
+        return read_sqlite_file(path, "trackio", step_column)
+
+
+class SwanLab:
+    """SwanLab's backup file of a run."""
+
+    def claims(self, path: Path, names: Collection[str]) -> bool:
+        return not names and path.suffix == SUFFIX
+
+    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
+        return [read_swanlab_file(path, name)]
+
+
+mlflow, trackio, swanlab = Mlflow(), Trackio(), SwanLab()
 
 
 def complete_tracker_logs(logs: Sequence[Log]) -> list[Log]:

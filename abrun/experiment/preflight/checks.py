@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from abrun.errors import LaunchError, RecipeError, StoreError
+from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan, PlannedRun
 from abrun.experiment.preflight.machine import Machine
 from abrun.experiment.preflight.model_files import folder_refusal, hub_model_refusal, model_shape
@@ -22,13 +22,12 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import family_refusal, stream_misfit
+from abrun.recipe.implementations import TASK_CHECK, load_implementation
 from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
-from abrun.recipe.tasks import GeneratedTask, ReasoningGym
 from abrun.runs.regular_files import is_file
-from abrun.trainer.tasks import hold_out
 
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
@@ -100,26 +99,8 @@ def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[
 
 
 def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
-    """Yield errors in the files of task and validation; of long files only the first lines are checked."""
-    from abrun.trainer.tasks.problems import check_problems
-
-    task, validation = config.task, config.validation
-    try:
-        if isinstance(task, ReasoningGym):
-            return
-        if isinstance(task, GeneratedTask):
-            if validation:
-                hold_out(task, validation)
-            return
-        trained = check_problems(task, task.path, "task.path")
-        if validation:
-            path = validation.path
-            source = check_problems(task, path, "validation.path") if path else trained
-            held_out = source.held_out(validation.num_prompts) if source else []
-            if trained:
-                trained.without(frozenset(example.prompt for example in held_out))
-    except RecipeError as error:
-        yield error.reason
+    """Yield errors in the files of task and validation, which the trainer reads."""
+    yield from load_implementation(TASK_CHECK)(config)
 
 
 def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:

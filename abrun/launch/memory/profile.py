@@ -6,12 +6,15 @@ contain no memory of other cells. Results are written after each cell.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from abrun.errors import LaunchError
 from abrun.experiment.preflight.model_files import model_shape
-from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit
+from abrun.experiment.probe import is_never_cancelled, read_rows, run_probe
+from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit, merge_rank_rows
 from abrun.launch.memory.show import format_progress
 from abrun.launch.memory.sweep import COMMAND, SweepPlan, Variant
 from abrun.recipe.algorithms import Dpo
@@ -19,7 +22,8 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
-from abrun.tools.predict.probes import measure_cell
+
+MEASURE = "abrun.trainer.memory.measure"
 
 ReportLine = Callable[[str], None]
 
@@ -187,3 +191,24 @@ def _extrapolate_size(fitting_cells: Sequence[tuple[int, Cell]], memory_share: f
         if peak > smaller_cell.by_phase.get(phase, peak)
     ]
     return min(sizes, default=None)
+
+
+def measure_cell(
+    directory: Path,
+    arm: str,
+    point: Point,
+    config: OwnRunConfig,
+    job: Mapping[str, Any],
+    is_cancelled: Callable[[], bool] = is_never_cancelled,
+) -> tuple[Cell, str]:
+    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
+
+    Raises LaunchError if the cell cannot be measured.
+    """
+    try:
+        rows = run_probe(MEASURE, directory, config, job, is_cancelled)
+    except LaunchError:
+        rows = read_rows(directory)
+        if not any(row["out_of_memory"] for row in rows):
+            raise
+    return merge_rank_rows(arm, point, rows)

@@ -2,26 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.text import Text
-
-from abrun.launch.memory.cells import GIB, Cell, MemoryProfile, Point, SizeLimit, choose_unit
+from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit
 from abrun.report.present.tables import Table, columns
 from abrun.runs.metric_names import PEAK_MEMORY
 
-if TYPE_CHECKING:
-    from abrun.tools.predict.peaks import SweepPrediction
-
 VIEWER = "https://pytorch.org/memory_viz"
 TEXT_COLUMNS = ("arm", "highest in", "fails in", "allocated in", "line")
-MIN_SHARE = 0.01  # kinds of memory below this share of the highest peak are not shown
 
 
 def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
     """Return the progress line of a measured cell."""
     phase, num_bytes = cell.highest_peak
-    peak_text = f"{_format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
+    peak_text = f"{format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
     cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
     if cell.out_of_memory:
         return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
@@ -59,8 +52,8 @@ def _make_peak_table(profile: MemoryProfile) -> Table:
             [
                 *_format_size(cell.point, size_headings),
                 cell.arm,
-                *(_format_bytes(cell.held.get(name), unit) for name in resident_kinds),
-                *(_format_bytes(cell.by_phase.get(phase), unit) for phase in phases),
+                *(format_bytes(cell.held.get(name), unit) for name in resident_kinds),
+                *(format_bytes(cell.by_phase.get(phase), unit) for phase in phases),
                 f"out of memory in {cell.out_of_memory}" if cell.out_of_memory else phase,
                 f"{ratio:.3f}" if ratio else "-",
             ]
@@ -81,11 +74,11 @@ def _make_allocator_table(profile: MemoryProfile) -> Table:
         [
             *_format_size(cell.point, size_headings),
             cell.arm,
-            _format_bytes(cell.highest_peak[1], unit),
-            _format_bytes(cell.reserved_bytes, unit),
-            _format_bytes(cell.inactive_bytes, unit),
+            format_bytes(cell.highest_peak[1], unit),
+            format_bytes(cell.reserved_bytes, unit),
+            format_bytes(cell.inactive_bytes, unit),
             "-" if cell.allocator_retries is None else str(cell.allocator_retries),
-            *(_format_bytes(cell.device_used_bytes.get(activity), unit) for activity in activities),
+            *(format_bytes(cell.device_used_bytes.get(activity), unit) for activity in activities),
         ]
         for cell in profile.sorted_cells
     ]
@@ -145,7 +138,7 @@ def _format_phase(phase: str) -> str:
     return "rollout" if phase == "generation" else phase.replace("_", " ")
 
 
-def _format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
+def format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
     return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
 
 
@@ -178,49 +171,11 @@ def _choose_compared_cells(profile: MemoryProfile) -> list[Cell]:
 def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
     """Return the table of the sites that hold the most memory at a cell's peak."""
     assert cell.peak
-    rows = [[_format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
+    rows = [[format_bytes(cell.peak["before_bytes"], unit), "-", "-", "allocated before the step"]]
     for site in cell.peak["sites"]:
         line = site["line"] or "C++ code without a Python frame"
         rows.append(
-            [_format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
+            [format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
         )
     title = f"{cell.arm}, {_describe_point(cell.point)}: memory held at the step's peak"
     return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)
-
-
-# --- predictions ---
-
-
-def make_prediction_table(prediction: "SweepPrediction") -> Table:
-    """Return the table of predicted peaks: a row per point and arm, then a row per phase with its kinds."""
-    highest_bytes = max(peak.highest_peak[1] for peak in prediction.peaks)
-    largest: dict[str, int] = {}  # bytes of each kind
-    for bytes_by_kind in (kinds for peak in prediction.peaks for kinds in peak.by_phase.values()):
-        largest |= {kind: max(size, largest.get(kind, 0)) for kind, size in bytes_by_kind.items()}
-    kinds = [kind for kind, size in largest.items() if size > MIN_SHARE * highest_bytes]
-    unit, device_text = choose_unit([highest_bytes]), ""
-    if prediction.device_bytes is not None:
-        device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"
-    title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{device_text}"
-    numeric_headings = ["peak", "fits"] if device_text else ["peak"]
-    empty_cells, rows, sections = [""] * len(numeric_headings[1:]), [], []
-    for arm_prediction in prediction.peaks:
-        point = arm_prediction.point
-        swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
-        size = f"{point.num_sequences} x {point.length:,} tokens, {arm_prediction.arm}"
-        sections.append(len(rows))
-        fits = [prediction.fits(arm_prediction)] if device_text else []
-        summary_row = (size, _format_bytes(arm_prediction.highest_peak[1], unit), *fits, swept)
-        rows.append([Text(cell, style="bold") for cell in summary_row])
-        for phase, bytes_by_kind in arm_prediction.by_phase.items():
-            amounts = ((kind, _format_bytes(bytes_by_kind.get(kind, 0), unit)) for kind in kinds)
-            breakdown = ", ".join(f"{kind} {amount}" for kind, amount in amounts if amount != "0.0")
-            rows.append(
-                [f"  {phase}", _format_bytes(sum(bytes_by_kind.values()), unit), *empty_cells, breakdown]
-            )
-        if arm_prediction.engine_bytes is not None:
-            rows.append(["  vllm, while sampling", _format_bytes(arm_prediction.engine_bytes, unit)])
-    table_columns = columns(
-        "", *numeric_headings, "breakdown", numeric=numeric_headings, no_wrap=("", *numeric_headings)
-    )
-    return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}", sections)

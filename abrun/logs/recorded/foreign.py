@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from abrun.errors import ComparisonError
-from abrun.logs import PREFIXES, Log, read_logs
+from abrun.logs import Log, prefixes, read_logs
 from abrun.logs.aliases import Aliases, RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.guessing import (
     Guess,
@@ -533,6 +533,6 @@ def names_or_none(
 def arm_from_source(source: str) -> str:
     """Return the arm of a source without a name: its folder or file, or the last part of a wandb path."""
     prefix, colon, rest = source.partition(":")
-    path = rest if colon and prefix in PREFIXES else source
+    path = rest if colon and prefix in prefixes() else source
     name = Path(path).resolve().name if exists(Path(path)) else path.rstrip("/").split("/")[-1]
     return printable(strip_suffix(name.rpartition("\\")[2]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from abrun.cli.app import app, console, survive_output_errors
+from abrun.cli.app import console, make_group, survive_output_errors
 from abrun.cli.arguments import DryRun, Jobs, NewSeeds, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
@@ -43,7 +43,10 @@ Alpha = Annotated[
 Spare = Annotated[int, typer.Option(min=0, max=20, help="Extra tests allowed for inconclusive candidates.")]
 
 
-@app.command()
+commands = make_group()
+
+
+@commands.command(rich_help_panel="Diagnostics")
 @survive_output_errors
 def bisect(
     recipe: RecipeFile,

@@ -21,7 +21,6 @@ from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.memory.cells import GIB
-from abrun.launch.memory.sweep import microbatch_size
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, percent_text
@@ -32,6 +31,7 @@ from abrun.recipe.experiment import (
     CommandRecipe,
     Recipe,
 )
+from abrun.recipe.microbatches import microbatch_size
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.experiment import open_experiment

@@ -16,13 +16,14 @@ from typing import Any
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.launch.memory.cells import GIB, Point
-from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan, largest_microbatch
+from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
 from abrun.messages.codes import Code
 from abrun.messages.numbers import percent_text
 from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import ExperimentDeclaration
+from abrun.recipe.microbatches import largest_microbatch
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.files import write_json

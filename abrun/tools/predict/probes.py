@@ -7,25 +7,21 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.machine import usable_cores
-from abrun.experiment.probe import (
-    is_never_cancelled,
-    read_rows,
-    run_probe,
-    run_probe_on_cpu,
-)
-from abrun.launch.memory.cells import Cell, Point, merge_rank_rows
+from abrun.experiment.probe import run_probe_on_cpu
+from abrun.launch.memory.cells import Point
+from abrun.launch.memory.profile import measure_cell
 from abrun.messages.codes import Code
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.facts import Answer, make_key, read_answer, store_answer, without_section
 
-TRACE, MEASURE = "abrun.tools.predict.trace", "abrun.trainer.memory.measure"
+TRACE = "abrun.tools.predict.trace"
 LONGEST_OF_RUN = {"longest": True}  # job of abrun.tools.predict.trace
 
 Kind = Literal["longest", "predicted", "measured"]
@@ -198,24 +194,3 @@ def _measure(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) ->
         "reserved_bytes": cell.reserved_bytes,
         "out_of_memory": cell.out_of_memory,
     }
-
-
-def measure_cell(
-    directory: Path,
-    arm: str,
-    point: Point,
-    config: OwnRunConfig,
-    job: Mapping[str, Any],
-    is_cancelled: Callable[[], bool] = is_never_cancelled,
-) -> tuple[Cell, str]:
-    """Measure a cell and return it with the counter of its peaks. Out of memory is a valid result.
-
-    Raises LaunchError if the cell cannot be measured.
-    """
-    try:
-        rows = run_probe(MEASURE, directory, config, job, is_cancelled)
-    except LaunchError:
-        rows = read_rows(directory)
-        if not any(row["out_of_memory"] for row in rows):
-            raise
-    return merge_rank_rows(arm, point, rows)

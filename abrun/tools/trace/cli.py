@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from abrun.cli.app import app, console, print_json, survive_output_errors
+from abrun.cli.app import console, make_group, print_json, survive_output_errors
 from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument, typed_command
 from abrun.runs.regular_files import is_directory
 
@@ -19,7 +19,10 @@ Dumps = Annotated[
 DIFFERS, UNDECIDED = 3, 4  # exit codes, as of MISMATCH and INCONCLUSIVE
 
 
-@app.command()
+commands = make_group()
+
+
+@commands.command(rich_help_panel="Diagnostics")
 @survive_output_errors
 def trace(
     recipe: Annotated[

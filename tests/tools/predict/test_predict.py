@@ -19,11 +19,11 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import run_probe_on_cpu
 from abrun.launch.memory.cells import Point
 from abrun.launch.memory.profile import measure_recipe
-from abrun.launch.memory.show import make_prediction_table
-from abrun.launch.memory.sweep import SweepPlan, Variant, set_microbatch_size
+from abrun.launch.memory.sweep import SweepPlan, Variant
 from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
+from abrun.recipe.microbatches import set_microbatch_size
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict import fake_device, probes
 from abrun.tools.predict import peaks as predict
@@ -35,6 +35,7 @@ from abrun.tools.predict.peaks import (
     predict_recipe,
     resolve_device_memory,
 )
+from abrun.tools.predict.show import make_prediction_table
 from abrun.tools.predict.trace import trace
 from abrun.trainer import backends
 from abrun.trainer.backends.dtensor import fsdp

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from abrun.cli.app import app, console, print_json, survive_output_errors
+from abrun.cli.app import console, make_group, print_json, survive_output_errors
 from abrun.cli.arguments import (
     Aliases,
     Exclude,
@@ -62,7 +62,10 @@ Alpha = Annotated[
 ]
 
 
-@app.command()
+commands = make_group()
+
+
+@commands.command(rich_help_panel="Verdicts")
 @survive_output_errors
 def gate(
     against: Ledger,

@@ -1,0 +1,69 @@
+"""Readers of experiment trackers, which other packages add by an entry point of the group `abrun.readers`."""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from abrun.logs.foreign.values import Points
+from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.recipe.implementations import READERS, installed, load_installed
+from abrun.runs.redaction import printable
+from abrun.stats.series import build_series, split_series
+
+
+class Reader(Protocol):
+    """Reader of one tracker's runs. An entry point names an object with these two functions, such as a module.
+
+    Its name is a prefix of sources: `abrun compare NAME:PATH`.
+    """
+
+    def claims(self, path: Path, names: Collection[str]) -> bool:
+        """Return True for a file of this tracker, or for a folder that is one run of it.
+
+        `names`: of the folder's entries; empty for a file. Called for many paths, most of them of others.
+        """
+        ...
+
+    def read(self, path: Path, name: str, step_column: str | None) -> list[Log]:
+        """Return the runs in a file or folder that `claims` accepted; a run's name may be PROJECT/RUN.
+
+        `name`: of the path in its source. `step_column`: the user's --step-column. Raises StoreError, with
+        the path in front.
+        """
+        ...
+
+
+def make_log(
+    path: Path,
+    name: str,
+    metrics: Mapping[str, Iterable[tuple[int, float]]],
+    *,
+    config: Mapping[str, Any] | None = None,
+    status: LogStatus = "unknown",
+) -> Log:
+    """Return a run from its metrics as (step, value) in the order in which they were written.
+
+    Of two values at one step the later counts. `config`: settings by dotted key.
+    """
+    built = {}
+    for metric, points in metrics.items():
+        recorded = Points()
+        for step, value in points:
+            recorded.add(step, value)
+        built[metric] = build_series(recorded.steps, recorded.values)
+    series, replaced = split_series(built)
+    notes = tuple(replaced_notes(replaced))
+    place = printable(str(path))
+    return Log(name=name, place=place, metrics=series, config=config, status=status, notes=notes)
+
+
+@cache
+def all_readers() -> Mapping[str, Reader]:
+    """Return the installed readers by name. Raises AbrunError for one that cannot be loaded."""
+    return {name: load_installed(entry) for name, entry in installed(READERS).items()}
+
+
+def find_reader(path: Path, names: Collection[str] = ()) -> str | None:
+    """Return the name of the reader of a file or folder; None for any other path."""
+    return next((name for name, reader in all_readers().items() if reader.claims(path, names)), None)
