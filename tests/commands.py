@@ -68,7 +68,8 @@ def problem_of(words: list[str], *, whole: bool = True) -> str | None:
 
 def all_commands() -> Iterator[tuple[str, Any]]:
     """Every command with its name, such as `faults run`; a group comes before its commands."""
-    for name, command in GROUP.commands.items():
+    for name in GROUP.list_commands(None):
+        command = GROUP.commands[name]
         yield name, command
         yield from ((f"{name} {inner}", each) for inner, each in getattr(command, "commands", {}).items())
 
