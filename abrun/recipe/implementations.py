@@ -8,6 +8,8 @@ abrun's own tools (docs/how-to/extend.md).
 """
 
 import importlib
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import AbrunError
@@ -42,10 +44,18 @@ def load_implementation(implementation: str) -> Any:
 
 
 def installed(group: str) -> "dict[str, EntryPoint]":
-    """Return the entry points of a group by name, in alphabetical order; reading them takes 20 ms."""
-    from importlib.metadata import entry_points
+    """Return the entry points of a group by name, in alphabetical order; reading them takes 20 ms.
 
-    return {entry.name: entry for entry in sorted(entry_points(group=group), key=lambda entry: entry.name)}
+    From a checkout, abrun's own are read from its pyproject.toml, installed or not.
+    """
+    from importlib.metadata import EntryPoint, entry_points
+
+    found = {entry.name: entry for entry in entry_points(group=group)}
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        own = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+        found |= {name: EntryPoint(name, value, group) for name, value in own.get(group, {}).items()}
+    return dict(sorted(found.items()))
 
 
 def load_installed(entry: "EntryPoint") -> Any:
@@ -53,7 +63,7 @@ def load_installed(entry: "EntryPoint") -> Any:
     try:
         return entry.load()
     except Exception as error:  # another package's code
-        owner = entry.dist.name if entry.dist else "a package"
+        owner = entry.dist.name if entry.dist else "abrun"
         raise AbrunError(
             f"{entry.group}: {entry.name} of {owner} cannot be loaded: {type(error).__name__}: {error}; "
             f"repair it, or: pip uninstall {owner}"
