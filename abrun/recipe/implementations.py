@@ -53,8 +53,9 @@ def installed(group: str) -> "dict[str, EntryPoint]":
     found = {entry.name: entry for entry in entry_points(group=group)}
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
-        own = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("entry-points", {})
-        found |= {name: EntryPoint(name, value, group) for name, value in own.get(group, {}).items()}
+        own = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        entries = own["entry-points"].get(group, {}) if own.get("name") == "abrun" else {}
+        found |= {name: EntryPoint(name, value, group) for name, value in entries.items()}
     return dict(sorted(found.items()))
 
 
