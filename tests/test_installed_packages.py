@@ -1,4 +1,4 @@
-"""Another package adds a command and a reader: that of docs/how-to/extend.md, as a wheel that pip installs."""
+"""Another package adds a command and a reader: that of docs/how-to/extend.md, installed as a wheel by pip."""
 
 import os
 import re

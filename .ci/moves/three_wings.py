@@ -1,7 +1,7 @@
-"""Move the modules and tests of abrun into three wings: core, trainer and tools. Run once, from the root of the repository.
+"""Move the modules and tests of abrun into three wings: core, trainer and tools. Run once, from the root.
 
-A module or package in MOVES goes from the left path to the right one, and every dotted name and every path of it in the
-repository follows. `--check` prints the table of files before and after, and moves nothing.
+A module or package in MOVES goes from the left path to the right one, and every dotted name and path of it
+in the repository follows. `--check` prints the table of files before and after, and moves nothing.
 """
 
 import re
@@ -98,7 +98,7 @@ MOVES = {
     "tests.test_extras": "tests.recipe.test_extras",
 }
 NEW_PACKAGES = {
-    "abrun.trainer": "The trainer: a program that abrun starts as a process, and that writes a run directory.",
+    "abrun.trainer": "The trainer: a program that abrun starts, and that writes a run directory.",
     "abrun.trainer.loop": "The training loop: one file an algorithm, checkpoints, and what a step records.",
     "abrun.trainer.memory": "Measured memory of a training step.",
     "abrun.tools.predict": "Memory of a training step, predicted on a fake GPU.",
@@ -191,8 +191,10 @@ def main() -> None:
         renamed = DOTTED.sub(lambda match: MOVES[match[1]], renamed)
         renamed = SLASHED.sub(lambda match: MOVES[match[1].replace("/", ".")].replace(".", "/"), renamed)
         if deeper.get(path):
-            parents = rf"\.parents\[(\d)\]"
-            renamed = re.sub(parents, lambda match: f".parents[{int(match[1]) + deeper[path]}]", renamed)
+            by = deeper[path]
+            renamed = re.sub(
+                r"\.parents\[(\d)\]", lambda match, by=by: f".parents[{int(match[1]) + by}]", renamed
+            )
         if renamed != text:
             path.write_text(renamed, encoding="utf-8")
 

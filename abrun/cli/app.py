@@ -20,8 +20,8 @@ from abrun.runs.redaction import display_safe
 if TYPE_CHECKING:
     from abrun.report.present.terminal import Terminal
 
-# Headings of `abrun --help` with the core's commands, in the order in which a new user needs them. Those of tools
-# and of other packages follow under the heading that they name as `rich_help_panel`
+# Headings of `abrun --help` with the core's commands, in the order in which a new user needs them. Those of
+# tools and of other packages follow under the heading that they name as `rich_help_panel`
 HEADINGS = {
     "Getting started": ("demo", "init", "recipes", "doctor"),
     "Experiments": ("launch", "watch", "status", "logs", "completions", "stop", "wandb-sync"),

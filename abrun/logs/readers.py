@@ -13,7 +13,7 @@ from abrun.stats.series import build_series, split_series
 
 
 class Reader(Protocol):
-    """Reader of one tracker's runs. An entry point names an object with these two functions, such as a module.
+    """Reader of one tracker's runs. An entry point names an object with these functions, such as a module.
 
     Its name is a prefix of sources: `abrun compare NAME:PATH`.
     """

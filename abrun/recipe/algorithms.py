@@ -41,7 +41,7 @@ GradDivisor = Annotated[
 
 
 class ImportanceCorrection(Section):
-    """Weights w = p_trainer / p_engine on the policy loss, within [low, high]; see abrun.trainer.rl.losses."""
+    """Weights w = p_trainer / p_engine on the policy loss, within [low, high]; see trainer.rl.losses."""
 
     type: Literal["truncated", "icepop", "sequence_mask"]
     low: NonNegative = 0.0

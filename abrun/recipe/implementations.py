@@ -80,7 +80,7 @@ def load_tool(name: str, needed_by: str) -> Any:
 
 
 def find_scheduler(name: str) -> Any:
-    """Return a scheduler's class by the name in `launcher.type`, or None for a launcher that queues nothing."""
+    """Return a scheduler's class by its name in `launcher.type`; None for any other launcher."""
     if name in SCHEDULERS:
         return load_implementation(SCHEDULERS[name])
     entry = installed(LAUNCHERS).get(name)

@@ -1,6 +1,6 @@
 """`python -m abrun.tools.predict.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
 
-Random tokens replace the rollouts, as in abrun.trainer.memory.measure; everything else is the trainer's own code. A
+Random tokens replace the rollouts, as in trainer.memory.measure; everything else is the trainer's own code. A
 job with `longest` only asks for the length of the arm's longest sequence.
 """
 
@@ -115,7 +115,7 @@ def _estimate_vllm_bytes(config: OwnRunConfig, policy: Any) -> dict[str, int | N
 
 
 def _make_setup(config: OwnRunConfig, allocations: AllocationTracker) -> tuple[RunSetup, FakePhases]:
-    """Return a setup like abrun.trainer.loop.setup.make_setup, but without task and tokenizer, and its phases."""
+    """Return a setup like trainer.loop.setup.make_setup, but without task and tokenizer, and its phases."""
     backend = config.policy.backend
     ranks = make_ranks(torch.device("cpu"), backend.shape, expert_parallel=backend.expert_groups)
     policy = make_backend(config, ranks, weights=None, seed=0)

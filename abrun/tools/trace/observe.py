@@ -438,7 +438,7 @@ def _name(kind: str, name: str) -> str:
 
 
 class _ObservedObjective:
-    """An objective that passes on each micro-batch after its metrics; see abrun.trainer.backends.Objective."""
+    """An objective that passes on each micro-batch after its metrics; see trainer.backends.Objective."""
 
     def __init__(self, inner: Objective[Any], note: Callable[..., None]) -> None:
         self._inner, self._note = inner, note

@@ -144,7 +144,7 @@ class LmHead:
         position_ids: Tensor,
         cache: Any,
     ) -> tuple[Tensor, Any]:
-        """Run a transformers model without its head for one decoding step; see abrun.trainer.backends.Decoder."""
+        """Run a transformers model without its head for one decoding step; see trainer.backends.Decoder."""
         name = cache_name(base)
         output = base(
             input_ids=token_ids,

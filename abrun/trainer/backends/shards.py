@@ -19,7 +19,7 @@ METADATA = "pieces"  # key in the metadata of a rank's checkpoint file
 class Piece:
     """A box of a full tensor's elements; may be empty."""
 
-    # The one-ULP control seeds its signs with the repr of pieces (abrun/trainer/faults/setup.py): renaming this
+    # The one-ULP control seeds its signs with the repr of pieces (trainer/faults/setup.py): renaming this
     # class or a field of it would change them.
     shape: tuple[int, ...]  # of the full tensor
     slices: tuple[slice, ...]

@@ -38,7 +38,7 @@ class PolicyLosses(TokenLosses):
 class PolicyObjective:
     """The policy loss of a recipe, with its KL penalty and entropy bonus, if any.
 
-    See abrun.trainer.backends.Objective. Metrics are means over the counts, which cover the global batches of all
+    See trainer.backends.Objective. Metrics are means over the counts, which cover the global batches of all
     updates in a step. The weight of a token in the loss of its update comes with the batch.
     """
 

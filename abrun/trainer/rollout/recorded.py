@@ -13,7 +13,7 @@ from abrun.trainer.rollout.draws import Draws
 
 
 class RecordedEngine:
-    """See abrun.trainer.rollout.RolloutEngine. abrun.trainer.loop.rollouts reads the completions of a step from its file."""
+    """See rollout.RolloutEngine. loop.rollouts reads the completions of a step from its file."""
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None

@@ -1,6 +1,6 @@
 """Runs that one vLLM engine serves, one after the other, record what runs with engines of their own record.
 
-`pytest -m gpu -s tests/trainer/launched/test_hosts_vllm.py` prints the seconds from a run's start to its first step.
+`pytest -m gpu -s tests/trainer/launched/test_hosts_vllm.py` prints seconds to the first step.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The same tensors through TRL's own `_compute_loss` (trl 1.16.0) and through abrun's losses, in float64.
 
-Slow, as importing trl is: `pip install -e '.[test,trl]'`, then `pytest -m slow tests/trainer/rl/test_against_trl.py`.
+Slow, as importing trl is: `pip install -e '.[test,trl]'`, then `pytest -m slow -k against_trl`.
 
 | what | TRL | abrun | agreement |
 |---|---|---|---|

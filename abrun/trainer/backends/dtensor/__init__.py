@@ -330,7 +330,7 @@ def _count_sequences(batch: Sequences, packing: Packing | None) -> Tensor:  # [T
     return (packing.to_local(packing.pack(packing.merge_counts(is_real))) if packing else is_real).flatten()
 
 
-# The routers of a transformers network: recording and replaying their choices. See abrun.trainer.backends.routing.
+# The routers of a transformers network: recording and replaying their choices. See trainer.backends.routing.
 # Letters: L layers with a router, T tokens of a forward pass (flattened rows, or a packed stream), E
 # experts of a layer, K experts per token.
 

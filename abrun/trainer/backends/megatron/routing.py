@@ -1,4 +1,4 @@
-"""megatron-core's routers: auxiliary loss, load, recorded and replayed routes. See abrun.trainer.backends.routing.
+"""megatron-core's routers: auxiliary loss, load, recorded and replayed routes. See trainer.backends.routing.
 
 Letters: L layers of the network, l of them on this stage, T tokens of a microbatch that this rank's routers
 see, E experts of a layer, K experts per token.

@@ -18,7 +18,7 @@ from abrun.trainer.rollout.vllm.instance import VllmInstance
 
 
 class ColocatedEngine:
-    """Colocated engine; see abrun.trainer.rollout.RolloutEngine. Each rank samples a share of its replica's rows."""
+    """Colocated engine; see rollout.RolloutEngine. Each rank samples a share of its replica's rows."""
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
         self._ranks = backend.ranks

@@ -328,7 +328,7 @@ def cache_bytes(config: OwnRunConfig, num_ranks: int, network: Any) -> int | Non
 
 # The support of vLLM's draws (the tokens that its filters kept), from `return_sampling_mask`.
 # vLLM filters by min_p, top_k and top_p, in this order, after the temperature. Its sampler packs one bit
-# for each token of the vocabulary, as abrun.trainer.rl.sampling does. vLLM then unpacks the bits into token ids on
+# for each token of the vocabulary, as trainer.rl.sampling does. vLLM then unpacks the bits into token ids on
 # the CPU, which takes 23 ms a step for 256 sequences that keep 5,000 of 32,768 tokens. abrun reads the
 # packed bits instead. Dimensions: R requests in an engine step, T tokens of a completion, V vocabulary, W
 # = ceil(V / 8).
@@ -339,7 +339,7 @@ SUPPORT_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 class SupportCollector:
-    """Collects the supports of running requests, by request name, as packed bits (see abrun.trainer.rl.sampling)."""
+    """Collects the supports of running requests, by request name, as packed bits (see rl.sampling)."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
