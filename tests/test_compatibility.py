@@ -222,7 +222,7 @@ def check_external(environment: Environment) -> None:
 
 
 def check_vllm(environment: Environment) -> None:
-    """Without a GPU the engine's CUDA build cannot start: its start is tested in tests/rollout."""
+    """Without a GPU the engine's CUDA build cannot start: its start is tested in tests/trainer/rollout."""
     check_train(environment)
 
 

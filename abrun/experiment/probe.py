@@ -106,7 +106,7 @@ def _run_and_read_rows(
 ) -> list[dict[str, Any]]:
     if missing := missing_package("train"):
         raise LaunchError(
-            Code.OF_SUBJECT(subject=module.rpartition(".")[0].removeprefix("abrun."), problem=missing)
+            Code.OF_SUBJECT(subject=module.split(".")[-2], problem=missing)
         )
     log = directory / LOG
     with wrap_write_errors(directory):

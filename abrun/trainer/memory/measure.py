@@ -258,7 +258,7 @@ MAX_SITES = 8  # in the table
 MAX_EVENTS = 500_000  # in the allocator's history
 MAX_FRAMES = 60
 AUTOGRAD = "autograd"  # stands for the file name in frames of autograd nodes
-LIBRARIES = re.compile(r"(^|/)torch/|(^|/)triton/|<|importlib|abrun/(memory|train/phases)\b")
+LIBRARIES = re.compile(r"(^|/)torch/|(^|/)triton/|<|importlib|abrun/trainer/(memory|loop/phases)\b")
 PACKAGE = re.compile(r".*/(?:site-packages|dist-packages)/|.*/(?=abrun/)")
 
 

@@ -12,9 +12,9 @@ from abrun.trainer.memory.measure import AllocationRecorder, find_source_line, p
 MODEL = [
     {"filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},
     {"filename": "/env/lib/site-packages/transformers/modeling_x.py", "line": 46, "name": "forward"},
-    {"filename": "/home/me/abrun/abrun/train/sft.py", "line": 31, "name": "update"},
+    {"filename": "/home/me/abrun/abrun/trainer/loop/sft.py", "line": 31, "name": "update"},
 ]
-KERNEL = [{"filename": "/home/me/abrun/abrun/kernels/linear.py", "line": 215, "name": "start"}]
+KERNEL = [{"filename": "/home/me/abrun/abrun/trainer/kernels/linear.py", "line": 215, "name": "start"}]
 MLP, START = "transformers/modeling_x.py:46 forward", "abrun/trainer/kernels/linear.py:215 start"
 
 
@@ -61,15 +61,15 @@ def test_the_sites_at_the_peak_add_up_to_it() -> None:
         (MODEL[:1], ""),
         (MODEL, MLP),
         ([{"filename": "<string>", "line": 1, "name": "f"}, *KERNEL], START),
-        ([{"filename": "/w/abrun/abrun/memory/measure.py", "line": 1, "name": "note"}], ""),
+        ([{"filename": "/w/abrun/abrun/trainer/memory/measure.py", "line": 1, "name": "note"}], ""),
         ([{"filename": "/usr/lib/libc.so", "line": 0, "name": "start"}], ""),
         # A checkout in a folder named torch is no library
         (
-            [{"filename": "/torch/abrun/kernels/x.py", "line": 7, "name": "f"}],
+            [{"filename": "/torch/abrun/trainer/kernels/x.py", "line": 7, "name": "f"}],
             "abrun/trainer/kernels/x.py:7 f",
         ),
         (
-            [{"filename": "/torch/abrun/memory/measure.py", "line": 7, "name": "run"}, MODEL[2]],
+            [{"filename": "/torch/abrun/trainer/memory/measure.py", "line": 7, "name": "run"}, MODEL[2]],
             "abrun/trainer/loop/sft.py:31 update",
         ),
     ],
