@@ -22,6 +22,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
 from abrun.report.comparing import compare
+from abrun.runs.migrations import migrate_dotted
 from abrun.stats.equivalence import equivalence_test
 from tests.verdict.simulate import RECIPE, edit, write, write_experiment
 
@@ -74,7 +75,7 @@ def test_a_command_trains_the_arms_that_ran(record: Path) -> None:
     overrides = [word for option, word in pairwise(words) if option == "--set"]
     recipe = load_recipe(ROOT / words[2], overrides)
     baseline = recipe.run_config("baseline")
-    ran = json.loads((record.parent / "reference.json").read_text())["config"]
+    ran = migrate_dotted(json.loads((record.parent / "reference.json").read_text())["config"])
     now = dotted(baseline.model_dump(mode="json"))
     assert {key: now.get(key) for key in ran if can_change_numbers(key)} == {
         key: value for key, value in ran.items() if can_change_numbers(key)

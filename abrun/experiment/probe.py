@@ -105,9 +105,7 @@ def _run_and_read_rows(
     is_cancelled: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     if missing := missing_package("train"):
-        raise LaunchError(
-            Code.OF_SUBJECT(subject=module.split(".")[-2], problem=missing)
-        )
+        raise LaunchError(Code.OF_SUBJECT(subject=module.split(".")[-2], problem=missing))
     log = directory / LOG
     with wrap_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)

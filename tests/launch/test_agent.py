@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path: Path) -> None:
     assert (ending.code, silence.code) == (Code.STALL_LIMIT_REACHED, Code.RANKS_SILENT)
     assert (silence["silent_s"] >= 4, silence["num_unstarted"], silence["num_more"]) == (True, 0, 0)
     (hanging,) = [rank for rank in silence["ranks"] if rank["rank"] == 1]
-    assert hanging["place"].startswith("hang (tests/trainer/loop/rank.py:")
+    assert hanging["place"].startswith("hang (trainer/loop/rank.py:")
     assert (hanging["doing"], hanging["host"]) == ("generation", None)
     attempt = run.attempt()
     assert (attempt.status, attempt.exit_code) == ("failed", TIMED_OUT)
@@ -159,7 +159,7 @@ def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path:
     ending = read_endings(run, 0, "")[0]
     assert ending.code == Code.STALL_LIMIT_REACHED
     places = {rank["rank"]: rank["place"] for rank in ending["silence"]["ranks"]}
-    assert places[1].startswith("hang (tests/trainer/loop/rank.py:")
+    assert places[1].startswith("hang (trainer/loop/rank.py:")
 
 
 def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:

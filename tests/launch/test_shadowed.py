@@ -109,9 +109,9 @@ def test_every_module_is_started_without_the_working_directory() -> None:
     """An interpreter that is started with -m or -c alone puts the working directory first in sys.path."""
     allowed = {
         ("processes/__init__.py", ("-P", "-m")),
-        ("diagnose/bisect/environments.py", ("-I", "-m", "venv")),
-        ("diagnose/bisect/environments.py", ("python", "-I", "-m", "pip", "install")),
-        ("experiment/preflight/doctor.py", ("-P", "-c")),
+        ("tools/bisect/environments.py", ("-I", "-m", "venv")),
+        ("tools/bisect/environments.py", ("python", "-I", "-m", "pip", "install")),
+        ("report/doctor.py", ("-P", "-c")),
     }
     root, starts = Path(abrun.__file__).parent, set[tuple[str, tuple[str, ...]]]()
     for path in root.rglob("*.py"):

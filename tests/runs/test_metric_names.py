@@ -17,11 +17,7 @@ from abrun.runs.metric_names import (
     unrecorded_metric_problem,
 )
 
-SOURCES = [
-    path.read_text()
-    for folder in ("backends", "rl", "train")
-    for path in (Path(abrun.__path__[0]) / folder).rglob("*.py")
-]
+SOURCES = [path.read_text() for path in (Path(abrun.__path__[0]) / "trainer").rglob("*.py")]
 
 
 def test_every_name_of_the_table_is_written_somewhere() -> None:

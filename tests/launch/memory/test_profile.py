@@ -48,7 +48,7 @@ def measured_here(
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.tools.predict.probes.run_probe", measured_here)
+    monkeypatch.setattr("abrun.launch.memory.profile.run_probe", measured_here)
     # Fewer tokens than the measured step has, as on a GPU
     monkeypatch.setattr("abrun.trainer.memory.measure.WARM_UP_TOKENS", 16)
 
@@ -58,7 +58,7 @@ def plan(recipe: ExperimentDeclaration = RECIPE, **options: Any) -> SweepPlan:
 
 
 def test_the_fused_arm_does_not_hold_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("abrun.tools.predict.probes.run_probe", measured_here)
+    monkeypatch.setattr("abrun.launch.memory.profile.run_probe", measured_here)
     said: list[str] = []
     with_old_pass = load_recipe(SMALL, ["algorithm.ratio=old"])  # a pass for the log-probs of old
     profile = measure_recipe(plan(with_old_pass, lengths=[32, 256]), tmp_path, said.append)
@@ -103,7 +103,7 @@ def test_two_profiles_do_not_share_a_folder(
             refused.append(str(raised.value))
         raise LaunchError("enough")
 
-    monkeypatch.setattr("abrun.tools.predict.probes.run_probe", busy)
+    monkeypatch.setattr("abrun.launch.memory.profile.run_probe", busy)
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32]), tmp_path)
     snapshot(refusal.value)
