@@ -12,6 +12,7 @@ from abrun.cli import app
 from abrun.errors import AbrunError
 
 GROUP: Any = get_group(app)
+GROUP.list_commands(None)  # adds the commands of entry points
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{3,}")  # such as RECIPE, or what is left out
 
 

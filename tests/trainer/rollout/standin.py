@@ -1,8 +1,8 @@
 """Stands in for vLLM: completions that depend on prompt, seed, temperature and weights, from no model.
 
 `python -m tests.trainer.rollout.standin host FD RUN_DIR` is an engine host with it, and
-`python -m tests.trainer.rollout.standin RUN_DIR` a rank that makes it where it would make vLLM. STAND_IN_S in the
-environment: seconds a completion.
+`python -m tests.trainer.rollout.standin RUN_DIR` a rank that makes it where it would make vLLM.
+STAND_IN_S in the environment: seconds a completion.
 """
 
 import hashlib
