@@ -248,7 +248,8 @@ def _find_in(folder: Folder, top: Path) -> Iterator[RunFiles]:
     name = _relative_name(path, top) if path != top else path.resolve().name
     is_abrun = is_run_dir(path)
     names = {entry.name for entry in (*files, *folder.folders)}
-    if store := "abrun" if is_abrun else names and find_reader(path, names):
+    store = "abrun" if is_abrun else find_reader(path, names) if names else None
+    if store is not None:
         folder.folders.clear()
         yield RunFiles(format=store, name=name, path=path, files=())
         return

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
+from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, type_name, validated
 from abrun.recipe.secrets import refuse_secrets
@@ -165,18 +166,20 @@ def profile_path() -> Path:
 def resolve_launcher_settings(declared: LauncherSettings | None, kind: str | None) -> LauncherSettings | None:
     """Return the launcher from `--launcher`, else the recipe, else local, merged over the user's profile.
 
-    None if no recipe may name `kind`. Raises RecipeError if profile or recipe are invalid.
+    None if nothing has the name `kind`. That of another package has a class attribute `settings`, a Section,
+    with values only from the profile. Raises RecipeError if profile or recipe are invalid.
     """
     if kind is None:
         kind = declared.type if declared else "local"
-    if kind not in LAUNCHER_TYPES:
+    model = LAUNCHER_TYPES.get(kind) or getattr(find_scheduler(kind), "settings", None)
+    if model is None:
         return None
     path = profile_path()
     profile = _read_profile(path, kind)
     refuse_secrets(profile, f"{path}: {kind}")
-    validated(LAUNCHER_TYPES[kind], {"type": kind, **profile}, f"{path}: {kind}")
+    validated(model, {"type": kind, **profile}, f"{path}: {kind}")
     recipe_values = declared.model_dump(exclude_unset=True) if declared and declared.type == kind else {}
-    return validated(LAUNCHER_TYPES[kind], {**profile, **recipe_values, "type": kind}, "launcher")
+    return validated(model, {**profile, **recipe_values, "type": kind}, "launcher")
 
 
 def _read_profile(path: Path, kind: str) -> Mapping[str, Any]:
@@ -187,7 +190,7 @@ def _read_profile(path: Path, kind: str) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(Code.UNREADABLE(path=path, error=str(error))) from None
     content = {} if content is None else content
-    is_known = isinstance(content, dict) and content.keys() <= LAUNCHER_TYPES.keys()
+    is_known = isinstance(content, dict) and content.keys() <= {*LAUNCHER_TYPES, *scheduler_names()}
     if not is_known or not all(isinstance(settings, dict) for settings in content.values()):
         raise RecipeError(
             Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHER_TYPES])

@@ -5,16 +5,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from abrun.errors import LaunchError
+from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
+from abrun.launch.cluster import make_cluster
 from abrun.launch.engine import Devices
+from abrun.recipe import implementations
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
+from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import RunConfig
+from abrun.recipe.section import Section
 from abrun.runs.rundir import RunDir
 from tests.launch.fakes import FAKE_TRAINER, run_to_end
 
@@ -106,3 +112,34 @@ def test_what_it_cannot_run_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(LaunchError, match=r"--launcher: got 'pbs'; allowed: local, toy, slurm, ray$"):
         run_to_end(plan, tmp_path, launcher="pbs")
     assert not any(tmp_path.iterdir())
+
+
+class QueueSettings(Section):
+    type: Literal["queue"]
+    priority: int = 0
+
+
+class Queue:
+    """A cluster of another package, as far as a launch makes it."""
+
+    settings = QueueSettings
+
+    def __init__(self, experiment_dir: Path, given: QueueSettings, num_jobs: int | None) -> None:
+        self.given = given
+
+
+def test_another_package_s_launcher_takes_its_settings_from_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    entry = EntryPoint("queue", "tests.launch.test_second_launcher:Queue", implementations.LAUNCHERS)
+    monkeypatch.setattr(implementations, "installed", lambda group: {entry.name: entry})
+    profile = tmp_path / "abrun" / "launchers.yaml"
+    profile.parent.mkdir()
+    profile.write_text("queue: {priority: 3}")
+    cluster = make_cluster(resolve_launcher_settings(None, "queue"), tmp_path, None)
+    assert isinstance(cluster, Queue) and cluster.given.priority == 3
+    profile.write_text("queue: {priorty: 3}")
+    with pytest.raises(RecipeError, match="priorty"):
+        resolve_launcher_settings(None, "queue")
+    assert resolve_launcher_settings(None, "no such launcher") is None
