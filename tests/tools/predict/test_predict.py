@@ -361,7 +361,7 @@ def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
 
 def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "no peak: pip install 'abrun[triton]'"
-    monkeypatch.setattr(predict, "describe_predicted_memory", lambda *_, **__: [said])
+    monkeypatch.setattr("abrun.tools.predict.interface.describe_predicted_memory", lambda *_, **__: [said])
     printed = CliRunner().invoke(app, ["launch", str(RECIPE), "--dry-run", "--device-memory", "80GiB"]).output
     assert f"Memory: {said}" in printed
 
