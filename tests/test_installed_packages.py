@@ -13,16 +13,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
 WHEEL = "abrun_blackbox-1.0-py3-none-any.whl"
 
 
-def install(folder: Path, *, broken: bool = False) -> Path:
-    """Install the page's package into a folder and return it."""
+def install(folder: Path, *, broken: bool = False, replaced: tuple[str, str] = ("", "")) -> Path:
+    """Install the page's package, with a text `replaced`, into a folder and return it."""
     text = PAGE.read_text(encoding="utf-8")
     modules = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL)
     (entry_points,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    entry_points = entry_points[entry_points.index("[project.entry-points") :]
     entry_points = re.sub(r'project\.entry-points\."([\w.]+)"', r"\1", entry_points).replace('"', "")
     info = "abrun_blackbox-1.0.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w") as wheel:
         for name, code in modules:
-            wheel.writestr(name, "import no_such_module\n" if broken else code)
+            wheel.writestr(name, "import no_such_module\n" if broken else code.replace(*replaced))
         wheel.writestr(f"{info}/entry_points.txt", entry_points)
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: abrun-blackbox\nVersion: 1.0\n")
         wheel.writestr(
@@ -89,6 +90,21 @@ def test_a_package_that_cannot_be_loaded_is_named_and_the_rest_works(tmp_path: P
     assert "blackbox of abrun-blackbox cannot be loaded: ModuleNotFoundError" in done.stderr
     assert done.stderr.count("\n") == 1
     assert abrun(broken, runs, "recipes").returncode == 0
-    done = abrun(broken, runs, "compare", "old", "new")
-    assert done.returncode == 2 and "pip uninstall abrun-blackbox" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = abrun(broken, runs, "compare", "old", "new")  # which only that package reads
+    assert done.returncode == 2 and "no runs found" in done.stderr
+    for path in runs.rglob("*.blackbox"):
+        rows = (line.split() for line in path.read_text().splitlines())
+        lines = ["step,train/reward", *(f"{step},{value}" for step, _, value in rows)]
+        path.with_suffix(".csv").write_text("\n".join(lines))
+    done = abrun(broken, runs, "compare", "old", "new", "--claim", "train/reward:last 20%:0.02")
+    assert done.returncode == 0 and "MATCH" in done.stdout, done.stdout + done.stderr
+    assert "pip uninstall abrun-blackbox" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_error_of_a_reader_is_one_line_that_names_it(tmp_path: Path, runs: Path) -> None:
+    mended = 'raise StoreError(f"{path}: line {number}: expected STEP METRIC VALUE") from None'
+    target = install(tmp_path, replaced=(mended, "raise KeyError(line)"))
+    (runs / "old" / "seed-0.blackbox").write_text("1 train/reward")
+    done = abrun(target, runs, "compare", "old", "new")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "seed-0.blackbox: the reader blackbox failed: KeyError" in done.stderr

@@ -308,8 +308,11 @@ def make_reading(
     **fields: Any,
 ) -> "ReadingOptions":
     """Return the reading settings from the options that several commands share, and `fields`."""
+    from abrun.logs.readers import reader_problems
     from abrun.logs.recorded.sources import ReadingOptions
 
+    for problem in reader_problems():
+        note(problem)
     return ReadingOptions(
         runs_dir=runs_dir,
         baseline=baseline,

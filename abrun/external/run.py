@@ -57,7 +57,7 @@ GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
 STALL_FACTOR = 10
 LIMITS = (Code.TIME_LIMIT_REACHED, Code.STALL_LIMIT_REACHED)
-# Exit codes, the same as those of abrun.trainer.loop and its agent.
+# Exit codes, the same as those of abrun.trainer and its agent.
 FAILED, INTERRUPTED, TIMED_OUT = 1, 3, 124
 
 

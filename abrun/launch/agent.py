@@ -59,7 +59,7 @@ from abrun.runs.rundir import RunDir
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # pending connections; the default limit of the kernel
 CHECK_S = 1.0  # between checks for a new attempt, and between reads of other nodes' notes
-FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.trainer.loop and timeout(1)
+FAILED, TIMED_OUT = 2, 124  # exit codes, as of abrun.trainer and timeout(1)
 
 
 def main() -> int:

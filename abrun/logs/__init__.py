@@ -26,7 +26,7 @@ from abrun.logs.lm_eval import is_samples_file, read_samples
 from abrun.logs.log import Log, sanitize_log
 from abrun.logs.mlflow_files import META
 from abrun.logs.naming import SUFFIXES, strip_suffix
-from abrun.logs.readers import all_readers, find_reader
+from abrun.logs.readers import all_readers, find_reader, read_with
 from abrun.logs.starts import START_FOLDER, merge_continued_starts
 from abrun.logs.stored import is_run_dir, read_run_dir
 from abrun.logs.tables import read_trainer_state
@@ -451,7 +451,7 @@ def _read_run(run: RunFiles, step_column: str | None, *, one_run: bool = False) 
             case "lm-eval":
                 log = read_samples(run.files, run.name)
             case store if store in all_readers():
-                return all_readers()[store].read(run.path, run.name, step_column)
+                return read_with(store, run.path, run.name, step_column)
             case "csv":
                 return read_csv(run.path, run.name, step_column, one_run=one_run)
             case "parquet":

@@ -1,10 +1,12 @@
 """Readers of experiment trackers, which other packages add by an entry point of the group `abrun.readers`."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from abrun.errors import AbrunError, StoreError
 from abrun.logs.foreign.values import Points
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.recipe.implementations import READERS, installed, load_installed
@@ -59,11 +61,59 @@ def make_log(
 
 
 @cache
+def _load_readers() -> tuple[Mapping[str, Reader], list[str]]:
+    """Return the installed readers by name, and the problems of those that cannot be loaded."""
+    readers, problems = dict[str, Reader](), list[str]()
+    for name, entry in installed(READERS).items():
+        try:
+            reader = load_installed(entry)
+        except AbrunError as error:
+            problems.append(str(error))
+            continue
+        if callable(getattr(reader, "claims", None)) and callable(getattr(reader, "read", None)):
+            readers[name] = reader
+        else:
+            problems.append(f"{READERS}: {name}: {entry.value} has no functions claims and read")
+    return readers, problems
+
+
 def all_readers() -> Mapping[str, Reader]:
-    """Return the installed readers by name. Raises AbrunError for one that cannot be loaded."""
-    return {name: load_installed(entry) for name, entry in installed(READERS).items()}
+    """Return the installed readers by name, without those that cannot be loaded."""
+    return _load_readers()[0]
+
+
+def reader_problems() -> list[str]:
+    """Return a line for each installed reader that cannot be loaded."""
+    return _load_readers()[1]
 
 
 def find_reader(path: Path, names: Collection[str] = ()) -> str | None:
-    """Return the name of the reader of a file or folder; None for any other path."""
-    return next((name for name, reader in all_readers().items() if reader.claims(path, names)), None)
+    """Return the name of the reader of a file or folder; None for any other path. Raises StoreError."""
+    for name, reader in all_readers().items():
+        with _named(name, path):
+            if reader.claims(path, names):
+                return name
+    return None
+
+
+def read_with(name: str, path: Path, run_name: str, step_column: str | None) -> list[Log]:
+    """Return the runs that a reader finds in a file or folder. Raises StoreError."""
+    with _named(name, path):
+        logs = list(all_readers()[name].read(path, run_name, step_column))
+        if not all(isinstance(log, Log) for log in logs):
+            raise TypeError("read returned something other than runs")
+    return logs
+
+
+@contextmanager
+def _named(reader: str, path: Path) -> Iterator[None]:
+    """Turn an error of another package's code into one that names it."""
+    try:
+        yield
+    except (AbrunError, MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise StoreError(
+            f"{printable(str(path))}: the reader {reader} failed: {printable(problem)}"
+        ) from error

@@ -32,10 +32,6 @@ def _compared_on(num_shared: int, first: int, last: int) -> str:
     return f"compared on the {num_shared} steps that all runs have ({first}-{last})"
 
 
-def _arm_prefix(arm: str | None) -> str:
-    return f"{arm}: " if arm else ""
-
-
 def _ledger(
     metric,
     first,

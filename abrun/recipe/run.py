@@ -99,7 +99,7 @@ class Limits(Section):
 # Sections and keys of a run's configuration that cannot change a recorded number
 NO_EFFECT_KEYS = (
     *("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights"),
-    "cluster.runs_per_gpu",  # except for times, see abrun.logs.recorded.experiment.share_devices
+    "cluster.runs_per_gpu",  # except for times
 )
 
 

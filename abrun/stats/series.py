@@ -1,8 +1,7 @@
 """Metrics as arrays: the type that every log is read into. Imports nothing of abrun but its errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,21 +95,6 @@ def intersect_steps(grid: Steps, *grids: Steps) -> Steps:
         if not np.array_equal(other_grid, grid):
             grid = np.intersect1d(grid, other_grid, assume_unique=True)
     return grid
-
-
-def series_from_rows(
-    rows: Iterable[tuple[int, Mapping[str, Any]]],
-) -> tuple[dict[str, Series], dict[str, int]]:
-    """Build a series for each key of (step, row) pairs, and count its replaced points; None is skipped."""
-    points: dict[str, tuple[list[int], list[float]]] = {}
-    for step, row in rows:
-        for key, value in row.items():
-            if value is not None:
-                steps, values = points.setdefault(key, ([], []))
-                steps.append(step)
-                values.append(value)
-    built = {key: build_series(*point_lists) for key, point_lists in points.items()}
-    return split_series(built)
 
 
 def split_series(built: Mapping[str, tuple[Series, int]]) -> tuple[dict[str, Series], dict[str, int]]:

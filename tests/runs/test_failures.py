@@ -143,8 +143,8 @@ def test_a_rank_without_memory_says_so_and_during_what(tmp_path: Path) -> None:
     code = (
         "import runpy, sys, torch, abrun.trainer.training as loop\n"
         "loop.make_setup = lambda *_: torch.empty(1 << 50, dtype=torch.uint8)\n"
-        "sys.argv = ['abrun.trainer.loop', sys.argv[1]]\n"
-        "runpy.run_module('abrun.trainer.loop', run_name='__main__')"
+        "sys.argv = ['abrun.trainer', sys.argv[1]]\n"
+        "runpy.run_module('abrun.trainer', run_name='__main__')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(directory)], capture_output=True, text=True, check=False
