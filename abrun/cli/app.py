@@ -84,6 +84,8 @@ class CommandGroup(TyperGroup):
         for entry in installed(COMMANDS).values():
             try:
                 application = load_installed(entry)
+                if not isinstance(application, typer.Typer):
+                    raise AbrunError(f"{COMMANDS}: {entry.name}: {entry.value} is no Typer application")
                 finish_help(application)
                 found = get_group(application).commands
             except AbrunError as error:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from abrun.errors import LaunchError
+from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text
@@ -138,7 +138,11 @@ class ClusterJobs(ABC):
 def find_cluster_jobs(experiment_dir: Path) -> ClusterJobs | None:
     """Return the experiment's jobs on whichever cluster has them, or None."""
     for name in scheduler_names():
-        jobs: ClusterJobs = find_scheduler(name)(experiment_dir)
+        try:
+            scheduler = find_scheduler(name)
+        except AbrunError:  # of a broken package, which has submitted nothing
+            continue
+        jobs: ClusterJobs = scheduler(experiment_dir)
         jobs.load()
         if jobs.is_submitted:
             return jobs

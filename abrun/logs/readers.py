@@ -13,6 +13,19 @@ from abrun.recipe.implementations import READERS, installed, load_installed
 from abrun.runs.redaction import printable
 from abrun.stats.series import build_series, split_series
 
+OWN_FORMATS = (
+    "abrun",
+    "tb",
+    "tensorboard",
+    "wandb",
+    "csv",
+    "jsonl",
+    "json",
+    "parquet",
+    "trainer_state",
+    "lm-eval",
+)
+
 
 class Reader(Protocol):
     """Reader of one tracker's runs. An entry point names an object with these functions, such as a module.
@@ -65,15 +78,21 @@ def _load_readers() -> tuple[Mapping[str, Reader], list[str]]:
     """Return the installed readers by name, and the problems of those that cannot be loaded."""
     readers, problems = dict[str, Reader](), list[str]()
     for name, entry in installed(READERS).items():
+        if name in OWN_FORMATS:
+            problems.append(
+                f"{READERS}: {name}: is a format of abrun's own; {entry.value} needs another name"
+            )
+            continue
         try:
             reader = load_installed(entry)
         except AbrunError as error:
             problems.append(str(error))
             continue
-        if callable(getattr(reader, "claims", None)) and callable(getattr(reader, "read", None)):
+        functions = (getattr(reader, name, None) for name in ("claims", "read"))
+        if all(map(callable, functions)) and not isinstance(reader, type):
             readers[name] = reader
         else:
-            problems.append(f"{READERS}: {name}: {entry.value} has no functions claims and read")
+            problems.append(f"{READERS}: {name}: {entry.value} is no object with functions claims and read")
     return readers, problems
 
 
@@ -112,7 +131,7 @@ def _named(reader: str, path: Path) -> Iterator[None]:
         yield
     except (AbrunError, MemoryError, RecursionError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(
             f"{printable(str(path))}: the reader {reader} failed: {printable(problem)}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import AbrunError
+from abrun.runs.redaction import printable
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -44,31 +45,37 @@ def load_implementation(implementation: str) -> Any:
 
 
 def installed(group: str) -> "dict[str, EntryPoint]":
-    """Return the entry points of a group by name, in alphabetical order; reading them takes 20 ms.
+    """Return the entry points of a group by name, abrun's own first; reading them takes 20 ms.
 
-    From a checkout, abrun's own are read from its pyproject.toml, installed or not.
+    No package takes a name of abrun's. From a checkout, abrun's own are read from its pyproject.toml.
     """
     from importlib.metadata import EntryPoint, entry_points
 
-    found = {entry.name: entry for entry in entry_points(group=group)}
+    entries = sorted(entry_points(group=group), key=lambda entry: (_owner(entry) == "abrun", entry.name))
+    found = {entry.name: entry for entry in entries}
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         own = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
         entries = own["entry-points"].get(group, {}) if own.get("name") == "abrun" else {}
         found |= {name: EntryPoint(name, value, group) for name, value in entries.items()}
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items(), key=lambda item: (_owner(item[1]) != "abrun", item[0])))
 
 
 def load_installed(entry: "EntryPoint") -> Any:
     """Import and return what an entry point names. Raises AbrunError if its package is broken."""
     try:
         return entry.load()
-    except Exception as error:  # another package's code
-        owner = entry.dist.name if entry.dist else "abrun"
+    except (Exception, SystemExit, GeneratorExit) as error:  # another package's code
+        owner, problem = _owner(entry), printable(f"{type(error).__name__}: {error}")
         raise AbrunError(
-            f"{entry.group}: {entry.name} of {owner} cannot be loaded: {type(error).__name__}: {error}; "
+            f"{entry.group}: {entry.name} of {owner} cannot be loaded: {problem}; "
             f"repair it, or: pip uninstall {owner}"
         ) from error
+
+
+def _owner(entry: "EntryPoint") -> str:
+    """Return the package of an entry point; those of a checkout have none."""
+    return (entry.dist.name if entry.dist else "abrun") or "a package without a name"
 
 
 def load_tool(name: str, needed_by: str) -> Any:

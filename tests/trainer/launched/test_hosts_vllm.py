@@ -17,7 +17,7 @@ from tests.bench.launches import first_difference, run_seconds
 from tests.launch.fakes import run_to_end
 from tests.trainer.rollout.vllm_sampling import PRESET, needs_vllm, with_vllm
 
-SMALL = Path(__file__).parent / "small.yaml"
+SMALL = Path(__file__).parents[2] / "launch" / "small.yaml"
 SETTINGS = (
     "rollout={engine: vllm, max_new_tokens: 12}",
     "validation={every: 2, num_prompts: 4}",
