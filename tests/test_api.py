@@ -21,6 +21,8 @@ from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 from tests.verdict.simulate import write_experiment
 
+pytestmark = pytest.mark.usefixtures("trainer_installed")
+
 ROOT = Path(__file__).parents[1]
 
 

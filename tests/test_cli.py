@@ -26,6 +26,8 @@ from tests.commands import all_commands
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
+pytestmark = pytest.mark.usefixtures("trainer_installed")
+
 Run = Callable[..., tuple[int, str, str]]
 CLAIM = ["--set", "compare.claims.0.metric=train/rewrad"]
 TO_COME = ["--set", "cluster.nodes=2", "--set", "rollout={engine: vllm, devices: 1}"]

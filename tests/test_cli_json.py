@@ -17,6 +17,8 @@ from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 from tests.verdict.simulate import write_experiment
 
+pytestmark = pytest.mark.usefixtures("trainer_installed")
+
 Answer = Callable[..., tuple[int, Any]]
 
 

@@ -21,6 +21,8 @@ from abrun.tools.predict import auto
 from tests.launch.fakes import FAKE, FORKING
 from tests.launch.test_local import SMALL
 
+pytestmark = pytest.mark.usefixtures("trainer_installed")
+
 Command = Callable[..., tuple[int, str, str]]
 
 # Writes curves that a seed shares between arms; `shift` is what the treatment's reward is higher by.

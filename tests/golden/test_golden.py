@@ -9,6 +9,8 @@ from tests.golden.case import all_cases
 from tests.golden.recorder import record
 from tests.golden.snapshot import differences
 
+pytestmark = pytest.mark.usefixtures("trainer_installed")
+
 
 @pytest.mark.parametrize("name", all_cases())
 def test_the_recording_is_what_the_command_line_does(name: str) -> None:
