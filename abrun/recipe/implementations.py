@@ -56,8 +56,8 @@ def installed(group: str) -> "dict[str, EntryPoint]":
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         own = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
-        entries = own["entry-points"].get(group, {}) if own.get("name") == "abrun" else {}
-        found |= {name: EntryPoint(name, value, group) for name, value in entries.items()}
+        values = own["entry-points"].get(group, {}) if own.get("name") == "abrun" else {}
+        found |= {name: EntryPoint(name, value, group) for name, value in values.items()}
     return dict(sorted(found.items(), key=lambda item: (_owner(item[1]) != "abrun", item[0])))
 
 
@@ -69,7 +69,7 @@ def load_installed(entry: "EntryPoint") -> Any:
         owner, problem = _owner(entry), printable(f"{type(error).__name__}: {error}")
         raise AbrunError(
             f"{entry.group}: {entry.name} of {owner} cannot be loaded: {problem}; "
-            f"repair it, or: pip uninstall {owner}"
+            + ("reinstall abrun" if owner == "abrun" else f"repair it, or: pip uninstall {owner}")
         ) from error
 
 
@@ -82,7 +82,7 @@ def load_tool(name: str, needed_by: str) -> Any:
     """Return the module of a tool. Raises AbrunError if it is not installed; `needed_by` names the option."""
     entry = installed(TOOLS).get(name)
     if entry is None:
-        raise AbrunError(f"{needed_by}: the tool {name} is not installed; reinstall abrun: pip install abrun")
+        raise AbrunError(f"{needed_by}: the tool {name} is not installed; reinstall abrun")
     return load_installed(entry)
 
 

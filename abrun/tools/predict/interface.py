@@ -1,4 +1,4 @@
-"""What `abrun launch` and `abrun memory-profile` ask."""
+"""Functions that `abrun launch` and `abrun memory-profile` call."""
 
 from abrun.tools.predict.auto import resolve_auto
 from abrun.tools.predict.peaks import describe_predicted_memory, predict_recipe, resolve_device_memory

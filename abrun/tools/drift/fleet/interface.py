@@ -1,4 +1,4 @@
-"""What `abrun compare --fleet` asks."""
+"""Functions that `abrun compare --fleet` calls."""
 
 from abrun.tools.drift.fleet.classify import EXIT_CODES
 from abrun.tools.drift.fleet.command import compare_fleet

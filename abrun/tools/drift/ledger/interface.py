@@ -1,4 +1,4 @@
-"""What `abrun reference` asks."""
+"""Functions that `abrun reference` calls."""
 
 from abrun.tools.drift.ledger.command import add_to_ledger, ledger_maker, render_reference
 from abrun.tools.drift.ledger.drift import EXCEEDED, is_over_budget
