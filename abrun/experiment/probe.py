@@ -9,24 +9,16 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import ranks_command, run_environment
-from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import Machine, this_machine
-from abrun.experiment.preflight.model_files import hub_model_refusal
 from abrun.messages.codes import Code
 from abrun.messages.records import print_reason, printed_reason
-from abrun.processes import (
-    MODULE_OPTIONS,
-    find_run_processes,
-    kill_all,
-    start_process,
-    wait_for_exit,
-)
+from abrun.processes import find_run_processes, kill_all, start_process, wait_for_exit
 from abrun.recipe.extras import missing_package
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log, read_json, wrap_write_errors, write_json
@@ -58,52 +50,25 @@ def run_probe(
     """
     machine, cluster = require_devices(config), config.cluster
     num_gpus = config.devices_per_node if cluster.gpus_per_node else 0
-    gpus = machine.gpus[:num_gpus]
-    return _run_and_read_rows(
-        module,
-        ranks_command(directory, config, cluster.ranks, module),
-        directory,
-        gpus,
-        config,
-        job,
-        is_cancelled,
+    command = ranks_command(directory, config, cluster.ranks, module)
+    env = run_environment(directory, machine.gpus[:num_gpus], config)
+    return collect_rows(
+        module, directory, config, job, lambda: _run_command(command, directory, env, is_cancelled)
     )
 
 
-def run_probe_on_cpu(
+def collect_rows(
     module: str,
     directory: Path,
     config: OwnRunConfig,
     job: Mapping[str, Any],
-    is_cancelled: Callable[[], bool] = is_never_cancelled,
+    execute: Callable[[], int],
 ) -> list[dict[str, Any]]:
-    """Run the probe as one process on a CPU whatever `config` says, for jobs that need no computation.
+    """Write a job, let `execute` do it, which returns an exit status, and return the rows.
 
-    Also raises ProbeRefused for an unavailable hub model, for which the process would retry for half a
-    minute.
+    Raises ProbeRefused if the module called `report_refusal`, or else LaunchError with the path of its
+    output.
     """
-    if why := hub_model_refusal(config, hub_refusal):
-        raise ProbeRefused(why)
-    return _run_and_read_rows(
-        module,
-        [sys.executable, *MODULE_OPTIONS, module, str(directory)],
-        directory,
-        (),
-        config,
-        job,
-        is_cancelled,
-    )
-
-
-def _run_and_read_rows(
-    module: str,
-    command: list[str],
-    directory: Path,
-    gpus: Sequence[str],
-    config: OwnRunConfig,
-    job: Mapping[str, Any],
-    is_cancelled: Callable[[], bool],
-) -> list[dict[str, Any]]:
     if missing := missing_package("train"):
         raise LaunchError(Code.OF_SUBJECT(subject=module.split(".")[-2], problem=missing))
     log = directory / LOG
@@ -112,7 +77,7 @@ def _run_and_read_rows(
         for rows in _find_row_files(directory):
             rows.unlink(missing_ok=True)
     write_json(directory / JOB, {"config": config.model_dump(mode="json"), **job})
-    if _run_command(command, directory, run_environment(directory, gpus, config), is_cancelled):
+    if execute():
         reasons = map(printed_reason, log.read_text(errors="replace").splitlines())
         if reason := next(filter(None, reasons), None):
             raise ProbeRefused(reason)

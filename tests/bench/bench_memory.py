@@ -31,11 +31,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from abrun.experiment.probe import run_probe_on_cpu
 from abrun.launch.memory.cells import GIB, Cell, Point, SizeLimit
 from abrun.launch.memory.profile import FIRST_FILL_SHARE, search_size_limit
 from abrun.recipe.run import OwnRunConfig
-from abrun.tools.predict.probes import measure_cell
+from abrun.tools.predict.probes import TracingProcesses, measure_cell
 from tests.bench.common import heading, make_parser, markdown_row
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -166,9 +165,9 @@ def predicted(case: Case, device: str, output: Path) -> Peaks:
         lengths += BEYOND
         case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
     job = {"lengths": lengths, "num_sequences": case.sequences}
-    rows = run_probe_on_cpu(
-        "abrun.tools.predict.trace", output / "predicted" / case.folder, case.config(device), job
-    )
+    folder = output / "predicted"
+    with TracingProcesses(folder) as processes:
+        rows = processes.do_job(folder / case.folder, case.config(device), job)
     return {row["length"]: max(sum(kinds.values()) for kinds in row["by_phase"].values()) for row in rows}
 
 

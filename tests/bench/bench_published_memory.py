@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from abrun.experiment.probe import run_probe_on_cpu
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.fake_device import LOGPROBS, fake_gpu
+from abrun.tools.predict.probes import TracingProcesses
 from abrun.trainer.kernels import linear_logprobs
 from tests.bench.common import make_parser
 
@@ -106,9 +106,8 @@ class Step:
             }
         )
         job = {"lengths": [self.length], "num_sequences": self.sequences, "master_dtype": self.states}
-        (row,) = run_probe_on_cpu(
-            "abrun.tools.predict.trace", Path(tempfile.mkdtemp(dir=folder)), config, job
-        )
+        with TracingProcesses(folder) as processes:
+            (row,) = processes.do_job(Path(tempfile.mkdtemp(dir=folder)), config, job)
         return row["by_phase"]
 
 

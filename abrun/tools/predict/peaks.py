@@ -1,25 +1,24 @@
 """Predicted memory peaks of a training step, by phase and kind, from a recipe and the model's shapes.
 
-Each arm is traced in its own process (abrun.tools.predict.trace), as the first of the ranks it asks for.
+Each arm is traced in a process of its own (abrun.tools.predict.trace), as the first of the ranks it asks for.
 """
 
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
+from abrun.experiment.probe import ProbeRefused
 from abrun.launch.memory.cells import GIB, Point
 from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
 from abrun.messages.codes import Code
 from abrun.messages.numbers import percent_text
-from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import ExperimentDeclaration
@@ -30,7 +29,7 @@ from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.rundir import SCHEMA_VERSION
 from abrun.tools.predict.facts import Answer
-from abrun.tools.predict.probes import TRACE, Probe, ProbePool, ask_longest, ask_predicted
+from abrun.tools.predict.probes import Probe, ProbePool, TracingProcesses, ask_longest, ask_predicted
 
 # Memory of a sleeping vLLM engine on the trainer's device (docs/measured.md).
 SLEEPING_ENGINE_BYTES = GIB // 4
@@ -160,7 +159,7 @@ def predict_recipe(plan: SweepPlan, output: Path, *, device_bytes: int | None = 
     ]
     errors: dict[int, LaunchError] = {}
     with folder_lock(output, COMMAND):
-        traces = _run_traces(jobs, errors)
+        traces = _run_traces(output / "cells", jobs, errors)
     reasons: dict[str, str] = {}
     for job_index, error in sorted(errors.items()):
         reasons.setdefault(cells[job_index][1], str(error))
@@ -224,29 +223,32 @@ def read_prediction(probe: Probe, row: Answer, device_bytes: int) -> PeakPredict
 
 
 def _run_traces(
-    jobs: Sequence[tuple[Path, OwnRunConfig, Mapping[str, Any]]], errors: dict[int, LaunchError]
+    folder: Path,
+    jobs: Sequence[tuple[Path, OwnRunConfig, Mapping[str, Any]]],
+    errors: dict[int, LaunchError],
 ) -> list[list[Row]]:
     """Run the jobs in parallel, with about two cores each, and return the rows of each job.
 
     `errors` collects errors by job index.
     """
+    is_cancelled = threading.Event()
 
     def run_job(job_index: int) -> list[Row]:
         directory, config, job = jobs[job_index]
         try:
             check_predictable(config, job["master_dtype"])
-            return run_probe_on_cpu(TRACE, directory, config, job)
+            return processes.do_job(directory, config, job, is_cancelled.is_set)
         except LaunchError as error:
             errors[job_index] = error
             return []
 
-    with ThreadPoolExecutor(max_workers=max((os.cpu_count() or 1) // 2, 1) + 1) as pool:
+    num_threads = max((os.cpu_count() or 1) // 2, 1) + 1
+    with TracingProcesses(folder) as processes, ThreadPoolExecutor(max_workers=num_threads) as pool:
         try:
             return list(pool.map(run_job, range(len(jobs))))
         except BaseException:
+            is_cancelled.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for directory, *_ in jobs:
-                kill_all(partial(find_run_processes, directory))
             raise
 
 

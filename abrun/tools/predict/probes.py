@@ -1,30 +1,128 @@
 """Probes about memory, side by side: the longest sequence, predicted peaks, a measured step.
 
-Each probe is a process. Answers are kept for later launches (abrun.tools.predict.facts).
+Each probe is a process: the ranks of a measured step, or else a fork of one that has imported the trainer.
+Answers are kept for later launches (abrun.tools.predict.facts).
 """
 
+import contextlib
+import os
 import queue
+import select
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from abrun.errors import LaunchError
+from abrun.experiment.command import run_environment
+from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import usable_cores
-from abrun.experiment.probe import run_probe_on_cpu
+from abrun.experiment.preflight.model_files import hub_model_refusal
+from abrun.experiment.probe import LOG, ProbeRefused, collect_rows, is_never_cancelled
 from abrun.launch.memory.cells import Point
 from abrun.launch.memory.profile import measure_cell
 from abrun.messages.codes import Code
+from abrun.processes import MODULE_OPTIONS, Popen, find_run_processes, kill_all, poll_interval
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import open_log, wrap_write_errors
 from abrun.tools.predict.facts import Answer, make_key, read_answer, store_answer, without_section
 
 TRACE = "abrun.tools.predict.trace"
 LONGEST_OF_RUN = {"longest": True}  # job of abrun.tools.predict.trace
 
 Kind = Literal["longest", "predicted", "measured"]
+IsCancelled = Callable[[], bool]
+
+
+class TracingProcesses:
+    """Processes that answer by abrun.tools.predict.trace, side by side; for several threads.
+
+    They are forked from one that has imported torch, which takes longer than most answers. Values of
+    `trainer.env` get one each, because imports may read them. Linux only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._servers: dict[frozenset[tuple[str, str]], tuple[Popen, socket.socket]] = {}
+
+    def __enter__(self) -> "TracingProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def do_job(
+        self,
+        directory: Path,
+        config: OwnRunConfig,
+        job: Mapping[str, Any],
+        is_cancelled: IsCancelled = is_never_cancelled,
+    ) -> list[dict[str, Any]]:
+        """Return the rows of a job, which asks no GPU.
+
+        Raises ProbeRefused if it cannot be done here, as without the files of a hub model, for which the
+        process would retry for half a minute; LaunchError with the path of its output if it fails.
+        """
+        if why := hub_model_refusal(config, hub_refusal):
+            raise ProbeRefused(why)
+        return collect_rows(TRACE, directory, config, job, lambda: self._ask(directory, config, is_cancelled))
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, questions in self._servers.values():
+            questions.close()
+            process.kill()
+            process.wait()
+        if self._servers:
+            kill_all(lambda: find_run_processes(self.folder))
+
+    def _ask(self, directory: Path, config: OwnRunConfig, is_cancelled: IsCancelled) -> int:
+        """Return the exit code of a job's process; -1 if it was killed, or its server could not start."""
+        with wrap_write_errors(directory), open_log(directory / LOG) as log:
+            log.truncate(0)
+            questions = self._start_server(config, log)
+        report_fd, process_fd = os.pipe()
+        with open(report_fd, "rb", buffering=0) as report:
+            with contextlib.suppress(OSError):  # the server has died
+                socket.send_fds(questions, [os.fsencode(directory)], [process_fd])
+            os.close(process_fd)
+            lines = b""  # pid and exit code
+            while not is_cancelled():
+                if select.select([report], [], [], poll_interval(0.05))[0]:
+                    if not (text := report.read(100)):
+                        return int(lines.split()[1]) if lines.count(b"\n") == 2 else -1
+                    lines += text
+        if lines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(lines.split()[0]), signal.SIGKILL)
+        return -1
+
+    def _start_server(self, config: OwnRunConfig, log: IO[bytes]) -> socket.socket:
+        """Return the socket of the server with this environment; one that is new prints into `log`."""
+        with self._lock:
+            key = frozenset(config.trainer.env.items())
+            if key not in self._servers:
+                questions, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with server_end:
+                    process = Popen(  # ends with the socket: the thread that starts it may end earlier
+                        [sys.executable, *MODULE_OPTIONS, TRACE, str(server_end.fileno())],
+                        env=run_environment(self.folder, (), config),
+                        pass_fds=(server_end.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                self._servers[key] = process, questions
+            return self._servers[key][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +179,7 @@ class ProbePool:
         self._errors: dict[str, LaunchError] = {}
         self._running: dict[str, _Running] = {}
         self._ended: queue.SimpleQueue[tuple[str, Answer | BaseException]] = queue.SimpleQueue()
-        self._folder: Path | None = None
+        self._processes: TracingProcesses | None = None
         self._num_started = 0
         self.days: dict[str, str] = {}  # of the answers that were known, by key
 
@@ -92,12 +190,15 @@ class ProbePool:
         self.request([])
         while self._running:
             self.wait()
+        if self._processes is None:
+            return
+        self._processes.close()
         # A failed probe's error names a log in the folder.
         keeps_log = isinstance(error, LaunchError) and any(
             reason.code is Code.PROBE_FAILED for reason in error.reason.walk()
         )
-        if self._folder and not keeps_log:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if not keeps_log:
+            shutil.rmtree(self._processes.folder, ignore_errors=True)
 
     def answer(self, probe: Probe) -> Answer | None:
         """Return a probe's answer, or None if it is not known yet. Raises LaunchError if it has failed."""
@@ -161,30 +262,31 @@ class ProbePool:
         self._launch(running)
 
     def _launch(self, running: _Running) -> None:
-        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="abrun-memory-"))
+        if self._processes is None:
+            self._processes = TracingProcesses(Path(tempfile.mkdtemp(prefix="abrun-memory-")))
         self._num_started += 1
         probe = running.probe
-        directory = self._folder / f"{self._num_started:03d}" / probe.arm
-        arguments = probe, directory, running.is_cancelled.is_set
+        directory = self._processes.folder / f"{self._num_started:03d}" / probe.arm
+        arguments = self._processes, probe, directory, running.is_cancelled.is_set
         threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
     def _next_ended(self) -> tuple[str, Answer | BaseException]:
         return self._ended.get()
 
-    def _run(self, probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> None:
+    def _run(
+        self, processes: TracingProcesses, probe: Probe, directory: Path, is_cancelled: IsCancelled
+    ) -> None:
         try:
-            run = _measure if probe.kind == "measured" else _trace
-            self._ended.put((probe.key, run(probe, directory, is_cancelled)))
+            if probe.kind == "measured":
+                answer = _measure(probe, directory, is_cancelled)
+            else:
+                (answer,) = processes.do_job(directory, probe.config, probe.job, is_cancelled)
+            self._ended.put((probe.key, answer))
         except BaseException as error:
             self._ended.put((probe.key, error))
 
 
-def _trace(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
-    (row,) = run_probe_on_cpu(TRACE, directory, probe.config, probe.job, is_cancelled)
-    return row
-
-
-def _measure(probe: Probe, directory: Path, is_cancelled: Callable[[], bool]) -> Answer:
+def _measure(probe: Probe, directory: Path, is_cancelled: IsCancelled) -> Answer:
     job = probe.job
     point = Point(length=job["length"], num_sequences=job["num_sequences"])
     cell, _ = measure_cell(directory, probe.arm, point, probe.config, job, is_cancelled)

@@ -1,4 +1,7 @@
-"""`python -m abrun.tools.predict.trace JOB_DIR`: predicts the peaks of one arm's step on a fake GPU.
+"""`python -m abrun.tools.predict.trace FD`: predicts the peaks of an arm's step on a fake GPU.
+
+A message on the socket FD has the directory of a job, and a pipe for the process that does it: a fork of this
+one, which has imported everything. The fork writes its pid, and at its end its exit code.
 
 Random tokens replace the rollouts, as in trainer.memory.measure; everything else is the trainer's own code. A
 job with `longest` only asks for the length of the arm's longest sequence.
@@ -6,6 +9,9 @@ job with `longest` only asks for the length of the arm's longest sequence.
 
 import contextlib
 import math
+import os
+import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +20,13 @@ from typing import Any
 import torch
 
 from abrun.errors import AbrunError, RecipeError
-from abrun.experiment.probe import open_row_writer, read_job, report_refusal
+from abrun.experiment.probe import LOG, open_row_writer, read_job, report_refusal
 from abrun.messages.codes import Code
-from abrun.processes import run_to_end
+from abrun.processes import die_with_parent, run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.microbatches import largest_microbatch, set_microbatch_size
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.files import open_log
 from abrun.tools.predict.allocations import AllocationTracker
 from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
 from abrun.trainer.backends import make_backend
@@ -34,6 +41,7 @@ from abrun.trainer.rollout.vllm.startup import cache_bytes
 from abrun.trainer.tasks import make_task
 from abrun.trainer.training import make_algorithm
 
+MAX_PATH_BYTES = 4096
 MAX_EXAMPLES = 4096  # of a task, searched for the longest
 NUM_TOKENS = 100  # vocabulary of the random batches
 # Of a decoding step, in float32: scaled, filtered, sorted, as probabilities and their sums
@@ -171,8 +179,28 @@ def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
     return largest_microbatch(config, find_longest_sequence(config), max_positions)
 
 
-def main() -> int:
-    directory = Path(sys.argv[1])
+def main() -> None:
+    questions, own_pid = socket.socket(fileno=int(sys.argv[1])), os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays as a zombie
+    while True:
+        message, pipes, _, _ = socket.recv_fds(questions, MAX_PATH_BYTES, 1)
+        if not message:  # the client is gone
+            return
+        if os.fork() == 0:
+            break
+        os.close(pipes[0])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent(signal.SIGKILL, own_pid)
+    os.write(pipes[0], b"%d\n" % os.getpid())
+    directory = Path(os.fsdecode(message))
+    with open_log(directory / LOG) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.write(pipes[0], b"%d\n" % answer(directory))
+
+
+def answer(directory: Path) -> int:
+    """Do the job in a directory; return the exit code."""
     job = read_job(directory)
     writer = open_row_writer(directory)
     try:
@@ -195,4 +223,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_to_end(lambda: sys.exit(main()))
+    run_to_end(main)

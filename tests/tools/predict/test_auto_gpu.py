@@ -59,15 +59,17 @@ def test_what_runs_out_of_memory_is_measured_and_not_chosen(
     """Predictions that are far too low, and the allocator's limit: a step of 8,192 tokens takes 3.2 GiB on an
     H100, most of it three float32 copies of the logits."""
 
-    def too_low(probe: probes.Probe, *_: Any) -> dict[str, Any]:
-        if probe.kind == "longest":
-            return trace(probe, *_)
-        (length,), num_sequences = probe.job["lengths"], probe.job["num_sequences"]
+    def too_low(
+        processes: Any, directory: Path, config: Any, job: dict[str, Any], *rest: Any
+    ) -> list[dict[str, Any]]:
+        if "lengths" not in job:
+            return do_job(processes, directory, config, job, *rest)
+        (length,), num_sequences = job["lengths"], job["num_sequences"]
         sizes = {"length": length, "num_sequences": num_sequences}
-        return {**sizes, "by_phase": {"x": {"x": 1}}, "vllm": None, "experts": False}
+        return [{**sizes, "by_phase": {"x": {"x": 1}}, "vllm": None, "experts": False}]
 
-    trace: Any = probes._trace
-    monkeypatch.setattr(probes, "_trace", too_low)
+    do_job: Any = probes.TracingProcesses.do_job
+    monkeypatch.setattr(probes.TracingProcesses, "do_job", too_low)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     recipe = load_recipe(
         SMALL,

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
-from abrun.experiment.probe import run_probe_on_cpu
 from abrun.launch.memory.cells import Point
 from abrun.launch.memory.profile import measure_recipe
 from abrun.launch.memory.sweep import SweepPlan, Variant
@@ -26,7 +25,6 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.microbatches import set_microbatch_size
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict import fake_device, probes
-from abrun.tools.predict import peaks as predict
 from abrun.tools.predict.peaks import (
     PeakPrediction,
     SweepPrediction,
@@ -324,27 +322,31 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     """A hub's model where there is no network: said in one line, with what to do. A crash is none."""
-    monkeypatch.setattr("abrun.experiment.probe.hub_refusal", lambda name: None)  # only its trainer can tell
+    monkeypatch.setattr(probes, "hub_refusal", lambda name: None)  # only its trainer can tell
     why = "model.path: got 'nobody/nothing': no network; give a folder"
     line = json.dumps(encode_reasons(Code.FOREIGN_TEXT(text=why)))
     script = tmp_path / "refusing.py"
-    monkeypatch.setattr(probes, "run_probe_on_cpu", lambda _, *rest: run_probe_on_cpu("refusing", *rest))
+    monkeypatch.setattr(probes, "TRACE", "refusing")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = load_recipe(RECIPE, ["model={path: nobody/nothing}", "cluster.gpus_per_node=1"])
-    script.write_text(f"import sys\nprint({line!r})\nsys.exit(2)\n")
+    begin = "from abrun.tools.predict import trace\n"
+    answers = f"trace.answer = lambda _: print({line!r}) or 2\ntrace.run_to_end(trace.main)\n"
+    script.write_text(begin + answers)
     (said,) = describe_predicted_memory(recipe, 80 * GIB)
     snapshot(said)
-    script.write_text("raise ValueError\n")
-    with pytest.raises(LaunchError) as refusal:
-        describe_predicted_memory(recipe, 80 * GIB)
-    assert refusal.value.code is Code.PROBE_FAILED
+    raises, dies = (begin + answers.replace(f"print({line!r}) or 2", one) for one in ("1 / 0", "os.abort()"))
+    for cause in ("raise ValueError\n", raises, "import os\n" + dies):
+        script.write_text(cause)
+        with pytest.raises(LaunchError) as refusal:
+            describe_predicted_memory(recipe, 80 * GIB)
+        assert refusal.value.code is Code.PROBE_FAILED
 
 
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
-    monkeypatch.setattr("abrun.experiment.probe.hub_refusal", lambda name: "the hub sleeps")
+    monkeypatch.setattr(probes, "hub_refusal", lambda name: "the hub sleeps")
     recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
     with pytest.raises(LaunchError) as refusal:
         predict_recipe(plan(recipe, [64]), tmp_path)
@@ -385,13 +387,13 @@ def test_another_backend_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:
 def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
-    def probed(module: str, directory: Path, *_: Any) -> list[dict[str, Any]]:
+    def probed(_: Any, directory: Path, *__: Any) -> list[dict[str, Any]]:
         if directory.name.endswith("treatment"):
             raise LaunchError("no such kernel")
         phases = {"forward_backward": {"weights": 2**20}}
         return [{"length": 64, "num_sequences": 1, "by_phase": phases, "vllm": None, "experts": False}]
 
-    monkeypatch.setattr(predict, "run_probe_on_cpu", probed)
+    monkeypatch.setattr(probes.TracingProcesses, "do_job", probed)
     command = ["memory-profile", str(RECIPE), "--predict", "--lengths", "64", "-o", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, LaunchError)
