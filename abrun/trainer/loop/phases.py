@@ -139,16 +139,17 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if overwritten_storage := find_overwritten_storage(func, args, result):
+        if func in ALLOCATES_WHILE_WATCHED and (overwritten := find_overwritten_storage(func, args, result)):
             self._settle()
             self._pending = PendingStorage(
-                overwritten_storage._cdata, weakref.ref(result.untyped_storage()), self.live_bytes
+                overwritten._cdata, weakref.ref(result.untyped_storage()), self.live_bytes
             )
-            return result
-        # Include `out`: FSDP refills emptied storages by an operator that returns nothing.
-        written = result if "out" not in kwargs else (result, kwargs["out"])
-        leaves = (written,) if isinstance(written, Tensor) else tree_leaves(written)
-        self.follow(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        elif type(result) is Tensor and not kwargs:  # nearly every call
+            self._count(result.untyped_storage())
+        else:
+            # Include `out`: FSDP refills emptied storages by an operator that returns nothing.
+            leaves = tree_leaves((result, kwargs.get("out")))
+            self.follow(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return result
 
     @property
@@ -166,8 +167,11 @@ class LiveTensors(TorchDispatchMode):
         self._peak_bytes = self.live_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        self._settle()
-        self._add(storage, self.live_bytes)
+        if self._pending is not None:
+            self._settle()
+        known = self._counted.get(storage._cdata)
+        if known is None or known[1] != storage.nbytes():
+            self._add(storage, self.live_bytes)
 
     def _add(self, storage: torch.UntypedStorage, live_bytes: int) -> None:
         """Count `storage`, which was made or resized when `live_bytes` were alive."""
