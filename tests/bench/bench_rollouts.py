@@ -1,14 +1,14 @@
-"""How long rollouts take: the embedded engine, transformers' own `generate`, and vLLM where it is installed.
+"""How long rollouts take: the embedded engine, and vLLM where it is installed.
 
     python -m tests.bench.bench_rollouts                  # one GPU, Qwen2.5-1.5B's architecture in bfloat16
     python -m tests.bench.bench_rollouts --device cpu     # the script's own logic, on a tiny model
     python -m tests.bench.bench_rollouts --only graphs    # one candidate, in this process
 
 Every candidate completes the same random prompts of one length, all with the same number of tokens (nothing
-ends a completion), at temperature 1 over the whole vocabulary. Ours and vLLM return each token's log-prob,
-`generate` does not. The first call's seconds are with all that happens in it (compilation, warm-up); then the
-median of three. Each candidate has a process of its own, and so a peak memory of its own: for ours with
-float32 master weights beside the bfloat16 ones, as in training.
+ends a completion), at temperature 1 over the whole vocabulary, with each token's log-prob. The first call's
+seconds are with all that happens in it (compilation, warm-up); then the median of three. Each candidate has a
+process of its own, and so a peak memory of its own: for ours with float32 master weights beside the bfloat16
+ones, as in training.
 """
 
 import importlib.util
@@ -30,8 +30,6 @@ from tests.bench.common import make_parser
 CANDIDATES = {
     "growing": "ours, operator by operator, growing cache",
     "graphs": "ours: cache in place, CUDA graphs",
-    "generate": "transformers generate, dynamic cache",
-    "static": "transformers generate, static cache, compiled",
     "vllm": "vLLM",
 }
 NUM_CALLS = 3  # after the first
@@ -96,28 +94,6 @@ def ours(shapes: Shapes, device: torch.device, *, in_place: bool) -> Callable[[i
     return call
 
 
-def by_generate(shapes: Shapes, device: torch.device, *, cache: str) -> Callable[[int], int]:
-    network = make_network(shapes, device, torch.bfloat16)
-    prompts = torch.tensor(some_prompts(shapes), device=device)
-    settings: dict[str, Any] = {
-        "cache_implementation": cache,
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_new_tokens": shapes.max_new_tokens,
-        "pad_token_id": 0,
-    }
-    network.generation_config.eos_token_id = None
-
-    def call(number: int) -> int:
-        torch.manual_seed(number)
-        found = network.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
-        return found[:, prompts.shape[1] :].numel()
-
-    return call
-
-
 def by_vllm(shapes: Shapes, device: torch.device) -> Callable[[int], int]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -160,8 +136,6 @@ def measured(candidate: str, device: torch.device) -> dict[str, float]:
     call = {
         "growing": lambda: ours(shapes, device, in_place=False),
         "graphs": lambda: ours(shapes, device, in_place=True),
-        "generate": lambda: by_generate(shapes, device, cache="dynamic"),
-        "static": lambda: by_generate(shapes, device, cache="static"),
         "vllm": lambda: by_vllm(shapes, device),
     }[candidate]()
     on_gpu, ready_s, seconds, num_tokens = device.type == "cuda", time.perf_counter() - start, [], 0
@@ -206,15 +180,7 @@ def main() -> None:
         if name == "vllm" and importlib.util.find_spec("vllm") is None:
             print(f"{title:48s}not installed")
             continue
-        command = [
-            sys.executable,
-            "-m",
-            "tests.bench.bench_rollouts",
-            "--device",
-            arguments.device,
-            "--only",
-            name,
-        ]
+        command = [sys.executable, "-m", __spec__.name, "--device", arguments.device, "--only", name]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
             print(f"{title:48s}failed: {ended.stderr.strip()[-600:]}")
