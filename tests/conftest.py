@@ -4,7 +4,6 @@ nobody asks a model hub. What needs torch is not loaded here: the core's tests p
 
 import atexit
 import gc
-import importlib.metadata
 import importlib.util
 import multiprocessing.util
 import os
@@ -12,7 +11,6 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from abrun.experiment.preflight.machine import find_gpus
 from abrun.messages.codes import Reason
 from abrun.recipe import extras
 from abrun.runs import redaction
+from tests.installed import see_trainer_installed
 from tests.snapshot import Snapshot
 
 if not find_gpus():
@@ -63,25 +62,7 @@ def no_hidden_values():
 
 @pytest.fixture
 def trainer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process see the trainer's packages installed, be they or not: for launches of fakes, and for
-    what is suggested to somebody who can train."""
-    versions = {"torch": "2.11.0", "transformers": "5.17.0", "math-verify": "0.8.0"}
-    modules = set(extras.EXTRAS["train"])
-    find_spec, find_version = importlib.util.find_spec, importlib.metadata.version
-
-    def spec_of(name: str, package: str | None = None) -> ModuleSpec | None:
-        return find_spec(name, package) or (ModuleSpec(name, None) if name in modules else None)
-
-    def version_of(name: str) -> str:
-        try:
-            return find_version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name not in versions:
-                raise
-            return versions[name]
-
-    monkeypatch.setattr(importlib.util, "find_spec", spec_of)
-    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    see_trainer_installed(monkeypatch)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,6 +17,7 @@ from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import planned_runs
 from abrun.watch import ExperimentReader
+from tests.installed import see_trainer_installed
 from tests.launch.fakes import FAKE, run_to_end
 from tests.reasons import only
 from tests.verdict.simulate import write_experiment
@@ -150,6 +151,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished experiment of the fake trainer."""
     runs_dir = tmp_path_factory.mktemp("launched")
     with pytest.MonkeyPatch.context() as patch:
+        see_trainer_installed(patch)
         patch.setitem(LOCAL_LAUNCHERS, *FAKE)
         run_to_end(make_plan(load_recipe(SMALL)), runs_dir, launcher="fake")
     return runs_dir / "small"
@@ -168,6 +170,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", lambda path: (shutil.rmtree(path), path.write_text(""))),
     ],
 )
+@pytest.mark.usefixtures("trainer_installed")
 def test_resume_refuses_the_bad_run_alone(launched: Path, tmp_path, monkeypatch, name: str, damage) -> None:
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
     plan = make_plan(load_recipe(SMALL))

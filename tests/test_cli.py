@@ -23,6 +23,7 @@ from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report import comparing
 from abrun.runs.experiment import planned_runs
 from tests.commands import all_commands
+from tests.installed import SEES_TRAINER
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
@@ -276,27 +277,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     assert "compare.claims.2.sigma" not in output  # of no use without the level
 
 
-@pytest.mark.megatron
-def test_a_dry_run_of_more_than_there_is_names_all_of_it_and_shows_the_plan(run: Run) -> None:
-    changes = [
-        "--set",
-        "cluster.nodes=2",
-        "--set",
-        "arms.treatment.policy.backend={type: megatron, context_parallel: 2}",
-        "--set",
-        "arms.treatment.model={preset: null, path: /no/such/folder}",
-    ]
-    code, output, _ = run("launch", SMALL, "--dry-run", *changes)
-    lines = output.splitlines()
-    assert code == 2 and [line.split(": got ")[0] for line in lines[-3:-1]] == [  # of the model's folder
-        "- arm treatment: model.path",
-        "- arms baseline, treatment: cluster.nodes",
-    ]
-    assert ": 2 reasons" in lines[-1]
-    assert lines[-4].startswith("Problems on this machine (") and lines[-4].endswith(")")
-    assert any(line.split() == ["treatment", "policy.backend.type", "dtensor", "megatron"] for line in lines)
-
-
 def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +333,7 @@ def test_a_failed_run_is_exit_code_1_even_where_nothing_can_be_compared(
 def test_ctrl_c_exits_with_130_and_says_how_to_resume(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "import abrun.cli; from abrun.recipe.implementations import LOCAL_LAUNCHERS\n"
+        f"{SEES_TRAINER}import abrun.cli; from abrun.recipe.implementations import LOCAL_LAUNCHERS\n"
         f"LOCAL_LAUNCHERS['local'] = {FAKE[1]!r}; abrun.cli.main()"
     )
     launcher = subprocess.Popen(

@@ -246,7 +246,7 @@ CHECKS: dict[str, Callable[[Environment], None]] = {
     "docs": check_docs,
     "external": check_external,
 }
-OF_THE_TESTS = {"test", "test-slow"}  # every run of the suite checks them
+OF_THE_TESTS = {"test", "test-core", "test-slow"}  # every run of the suite checks them
 
 
 def check(environment: Environment, function: Callable[[Environment], None]) -> None:

@@ -135,7 +135,9 @@ def test_the_hooks_and_the_workflow_run_what_the_gate_runs() -> None:
     supported = [name.rpartition(" ")[2] for name in PROJECT["classifiers"]]
     weekly = (ROOT / ".github" / "workflows" / "weekly.yml").read_text()
     for text in (workflow, weekly):
-        assert "run: .ci/run\n" in text and f"python: {json.dumps(supported)}\n" in text
+        assert "run: .ci/run" in text and f"python: {json.dumps(supported)}\n" in text
+    suites = re.findall(r"^    (core|trainer|tools|trainer \| tools)\) command=", gate, re.M)
+    assert suites == ["core", "trainer | tools"] and 'suite: ["core", "trainer", "tools"]\n' in workflow
     assert f"Python {supported[0]} to {supported[-1]}" in (ROOT / "CONTRIBUTING.md").read_text()
 
 

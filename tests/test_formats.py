@@ -123,19 +123,6 @@ def test_a_killed_launch_is_resumed_by_its_own_recipe(stored: Path, abrun: Abrun
     assert compare(loaded, output=stored / "new", formats=("json",)).verdict == "MATCH"
 
 
-@pytest.mark.parametrize("stored", ["2026-11-24"], indirect=True)
-def test_the_trainer_takes_a_record_of_an_earlier_version(stored: Path, abrun: Abrun) -> None:
-    run = stored / "runs" / "own" / "treatment" / "seed-1"
-    for path in run.iterdir():
-        if path.name != "config.json":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    code, output, errors = abrun("launch", "own.yaml", "--resume", "--no-compare")
-    assert code == 0, output + errors
-    content = json.loads((run / "config.json").read_text())["config"]
-    assert content["planted_fault"]["name"] == "stale_rollout_weights"  # by which its checkpoints know it
-    assert RunDir(run).finished
-
-
 def test_a_new_recipe_in_an_old_spelling_is_refused_unless_it_resumes(tmp_path: Path) -> None:
     recipe = FORMATS / "2026-11-24" / "killed.yaml"
     with pytest.raises(RecipeError, match=r"compare.primary: was renamed; use claims"):

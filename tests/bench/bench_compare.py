@@ -1,7 +1,6 @@
-"""Measure `abrun compare` and `abrun status` on large experiments: seconds, and memory of all processes.
+"""Measure `abrun compare` on large experiments: seconds, and memory of all processes.
 
     python -m tests.bench.bench_compare [long] [many] [wide] [usual] [table]
-    python -m tests.bench.bench_compare --runs 200 --steps 2000 --metrics 40 [--nan]
 
 Writes each experiment to a temporary folder, then runs the command as a user does: a fresh process each time,
 all formats of the report. `table` is a compressed CSV file of 6 million rows of two metrics. Prints seconds
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from abrun.runs.lines import LineWriter
-from tests.bench.common import make_parser
+from tests.bench.common import heading, make_parser, markdown_row
 from tests.verdict.simulate import write_experiment
 
 SHAPES = {  # runs, steps, metrics
@@ -40,67 +39,51 @@ SAMPLED_EVERY_S = 0.1
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, "table", []], help="all without an option")
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--metrics", type=int, default=40)
-    parser.add_argument("--nan", action="store_true", help="one value of every run is NaN")
-    options = parser.parse_args()
-    names = options.shapes or [*SHAPES, "table"]
-    shapes = [SHAPES[name] for name in names if name in SHAPES]
-    if options.runs:
-        shapes, names = [(options.runs, options.steps, options.metrics)], []
-    print("| runs | steps | metrics | metrics.jsonl | command | seconds | CPU seconds | peak memory | page |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    exceeded = [measure(*shape, nan=options.nan) for shape in shapes]
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, "table", []])
+    names = parser.parse_args().shapes or [*SHAPES, "table"]
+    print(heading("runs", "steps", "metrics", "files", "exit code", "seconds", "CPU seconds", "peak memory"))
+    exceeded = [measure(*SHAPES[name]) for name in names if name in SHAPES]
     exceeded += [measure_table(TABLE_ROWS)] if "table" in names else []
     sys.exit(any(exceeded))
 
 
-def measure(runs: int, steps: int, metrics: int, *, nan: bool) -> bool:
-    """Print a line a command; return True where the comparison exceeds the bound."""
+def measure(runs: int, steps: int, metrics: int) -> bool:
+    """Print a line for an experiment; return True where its comparison exceeds the bound."""
     with tempfile.TemporaryDirectory() as folder:
         experiment_dir = Path(folder) / "large"
-        write_large(experiment_dir, runs // 2, steps, metrics, nan=nan)
+        write_large(experiment_dir, runs // 2, steps, metrics)
         size = sum(path.stat().st_size for path in experiment_dir.rglob("metrics.jsonl"))
-        shape = f"| {runs} | {steps:,} | {metrics:,} | {size / 2**20:,.0f} MiB"
-        measured = {}
-        for command in ("compare", "status"):
-            report = Path(folder) / "report"
-            options = ["-o", str(report)] if command == "compare" else []
-            seconds, cpu_seconds, peak, code = timed(
-                [sys.executable, "-m", "abrun", command, str(experiment_dir), *options]
-            )
-            page = report / "report.html"
-            drawn = f"{page.stat().st_size / 2**20:.1f} MiB" if command == "compare" else ""
-            label = command if code == 0 else f"{command}: exit code {code}"
-            print(
-                f"{shape} | {label} | {seconds:.1f} | {cpu_seconds:.1f} | {peak / 1e9:.2f} GB | {drawn} |",
-                flush=True,
-            )
-            measured[command] = seconds, peak
-    seconds, peak = measured["compare"]
-    return seconds > MAX_SECONDS or peak > MAX_BYTES
+        return compare(
+            (runs, f"{steps:,}", f"{metrics:,}"), size, experiment_dir, "-o", Path(folder) / "report"
+        )
 
 
 def measure_table(num_rows: int) -> bool:
-    """Print a line for a table; return True where reading it exceeds the bound."""
+    """Print a line for a table; return True where its comparison exceeds the bound."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table.csv.gz"
         with gzip.open(path, "wt", compresslevel=1) as file:
             file.write("step,train/reward,train/loss\n")
             file.writelines(f"{n},{n % 1000 / 1000:.3f},{n % 777 / 77:.4f}\n" for n in range(num_rows))
-        seconds, cpu_seconds, peak, code = timed([sys.executable, "-m", "abrun", "compare", str(path)])
-        size = path.stat().st_size / 2**20
-        print(
-            f"| 1 | {num_rows:,} | 2 | {size:,.0f} MiB of CSV | compare: exit code {code} | {seconds:.1f} | "
-            f"{cpu_seconds:.1f} | {peak / 1e9:.2f} GB | |",
-            flush=True,
-        )
+        return compare((1, f"{num_rows:,}", 2), path.stat().st_size, path)
+
+
+def compare(shape: tuple[object, ...], num_bytes: int, *arguments: object) -> bool:
+    """Print a line for a comparison; return True where it exceeds the bound."""
+    command = [sys.executable, "-m", "abrun", "compare", *map(str, arguments)]
+    seconds, cpu_seconds, peak, code = timed(command)
+    cells = (
+        f"{num_bytes / 2**20:,.0f} MiB",
+        code,
+        f"{seconds:.1f}",
+        f"{cpu_seconds:.1f}",
+        f"{peak / 1e9:.2f} GB",
+    )
+    print(markdown_row(*shape, *cells), flush=True)
     return seconds > MAX_SECONDS or peak > MAX_BYTES
 
 
-def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int, *, nan: bool) -> None:
+def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int) -> None:
     """Write a finished experiment of curves that rise alike in both arms, and of metrics of noise."""
     planned: dict[str, Any] = {"steps": 1, "seeds": list(range(num_seeds)), "controls": {"aa_reruns": 0}}
     if num_seeds == 1:  # a margin needs a spread over seeds
@@ -120,8 +103,6 @@ def write_large(experiment_dir: Path, num_seeds: int, steps: int, metrics: int, 
             values[0] = 0.5 * step / steps + 0.1 * values[0]
             row = {"step": step, "attempt": 1, "time_s": float(step)}
             row |= dict(zip(names, values.tolist(), strict=True))
-            if nan and step == 7:
-                row[names[-1]] = float("nan")
             writer.write(row)
         writer.close()
     set_steps(experiment_dir / "experiment.json", steps)

@@ -1,14 +1,11 @@
-"""Recipes at their full size with random weights: memory beside its prediction, seconds by part, differences.
+"""Predicted peaks of the shipped recipes for eight GPUs at their full size: one table, on any machine.
 
-    python -m tests.bench.bench_full_size                           # two recipes, five steps of each arm
-    python -m tests.bench.bench_full_size --recipes grpo-qwen3-30b-a3b-2n8g-fused-logprobs --steps 3
-    python -m tests.bench.bench_full_size --predict-only --memory h100 h200    # on any machine, all recipes
-    python -m tests.bench.bench_full_size --device cpu              # the script's logic, on tiny models
+    python -m tests.bench.bench_full_size
+    python -m tests.bench.bench_full_size --recipes grpo-qwen3-30b-a3b-2n8g-fused-logprobs --memory h100
 
-Each recipe is launched by `abrun launch` with one seed on one host, whose number of GPUs is `--gpus`. Weights
-are random, of the architecture that the recipe names; they end no completion before its limit. Prompts have
-128 tokens, SFT's completions 512. Claims, validation, A/A runs and uploads are off. Seconds are medians of
-the steps after the first two, each part's on its slowest rank. Peaks and predictions are those of training.
+Each recipe has the architecture that it names, prompts of 128 tokens, and SFT's completions of 512. Peaks are
+those of training on one host, whose number of GPUs is `--gpus`; of each device the engine's peak beside what
+stays, and the larger of both as a share of its memory.
 
 megatron's memory has no prediction. In its place stands that of dtensor with the same layout, or as much
 expert parallelism as dtensor allows.
@@ -16,35 +13,23 @@ expert parallelism as dtensor allows.
 
 import json
 import re
-import statistics
-import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError
-from abrun.experiment.plan import diff_configs
 from abrun.experiment.starter.shipped import recipe_files
 from abrun.launch.memory.cells import GIB
 from abrun.recipe.experiment import BASELINE, Recipe, load_recipe
 from abrun.recipe.policy import Dtensor, Megatron
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.experiment import list_experiments, run_dir
-from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.runs.rundir import RunDir
-from abrun.tools.predict.peaks import PeakPrediction, predict_steps, query_gpus, resolve_device_memory
-from tests.bench.common import heading, make_parser, markdown_row, write_tokenizer, write_weights
-from tests.bench.launches import REPOSITORY, STEP_TIME, finished_runs, last_log_lines, launch
-from tests.bench.step_abrun import TRAINING
-from tests.test_recipe_headers import named_differences
+from abrun.tools.predict.peaks import predict_steps, resolve_device_memory
+from tests.bench.common import heading, make_parser, markdown_row, write_tokenizer
 
-WARM_UP = 2  # steps
 NUM_TEXTS = 2048  # a step has at most 1,024 prompts
-PROMPT_WORDS = {"cuda": 128, "cpu": 8}
+PROMPT_WORDS = 128
 FIELDS = {  # of a task's texts, beside the prompt
     "gsm8k": {"answer": "#### 7"},
     "jsonl": {"answer": "7"},
@@ -52,7 +37,6 @@ FIELDS = {  # of a task's texts, beside the prompt
     "preferences": {"chosen": " ".join(["5"] * 256), "rejected": " ".join(["6"] * 256)},
 }
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-LAUNCHED = ("grpo-qwen2.5-math-7b-1n8g-fused-logprobs", "ppo-qwen2.5-1.5b-1n8g-megatron")
 # Shapes of the models' config.json on the Hugging Face hub
 QWEN2_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -98,30 +82,7 @@ ARCHITECTURE_OF: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
 }
-TINY = {"qwen2": "qwen2-tiny-128", "qwen3_moe": "qwen3-moe-tiny-128"}
-PARTS = (
-    *("generation", "logprobs", "values", "forward_backward", "value_forward_backward"),
-    *("optimizer", "value_optimizer"),
-)
-HEADER = (
-    *("recipe", "arm", "steps", "s a step", *PARTS, "else"),
-    *("peak GiB", "predicted GiB", "error", TOKEN_MULT_PROB_ERROR, ""),
-)
-PREDICTED_HEADER = ("recipe", "arm", "GPUs", "micro-batch, tokens", "phase", "peak GiB")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One recipe with its random model and texts."""
-
-    path: Path
-    recipe: Recipe
-    overrides: Sequence[str]
-
-    def config(self, arm: str) -> OwnRunConfig:
-        config = self.recipe.with_auto_values().run_config(arm)
-        assert isinstance(config, OwnRunConfig)
-        return config
+HEADER = ("recipe", "arm", "GPUs", "micro-batch, tokens", "phase", "peak GiB")
 
 
 def multi_gpu_recipes() -> list[str]:
@@ -129,72 +90,38 @@ def multi_gpu_recipes() -> list[str]:
     return [name for name in recipe_files() if re.search("-[12]n8g-", name)]
 
 
-def make_trial(name: str, work: Path, asked: Any) -> Trial:
-    """Write the texts, the tokenizer and the configuration of a recipe's model, but no weights."""
+def load_configs(name: str, folder: Path, gpus: int, sets: Sequence[str]) -> dict[str, OwnRunConfig]:
+    """Return the arms of a recipe; write its texts, tokenizer and model without weights to a folder."""
     from transformers import AutoConfig
 
-    path, folder = recipe_files()[name], work / name
-    folder.mkdir(parents=True)
-    recipe = load_own_recipe(path)
-    declared = recipe.run_config(BASELINE)
+    declared = load_recipe(recipe_files()[name]).run_config(BASELINE)
     assert isinstance(declared, OwnRunConfig) and declared.model.path is not None
-    architecture = ARCHITECTURE_OF[declared.model.path]
-    if asked.device == "cpu":
-        architecture = {**ARCHITECTURES[TINY[architecture["model_type"]]], "vocab_size": 128}
-    if asked.layers:
-        architecture = {**architecture, "num_hidden_layers": asked.layers}
+    folder.mkdir(parents=True)
     special: dict[str, Any] = {"bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}
+    architecture = ARCHITECTURE_OF[declared.model.path]
     AutoConfig.for_model(**architecture, **special).save_pretrained(folder / "model")
     template = CHAT_TEMPLATE if declared.model.system_prompt else None
     write_tokenizer(folder / "model", 128, chat_template=template)
-    write_texts(declared.task.type, folder / "texts.jsonl", PROMPT_WORDS[asked.device])
-    cluster = {"gpus_per_node": asked.gpus} if asked.device == "cuda" else {"cpu_ranks": 2}
+    write_texts(declared.task.type, folder / "texts.jsonl")
     overrides = [
         f"model.path={json.dumps(str(folder / 'model'))}",
         f"task.path={json.dumps(str(folder / 'texts.jsonl'))}",
-        "validation=null",
-        "wandb=null",
-        "seeds=[0]",
-        "compare.claims=[]",
-        "controls.aa_reruns=0",
-        f"steps={asked.steps}",
-        f"checkpoint.every={asked.steps}",
-        f"cluster={json.dumps(cluster)}",
-        *(small_overrides(recipe, declared) if asked.device == "cpu" else []),
-        *asked.set,
+        *("validation=null", "wandb=null", "compare.claims=[]", "controls.aa_reruns=0"),
+        f"cluster={json.dumps({'gpus_per_node': gpus})}",
+        *sets,
     ]
-    return Trial(path=path, recipe=load_own_recipe(path, overrides), overrides=overrides)
-
-
-def load_own_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    recipe = load_recipe(path, overrides)
+    recipe = load_recipe(recipe_files()[name], overrides)
     assert isinstance(recipe, Recipe)  # of abrun's own trainer
-    return recipe
+    configs = {arm: recipe.with_auto_values().run_config(arm) for arm in recipe.arms}
+    return {arm: config for arm, config in configs.items() if isinstance(config, OwnRunConfig)}
 
 
-def small_overrides(recipe: Recipe, declared: OwnRunConfig) -> list[str]:
-    """Return what a CPU trains of a recipe in seconds."""
-    overrides = ["policy.dtype=float32", "policy.compile=false", "policy.micro_batch_tokens=256"]
-    if declared.samples_completions:
-        sizes = ["algorithm.prompts_per_step=8", "rollout.max_new_tokens=8"]
-        overrides += [*sizes, "rollout.engine=torch", "rollout.tensor_parallel=1"]
-    else:
-        overrides += ["algorithm.batch_size=16"]
-    if declared.policy.backend.expert_parallel > 1:
-        overrides += ["policy.backend.expert_parallel=2"]
-    for arm in recipe.arms:
-        config = recipe.run_config(arm)
-        if isinstance(config, OwnRunConfig) and config.policy.logprobs.impl == "triton":
-            overrides += [f"arms.{arm}.policy.logprobs.impl=chunked"]
-    return overrides
-
-
-def write_texts(task: str, file: Path, prompt_words: int) -> None:
+def write_texts(task: str, file: Path) -> None:
     """Write prompts of as many tokens each, with the fields that a task reads."""
     prompt_key = "question" if task == "gsm8k" else "prompt"
     with file.open("w") as lines:
         for number in range(NUM_TEXTS):
-            words = [*map(str, divmod(number, 100)), *["3"] * (prompt_words - 2)]
+            words = [*map(str, divmod(number, 100)), *["3"] * (PROMPT_WORDS - 2)]
             lines.write(json.dumps({prompt_key: " ".join(words), **FIELDS[task]}) + "\n")
 
 
@@ -215,158 +142,48 @@ def predictable(config: OwnRunConfig) -> OwnRunConfig:
     return OwnRunConfig.model_validate(tree)
 
 
-def predict(trial: Trial, device_bytes: int) -> dict[str, PeakPrediction | str]:
-    """Return each arm's prediction, or why it has none."""
-    predictions: dict[str, PeakPrediction | str] = {}
-    for arm in trial.recipe.arms:
+def predicted_row(recipe: str, arm: str, config: OwnRunConfig, memories: Mapping[str, int]) -> str:
+    """Return the line of an arm: its highest peak, and whether it and its engine fit each device."""
+    cells: list[str] = []
+    for size in memories.values():
         try:
-            predictions[arm] = predict_steps({arm: predictable(trial.config(arm))}, device_bytes)[0]
+            (prediction,) = predict_steps({arm: predictable(config)}, size)
         except AbrunError as error:
-            predictions[arm] = " ".join(str(error).split())
-    return predictions
+            return markdown_row(recipe, arm, config.cluster.ranks, "-", " ".join(str(error).split()))
+        if not cells:
+            phase, peak = prediction.highest_peak
+            point = f"{prediction.point.num_sequences} x {prediction.point.length:,}"
+            cells += [point, phase, f"{peak / GIB:.1f}"]
+        share = max(prediction.training_bytes, prediction.sampling_bytes) / size
+        cells += [f"{prediction.sampling_bytes / GIB:.1f}", "no" if share > 1 else f"{share:.0%}"]
+    stand_in = " (as dtensor)" * isinstance(config.policy.backend, Megatron)
+    return markdown_row(recipe, f"{arm}{stand_in}", config.cluster.ranks, *cells)
 
 
-def predicted_rows(trial: Trial, memories: Mapping[str, int]) -> list[str]:
-    """Return a row for each arm: whether its training fits each device, and its engine beside what stays."""
-    rows = []
-    by_device = {name: predict(trial, size) for name, size in memories.items()}
-    for arm in trial.recipe.arms:
-        config, cells = trial.config(arm), list[str]()
-        first = next(iter(by_device.values()))[arm]
-        if isinstance(first, str):
-            rows.append(markdown_row(trial.path.stem, arm, config.cluster.ranks, "-", first))
-            continue
-        for name, size in memories.items():
-            prediction = by_device[name][arm]
-            assert isinstance(prediction, PeakPrediction)
-            share = max(prediction.training_bytes, prediction.sampling_bytes) / size
-            cells += [f"{prediction.sampling_bytes / GIB:.1f}", "no" if share > 1 else f"{share:.0%}"]
-        phase, peak = first.highest_peak
-        stand_in = " (as dtensor)" * isinstance(config.policy.backend, Megatron)
-        point = f"{first.point.num_sequences} x {first.point.length:,}"
-        place = [trial.path.stem, f"{arm}{stand_in}", config.cluster.ranks, point, phase]
-        rows.append(markdown_row(*place, f"{peak / GIB:.1f}", *cells))
-    return rows
-
-
-def measure(trial: Trial, work: Path, asked: Any, device_bytes: int | None) -> list[str]:
-    """Launch a recipe; return a row for each arm that has finished, and the differences of the runs."""
-    from transformers import AutoConfig
-
-    folder = work / trial.path.stem
-    write_weights(AutoConfig.from_pretrained(folder / "model"), folder / "model", asked.device)
-    sets = [word for override in trial.overrides for word in ("--set", override)]
-    outcome = launch([str(trial.path), *sets], checkout=REPOSITORY, work=folder, limit_s=asked.limit)
-    predictions = predict(trial, device_bytes) if device_bytes else {}
-    experiments = list_experiments(folder / "runs")
-    runs = {
-        name.arm: RunDir(run_dir(experiment, name))
-        for experiment in experiments
-        for name in finished_runs(experiment)
-    }
-    rows = [measured_row(trial.path.stem, arm, run, predictions.get(arm)) for arm, run in runs.items()]
-    missing = [arm for arm in trial.recipe.arms if arm not in runs]
-    lines = [
-        *rows,
-        *differences(trial, runs),
-        f"launch: {outcome.wall_s:.0f} s, exit code {outcome.exit_code}",
-    ]
-    if missing:
-        lines += [f"not finished: {', '.join(missing)}; the log ends:", *last_log_lines(folder)]
-    return lines
-
-
-def measured_row(recipe: str, arm: str, run: RunDir, prediction: PeakPrediction | str | None) -> str:
-    metrics = run.metrics()
-
-    def median(key: str) -> float:
-        values = metrics[key].values[WARM_UP:] if key in metrics else []
-        return statistics.median(map(float, values)) if len(values) else 0.0
-
-    step_s = median(STEP_TIME)
-    seconds = [median(f"timing/train/{part}_s") for part in PARTS]
-    peaks = [
-        float(max(metrics[key].values))
-        for part in TRAINING
-        if (key := f"memory/{part}/peak_allocated_bytes") in metrics
-    ]
-    sizes, note = ["-", "-", "-"], prediction if isinstance(prediction, str) else ""
-    if peaks:
-        sizes[0] = f"{max(peaks) / GIB:.1f}"
-    if isinstance(prediction, PeakPrediction):
-        expected = prediction.training_bytes
-        sizes[1] = f"{expected / GIB:.1f}"
-        sizes[2] = f"{expected / max(peaks) - 1:+.1%}" if peaks else "-"
-    mismatch = metrics.get(TOKEN_MULT_PROB_ERROR)
-    error = f"{float(max(mismatch.values)):.5f}" if mismatch else "-"
-    parts = [f"{value:.2f}" for value in [*seconds, step_s - sum(seconds)]]
-    place = [recipe, arm, len(metrics[STEP_TIME].values)]
-    return markdown_row(*place, f"{step_s:.2f}", *parts, *sizes, error, note)
-
-
-def differences(trial: Trial, runs: Mapping[str, RunDir]) -> list[str]:
-    """Return a line for each arm: the keys in which its run differs, and those that the header lacks."""
-    if BASELINE not in runs:
-        return []
-    named = named_differences(trial.path)
-    configs = {arm: OwnRunConfig.model_validate(run.record().config) for arm, run in runs.items()}
-    lines = []
-    for arm in runs:
-        if arm == BASELINE:
-            continue
-        keys = set(diff_configs(configs[BASELINE], configs[arm]))
-        unnamed = sorted(keys - named.get(arm, set()))
-        judgement = f"the header lacks {', '.join(unnamed)}" if unnamed else "as the header says"
-        lines.append(f"arm {arm} differs in {', '.join(sorted(keys)) or 'nothing'}: {judgement}")
-    return lines
-
-
-def device_sizes(parser: ArgumentParser, names: Sequence[str]) -> dict[str, int]:
-    try:
-        return {name: resolve_device_memory(name) or 0 for name in names}
-    except AbrunError as error:
-        parser.error(f"--memory: {error}")
-
-
-def main() -> int:
-    parser = make_parser(__doc__, devices=["cuda", "cpu"])
-    parser.add_argument("--recipes", nargs="*", choices=multi_gpu_recipes(), metavar="NAME")
-    parser.add_argument("--steps", type=int, default=5)
+def main() -> None:
+    parser = make_parser(__doc__)
+    names = multi_gpu_recipes()
+    parser.add_argument("--recipes", nargs="*", choices=names, default=names, metavar="NAME")
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--layers", type=int, help="of the model, for one that does not fit")
     parser.add_argument("--set", action="append", default=[], help="key=value for all recipes")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds of a launch")
-    parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--memory", nargs="*", default=["h100", "h200"], help="of GPUs to predict for")
     asked = parser.parse_args()
-    if asked.steps <= WARM_UP:
-        parser.error(f"--steps: got {asked.steps}, but the first {WARM_UP} are not measured; use more")
-    names = asked.recipes or (multi_gpu_recipes() if asked.predict_only else LAUNCHED)
-    print(f"{asked.device} x {asked.gpus}: {'; '.join(query_gpus('name,driver_version')) or 'no GPU'}\n")
-    if asked.predict_only:
-        memories = device_sizes(parser, asked.memory)
-        devices = [title for name in memories for title in (f"{name}: sampling GiB", "share of memory")]
-        print(heading(*PREDICTED_HEADER, *devices), flush=True)
-    else:
-        memories = {}
-        print(heading(*HEADER), flush=True)
-    device_bytes = resolve_device_memory(None) if asked.device == "cuda" else None
-    failed = 0
+    try:
+        memories = {name: resolve_device_memory(name) or 0 for name in asked.memory}
+    except AbrunError as error:
+        parser.error(f"--memory: {error}")
+    devices = [title for name in memories for title in (f"{name}: sampling GiB", "share of memory")]
+    print(heading(*HEADER, *devices), flush=True)
     with tempfile.TemporaryDirectory() as work:
-        for name in names:
+        for name in asked.recipes:
             try:
-                trial = make_trial(name, Path(work), asked)
-                lines = (
-                    predicted_rows(trial, memories)
-                    if asked.predict_only
-                    else measure(trial, Path(work), asked, device_bytes)
-                )
-            except (AbrunError, RuntimeError) as error:  # the other recipes go on
-                lines = [markdown_row(name, " ".join(str(error).split()))]
-                failed += 1
-            print("\n".join(lines), flush=True)
-    return failed
+                configs = load_configs(name, Path(work) / name, asked.gpus, asked.set)
+            except AbrunError as error:  # the other recipes go on
+                print(markdown_row(name, " ".join(str(error).split())), flush=True)
+                continue
+            for arm, config in configs.items():
+                print(predicted_row(name, arm, config, memories), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

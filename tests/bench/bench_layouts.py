@@ -30,9 +30,8 @@ from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.sft import SupervisedObjective
 from abrun.trainer.models import load_network
 from abrun.trainer.rl.batch import Sequences
-from tests.bench.common import make_parser
+from tests.bench.common import PEAK_FLOPS, make_parser
 
-PEAK_FLOPS = 989e12
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dtensor": (1, {}),
     "dtensor, data 2": (2, {}),
@@ -143,16 +142,7 @@ def main() -> None:
 
 def show(name: str, gpus: int, device: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    command = [
-        sys.executable,
-        *torchrun,
-        "-m",
-        "tests.bench.bench_layouts",
-        "--device",
-        device,
-        "--only",
-        name,
-    ]
+    command = [sys.executable, *torchrun, "-m", __spec__.name, "--device", device, "--only", name]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("ROW ")]
     for length, impl, rate, utilisation, peak, *allocator in rows:

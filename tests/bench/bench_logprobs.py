@@ -1,17 +1,15 @@
-"""Time, memory and error of every implementation of linear log-probs, against the products all must do.
+"""Time and memory of every implementation of linear log-probs, against the products all must do.
 
     python -m tests.bench.bench_logprobs                    # one GPU, the default shapes: some minutes
     python -m tests.bench.bench_logprobs --shapes '8192,4096,151936;2048,1536,151936' --only one-pass,verl
-    torchrun --nproc-per-node 2 -m tests.bench.bench_logprobs --vocab-parallel 2
     python -m tests.bench.bench_logprobs --device cpu       # the script's own logic, at tiny shapes
 
 All implementations get the same hidden, weight and target, and the same random gradients of each token's
-log-prob and entropy. One without entropies gets the gradient of the log-probs alone and is compared with what
-that gives; one that returns only a scalar loss is timed and not compared. Other projects' kernels take part
-where they are installed: liger-kernel (its kernels for Hopper GPUs need nvidia-cutlass-dsl),
-cut-cross-entropy, torch's linear_cross_entropy, and verl's, which may also be an unpacked wheel in the folder
-that VERL_SOURCE names. With --vocab-parallel P each of P ranks holds V/P rows of the weight, and the step
-ends with the all-reduce of d_hidden that a column-parallel linear makes.
+log-prob and entropy. One without entropies gets the gradient of the log-probs alone; one that returns only a
+scalar loss starts from that. Other projects' kernels take part where they are installed: liger-kernel (its
+kernels for Hopper GPUs need nvidia-cutlass-dsl), cut-cross-entropy, torch's linear_cross_entropy, and verl's,
+which may also be an unpacked wheel in the folder that VERL_SOURCE names. What is right and how exact:
+tests/trainer/kernels.
 
 What the columns say:
 
@@ -24,11 +22,8 @@ What the columns say:
   the data. Beyond 8,192 tokens they are those of 8,192, scaled up. "its floor" is 8NHV for what recomputes
   the logits, 6NHV for what keeps them or computes the gradients in the forward pass.
 - peak: the most a step allocates above the inputs and the gradients of hidden and weight.
-- log-prob, entropy: largest error of any token, against IEEE float32. d_hidden, d_weight: relative error in
-  the Frobenius norm, of the first 256 tokens and of 128 rows of the vocabulary (the first 64, and 64 drawn at
-  random), the rows' summed over all tokens.
 
-Letters: N tokens, H hidden, V vocabulary, P ranks; n tokens of a tile, v rows of a chunk.
+Letters: N tokens, H hidden, V vocabulary; n tokens of a tile, v rows of a chunk.
 
 Tried, and what it gave
 -----------------------
@@ -77,7 +72,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -86,19 +80,15 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from abrun.trainer import kernels
 from tests.bench.common import heading, make_parser, markdown_row
 
 GIB = 2**30
 MIB = 2**20
-ORACLE_TILE = 1024  # tokens whose float32 logits are held at once
+TILE = 1024  # tokens whose float32 logits are held at once
 HOPPER = (9, 0)  # compute capability
-CHECKED_TOKENS = 256
-CHECKED_ROWS = 64
 # What the dense path with entropies allocates at its peak for each logit, and the most worth trying.
 DENSE_BYTES_PER_LOGIT = 16
 DENSE_LIMIT_BYTES = 100 * GIB
@@ -114,8 +104,8 @@ class Shape(NamedTuple):
 class Conduct:
     """How one kind of device is measured."""
 
-    shapes: dict[str, str]  # by dtype
-    backend: str  # of the process group
+    dtype: torch.dtype
+    shapes: str  # N,H,V;N,H,V;...
     warm_up_s: float
     warm_up_size: int
     visit_s: float  # the least a candidate runs in a round
@@ -126,13 +116,9 @@ class Conduct:
 
 CONDUCTS = {
     "cuda": Conduct(
-        shapes={
-            "bfloat16": "8192,4096,151936;8192,2048,151936;2048,1536,151936;32768,4096,151936;"
-            "131072,4096,151936;8192,1536,32000;8192,2048,262144",
-            # Products without tensor cores are some ten times slower.
-            "float32": "8192,2048,151936;2048,1536,151936;8192,1536,32000",
-        },
-        backend="nccl",
+        dtype=torch.bfloat16,
+        shapes="8192,4096,151936;8192,2048,151936;2048,1536,151936;32768,4096,151936;"
+        "131072,4096,151936;8192,1536,32000;8192,2048,262144",
         warm_up_s=1.0,
         warm_up_size=8192,
         visit_s=0.15,
@@ -141,8 +127,8 @@ CONDUCTS = {
         product_chunks=(8192, 8448, 16896),
     ),
     "cpu": Conduct(
-        shapes=dict.fromkeys(("bfloat16", "float32"), "48,32,320;600,64,640;2100,16,128"),
-        backend="gloo",
+        dtype=torch.float32,
+        shapes="48,32,320;600,64,640;2100,16,128",
         warm_up_s=0.01,
         warm_up_size=64,
         visit_s=0.002,
@@ -161,9 +147,6 @@ class Bench:
     rounds: int
     only: list[str]  # parts of candidates' names; empty for all
     settings: dict[str, Any]  # further arguments of our own implementations
-    rank: int = 0
-    num_ranks: int = 1
-    group: ProcessGroup | None = None
 
     @property
     def conduct(self) -> Conduct:
@@ -173,135 +156,55 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def maximum(self, value: float) -> float:
-        """Over the ranks: what decides how often they run a step must be the same on all."""
-        if self.group is None:
-            return value
-        values = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values.item()
-
     def free_memory(self) -> None:
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
 
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
 
-
-# --- the inputs, and the right answers
+# --- the inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     hidden: Tensor  # [N, H]
-    weight: Tensor  # [V/P, H]
+    weight: Tensor  # [V, H]
     target: Tensor  # [N]
     logprob_grads: Tensor  # [N] float32
     entropy_grads: Tensor  # [N] float32
-    first_row: int  # token id of the weight's row 0
 
     def clear_gradients(self) -> None:
         self.hidden.grad = self.weight.grad = None
 
 
-def draw_problem(bench: Bench, shape: Shape, dtype: torch.dtype) -> tuple[Problem, Tensor]:
-    """The problem, and the whole weight [V, H]. Every rank draws the same."""
+def draw_problem(bench: Bench, shape: Shape) -> Problem:
     generator = torch.Generator(bench.device).manual_seed(0)
     normal = partial(torch.randn, generator=generator, device=bench.device)
     num_tokens, hidden_size, vocab_size = shape
-    whole_weight = (normal(vocab_size, hidden_size) / math.sqrt(hidden_size)).to(dtype)
-    shard = whole_weight.chunk(bench.num_ranks)[bench.rank]
-    problem = Problem(
+    dtype = bench.conduct.dtype
+    return Problem(
+        weight=(normal(vocab_size, hidden_size) / math.sqrt(hidden_size)).to(dtype).requires_grad_(),
         hidden=normal(num_tokens, hidden_size).to(dtype).requires_grad_(),
-        weight=shard.clone().requires_grad_(),
         target=torch.randint(vocab_size, (num_tokens,), generator=generator, device=bench.device),
         logprob_grads=normal(num_tokens) / num_tokens,
         entropy_grads=normal(num_tokens) / num_tokens,
-        first_row=bench.rank * len(shard),
     )
-    return problem, whole_weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Softmax:
-    logprobs: Tensor  # [N] of the targets
-    entropies: Tensor  # [N]
-    log_sum_exp: Tensor  # [N]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Oracle:
-    """The answers in IEEE float32; the gradients with (True) and without that of the entropies."""
-
-    softmax: Softmax
-    d_hidden: dict[bool, Tensor]  # [CHECKED_TOKENS, H]
-    d_weight: dict[bool, Tensor]  # [2 * CHECKED_ROWS, H]
-    rows: Tensor  # the rows of this rank's weight that d_weight is about
 
 
 @torch.no_grad()
-def solve(problem: Problem, whole_weight: Tensor) -> Oracle:
-    with ieee_float32():
-        vocabulary = whole_weight.float()
-        ids = torch.arange(len(vocabulary), device=vocabulary.device)
-        rows = _checked_rows(problem)
-        softmax = _softmax(problem, vocabulary)
-        d_hidden, d_weight = {}, {}
-        for with_entropy in (True, False):
-            d_logits = partial(logit_gradient, problem, softmax, with_entropy=with_entropy)
-            d_hidden[with_entropy] = d_logits(slice(0, CHECKED_TOKENS), vocabulary, ids) @ vocabulary
-            few = d_logits(slice(None), problem.weight[rows].float(), problem.first_row + rows)
-            d_weight[with_entropy] = few.T @ problem.hidden.float()
-    return Oracle(softmax=softmax, d_hidden=d_hidden, d_weight=d_weight, rows=rows)
-
-
-def _softmax(problem: Problem, vocabulary: Tensor) -> Softmax:  # [V, H] float32
-    parts = []
-    for tokens in slices(len(problem.hidden), ORACLE_TILE):
-        logits = problem.hidden[tokens].float() @ vocabulary.T
-        log_sum_exp = logits.logsumexp(1)
-        logprobs = logits.sub_(log_sum_exp[:, None])
-        picked = logprobs.gather(1, problem.target[tokens, None]).squeeze(1)
-        parts.append((picked, -(logprobs.exp() * logprobs).sum(1), log_sum_exp))
-    logprobs, entropies, log_sum_exp = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Softmax(logprobs=logprobs, entropies=entropies, log_sum_exp=log_sum_exp)
-
-
-def _checked_rows(problem: Problem) -> Tensor:
-    num_rows = len(problem.weight)
-    first = torch.arange(min(CHECKED_ROWS, num_rows))
-    others = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))[:CHECKED_ROWS]
-    return torch.cat([first, others]).to(problem.weight.device)
-
-
-def logit_gradient(
-    problem: Problem,
-    softmax: Softmax,
-    tokens: slice,
-    rows: Tensor,  # [v, H] float32, of the weight
-    ids: Tensor,  # [v] their token ids
-    with_entropy: bool = True,
-) -> Tensor:  # [n, v]
+def logit_gradients(problem: Problem, num_tokens: int) -> Tensor:  # [n, V] in the dtype of hidden
     """g * (onehot - p) - h * p * (log p + entropy), g and h the gradients of log-prob and entropy."""
-    logprobs = problem.hidden[tokens].float() @ rows.T - softmax.log_sum_exp[tokens, None]
-    g = problem.logprob_grads[tokens, None]
-    factor = g
-    if with_entropy:
-        factor = g + problem.entropy_grads[tokens, None] * (logprobs + softmax.entropies[tokens, None])
-    return g * (problem.target[tokens, None] == ids) - logprobs.exp() * factor
-
-
-@contextmanager
-def ieee_float32() -> Iterator[None]:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    found = torch.empty(
+        num_tokens, len(problem.weight), dtype=problem.hidden.dtype, device=problem.hidden.device
+    )
+    for tokens in slices(num_tokens, TILE):
+        logprobs = (problem.hidden[tokens] @ problem.weight.T).float().log_softmax(1)
+        probs = logprobs.exp()
+        entropies = -(probs * logprobs).sum(1, keepdim=True)
+        g, h = problem.logprob_grads[tokens, None], problem.entropy_grads[tokens, None]
+        rows = -probs * (g + h * (logprobs + entropies))
+        found[tokens] = rows.scatter_add(1, problem.target[tokens, None], g)
+    return found
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
@@ -330,7 +233,7 @@ class Candidate:
     is_dense: bool = False
 
 
-def step(bench: Bench, candidate: Candidate, problem: Problem) -> Outputs:
+def step(candidate: Candidate, problem: Problem) -> Outputs:
     problem.clear_gradients()
     outputs = candidate.evaluate(problem.hidden, problem.weight, problem)
     if outputs.loss is not None:
@@ -341,9 +244,6 @@ def step(bench: Bench, candidate: Candidate, problem: Problem) -> Outputs:
         gradients = [problem.logprob_grads, problem.entropy_grads][: len(roots)]
         matching = [gradient.to(root.dtype) for gradient, root in zip(gradients, roots, strict=True)]
         torch.autograd.backward(roots, matching)
-    if bench.group is not None:
-        gradient: Any = problem.hidden.grad
-        dist.all_reduce(gradient, group=bench.group)
     return outputs
 
 
@@ -362,7 +262,7 @@ def our_candidates(bench: Bench) -> list[Candidate]:
         Candidate(name="dense, entropy without gradient", operations=6, evaluate=metric, is_dense=True),
         Candidate(name="dense (no entropy)", operations=6, evaluate=alone, is_dense=True),
     ]
-    if bench.on_gpu and bench.group is None:
+    if bench.on_gpu:
         function = torch.compile(kernels.linear_logprobs, dynamic=False, fullgraph=True)
         compiled = _linear_logprobs(bench, function, "logits")
         candidates.append(Candidate(name="dense compiled", operations=6, evaluate=compiled, is_dense=True))
@@ -383,7 +283,7 @@ def our_candidates(bench: Bench) -> list[Candidate]:
 
 
 def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str, **changes: Any) -> Evaluate:
-    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings, **changes}
+    settings = {"impl": impl, "entropy": True, **bench.settings, **changes}
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         return Outputs(*function(hidden, weight, problem.target, **settings))
@@ -392,7 +292,7 @@ def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str, **ch
 
 
 def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
-    settings = {"impl": impl, "entropy": True, "group": bench.group, **bench.settings}
+    settings = {"impl": impl, "entropy": True, **bench.settings}
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         def token_loss(logprobs: Tensor, entropies: Tensor, tokens: slice) -> Tensor:
@@ -502,8 +402,6 @@ def load_torch() -> Candidate:
 
 
 def load_peers(bench: Bench) -> list[Candidate]:
-    if bench.group is not None:
-        return []
     peers = []
     gpu_loaders = [load_liger, load_liger_hopper, load_cut_cross_entropy, load_verl]
     for load in [load_stock, *gpu_loaders, load_torch]:
@@ -513,7 +411,7 @@ def load_peers(bench: Bench) -> list[Candidate]:
             peers.append(load())
         except ImportError as error:
             reason = str(error).partition(" (")[0]  # without the module's file
-            bench.say(f"not measured: {load.__name__.removeprefix('load_')}: {reason}")
+            print(f"not measured: {load.__name__.removeprefix('load_')}: {reason}", flush=True)
     return peers
 
 
@@ -551,12 +449,12 @@ Way = tuple[str, str, Callable[[], None]]  # kind, variant, and how to compute i
 
 
 @torch.no_grad()
-def pure_products(bench: Bench, problem: Problem, oracle: Oracle) -> list[Product]:
+def pure_products(bench: Bench, problem: Problem) -> list[Product]:
     conduct = bench.conduct
     num_tokens, num_rows = len(problem.hidden), len(problem.weight)
     num_taken = min(num_tokens, conduct.product_tokens[0])
     hidden, weight = problem.hidden.detach()[:num_taken], problem.weight.detach()
-    d_logits = _real_d_logits(problem, oracle, num_taken)
+    d_logits = logit_gradients(problem, num_taken)
     ways: list[Way] = []
     for chunk in sorted({min(chunk, num_rows) for chunk in conduct.product_chunks}):
         ways += _logits_ways(hidden, weight, chunk)
@@ -571,28 +469,16 @@ def pure_products(bench: Bench, problem: Problem, oracle: Oracle) -> list[Produc
     ]
 
 
-def _real_d_logits(problem: Problem, oracle: Oracle, num_tokens: int) -> Tensor:  # [n, V/P]
-    rows = problem.weight.float()
-    ids = problem.first_row + torch.arange(len(rows), device=rows.device)
-    d_logits = torch.empty(num_tokens, len(rows), dtype=problem.hidden.dtype, device=rows.device)
-    for tokens in slices(num_tokens, ORACLE_TILE):
-        d_logits[tokens] = logit_gradient(problem, oracle.softmax, tokens, rows, ids)
-    return d_logits
-
-
 def _logits_ways(hidden: Tensor, weight: Tensor, chunk: int) -> Iterator[Way]:
     chunks = list(slices(len(weight), chunk))
-    dtypes = [hidden.dtype]
-    if hidden.is_cuda and hidden.dtype != torch.float32:  # a CPU has no product with a wider output
-        dtypes.append(torch.float32)
-    for dtype in dtypes:
+    for dtype in {hidden.dtype, torch.float32}:
         buffers = {width: hidden.new_empty(len(hidden), width, dtype=dtype) for width in _widths(chunks)}
 
         def run(buffers: dict[int, Tensor] = buffers) -> None:
             for rows in chunks:
                 multiply(hidden, weight[rows].T, buffers[rows.stop - rows.start])
 
-        yield "logits", f"{chunk} rows, {_name(dtype)} out", run
+        yield "logits", f"{chunk} rows, {dtype} out", run
 
 
 def _gradient_ways(hidden: Tensor, weight: Tensor, d_logits: Tensor, chunk: int) -> Iterator[Way]:
@@ -611,8 +497,7 @@ def _gradient_ways(hidden: Tensor, weight: Tensor, d_logits: Tensor, chunk: int)
             multiply_add(d_hidden, d_chunks[rows.stop - rows.start], weight[rows])
 
     yield "d_weight", f"{chunk} rows", run_d_weight
-    if hidden.is_cuda or hidden.dtype == torch.float32:
-        yield "d_hidden", f"{chunk} rows, added up in float32", run_d_hidden
+    yield "d_hidden", f"{chunk} rows, added up in float32", run_d_hidden
 
 
 def _d_hidden_at_once(hidden: Tensor, weight: Tensor, d_logits: Tensor, tile: int) -> Way:
@@ -651,7 +536,6 @@ class Row:
     candidate: Candidate
     step: Timed
     forward: Timed | None
-    errors: dict[str, float] = field(default_factory=dict)
     peak_bytes: int | None = None  # unknown on a CPU
 
     def timings(self) -> list[Timed]:
@@ -661,8 +545,6 @@ class Row:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     shape: Shape
-    dtype: torch.dtype
-    num_ranks: int
     rows: list[Row]
     products: list[Product]
     wall_s: float
@@ -677,42 +559,33 @@ class Measurement:
         return {2: logits, 6: logits + sum(others), 8: 2 * logits + sum(others)}
 
 
-def measure(bench: Bench, peers: list[Candidate], shape: Shape, dtype: torch.dtype) -> Measurement:
+def measure(bench: Bench, peers: list[Candidate], shape: Shape) -> Measurement:
     started = time.perf_counter()
     torch.compiler.reset()  # else the compiled path gives up compiling after some shapes
-    problem, whole_weight = draw_problem(bench, shape, dtype)
-    oracle = solve(problem, whole_weight)
-    del whole_weight
+    problem = draw_problem(bench, shape)
     candidates = [
         candidate
         for candidate in our_candidates(bench) + peers
         if not bench.only or any(part in candidate.name.lower() for part in bench.only)
     ]
-    rows = [prepare(bench, candidate, problem, oracle) for candidate in candidates]
-    products = pure_products(bench, problem, oracle)
-    warm_up(bench, dtype)
+    rows = [prepare(bench, candidate, problem) for candidate in candidates]
+    products = pure_products(bench, problem)
+    warm_up(bench)
     take_turns(bench, [timed for row in rows for timed in row.timings()] + [it.timed for it in products])
-    return Measurement(
-        shape=shape,
-        dtype=dtype,
-        num_ranks=bench.num_ranks,
-        rows=rows,
-        products=products,
-        wall_s=time.perf_counter() - started,
-    )
+    return Measurement(shape=shape, rows=rows, products=products, wall_s=time.perf_counter() - started)
 
 
-def prepare(bench: Bench, candidate: Candidate, problem: Problem, oracle: Oracle) -> Row:
-    """Run everything once or twice, so that nothing is compiled or tuned later; errors and peak."""
+def prepare(bench: Bench, candidate: Candidate, problem: Problem) -> Row:
+    """Run everything once or twice, so that nothing is compiled or tuned later; measure the peak."""
     timed = partial(Timed, least_s=bench.conduct.visit_s)
     row = Row(
         candidate=candidate,
-        step=timed(run=lambda: step(bench, candidate, problem)),
+        step=timed(run=lambda: step(candidate, problem)),
         forward=timed(run=lambda: forward(candidate, problem)) if candidate.has_forward else None,
     )
     row.step.failure = _too_large(candidate, problem)
     if row.step.failure is None:
-        row.step.failure = attempt(bench, lambda: _first_steps(bench, row, problem, oracle))
+        row.step.failure = attempt(bench, lambda: _first_steps(bench, row, problem))
     problem.clear_gradients()
     if row.forward is not None:
         row.forward.failure = row.step.failure or attempt(bench, row.forward.run)
@@ -727,10 +600,8 @@ def _too_large(candidate: Candidate, problem: Problem) -> str | None:
     return None
 
 
-def _first_steps(bench: Bench, row: Row, problem: Problem, oracle: Oracle) -> None:
-    outputs = step(bench, row.candidate, problem)
-    row.errors = {name: bench.maximum(error) for name, error in _errors(outputs, problem, oracle).items()}
-    del outputs
+def _first_steps(bench: Bench, row: Row, problem: Problem) -> None:
+    row.step.run()
     problem.clear_gradients()
     bench.free_memory()
     if not bench.on_gpu:
@@ -743,33 +614,8 @@ def _first_steps(bench: Bench, row: Row, problem: Problem, oracle: Oracle) -> No
     row.peak_bytes = torch.cuda.max_memory_allocated() - held_bytes - gradient_bytes
 
 
-def _errors(outputs: Outputs, problem: Problem, oracle: Oracle) -> dict[str, float]:
-    if outputs.logprobs is None:
-        return {}
-    entropies = outputs.entropies  # a loss of one pass has their gradient, and they have none
-    with_entropy = entropies is not None and (entropies.requires_grad or outputs.loss is not None)
-    assert problem.hidden.grad is not None and problem.weight.grad is not None
-    d_hidden, d_weight = problem.hidden.grad[:CHECKED_TOKENS], problem.weight.grad[oracle.rows]
-    errors = {
-        "logprob": _largest(outputs.logprobs - oracle.softmax.logprobs),
-        "d_hidden": _relative(d_hidden, oracle.d_hidden[with_entropy]),
-        "d_weight": _relative(d_weight, oracle.d_weight[with_entropy]),
-    }
-    if outputs.entropies is not None:
-        errors["entropy"] = _largest(outputs.entropies - oracle.softmax.entropies)
-    return errors
-
-
-def _largest(difference: Tensor) -> float:
-    return difference.detach().abs().max().item()
-
-
-def _relative(result: Tensor, truth: Tensor) -> float:
-    return ((result.float() - truth).norm() / truth.norm()).item()
-
-
 def attempt(bench: Bench, run: Callable[[], object]) -> str | None:
-    """Why it failed, on whichever rank, or None."""
+    """Why it failed, or None."""
     failure = None
     try:
         run()
@@ -780,16 +626,14 @@ def attempt(bench: Bench, run: Callable[[], object]) -> str | None:
     except Exception as error:  # others' kernels may raise anything, and the rest is measured all the same
         first_line = str(error).strip().partition("\n")[0]
         failure = f"failed: {type(error).__name__}: {first_line}"
-    if bench.maximum(failure is not None) and failure is None:
-        failure = "failed: on another rank"
     if failure is not None:
         bench.free_memory()
     return failure
 
 
-def warm_up(bench: Bench, dtype: torch.dtype) -> None:
+def warm_up(bench: Bench) -> None:
     size = bench.conduct.warm_up_size
-    factor = torch.randn(size, size, device=bench.device).to(dtype)
+    factor = torch.randn(size, size, device=bench.device).to(bench.conduct.dtype)
     started = time.perf_counter()
     while time.perf_counter() - started < bench.conduct.warm_up_s:
         time_runs(bench, lambda: factor @ factor, 5)
@@ -805,7 +649,7 @@ def take_turns(bench: Bench, everything: list[Timed]) -> None:
 def _visit(bench: Bench, timed: Timed) -> None:
     if not timed.samples_ms:
         [timed.expected_ms] = time_runs(bench, timed.run, 1)
-    count = math.ceil(timed.least_s * 1e3 / bench.maximum(timed.expected_ms))
+    count = math.ceil(timed.least_s * 1e3 / timed.expected_ms)
     timed.samples_ms += time_runs(bench, timed.run, count)
     timed.expected_ms = timed.median_ms()
 
@@ -842,18 +686,13 @@ HEADER = [
     "x6NHV",
     "x8NHV",
     "peak GiB",
-    "log-prob",
-    "entropy",
-    "d_hidden",
-    "d_weight",
 ]
 
 
 def report(measurement: Measurement) -> str:
     shape, floors = measurement.shape, measurement.floors_ms()
-    share = f" / {measurement.num_ranks} ranks" if measurement.num_ranks > 1 else ""
-    title = f"N {shape.num_tokens:,}, H {shape.hidden_size:,}, V {shape.vocab_size:,}{share}"
-    lines = [f"## {title}, {_name(measurement.dtype)} (measured in {measurement.wall_s:.0f} s)", ""]
+    title = f"N {shape.num_tokens:,}, H {shape.hidden_size:,}, V {shape.vocab_size:,}"
+    lines = [f"## {title} (measured in {measurement.wall_s:.0f} s)", ""]
     lines += [heading(*HEADER), *(markdown_row(*_cells(row, floors)) for row in measurement.rows)]
     lines += ["", "Floors: " + ", ".join(f"{count}NHV {ms:.3f} ms" for count, ms in floors.items())]
     lines += [_product_line(measurement, kind) for kind in ("logits", "d_weight", "d_hidden")]
@@ -863,32 +702,22 @@ def report(measurement: Measurement) -> str:
 
 
 def _cells(row: Row, floors: dict[int, float]) -> list[str]:
-    errors = [_error_cell(row.errors.get(name)) for name in ("logprob", "entropy", "d_hidden", "d_weight")]
     peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / GIB:.2f}"
     forward_ms = row.forward.median_ms() if row.forward and row.forward.failure is None else None
     timed = ["-", "-"] if forward_ms is None else [f"{forward_ms:.2f}", f"{forward_ms / floors[2]:.2f}"]
     if row.step.failure is not None:
-        return [row.candidate.name, *timed, "-", row.step.failure.partition(":")[0], "-", "-", peak, *errors]
+        return [row.candidate.name, *timed, "-", row.step.failure.partition(":")[0], "-", "-", peak]
     step_ms, operations = row.step.median_ms(), row.candidate.operations
     its_floor = f"{operations}NHV x {step_ms / floors[operations]:.2f}"
     ratios = [f"{step_ms / floors[count]:.2f}" for count in (6, 8)]
-    return [row.candidate.name, *timed, f"{step_ms:.2f}", its_floor, *ratios, peak, *errors]
-
-
-def _error_cell(error: float | None) -> str:
-    return "-" if error is None else f"{error:.1e}"
+    return [row.candidate.name, *timed, f"{step_ms:.2f}", its_floor, *ratios, peak]
 
 
 def _product_line(measurement: Measurement, kind: str) -> str:
     best = measurement.fastest(kind)
     shape, milliseconds = measurement.shape, best.milliseconds()
-    operations = 2 * math.prod(shape) / measurement.num_ranks
-    rate = operations / milliseconds / 1e9
+    rate = 2 * math.prod(shape) / milliseconds / 1e9
     return f"- {kind}: {milliseconds:.3f} ms, {rate:.0f} TFLOP/s ({best.variant})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def header(bench: Bench) -> dict[str, Any]:
@@ -901,8 +730,6 @@ def header(bench: Bench) -> dict[str, Any]:
         "liger-kernel": _version("liger-kernel"),
         "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
         "cut-cross-entropy": _version("cut-cross-entropy"),
-        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "ranks": bench.num_ranks,
         "rounds": bench.rounds,
         **bench.settings,
     }
@@ -920,21 +747,12 @@ def _version(package: str) -> str | None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device and dtype)")
-    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float32, or both with a comma between")
+    parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device)")
     parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-mib", type=int, help="memory_budget_bytes of our own implementations")
     parser.add_argument("--device", choices=CONDUCTS, default="cuda")
-    parser.add_argument("--vocab-parallel", type=int, default=1, metavar="P", help="ranks, under torchrun")
-    arguments = parser.parse_args()
-    if arguments.vocab_parallel != int(os.environ.get("WORLD_SIZE", 1)):
-        parser.error("--vocab-parallel P: start it with torchrun --nproc-per-node P")
-    if any(shape.vocab_size % arguments.vocab_parallel for shape in arguments.shapes or []):
-        parser.error(f"--shapes: each V must be a multiple of {arguments.vocab_parallel}, the ranks")
-    if unknown := set(arguments.dtype.split(",")) - {"bfloat16", "float32"}:
-        parser.error(f"--dtype: got {', '.join(unknown)}; need bfloat16, float32 or both")
-    return arguments
+    return parser.parse_args()
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -943,39 +761,22 @@ def parse_shapes(text: str) -> list[Shape]:
 
 def make_bench(arguments: argparse.Namespace) -> Bench:
     budget = arguments.budget_mib
-    common = partial(
-        Bench,
+    return Bench(
+        device=torch.device(arguments.device),
         rounds=arguments.rounds,
         only=[part for part in arguments.only.lower().split(",") if part],
         settings={} if budget is None else {"memory_budget_bytes": budget * MIB},
     )
-    if arguments.vocab_parallel == 1:
-        return common(device=torch.device(arguments.device))
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group(CONDUCTS[device.type].backend)
-    return common(
-        device=device, rank=dist.get_rank(), num_ranks=dist.get_world_size(), group=dist.group.WORLD
-    )
-
-
-def run(bench: Bench, arguments: argparse.Namespace) -> None:
-    bench.say(", ".join(f"{name} {value}" for name, value in header(bench).items() if value is not None))
-    peers = load_peers(bench)
-    for dtype in arguments.dtype.split(","):
-        for shape in arguments.shapes or parse_shapes(bench.conduct.shapes[dtype]):
-            bench.say("\n" + report(measure(bench, peers, shape, getattr(torch, dtype))))
-            bench.free_memory()
 
 
 def main() -> None:
     arguments = parse_arguments()
     bench = make_bench(arguments)
-    run(bench, arguments)
-    if bench.group is not None:
-        dist.destroy_process_group()
+    print(", ".join(f"{name} {value}" for name, value in header(bench).items() if value is not None))
+    peers = load_peers(bench)
+    for shape in arguments.shapes or parse_shapes(bench.conduct.shapes):
+        print("\n" + report(measure(bench, peers, shape)), flush=True)
+        bench.free_memory()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long a run takes from its start to the end of its first step, without and with an engine.
 
     python -m tests.bench.bench_starts                  # one GPU, Qwen2.5-1.5B's architecture, bfloat16
-    python -m tests.bench.bench_starts --only engines --num-runs 2 --before CHECKOUT    # needs vllm
+    python -m tests.bench.bench_starts --only engines --num-runs 2    # needs vllm
     python -m tests.bench.bench_starts --device cpu     # the script's own logic, on a tiny model
 
 Launches as `abrun launch` makes them, one run after the other, random weights in a folder.
@@ -10,7 +10,6 @@ Launches as `abrun launch` makes them, one run after the other, random weights i
   `again` the same. A run is two steps of SFT on 124 packed sequences of 524 tokens.
 - `engines`: one experiment of --num-runs runs with empty caches. A run is four steps of compiled GRPO, 16
   prompts of 128 tokens with 8 completions of 512 each, sampled by vLLM (on a CPU by the torch engine).
-  --before measures it with the code of an older checkout first.
 
 Seconds of each run: from the moment when the launcher starts its first process until its first step is in its
 metrics; of `engines` also its usual step and the whole run, to the end of its processes.
@@ -33,7 +32,7 @@ from abrun.recipe.experiment import parse_stored_recipe
 from abrun.runs.rundir import RunDir
 from tests.bench import bench_step
 from tests.bench.common import PrintedLines, heading, make_model, make_parser, markdown_row
-from tests.bench.launches import REPOSITORY, STEP_TIME, last_log_lines, launch, run_seconds
+from tests.bench.launches import STEP_TIME, last_log_lines, launch, run_seconds
 
 STARTS = ("first", "again")
 ENGINES = "engines"
@@ -66,8 +65,8 @@ def recipe_of(device: str, work: Path, name: str) -> Any:
     )
 
 
-def measure_engines(device: str, work: Path, num_runs: int, checkout: Path) -> None:
-    """Launch the experiment with the code of a checkout; print a row for each run."""
+def measure_engines(device: str, work: Path, num_runs: int) -> None:
+    """Launch the experiment; print a row for each run."""
     shapes = replace(bench_step.SHAPES[device], prompts=ENGINE_PROMPTS[device])
     bench = bench_step.Bench(
         algorithm="grpo", device=device, gpus=1, shapes=shapes, overrides=[], limit_s=0.0, work=work
@@ -85,21 +84,20 @@ def measure_engines(device: str, work: Path, num_runs: int, checkout: Path) -> N
     (work / "recipe.yaml").write_text(json.dumps(recipe))
     folder = Path(tempfile.mkdtemp(dir=work))
     arguments = [str(work / "recipe.yaml"), "--no-compare", "--jobs", "1"]
-    outcome = launch(arguments, checkout=checkout, work=folder)
+    outcome = launch(arguments, work=folder)
     if not outcome.is_complete:
         raise SystemExit("\n".join([f"exit code {outcome.exit_code}:", *last_log_lines(folder)]))
     directory = folder / "runs" / ENGINES
     for run in run_seconds(directory):
         _, *step_seconds = RunDir(directory / run.name).metrics()[STEP_TIME].values
         seconds = (run.first_step_s or math.nan, statistics.median(step_seconds), run.whole_s)
-        print(markdown_row(checkout, run.name, *(f"{value:.1f}" for value in seconds)), flush=True)
+        print(markdown_row(run.name, *(f"{value:.1f}" for value in seconds)), flush=True)
 
 
 def main() -> None:
     parser = make_parser(__doc__, devices=list(SHAPES))
     parser.add_argument("--only", nargs="*", choices=[*STARTS, ENGINES], default=[*STARTS, ENGINES])
     parser.add_argument("--num-runs", type=int, default=3, help="of `engines`, from 2")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="older code, for `engines`")
     asked = parser.parse_args()
     if asked.num_runs < 2:
         parser.error(f"--num-runs: got {asked.num_runs}; allowed: from 2")
@@ -128,9 +126,8 @@ def main() -> None:
                 seconds = first["time_s"] - launched.started_s
                 print(f"{name} {planned.name}: first step ended after {seconds:.1f} s", flush=True)
         if ENGINES in asked.only:
-            print(heading("checkout", "run", "start to first step, s", "a later step, s", "run, s"))
-            for checkout in filter(None, (asked.before, REPOSITORY)):
-                measure_engines(asked.device, work, asked.num_runs, checkout.resolve())
+            print(heading("run", "start to first step, s", "a later step, s", "run, s"))
+            measure_engines(asked.device, work, asked.num_runs)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +125,6 @@ LEFT_OUT = {  # unless named
     "ppo": ("TRL, Liger", "TRL, packed", "TRL, Liger, packed", "recomputed, selective"),
 }
 CANDIDATES = (*TRL, *LEVERS)
-PUBLISHED = """
-As published by others of their own, on other hardware and of other sizes, generation included:
-  NeMo-RL v0.6 (docs/about/performance-summary.md): GRPO of Qwen3-30B-A3B on 32 H100, Megatron-core, 2,048
-    completions of 3,203 tokens in the mean, on policy: 192 s a step, 1,102 tokens/s a GPU
-  NeMo-RL v0.5 (the same page at r0.5.0): GRPO of Llama-3.1-8B on 16 H100, Megatron-core, 2,048 completions of
-    1,019 tokens in the mean, on policy: 92.8 s a step, 1,581 tokens/s a GPU
-  verl (docs/advance/one_step_off.md): DAPO of Qwen2.5-Math-7B on H20, vLLM and FSDP2, at most 20,480 tokens a
-    completion, colocated: 749 s a step, of them generation 321, old log-probs 88, update of the policy 286
-  verl (docs/advance/fully_async.md): the same on 32 H20, at most 28K tokens a completion, colocated: 790 s a
-    step, of them generation 357, old log-probs 108, update of the policy 270
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +138,6 @@ class Bench:
     overrides: list[str]
     limit_s: float
     work: Path
-    env: Mapping[str, str] = field(default_factory=dict[str, str])  # of abrun's processes
 
     @property
     def rows(self) -> int:
@@ -223,7 +210,7 @@ class Bench:
         run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
-        row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s, self.env)
+        row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)
         return row | {"note": "; ".join(filter(None, (decided, row["note"])))}
 
     def of_trl(self, name: str) -> dict[str, Any]:
@@ -274,15 +261,10 @@ def words(draws: random.Random, count: int) -> str:
     return " ".join(str(draws.randrange(10)) for _ in range(count))
 
 
-def finish(command: list[str], limit_s: float, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+def finish(command: list[str], limit_s: float) -> dict[str, Any]:
     """The row that a process has printed. Raises RuntimeError, one line."""
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **(env or {})},
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         out, told = process.communicate(timeout=limit_s)
@@ -378,8 +360,6 @@ def main() -> None:
         bench.write_texts(asked.lengths)
         print(f"{asked.algorithm}, {shapes.preset}, {asked.device} x {asked.gpus}", flush=True)
         parts = measure(bench, names)
-    if asked.algorithm != "sft":
-        print(PUBLISHED)
     for name, of_one in parts.items():
         print(
             f"{name:22s} " + ", ".join(f"{part} {seconds:.3f}" for part, seconds in of_one.items() if seconds)

@@ -6,10 +6,9 @@ python -m tests.bench.bench_trace_gpu --model FOLDER         # a checkpoint: eac
 python -m tests.bench.bench_trace_gpu --device cpu           # the same code on CPU cores (TRITON_INTERPRET=1)
 python -m tests.bench.bench_trace_gpu --only fused,times     # some rows; --dtypes float32 for one dtype
 
-Clean layouts are compared with one rank, packed, with dense log-probs, uncompiled: `agree` is right. Faults,
-in the first dtype, are right if the first difference is the faulty module or its parent. `higher head`
-computes log-probs in float32 and the rest in bfloat16: a change of precision, not a clean layout. All runs of
-one number of ranks share processes. Layouts without their package (megatron-core, liger-kernel) are left out.
+Clean layouts are compared with one rank, packed, with dense log-probs, uncompiled: `agree` is right. All runs
+of one number of ranks share processes. Layouts without their package (megatron-core, liger-kernel) are left
+out. Faults: bench_trace.
 Nothing is written but a temporary folder; with --work FOLDER a stopped command goes on in it.
 
 The last lines are of one run: seconds of a plain step, of a step that is observed, and of one that is also
@@ -34,7 +33,6 @@ import torch
 import torch.distributed as dist
 
 from abrun.errors import AbrunError
-from abrun.recipe.faults import FAULTS
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import read_capture
 from abrun.runs.files import read_json, write_json
@@ -45,7 +43,7 @@ from abrun.tools.trace.observe import Observer
 from abrun.trainer.backends.ranks import join_ranks
 from abrun.trainer.loop.setup import make_setup
 from abrun.trainer.training import make_algorithm
-from tests.bench.bench_trace import GRPO, is_right
+from tests.bench.bench_trace import GRPO
 from tests.bench.common import heading, make_parser, markdown_row, sync_of
 from tests.tools.trace.captured import config
 from tests.tools.trace.test_layouts import DTENSOR, EXPERTS, MEGATRON
@@ -71,18 +69,6 @@ CLEAN: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron tensor": (2, {"backend": {**MEGATRON, **TENSOR}}),
     "megatron context": (2, {"backend": {**MEGATRON, "context_parallel": 2}}),
     "experts megatron expert": (2, {"backend": {**MEGATRON, "expert_parallel": 2}}),
-}
-HIGHER_HEAD = "higher head"
-FAULTY: dict[str, tuple[int, str]] = {  # fault -> ranks and the layout that it is injected into
-    "flipped_advantages": (1, "fused"),
-    "microbatch_mean": (1, "token budget"),
-    "temperature_missing": (1, "fused"),
-    "labels_off_by_one": (1, "fused"),
-    "upstream_gradient_first": (1, "fused"),
-    "dropout_on": (1, "compiled"),
-    "attention_across_packed": (1, "fused"),
-    "adam_step_ahead": (1, "fused"),
-    "local_grad_norm": (2, "data"),
 }
 NUM_PROMPTS, ROUNDS, TIMES = 64, 7, "times"
 BASELINE, TREATMENT = "baseline", "treatment"
@@ -111,7 +97,7 @@ class Runs:
         return self._folder / f"{'experts-' * name.startswith('experts')}{dtype}-{seed}"
 
     def config(
-        self, name: str, dtype: str, ranks: int = 1, policy: dict[str, Any] | None = None, fault: str = ""
+        self, name: str, dtype: str, ranks: int = 1, policy: dict[str, Any] | None = None
     ) -> OwnRunConfig:
         base = {**GRPO, "task": self._task, "model": self._model}
         on_gpu = self._device == "cuda"
@@ -121,8 +107,7 @@ class Runs:
             "cluster": {"gpus_per_node": ranks, "cpu_ranks": 1} if on_gpu else {"cpu_ranks": ranks},
         }
         experts = EXPERTS if name.startswith("experts") else {}
-        faulty = {"injected_fault": {"name": fault}} if fault else {}
-        return config(changes, experts, faulty, base=base)
+        return config(changes, experts, base=base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +118,6 @@ class Case:
     dtype: str
     ranks: int
     policy: dict[str, Any]
-    fault: str = ""
     seed: int = 0
 
     @property
@@ -150,13 +134,6 @@ def cases(ranks: int, seeds: int, dtypes: list[str], only: list[str]) -> Iterato
         for name, (size, policy) in CLEAN.items():
             if size == ranks and (not only or name in only) and is_installed(policy):
                 yield Case(name=name, dtype=dtype, ranks=ranks, policy=policy, seed=seed)
-        if ranks == 1 and dtype == "bfloat16" and (not only or HIGHER_HEAD in only):
-            head = {"logprobs": {"impl": "triton", "head_dtype": "float32"}}
-            yield Case(name=HIGHER_HEAD, dtype=dtype, ranks=1, policy=head, seed=seed)
-    for fault, (size, layout) in FAULTY.items():
-        if size == ranks and (not only or fault in only):
-            policy = CLEAN[layout][1]
-            yield Case(name=f"{layout}, {fault}", dtype=dtypes[0], ranks=ranks, policy=policy, fault=fault)
 
 
 def trace_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> tuple[bool, str]:
@@ -164,7 +141,7 @@ def trace_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> t
     folder = runs.folder(case.name, case.dtype, case.seed)
     if not (folder / REPLICAS).exists():
         run_job(_job(runs.config(case.name, case.dtype), folder, BASELINE, case.seed, replicas), device)
-    run = runs.config(case.name, case.dtype, case.ranks, case.policy, case.fault)
+    run = runs.config(case.name, case.dtype, case.ranks, case.policy)
     run_job(_job(run, folder, TREATMENT, case.seed), device)
     if dist.get_rank():
         return True, ""
@@ -172,13 +149,9 @@ def trace_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> t
     result = judge_trace(baseline, treatment, read_replicas(folder))
     worst = max(result.tensors, key=lambda tensor: tensor.ratio)
     first = result.first
-    right = first is None
-    if case.fault:
-        right = is_right(next(known for known in FAULTS if known.name == case.fault), result)
     shown = first or worst
     cells = f"{shown.ratio:.3g} / {result.limit:.3g}", f"`{shown.name}`", "differ" if first else "agree"
-    answer = "(change of precision)" if case.name == HIGHER_HEAD else "yes" if right else "NO"
-    return right, case.row(*cells, len(result.missing), answer)
+    return first is None, case.row(*cells, len(result.missing), "NO" if first else "yes")
 
 
 def try_case(runs: Runs, case: Case, device: torch.device, replicas: int) -> tuple[bool, str]:
@@ -319,9 +292,8 @@ def main() -> None:
         found = [row for size in range(1, options["ranks"] + 1) for row in run_ranks_once(size, options)]
     skipped = [name for name, (_, policy) in CLEAN.items() if not is_installed(policy)]
     print(f"left out, without their package: {', '.join(skipped) or 'none'}")
-    num_right = sum(right for name, right in found if name != HIGHER_HEAD)
-    num_judged = sum(name != HIGHER_HEAD for name, _ in found)
-    print(f"{num_right} of {num_judged} right; {time.perf_counter() - began_s:.0f} s in all")
+    num_right = sum(right for _, right in found)
+    print(f"{num_right} of {len(found)} right; {time.perf_counter() - began_s:.0f} s in all")
 
 
 if __name__ == "__main__":

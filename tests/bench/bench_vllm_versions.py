@@ -1,14 +1,13 @@
-"""Compare two versions of vLLM as abrun's rollout engine: log-probs, sampling, weight sync, sleep, step time.
+"""Compare two versions of vLLM as abrun's rollout engine: log-probs, sampling, step time.
 
     python -m tests.bench.bench_vllm_versions old.json            # under each version's environment; one GPU
-    python -m tests.bench.bench_vllm_versions new.json --parts engine step filtered filtered_without_sets
+    python -m tests.bench.bench_vllm_versions new.json --parts engine step filtered
     python -m tests.bench.bench_vllm_versions --compare old.json new.json
     python -m tests.bench.bench_vllm_versions x.json --device cpu # the script's own logic, on a tiny model
 
 A random Qwen3 of 166M parameters in bfloat16 (a tiny one in float32 on a CPU), the same in every call. Each
 part has a process of its own: `engine` scores fixed sequences and samples, `step` trains GRPO for some steps,
-`filtered` samples with top_p and the sets of kept tokens (vLLM from 0.28), `filtered_without_sets` with top_p
-alone.
+`filtered` samples with top_p and the sets of kept tokens (vLLM from 0.28).
 """
 
 import contextlib
@@ -22,11 +21,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.bench.common import make_parser
+from tests.bench.common import make_parser, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCALE = 3.0  # of random matrices, against flat distributions
@@ -101,8 +99,7 @@ def count_characters(prompt: str, completion: str, answer: str) -> float:
 def make_checkpoint(shapes: Shapes, folder: Path) -> None:
     """Write the random Qwen3 and a tokenizer that has a token a word."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     settings: dict[str, Any] = shapes.network | {"tie_word_embeddings": True}
@@ -112,12 +109,7 @@ def make_checkpoint(shapes: Shapes, folder: Path) -> None:
             if parameter.ndim > 1:
                 parameter.mul_(SCALE)
     network.save_pretrained(folder)
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(shapes.network["vocab_size"] - 3))]
-    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    write_tokenizer(folder, shapes.network["vocab_size"])
 
 
 def make_config(device: str, folder: Path, **rollout: Any) -> Any:
@@ -128,7 +120,7 @@ def make_config(device: str, folder: Path, **rollout: Any) -> Any:
 
     shapes = SHAPES[device]
     tasks = folder / "task.jsonl"
-    tasks.write_text("".join(f'{{"prompt": "w{n} w{n + 1}", "answer": ""}}\n' for n in range(40)))
+    tasks.write_text("".join(f'{{"prompt": "{n % 10} {n // 10}", "answer": ""}}\n' for n in range(40)))
     config = load_recipe(ROOT / "recipes" / "quickstart.yaml").run_config("baseline").model_dump(mode="json")
     changes = {
         "steps": shapes.steps,
@@ -275,40 +267,14 @@ def measure_bench(bench: Bench) -> dict[str, Any]:
     given = [SimpleNamespace(token_ids=sequence[1:], support=None) for sequence in sequences]
     rows = [first[at : at + shapes.length - 1] for at in range(0, len(first), shapes.length - 1)]
     trainer, _ = bench.trainer_logprobs([sequence[:1] for sequence in sequences], given, rows)
-    syncs = [
-        bench.seconds(lambda: bench.engine.sync(bench.backend.gather_weights())) for _ in range(1 + NUM_CALLS)
-    ]
     return {
         "start_s": bench.start_s,
         "logprobs": first,
         "logprobs_again": again,
         "logprobs_alone": alone,
         "trainer_logprobs": trainer.tolist(),
-        "sync_s": statistics.median(syncs[1:]),
         **bench.sampling(),
-        **measure_sleep(bench, sequences, first),
         "sampled": [completion.token_ids for completion in bench.sample()[:32]],
-    }
-
-
-def measure_sleep(bench: Bench, sequences: list[list[int]], before: list[float]) -> dict[str, float]:
-    """Return seconds of sleep and waking, the bytes freed, and how much log-probs differ afterwards."""
-    import torch
-
-    if bench.device.type == "cpu":
-        return {}
-    rows = []
-    for _ in range(NUM_CALLS):
-        free = torch.cuda.mem_get_info()[0]
-        row = {"sleep_s": bench.seconds(bench.engine.sleep)}
-        row["freed_gib"] = (torch.cuda.mem_get_info()[0] - free) / 2**30
-        row["wake_and_sync_s"] = bench.seconds(
-            lambda: (bench.engine.wake(), bench.engine.sync(bench.backend.gather_weights()))
-        )
-        rows.append(row)
-    after = bench.score(sequences)
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | {
-        "after_waking": largest_difference(before, after)
     }
 
 
@@ -347,21 +313,16 @@ def measure_step(device: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def measure_filtered(device: str, folder: Path, *, exact_support: bool = True) -> dict[str, float]:
-    """Return what sampling does with top_p, with the sets of kept tokens for the trainer or without."""
-    bench = Bench(device, folder, top_p=0.8, exact_support=exact_support)
+def measure_filtered(device: str, folder: Path) -> dict[str, float]:
+    """Return what sampling does with top_p, with the sets of kept tokens for the trainer."""
+    bench = Bench(device, folder, top_p=0.8, exact_support=True)
     with contextlib.closing(bench.engine):
         completions = bench.sample()
-        assert all((completion.support is not None) == exact_support for completion in completions)
+        assert all(completion.support is not None for completion in completions)
         return {f"filtered_{name}": value for name, value in bench.sampling().items()}
 
 
-PARTS = {
-    "engine": measure_engine,
-    "step": measure_step,
-    "filtered": measure_filtered,
-    "filtered_without_sets": partial(measure_filtered, exact_support=False),
-}
+PARTS = {"engine": measure_engine, "step": measure_step, "filtered": measure_filtered}
 
 
 def measure_part(name: str, device: str) -> dict[str, Any]:
@@ -391,15 +352,7 @@ def measure(path: Path, device: str, parts: list[str]) -> int:
     num_failed = 0
     for part in parts:
         start = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "tests.bench.bench_vllm_versions",
-            "--device",
-            device,
-            "--part",
-            part,
-        ]
+        command = [sys.executable, "-m", __spec__.name, "--device", device, "--part", part]
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S

@@ -1,4 +1,4 @@
-"""`abrun launch` as a user starts it, from this checkout or an older one, and what its runs recorded."""
+"""`abrun launch` as a user starts it, from this checkout, and what its runs recorded."""
 
 import json
 import os
@@ -39,13 +39,13 @@ class Outcome:
         return self.exit_code in VERDICT_EXIT_CODES
 
 
-def launch(arguments: Sequence[str], *, checkout: Path, work: Path, limit_s: float | None = None) -> Outcome:
-    """Run `abrun launch` with the code of a checkout; at the limit it saves checkpoints and stops.
+def launch(arguments: Sequence[str], *, work: Path, limit_s: float | None = None) -> Outcome:
+    """Run `abrun launch` with the code of this checkout; at the limit it saves checkpoints and stops.
 
     Its experiments are in work/runs, its caches in work/cache, its output in work/launch.log.
     """
     work.mkdir(parents=True, exist_ok=True)
-    folders = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     home = os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
     caches = {name: str(work / "cache" / name.lower()) for name in CACHES}
     env = {**os.environ, **caches, "HF_HOME": home, "PYTHONPATH": os.pathsep.join(folders)}

@@ -219,6 +219,7 @@ def test_nan_is_kept_and_a_torn_last_line_is_not(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "foreign" / "treatment" / "seed-0")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("trainer_installed")
 def test_our_own_trainer_against_a_foreign_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = yaml.load(FOREIGN.read_text(), Loader)["trainer"]
     command["parameters"]["script"] = str(HERE / "foreign_trainer.py")

@@ -408,13 +408,16 @@ def test_an_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> N
 LAUNCH = """
 import json, resource, signal, sys
 from pathlib import Path
+import pytest
 sys.path.insert(0, str(Path(sys.argv[1]).parent.parent.parent))
 from abrun.errors import AbrunError
 from abrun.experiment.plan import make_plan
 from abrun.launch import supervisor
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
+from tests.installed import see_trainer_installed
 from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
+see_trainer_installed(pytest.MonkeyPatch())
 options = json.loads(sys.argv[3])
 if "limit" in options:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

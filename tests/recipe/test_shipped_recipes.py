@@ -135,6 +135,7 @@ def check_dry_run(plan: ExperimentPlan, name: str) -> None:
     assert not feasible.is_refused
 
 
+@pytest.mark.usefixtures("trainer_installed")
 def test_a_dry_run_says_where_the_precision_of_the_head_differs(
     monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from abrun.experiment.preflight.machine import Machine, find_gpus
+from abrun.experiment.preflight.machine import Machine
 from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.extras import installed_version
-from abrun.recipe.implementations import BACKENDS, ENGINES, LOCAL_LAUNCHERS, scheduler_names
 from abrun.report import doctor
-from abrun.report.doctor import KERNELS, Diagnosis, diagnosis_of, read_gpus, try_import
+from abrun.report.doctor import Diagnosis, diagnosis_of, read_gpus, try_import
 from tests.snapshot import Snapshot
-from tests.test_cli import Run, run
+from tests.test_cli import run
 
 __all__ = ["run"]
 
@@ -43,27 +41,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(shutil, "which", lambda command: f"/bin/{command}")
-
-
-def test_of_this_machine_as_a_table_and_for_machines(run: Run) -> None:
-    code, output, _ = run("doctor", "--json")
-    found = json.loads(output)
-    assert code == 0 and found["versions"]["torch"] == installed_version("torch")
-    parts = {(part["kind"], part["name"]): part["refusal"] for part in found["parts"]}
-    kinds = {"policy.backend": BACKENDS, "rollout.engine": ENGINES, "policy.logprobs.impl": KERNELS}
-    expected = {
-        (kind, name)
-        for kind, names in (kinds | {"launcher": (*LOCAL_LAUNCHERS, *scheduler_names())}).items()
-        for name in names
-    }
-    assert expected | {("device", "cpu"), ("device", "cuda")} == parts.keys()
-    can_train = installed_version("torch") is not None and installed_version("transformers") is not None
-    assert (
-        (parts["policy.backend", "dtensor"] is None)
-        == (parts["rollout.engine", "torch"] is None)
-        == can_train
-    )
-    assert (parts["device", "cuda"] is None) == (can_train and bool(find_gpus()))
 
 
 def test_with_a_gpu_everything_is_usable() -> None:

@@ -16,6 +16,7 @@ from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources
 from abrun.report.write import unique_slugs
 from abrun.runs.rundir import RunDir
+from tests.installed import SEES_TRAINER
 from tests.reasons import refused
 from tests.verdict.simulate import fail
 
@@ -50,7 +51,7 @@ def test_another_process_gives_the_same_bytes(simulated, tmp_path):
     experiment_dir = simulated(seeds=[0, 1], controls={"aa_reruns": 0})
     compare_sources([str(experiment_dir)], ReadingOptions(), output=tmp_path / "here")
     code = (
-        "import sys; from pathlib import Path; "
+        f"{SEES_TRAINER}import sys; from pathlib import Path; "
         "from abrun.report.comparing import compare_sources, ReadingOptions; "
         "compare_sources([sys.argv[1]], ReadingOptions(), output=Path(sys.argv[2])); "
         "forbidden = {'torch', 'triton', 'transformers', 'vllm', 'megatron'} & set(sys.modules); "

@@ -122,22 +122,6 @@ def test_a_wandb_run_ends_as_its_run_does(
     assert exit_code_of(run, is_still_running=True) == code_of_upload
 
 
-@pytest.mark.parametrize("is_success", [True, False])
-def test_a_trainer_says_whether_its_run_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_success: bool
-) -> None:
-    """Its result is written after the upload, so the run has none yet."""
-    from abrun.trainer.loop.recorder import WandbSync
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = run_of(tmp_path / "x")
-    run.begin_attempt().metrics(1, {"train/reward": 1.0})
-    mirror = WandbSync(run, pytest.fail)
-    mirror.finish(is_success=is_success)
-    (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert read_wandb_files([file], "run").failure == ("" if is_success else "exit code 1")
-
-
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, server: Server) -> None:
     run = run_of(tmp_path / "x")

@@ -29,6 +29,7 @@ from tests.trainer.backends.policies import (
     some_batch,
     tiny,
 )
+from tests.trainer.pairwise import pairwise
 
 LEARNING_RATES = (0.01, 0.02, 0.005)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
@@ -98,9 +99,10 @@ def train(backend: DtensorBackend, rank: int, world_size: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "experts"])
-@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
-@pytest.mark.parametrize("micro_batch_size", [None, 3])
+@pytest.mark.parametrize(
+    "kind, logprobs, micro_batch_size",
+    pairwise(["llama", "tied", "experts"], [*IMPLS, *ONE_PASS], [None, 3]),
+)
 def test_gradients_are_those_of_plain_autograd(
     kind: str, logprobs: dict[str, Any], micro_batch_size: int | None, group: None
 ) -> None:
@@ -231,9 +233,10 @@ def test_those_models_need_their_scale(kind: str) -> None:
     assert float((found - right[0, 1:])[mask].abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["llama", "experts"])
-@pytest.mark.parametrize("logprobs", IMPLS[:2])
-@pytest.mark.parametrize("cut", [{}, {"packing": True, "micro_batch_tokens": 25}], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "kind, logprobs, cut",
+    pairwise(["llama", "experts"], IMPLS[:2], [{}, {"packing": True, "micro_batch_tokens": 25}]),
+)
 def test_three_steps_are_those_of_torch_adamw(
     kind: str, logprobs: dict[str, Any], cut: dict[str, Any], group: None
 ) -> None:

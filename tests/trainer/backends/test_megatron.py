@@ -22,6 +22,7 @@ from tests.trainer.backends.megatron_policies import gradients, make_backend, ne
 from tests.trainer.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
 from tests.trainer.loop.runs import train_here
 from tests.trainer.loop.test_implementations import verifier
+from tests.trainer.pairwise import pairwise
 from tests.written_runs import make_run, run_config
 
 LEARNING_RATES = (0.01, 0.02, 0.005)
@@ -54,20 +55,19 @@ def test_logprobs_are_those_of_the_hugging_face_model(kind: str, group: None) ->
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"micro_batch_size": 3, "logprobs": {"impl": "chunked", "chunk_size": 40}},
-        {"micro_batch_size": 3, "logprobs": {"impl": "chunked", "one_pass": True}},
-        {"packing": True, "micro_batch_tokens": 20, "logprobs": {"impl": "chunked", "one_pass": True}},
-        {"packing": True},
-        {"activation_checkpointing": True},
-    ],
-    ids=["logits", "chunked", "one-pass", "packed-one-pass", "packed", "checkpointed"],
+    "kind, logprobs, cut, checkpointing",
+    pairwise(
+        KINDS,
+        [{}, {"impl": "chunked", "chunk_size": 40}, {"impl": "chunked", "one_pass": True}],
+        [{}, {"micro_batch_size": 3}, {"packing": True, "micro_batch_tokens": 20}],
+        [False, True],
+    ),
 )
-def test_gradients_are_those_of_plain_autograd(kind: str, settings: dict[str, Any], group: None) -> None:
+def test_gradients_are_those_of_plain_autograd(
+    kind: str, logprobs: dict[str, Any], cut: dict[str, Any], checkpointing: bool, group: None
+) -> None:
+    settings = {**cut, "logprobs": logprobs, "activation_checkpointing": checkpointing}
     backend, batch = make_backend(kind, temperature=0.7, **settings), some_batch()
     parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     plain = network(kind)

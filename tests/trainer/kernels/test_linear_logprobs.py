@@ -22,7 +22,7 @@ from abrun.trainer.kernels import linear_logprobs, linear_policy_loss
 from tests.conftest import TRITON_ON_CPU
 from tests.memory_events import peak_bytes
 from tests.spawn import run_ranks
-from tests.trainer.kernels.pairwise import pairwise
+from tests.trainer.pairwise import pairwise
 
 TILED = ["chunked", "triton"] if TRITON_ON_CPU else ["chunked"]
 IMPLS = ["logits", *TILED]
@@ -45,10 +45,12 @@ EPSILON = torch.finfo(torch.float32).eps
 SLOW = pytest.mark.slow
 SIZES = ((513, 151), (1, 151), (7, 151), (1, 32003), (7, 32003))
 SLOW_DTYPES = ("mixed", "float32_head")  # in the interpreter, of the most tokens
-SIZES_AND_DTYPES = [
-    pytest.param(*size, dtypes, impl, marks=SLOW if size[0] == 513 and dtypes in SLOW_DTYPES else ())
-    for size, dtypes, impl in pairwise(SIZES, list(DTYPES), IMPLS)
-]
+SIZES_AND_DTYPES = pairwise(
+    SIZES,
+    list(DTYPES),
+    IMPLS,
+    slow=lambda size, dtypes, impl: size[0] == 513 and dtypes in SLOW_DTYPES,
+)
 
 
 @dataclass(frozen=True)
@@ -232,20 +234,49 @@ def largest(values: Tensor) -> float:
 # Agreement
 
 
-@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes, impl", SIZES_AND_DTYPES)
-def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int, dtypes: str) -> None:
-    problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
-    answer = kernel_answer(problem, impl)
+def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
+    """With the problem's upstream gradients: the loss that has them is linear in log-probs and entropies."""
+
+    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
+        assert entropies is not None
+        g, h = problem.grad_logprobs.reshape(-1)[tokens], problem.grad_entropies.reshape(-1)[tokens]
+        return g * logprobs + h * entropies
+
+    hidden, weight = (values.clone().requires_grad_() for values in (problem.hidden, problem.weight))
+    loss, logprobs, entropies = linear_policy_loss(
+        hidden,
+        weight,
+        problem.target,
+        token_loss,
+        impl=impl,
+        entropy=True,
+        head_dtype=problem.head_dtype,
+        **accurate(problem, impl, options),
+    )
+    assert entropies is not None
+    return Answer(logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight]))
+
+
+ANSWERS = (kernel_answer, one_pass_answer)
+
+
+@pytest.mark.parametrize("answer_of", ANSWERS)
+@pytest.mark.parametrize("size, dtypes, impl", SIZES_AND_DTYPES)
+def test_agrees_with_the_oracle(answer_of: Any, impl: str, size: tuple[int, int], dtypes: str) -> None:
+    problem, oracle, naive = expected(*size, dtypes)
+    answer = answer_of(problem, impl)
     check(answer, oracle, naive, rounding(impl, problem, oracle))
     assert answer.logprobs.dtype == answer.entropies.dtype == torch.float32
     assert answer.d_hidden.dtype == problem.hidden.dtype
     assert answer.d_weight.dtype == problem.weight.dtype
 
 
-@pytest.mark.parametrize("name, dtypes, impl", pairwise(list(SETTINGS), list(DTYPES), IMPLS))
-def test_agrees_under_each_setting(impl: str, dtypes: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "name, dtypes, impl, answer_of", pairwise(list(SETTINGS), list(DTYPES), IMPLS, ANSWERS)
+)
+def test_agrees_under_each_setting(answer_of: Any, impl: str, dtypes: str, name: str) -> None:
     problem, oracle, naive = expected(7, 151, dtypes, name)
-    check(kernel_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
+    check(answer_of(problem, impl), oracle, naive, rounding(impl, problem, oracle))
 
 
 @pytest.mark.parametrize("impl", TILED)
@@ -256,11 +287,23 @@ def test_answer_does_not_depend_on_chunks_and_tiles(
     impl: str, chunk_size: int | None, budget_bytes: int
 ) -> None:
     for dtypes in ("float32", "bfloat16", *(("mixed",) if chunk_size is None else ())):
-        problem, oracle, naive = expected(7, 151, dtypes)
-        answer = kernel_answer(problem, impl, chunk_size=chunk_size, memory_budget_bytes=budget_bytes)
-        # Each of up to 7 tiles of tokens rounds d_weight once.
-        slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
-        check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
+        answer = functools.partial(kernel_answer, chunk_size=chunk_size, memory_budget_bytes=budget_bytes)
+        check_tiles(answer, impl, dtypes)
+
+
+@pytest.mark.parametrize("impl", TILED)
+@pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
+def test_one_pass_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
+    others = ("mixed", "float32_head") if budget_bytes > 2**13 else ()  # fewer, larger slices take less time
+    for dtypes in ("float32", "bfloat16", *others):
+        check_tiles(functools.partial(one_pass_answer, memory_budget_bytes=budget_bytes), impl, dtypes)
+
+
+def check_tiles(answer_of: Callable[..., Answer], impl: str, dtypes: str) -> None:
+    """Each of up to 7 tiles of tokens rounds d_weight once."""
+    problem, oracle, naive = expected(7, 151, dtypes)
+    slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
+    check(answer_of(problem, impl), oracle, naive, slack | rounding(impl, problem, oracle))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

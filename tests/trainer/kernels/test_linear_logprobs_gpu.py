@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from abrun.trainer.kernels import linear_logprobs
 from tests.spawn import run_ranks
-from tests.trainer.kernels.pairwise import pairwise
 from tests.trainer.kernels.test_linear_logprobs import (
     DTYPES,
     Answer,
@@ -22,10 +21,11 @@ from tests.trainer.kernels.test_linear_logprobs import (
     kernel_answer,
     largest,
     make_problem,
+    one_pass_answer,
     plain_answer,
     rounding,
 )
-from tests.trainer.kernels.test_linear_policy_loss import one_pass_answer
+from tests.trainer.pairwise import few
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def on_gpu(problem: Problem) -> Problem:
     return replace(problem, **{name: getattr(problem, name).cuda() for name in tensors})
 
 
-@pytest.mark.parametrize("size, dtypes, impl, answer", pairwise(SIZES, list(DTYPES), IMPLS, ANSWERS))
+@pytest.mark.parametrize("size, dtypes, impl, answer", few(SIZES, list(DTYPES), IMPLS, ANSWERS))
 def test_agrees_with_the_oracle(
     answer: Callable[..., Answer], impl: str, dtypes: str, size: tuple[int, int]
 ) -> None:
@@ -126,7 +126,7 @@ def peak_bytes(run: Callable[[], Answer]) -> int:
 
 
 @pytest.mark.parametrize(
-    "limits, dtypes, impl, answer", pairwise(LIMITS, ["bfloat16", "mixed", "float32_head"], TILED, ANSWERS)
+    "limits, dtypes, impl, answer", few(LIMITS, ["bfloat16", "mixed", "float32_head"], TILED, ANSWERS)
 )
 def test_stays_within_its_memory_budget(
     answer: Callable[..., Answer], impl: str, dtypes: str, limits: tuple[int, int]

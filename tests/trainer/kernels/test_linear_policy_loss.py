@@ -1,7 +1,6 @@
 """linear_policy_loss: the loss, and the gradients that it computes in its forward pass."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,70 +15,15 @@ from tests.trainer.kernels.test_linear_logprobs import (
     EPSILON,
     IGNORE,
     IMPLS,
-    SETTINGS,
-    SIZES_AND_DTYPES,
     TILED,
     Answer,
     Problem,
-    accurate,
     check,
-    expected,
     largest,
     make_problem,
+    one_pass_answer,
     plain_answer,
-    rounding,
 )
-
-
-def one_pass_answer(problem: Problem, impl: str, **options: Any) -> Answer:
-    """With the problem's upstream gradients: the loss that has them is linear in log-probs and entropies."""
-
-    def token_loss(logprobs: Tensor, entropies: Tensor | None, tokens: slice) -> Tensor:
-        assert entropies is not None
-        g, h = problem.grad_logprobs.reshape(-1)[tokens], problem.grad_entropies.reshape(-1)[tokens]
-        return g * logprobs + h * entropies
-
-    hidden, weight = (values.clone().requires_grad_() for values in (problem.hidden, problem.weight))
-    loss, logprobs, entropies = linear_policy_loss(
-        hidden,
-        weight,
-        problem.target,
-        token_loss,
-        impl=impl,
-        entropy=True,
-        head_dtype=problem.head_dtype,
-        **accurate(problem, impl, options),
-    )
-    assert entropies is not None
-    return Answer(logprobs, entropies, *torch.autograd.grad(loss, [hidden, weight]))
-
-
-@pytest.mark.parametrize("num_tokens, num_vocabulary, dtypes, impl", SIZES_AND_DTYPES)
-def test_agrees_with_the_oracle(impl: str, num_tokens: int, num_vocabulary: int, dtypes: str) -> None:
-    problem, oracle, naive = expected(num_tokens, num_vocabulary, dtypes)
-    answer = one_pass_answer(problem, impl)
-    check(answer, oracle, naive, rounding(impl, problem, oracle))
-    assert answer.d_hidden.dtype == problem.hidden.dtype
-    assert answer.d_weight.dtype == problem.weight.dtype
-
-
-@pytest.mark.parametrize("impl", TILED)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_agrees_under_each_setting(impl: str, name: str) -> None:
-    for dtypes in ("float32", "bfloat16"):
-        problem, oracle, naive = expected(7, 151, dtypes, name)
-        check(one_pass_answer(problem, impl), oracle, naive, rounding(impl, problem, oracle))
-
-
-@pytest.mark.parametrize("impl", TILED)
-@pytest.mark.parametrize("budget_bytes", [3 * 2**10, 12 * 2**10])
-def test_answer_does_not_depend_on_the_budget(impl: str, budget_bytes: int) -> None:
-    others = ("mixed", "float32_head") if budget_bytes > 2**13 else ()  # fewer, larger slices take less time
-    for dtypes in ("float32", "bfloat16", *others):
-        problem, oracle, naive = expected(7, 151, dtypes)
-        slack = {"d_weight": 7 * 2**-9 * largest(oracle.d_weight)} if dtypes != "float32" else {}
-        answer = one_pass_answer(problem, impl, memory_budget_bytes=budget_bytes)
-        check(answer, oracle, naive, slack | rounding(impl, problem, oracle))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

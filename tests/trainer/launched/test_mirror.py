@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from abrun.logs.wandb_files import read_wandb_files
 from abrun.messages.codes import Code
 from tests.snapshot import Snapshot
 from tests.wandb_sync.server import Server
@@ -51,3 +52,19 @@ def test_a_killed_mirror_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     os.kill(mirror._process.pid, signal.SIGKILL)
     mirror.finish()
     snapshot(said)
+
+
+@pytest.mark.parametrize("is_success", [True, False])
+def test_a_trainer_says_whether_its_run_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_success: bool
+) -> None:
+    """Its result is written after the upload, so the run has none yet."""
+    from abrun.trainer.loop.recorder import WandbSync
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_of(tmp_path / "x")
+    run.begin_attempt().metrics(1, {"train/reward": 1.0})
+    mirror = WandbSync(run, pytest.fail)
+    mirror.finish(is_success=is_success)
+    (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert read_wandb_files([file], "run").failure == ("" if is_success else "exit code 1")
