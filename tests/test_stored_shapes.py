@@ -25,14 +25,12 @@ from abrun.logs.stored import read_run_dir
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.report.comparing import compare
-from abrun.runs.experiment import REFERENCE
-from abrun.runs.lines import read_json_lines
+from abrun.runs.experiment import REFERENCE, read_reported_verdict
+from abrun.runs.files import MAX_LINE_BYTES
+from abrun.runs.lines import Sample, read_json_lines, sample_row
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import read_saved_state
-from abrun.runs.regular_files import MAX_LINE_BYTES
-from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample, sample_row
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only

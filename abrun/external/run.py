@@ -44,10 +44,10 @@ from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
 from abrun.recipe.experiment import parse_stored_run
+from abrun.runs.files import is_file
 from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
 from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
-from abrun.runs.regular_files import is_file
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, RunWriter
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus
 from abrun.recipe.reading import dotted
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import run_dir
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import UnreadableError, wrap_read_errors
 from abrun.runs.layout import RunName, parse_run_folder
 from abrun.runs.redaction import printable
 from abrun.runs.rundir import RunDir

@@ -6,20 +6,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code
-from abrun.runs.access import UnreadableError, require_access
-from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
-from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
+from abrun.runs.files import (
+    UnreadableError,
+    exists,
+    is_directory,
+    is_file,
+    read_as,
+    read_json,
+    require_access,
+    wrap_read_errors,
+    write_file,
+    write_json,
+)
+from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, REPORT, RESULT, VERDICT, RunName
 from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
-from abrun.runs.regular_files import exists, is_directory, is_file
 from abrun.runs.rundir import RunDir
-from abrun.runs.schemas import Count, Items, checked
+from abrun.runs.schemas import Count, ExitCode, Items, checked
 
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
@@ -249,3 +258,57 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
             exit_code=None,
             signal=None,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredVerdict:
+    """The fields of verdict.json that are the same in every schema version."""
+
+    verdict: Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedVerdict:
+    """The verdict of a report, its exit code, and when it was written (seconds since 1970)."""
+
+    verdict: str  # of verdict.json, or DESCRIPTION if there is no claim
+    exit_code: int
+    written_s: float
+
+    def is_older_than(self, states: Sequence[RunState]) -> bool:
+        """Return True if a run started or finished after the report was written.
+
+        A copy of the experiment has new times of files, and another host may have another clock: a run has
+        finished later only if both say so.
+        """
+        return any(max(state.started_s or 0.0, _finished_s(state)) > self.written_s for state in states)
+
+
+def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
+    """Return the verdict of the report in an experiment's directory; None if there is no report.
+
+    Raises StoreError if the file is damaged.
+    """
+    path = experiment_dir / REPORT / VERDICT
+    if not is_file(path):
+        return None
+    stored = read_as(_StoredVerdict, path)
+    is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0
+    return ReportedVerdict(
+        verdict="DESCRIPTION" if is_description else stored.verdict,
+        exit_code=stored.exit_code,
+        written_s=_modified_s(path),
+    )
+
+
+def _finished_s(state: RunState) -> float:
+    modified_s = _modified_s(state.directory / RESULT)
+    return modified_s if state.ended_s is None else min(modified_s, state.ended_s)
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -20,10 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
-from abrun.runs.access import UnreadableError, unreadable_error
-from abrun.runs.files import make_folder, open_without_links, wrap_write_errors
+from abrun.runs.files import (
+    UnreadableError,
+    make_folder,
+    open_without_links,
+    read_regular,
+    unreadable_error,
+    wrap_write_errors,
+)
 from abrun.runs.owner import Owner, this_process_fields
-from abrun.runs.regular_files import read_regular
 
 LOCK = "launcher.lock"
 REFRESH_EVERY_S = 15.0

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import read_regular, wrap_read_errors
 from abrun.runs.lines import LineReader, row_problem, step_problem
 from abrun.runs.records import MAX_ATTEMPT
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import read_regular
 from abrun.stats.series import Array, Series, Steps
 
 MAX_SKETCH_BYTES = 1 << 28

@@ -13,12 +13,18 @@ from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.messages.records import encode_reasons, stored_reason
-from abrun.runs.access import UnreadableError, unreadable_error
-from abrun.runs.files import read_as, read_json_or_empty
+from abrun.runs.files import (
+    MAX_FILE_BYTES,
+    UnreadableError,
+    exists,
+    is_file,
+    read_as,
+    read_json_or_empty,
+    unreadable_error,
+)
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
 from abrun.runs.redaction import one_line, shortened
-from abrun.runs.regular_files import MAX_FILE_BYTES, exists, is_file
 from abrun.runs.schemas import MAX_COUNT, Count, ExitCode, Flag, Items, PathText, Seconds, Texts, checked
 
 SCHEMA_VERSION = 1

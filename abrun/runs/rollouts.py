@@ -31,9 +31,8 @@ from safetensors.numpy import save
 from abrun.errors import StoreError
 from abrun.messages.codes import Code
 from abrun.runs import layout
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import is_directory, is_file, open_regular, wrap_read_errors
 from abrun.runs.redaction import printable
-from abrun.runs.regular_files import is_directory, is_file, open_regular
 
 FORMAT = 1
 MAX_BYTES = 1 << 34  # of a file

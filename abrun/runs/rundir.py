@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
 from abrun.runs import layout
-from abrun.runs.access import ignore_damage, require_access
 from abrun.runs.files import (
     create_file,
     find_damage,
+    ignore_damage,
+    is_directory,
+    is_file,
     json_text,
     make_folder,
+    open_regular,
     open_without_links,
     read_as,
     read_json,
     remove_partial_files,
+    require_access,
     sync_folder,
     wrap_write_errors,
     write_json,
@@ -33,9 +37,11 @@ from abrun.runs.layout import RunName
 from abrun.runs.lines import (
     LineReader,
     LineWriter,
+    Sample,
     find_bad_lines,
     overwrite_lines,
     read_json_lines,
+    read_samples,
     read_valid_rows,
     row_problem,
 )
@@ -66,8 +72,6 @@ from abrun.runs.records import (
     stall_reason,
     start_step,
 )
-from abrun.runs.regular_files import is_directory, is_file, open_regular
-from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
 from abrun.runs.writer import RunWriter
 

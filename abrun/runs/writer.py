@@ -12,10 +12,9 @@ from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
 from abrun.runs import layout
 from abrun.runs.files import write_file, write_json
-from abrun.runs.lines import LineWriter, json_line
+from abrun.runs.lines import MAX_SAMPLES_BYTES, LineWriter, Sample, json_line, sample_row
 from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
 from abrun.runs.redaction import redacted
-from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
 
 if TYPE_CHECKING:  # numpy
     from abrun.runs.rollouts import RecordedStep

@@ -8,12 +8,11 @@ from abrun.errors import StoreError
 from abrun.messages.codes import Code
 from abrun.messages.numbers import more_text
 from abrun.processes import poll_interval
-from abrun.runs.access import read_error
 from abrun.runs.experiment import is_experiment, planned_runs
+from abrun.runs.files import open_regular, read_error
 from abrun.runs.lock import describe_launcher
 from abrun.runs.records import RunState
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import open_regular
 from abrun.runs.rundir import RunDir
 from abrun.watch.reading import FindJobStates
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.messages.codes import Code
 from abrun.recipe.presets import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig

@@ -19,7 +19,7 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.run import MetricsFollower
-from abrun.launch.memory.sweep import Variant
+from abrun.launch.memory.profile import Variant
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.logs.recorded.sources import ReadingOptions, open_sources

@@ -11,8 +11,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.submit import submit_plan
-from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
+from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan, submit_plan
 from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS, Popen
 from abrun.recipe.launcher import resolve_launcher_settings

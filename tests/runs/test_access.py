@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import read_run_state, write_experiment
-from abrun.runs.files import make_private_folder, write_file, write_json
+from abrun.runs.files import UnreadableError, make_private_folder, write_file, write_json
 from abrun.runs.layout import RunName
+from abrun.runs.lines import Sample
 from abrun.runs.lock import LOCK, describe_launcher, launcher_lock
 from abrun.runs.records import NodeStatus, RunRecord
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
 from tests.snapshot import Snapshot
 
 NAME = RunName(arm="baseline", seed=0)

@@ -30,10 +30,9 @@ from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Ray
 from abrun.recipe.refusals import validated
 from abrun.runs.experiment import open_experiment
-from abrun.runs.files import open_log
+from abrun.runs.files import is_directory, open_log
 from abrun.runs.layout import REPORT
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.regular_files import is_directory
 
 LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
 

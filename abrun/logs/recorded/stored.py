@@ -14,7 +14,6 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import (
     EXPERIMENT,
     REFERENCE,
@@ -22,12 +21,11 @@ from abrun.runs.experiment import (
     planned_runs,
     run_dir,
 )
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import UnreadableError, is_directory, wrap_read_errors
 from abrun.runs.layout import RunName
 from abrun.runs.migrations import migrate_dotted
 from abrun.runs.records import RunRecord, RunState
 from abrun.runs.redaction import display_safe, display_safe_tree, printable
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.runs.traces import FOLDER, StoredTrace, read_trace
 

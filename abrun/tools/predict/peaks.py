@@ -15,8 +15,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
-from abrun.launch.memory.cells import GIB, Point
-from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
+from abrun.launch.memory.profile import COMMAND, GIB, MASTER_DTYPE, Point, SweepPlan
 from abrun.messages.codes import Code
 from abrun.messages.numbers import percent_text
 from abrun.processes import find_run_processes, kill_all

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.probe import run_probe_on_cpu
-from abrun.launch.memory.cells import Point
-from abrun.launch.memory.profile import measure_cell
+from abrun.launch.memory.profile import Point, measure_cell
 from abrun.messages.codes import Code
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.facts import Answer, make_key, read_answer, store_answer, without_section

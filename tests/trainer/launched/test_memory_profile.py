@@ -11,10 +11,18 @@ import torch
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.command import run_environment
 from abrun.experiment.probe import _run_command, is_never_cancelled
-from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit
-from abrun.launch.memory.profile import measure_recipe
-from abrun.launch.memory.show import describe_files, format_progress, make_tables
-from abrun.launch.memory.sweep import SweepPlan, Variant, expand_sweep
+from abrun.launch.memory.profile import (
+    Cell,
+    MemoryProfile,
+    Point,
+    SizeLimit,
+    SweepPlan,
+    Variant,
+    expand_sweep,
+    format_progress,
+    measure_recipe,
+)
+from abrun.launch.memory.show import describe_files, make_tables
 from abrun.messages.codes import Code
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import ExperimentDeclaration, load_recipe

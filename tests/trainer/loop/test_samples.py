@@ -9,9 +9,8 @@ from abrun.cli import app
 from abrun.errors import StoreError
 from abrun.logs.recorded.samples import pair_samples
 from abrun.runs import layout
-from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.runs.lines import LineWriter, Sample, read_json_lines
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
 from abrun.trainer.loop import grpo
 from abrun.trainer.loop.grpo import MAX_TEXT_LENGTH, _shorten
 from tests.snapshot import Snapshot
