@@ -31,6 +31,7 @@ from abrun.runs.lines import Sample, read_json_lines, sample_row
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import read_saved_state
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only
@@ -135,7 +136,7 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
             here.start_step,
             here.initial_weights,
         )
-        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), find_owner(directory)
+        _ = here.heartbeat(), here.nodes(1), read_state(here, here.record().name), find_owner(directory)
 
     return {
         "status of all": lambda: watch.status_json(directory.parent, None),

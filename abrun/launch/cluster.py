@@ -18,7 +18,7 @@ from abrun.recipe.launcher import LauncherSettings
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_tail
 from abrun.runs.lock import find_owner
-from abrun.runs.records import RunState
+from abrun.runs.state import RunState
 
 # Agents kill ranks that save too slowly, this long before the supervisor or an engine kills the agents.
 AGENT_HEAD_START_S = 10.0

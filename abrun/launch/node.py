@@ -17,7 +17,8 @@ from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import parse_stored_run
-from abrun.runs.endings import write_ending
+from abrun.runs.files import open_log
+from abrun.runs.launches import write_ending
 from abrun.runs.rundir import RunDir
 
 FAILED = 2
@@ -54,9 +55,9 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
         raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=problems[0]))
     # The agent limits the size of the log, as on a single machine.
     if meeting.node == 0:
-        with run.open_log() as log:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+        with open_log(run.log) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
     return run_command(run.path, config, meeting), run_environment(run.path, devices, config)

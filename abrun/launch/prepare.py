@@ -43,6 +43,7 @@ from abrun.runs.files import (
     wrap_write_errors,
     write_file,
 )
+from abrun.runs.launches import write_config
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
@@ -155,13 +156,14 @@ def write_run_record(
 ) -> None:
     """Write a run's record, which tells its process what to do."""
     weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
-    RunDir(directory).write_record(
+    write_config(
+        RunDir(directory),
         RunRecord(
             experiment=experiment,
             name=name,
             initial_weights=weights,
             config=config.model_dump(mode="json"),
-        )
+        ),
     )
 
 
@@ -223,7 +225,7 @@ def _update_record(run: RunDir, config: RunConfig) -> None:
         aliases = content["trainer"]["aliases"]
         changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
     if any(record.config.get(key) != value for key, value in changed.items()):
-        run.write_record(replace(record, config={**record.config, **changed}))
+        write_config(run, replace(record, config={**record.config, **changed}))
 
 
 def _refuse_queued(experiment_dir: Path) -> None:

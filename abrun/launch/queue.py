@@ -18,9 +18,11 @@ from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir
 from abrun.runs.files import wrap_read_errors
+from abrun.runs.launches import reopen
 from abrun.runs.lock import Lease, LockedError
 from abrun.runs.records import Status
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 
 # A run that has lost its launcher takes up to 30 s to save a checkpoint.
 ORPHAN_GRACE_S = 40.0
@@ -79,7 +81,7 @@ class LaunchJob:
             if self._has_orphans(say):
                 return False
             if self.run.finished:
-                self.run.reopen(describe_missing(self) or "")
+                reopen(self.run, describe_missing(self) or "")
             return True
         try:
             note = self.lock.acquire()
@@ -128,7 +130,7 @@ class LaunchJob:
         damage = describe_missing(self) or self.run.describe_weights_damage()
         if damage:
             say(f"{self.label}: trained again: {damage}")
-            self.run.reopen(damage)
+            reopen(self.run, damage)
         return damage is None
 
 
@@ -218,13 +220,13 @@ class LaunchQueue:
                 if needed.is_warm_start
                 else Code.RECORDING_FAILED(run=needed.label, status=needed.status)
             )
-            yield jobs, cause, needed.run.state(WARM_START).reason
+            yield jobs, cause, read_state(needed.run, WARM_START).reason
         failed_jobs = [] if self.running_jobs else self.find_common_failure()
         unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:
             first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
             cause = Code.FAILED_ALIKE(run=first_job.label, num_more=num_more)
-            yield unfinished, cause, first_job.run.state(WARM_START).reason
+            yield unfinished, cause, read_state(first_job.run, WARM_START).reason
 
     def find_common_failure(self) -> list[LaunchJob]:
         """Return all ended runs if a common cause makes further runs pointless, or else an empty list.

@@ -37,8 +37,8 @@ from abrun.processes import (
     signal_name,
 )
 from abrun.recipe.command import referenced_values
-from abrun.runs.endings import read_endings
 from abrun.runs.experiment import read_run_state
+from abrun.runs.launches import begin_launch, end_launch, read_endings, update_launch
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 from abrun.runs.redaction import hide_secrets_of, hide_values, redacted
@@ -208,13 +208,13 @@ class Supervisor:
                 self._fail_job(job, error.reason)
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
-        job.run.begin_launch(devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
+        begin_launch(job.run, devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
         job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, devices)
         job.status = "running"
-        job.run.update_launch(pid=job.started.pid)
+        update_launch(job.run, pid=job.started.pid)
 
     def _fail_job(self, job: LaunchJob, reason: Reason) -> None:
         """Fail a job that has no process, or whose process cannot be recorded."""
@@ -227,8 +227,8 @@ class Supervisor:
         job.lock.close()
         with contextlib.suppress(AbrunError):
             if job.run.exists:
-                job.run.begin_launch((), self._git)
-                job.run.end_launch("failed", reason)
+                begin_launch(job.run, (), self._git)
+                end_launch(job.run, "failed", reason)
 
     def _reap(self) -> None:
         for job in self._queue.running_jobs:
@@ -248,7 +248,7 @@ class Supervisor:
             "exit_code": None if exit_status < 0 else exit_status,
             "signal": signal_name(exit_status),
         }
-        job.run.end_launch(job.status, reason, **exit_fields)
+        end_launch(job.run, job.status, reason, **exit_fields)
         job.lock.close()
         code = reason and _leading_reason(reason).code
         is_expected = job.status == "finished" or job.is_stopping

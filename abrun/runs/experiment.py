@@ -26,9 +26,10 @@ from abrun.runs.files import (
 )
 from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, REPORT, RESULT, VERDICT, RunName
 from abrun.runs.migrations import migrate, migrate_dotted
-from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
+from abrun.runs.records import SCHEMA_VERSION, refuse_other_schema
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Count, ExitCode, Items, checked
+from abrun.runs.state import RunState, read_state
 
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
@@ -245,7 +246,7 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
         with wrap_read_errors(run.path):
             if os.path.isfile(run.path):
                 raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
-            return run.state(name)
+            return read_state(run, name)
     except StoreError as error:
         return RunState(
             name=name,

@@ -1,8 +1,8 @@
 """Safe files: regular ones alone, readable by the right users, written atomically; errors of one line.
 
-Reading cannot block: opening a pipe could wait forever for a writer, and a device has no end, so only regular
-files are read. Symbolic links are never followed in the store: a link in the place of a file is an error, also
-when reading, since it could bring any file into a report.
+Reading cannot block: opening a pipe could wait forever for a writer, and a device has no end, so only
+regular files are read. Symbolic links are never followed in the store: a link in the place of a file is an
+error, also when reading, since it could bring any file into a report.
 
 A file keeps the readers of the file that it replaces. A new file gets the readers of the record above it
 (`config.json` of a run, `experiment.json` of an experiment), so one `chmod -R g+rX` also applies to files
@@ -442,8 +442,9 @@ def refuse_link(path: Path) -> None:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a file for appending; see open_without_links."""
-    return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+    """Open a file for appending; see open_without_links. Raises StoreError."""
+    with wrap_write_errors(path):
+        return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def open_without_links(path: Path, flags: int, mode: int = PRIVATE_MODE) -> int:

@@ -17,8 +17,8 @@ from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read
 from abrun.runs.files import UnreadableError
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import CURVES, STEP_TIME, is_peak_memory
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 

@@ -37,6 +37,7 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, FORKING, run_to_end
 from tests.snapshot import Snapshot
@@ -419,7 +420,7 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=0.3", "steps=100")
     process = start(directory)
     until(lambda: rows(directory))
-    RunDir(directory).begin_attempt()
+    begin_attempt(RunDir(directory))
     assert process.wait(30) == 2
     fenced = Code.ATTEMPT_FENCED(path=directory, newest=2, attempt=1)
     assert f"error: {sentence(fenced)}" in (directory / "stdout.log").read_text()
@@ -499,7 +500,7 @@ def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
     """Read as the command's metrics, abrun's own would be told again and again."""
     directory = prepared(tmp_path)
     run = RunDir(directory)
-    run.begin_attempt().metrics(1, {"x": 1.0})
+    begin_attempt(run).metrics(1, {"x": 1.0})
     (directory / "logs").mkdir()
     for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):
         (directory / link).symlink_to(target)

@@ -18,8 +18,8 @@ from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 from tests.launch.forked import SHARED_SERVER
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"

@@ -31,14 +31,16 @@ from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import load_recipe, parse_stored_run
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.runs import experiment, files, lock, rundir
-from abrun.runs.endings import read_endings, write_ending
+from abrun.runs import experiment, files, launches, lock
 from abrun.runs.experiment import WARM_STARTS, open_experiment, planned_runs, read_run_state
 from abrun.runs.files import fingerprint, read_json
+from abrun.runs.launches import begin_launch, read_endings, write_ending
 from abrun.runs.lines import read_json_lines
 from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher
-from abrun.runs.records import Launch, RunState, recorded_reason
+from abrun.runs.records import Launch, recorded_reason
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState, read_state
+from abrun.runs.writer import begin_attempt
 from tests.launch.fakes import FAKE, FRESH_FAKES, Silent, run_to_end
 from tests.snapshot import Snapshot
 from tests.written_runs import make_run, run_config
@@ -57,7 +59,7 @@ def test_a_damaged_file_of_a_finished_run_ends_no_resume(tmp_path: Path, name: s
     plan = plan_of()
     with own_experiment(plan, tmp_path / "small", resume=False):
         job = queue.LaunchQueue(plan, tmp_path / "small").jobs[0]
-    writer = job.run.begin_attempt()
+    writer = begin_attempt(job.run)
     for step in range(1, job.config.steps + 1):
         writer.metrics(step, {"train/reward": 1.0})
     writer.finish(job.config.steps)
@@ -88,7 +90,7 @@ def ended(launch: Launch) -> float:
 
 
 def state_of(experiment_dir: Path, run: str) -> RunState:
-    return RunDir(experiment_dir / run).state(RunName(arm="any", seed=0))
+    return read_state(RunDir(experiment_dir / run), RunName(arm="any", seed=0))
 
 
 @pytest.fixture(autouse=True)
@@ -466,7 +468,7 @@ def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool
             raise StoreError(f"{path}: cannot be written: No space left on device")
         write_json(path, content)
 
-    for module in (rundir, experiment):
+    for module in (launches, experiment):
         monkeypatch.setattr(module, "write_json", write)
 
 
@@ -863,9 +865,9 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
     """Between the word of a run and its end lie seconds in which Ctrl-C may come."""
     run = make_run(tmp_path / "run", run_config())
     run_dir = RunDir(run)
-    run_dir.begin_launch((), None)
+    begin_launch(run_dir, (), None)
     failure = Code.EXIT_CODE(exit_code=2, last_line="no engine")
-    run_dir.begin_attempt().fail(failure, exit_code=2)
+    begin_attempt(run_dir).fail(failure, exit_code=2)
     job = queue.LaunchJob(label="run", run=run_dir, config=run_config())
     job.is_stopping, job.stop_requested_s = True, (run_dir.attempt().ended_s or 0) + asked_after_s
     reason = failure if expected == "failed" else Code.STOPPED_BY_SIGNAL()
@@ -875,7 +877,7 @@ def test_what_failed_before_it_was_asked_to_stop_has_failed(
 def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path) -> None:
     """Of what is printed beside notes, reasons count, of a node that does not see the run directory."""
     run = RunDir(make_run(tmp_path / "run", run_config()))
-    run.begin_launch((), None)
+    begin_launch(run, (), None)
     lost = Code.RANKS_LOST(waited_s=9.0, doing="logprobs", error="timed out")
     effect = Code.EXCEPTION(kind="LaunchError", error=lost, origin=None)
     killed = Code.OUT_OF_MEMORY_KILLED(signal="SIGKILL", exit_code=None)

@@ -23,7 +23,7 @@ from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.metric_names import PEAK_MEMORY, is_peak_memory
-from abrun.runs.rundir import SCHEMA_VERSION
+from abrun.runs.records import SCHEMA_VERSION
 
 GIB = 2**30
 

@@ -38,8 +38,9 @@ from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Ray
 from abrun.recipe.run import RunConfig
-from abrun.runs.endings import write_ending
 from abrun.runs.experiment import run_dir
+from abrun.runs.files import open_log
+from abrun.runs.launches import write_ending
 from abrun.runs.rundir import RunDir
 
 POLL_INTERVAL_S = 0.5
@@ -368,5 +369,5 @@ class GangRun:
 
     def _print(self, content: bytes) -> None:
         if content:
-            with contextlib.suppress(StoreError, OSError), self.run.open_log() as log:
-                os.write(log, content)
+            with contextlib.suppress(StoreError, OSError), open_log(self.run.log) as log:
+                log.write(content)

@@ -19,7 +19,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.runs.experiment import WARM_START
-from abrun.runs.records import RunState
+from abrun.runs.state import RunState
 
 # The driver kills runs that do not save in time, before Ray kills the driver.
 KILL_AFTER_S = 20

@@ -36,8 +36,10 @@ from abrun.recipe.launcher import Slurm
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import WARM_START, open_experiment
+from abrun.runs.launches import begin_launch, end_launch
 from abrun.runs.lock import Lease
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 
 RELEASE_TIMEOUT_S = 30.0
 NODE_ANSWER_S = 30.0
@@ -178,7 +180,7 @@ def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
         return queue
     for job in queue.jobs:
         if job.is_warm_start:
-            status = "finished" if job.run.finished else job.run.state(WARM_START).status
+            status = "finished" if job.run.finished else read_state(job.run, WARM_START).status
             job.status = status if status in ("finished", "interrupted") else "failed"
     return queue
 
@@ -188,8 +190,8 @@ def _fail_runs(experiment_dir: Path, names: list[str], reason: Reason) -> None:
         run = RunDir(experiment_dir / name)
         if run.exists and not run.finished:
             with contextlib.suppress(AbrunError):
-                run.begin_launch((), None)
-                run.end_launch("failed", reason)
+                begin_launch(run, (), None)
+                end_launch(run, "failed", reason)
 
 
 def _failed_to_restart(job: LaunchJob) -> bool:

@@ -18,8 +18,8 @@ from abrun.launch.slurm.jobs import AllocationRequest, JobScript
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 
 # A job that starts right after its requeue is killed ("Job credential revoked").
 RELEASE_AFTER_S = 10.0

@@ -27,7 +27,7 @@ from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
-from abrun.runs.rundir import SCHEMA_VERSION
+from abrun.runs.records import SCHEMA_VERSION
 from abrun.tools.predict.facts import Answer
 from abrun.tools.predict.probes import TRACE, Probe, ProbePool, ask_longest, ask_predicted
 

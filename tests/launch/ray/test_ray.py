@@ -22,7 +22,9 @@ from abrun.launch.ray.client import RayJob
 from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
+from abrun.runs.launches import begin_launch
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from tests.launch import fakes
 from tests.launch.fakes import FAKE, run_to_end, seen
 from tests.launch.test_local import SMALL
@@ -199,8 +201,8 @@ def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> 
     record.write_driver(experiment_dir, job, {"baseline/seed-0": "for 2 nodes with 1 CPU each"}, None)
     assert seen(experiment_dir).message == f"job {job} waits for 2 nodes with 1 CPU each"
     here = RunDir(experiment_dir / "baseline" / "seed-0")
-    here.begin_launch((), None)
-    here.begin_attempt()
+    begin_launch(here, (), None)
+    begin_attempt(here)
     assert seen(experiment_dir).status == "waiting"  # what its directory says is of an attempt before
     record.write_driver(experiment_dir, job, {}, None)
     assert seen(experiment_dir).status == "running"

@@ -26,9 +26,11 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.recipe.launcher import parse_time_limit, resolve_launcher_settings
 from abrun.runs.experiment import read_run_state
+from abrun.runs.launches import begin_launch
 from abrun.runs.layout import RunName
 from abrun.runs.lock import launcher_lock
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from tests.launch import fakes
 from tests.launch.fakes import FAKE, seen
 from tests.launch.test_local import SMALL
@@ -349,7 +351,7 @@ def test_resume_submits_what_is_left_once_the_queue_is_empty(
     assert refusal.value.code is Code.JOBS_QUEUED
     snapshot(refusal.value)
     cancel_experiment(experiment_dir)
-    RunDir(experiment_dir / "baseline" / "seed-0").begin_attempt().finish(3)
+    begin_attempt(RunDir(experiment_dir / "baseline" / "seed-0")).finish(3)
     (experiment_dir / "baseline/seed-0/metrics.jsonl").write_text(
         "".join(f'{{"step": {step}, "attempt": 1}}\n' for step in (1, 2, 3))
     )
@@ -396,8 +398,8 @@ def test_a_run_whose_folder_is_removed_while_its_job_runs_has_failed(slurm: Path
 def test_a_run_at_work_whose_job_has_ended_is_dead(slurm: Path, tmp_path: Path) -> None:
     experiment_dir = submit(planned(), tmp_path)
     here = RunDir(experiment_dir / "baseline" / "seed-0")
-    here.begin_launch((), None)
-    here.begin_attempt()
+    begin_launch(here, (), None)
+    begin_attempt(here)
     (slurm / "queue").write_text("101|0|RUNNING|None|n1|\n")
     assert seen(experiment_dir).status == "running"
     (slurm / "queue").write_text("101|0|NODE_FAIL|None|n1|\n")

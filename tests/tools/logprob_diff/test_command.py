@@ -10,6 +10,7 @@ import pytest
 from abrun.errors import AbrunError
 from abrun.messages.codes import Code
 from abrun.runs.files import read_json, write_json
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineWriter
 from abrun.runs.records import RunRecord
@@ -91,8 +92,8 @@ def test_what_has_no_weights_of_an_engine_s_policy_is_refused(tmp_path: Path, sn
         },
         "steps": 3,
     }
-    RunDir(foreign).write_record(
-        RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
+    write_config(
+        RunDir(foreign), RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
     )
     snapshot(refused(foreign, tmp_path))
     gone = make_run(tmp_path / "gone", run_config(), initial_weights=tmp_path / "warm")
