@@ -20,6 +20,7 @@ from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
 from abrun.messages import sentences
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run
@@ -80,14 +81,17 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     """Return the directory of an experiment. Raises LaunchError if its name cannot be a folder name."""
     name = recipe_name if options.name is None else options.name
     if not re.fullmatch(NAME_PATTERN, name) or name == WARM_STARTS:
-        raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
+        raise LaunchError(
+            f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100, but not "
+            f"{WARM_STARTS!r}"
+        )
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
 def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
-        raise LaunchError(Code.PLAN_CANNOT_RUN(recipe=plan.recipe.name, problems=problems))
+        raise LaunchError(_problems(recipe=plan.recipe.name, problems=problems))
 
 
 def refuse_existing(experiment_dir: Path) -> None:
@@ -96,10 +100,11 @@ def refuse_existing(experiment_dir: Path) -> None:
         names = planned_runs(experiment_dir)
         finished = sum(read_run_state(experiment_dir, name).status == "finished" for name in names)
         raise LaunchError(
-            Code.EXPERIMENT_EXISTS(directory=experiment_dir, finished=finished, runs=len(names))
+            f"{experiment_dir}: an experiment already exists here ({finished} of {len(names)} runs "
+            "finished); continue it with --resume, or choose another --name"
         )
     if is_directory(experiment_dir) and not _is_just_begun(experiment_dir):
-        raise LaunchError(Code.DIRECTORY_IN_USE(directory=experiment_dir))
+        raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
 
 @contextlib.contextmanager
@@ -232,7 +237,10 @@ def _refuse_queued(experiment_dir: Path) -> None:
     cluster_jobs = find_cluster_jobs(experiment_dir)
     active = cluster_jobs.active_job_ids if cluster_jobs else []
     if active:
-        raise LaunchError(Code.JOBS_QUEUED(directory=experiment_dir, jobs=active))
+        raise LaunchError(
+            f"{experiment_dir}: --resume: its jobs are still in the queue ({listed(active)}); wait for them, "
+            f"or cancel them: abrun stop {experiment_dir}"
+        )
 
 
 def _is_just_begun(experiment_dir: Path) -> bool:
@@ -253,7 +261,10 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
     can_rename_aliases = True
     for name in planned_runs(experiment_dir):
         if name not in planned:
-            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
+            raise LaunchError(
+                f"{experiment_dir}: --resume: the recipe no longer has the run {name}, which exists here; "
+                "restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name"
+            )
         run = RunDir(run_dir(experiment_dir, name))
         is_readable = False
         with contextlib.suppress(StoreError), wrap_read_errors(run.path):
@@ -267,19 +278,20 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
             if difference := _describe_difference(
                 run, planned[name].config, can_rename_aliases=can_rename_aliases
             ):
-                raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
+                raise LaunchError(
+                    f"{run.path}: --resume: the run was launched with another recipe: {difference}; restore "
+                    "the recipe, or choose another --name"
+                )
             weights |= {name.arm: run.initial_weights} if run.initial_weights else {}
     for run in plan.runs:
         recorded_weights = weights.get(run.name.arm) if run.name not in recorded and run.warm_start else None
         planned_weights = RunDir(warm_start_dir(experiment_dir, run.warm_start or "")).final_weights
         if recorded_weights and os.path.normpath(recorded_weights) != os.path.normpath(planned_weights):
             raise LaunchError(
-                Code.RESUME_OTHER_WARM_START(
-                    directory=experiment_dir,
-                    run=str(run.name),
-                    warm_start=run.warm_start,
-                    recorded=recorded_weights.parent.parent.name,
-                )
+                f"{experiment_dir}: --resume: {run.name} would start from the warm start {run.warm_start}, "
+                f"but the other runs of its arm started from {recorded_weights.parent.parent.name}; this "
+                "version of abrun makes warm starts differently; resume with the version that launched them, "
+                "or choose another --name"
             )
 
 
@@ -374,3 +386,8 @@ def _find_equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
         is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
         if changes.keys() <= (clipping_keys if is_per_token else clipping_keys | {"algorithm.loss"}):
             yield Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes])
+
+
+def _problems(recipe: str, problems: list[str]) -> str:
+    omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
+    return f"{recipe}: {problems[0]}{omitted}"

@@ -120,7 +120,9 @@ class LaunchJob:
             kill_all(lambda: find_run_processes(self.run.path)) if now > self.kill_orphans_at_s else None
         )
         if survivors:  # another user's processes, or processes stuck in a driver
-            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_format_pids(survivors)))
+            raise LaunchError(
+                f"processes of an earlier launch cannot be killed ({_format_pids(survivors)}); end them"
+            )
         return True
 
     def _is_complete(self, say: Callable[[str], object]) -> bool:

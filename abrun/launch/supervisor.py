@@ -242,7 +242,7 @@ class Supervisor:
 
     def _record_end(self, job: LaunchJob, exit_status: int) -> None:
         if not job.run.exists:
-            raise LaunchError(Code.RUN_DIRECTORY_GONE(directory=job.run.path))
+            raise LaunchError(f"{job.run.path} no longer exists")
         job.status, reason = _determine_ending(job, exit_status)
         exit_fields: dict[str, Any] = {
             "exit_code": None if exit_status < 0 else exit_status,

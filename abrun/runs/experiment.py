@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs.files import (
     UnreadableError,
     exists,
@@ -112,9 +111,9 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     """Return the content of `experiment.json` with today's keys. Raises StoreError if it is malformed."""
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
-            raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
+            raise StoreError(f"{experiment_dir / EXPERIMENT}: not a file; restore it")
         remedy = _suggest_experiments(experiment_dir)
-        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=remedy))
+        raise StoreError(f"{experiment_dir}: no experiment here; {remedy}")
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     convert = {"recipe": migrate, "treatment_diff": _migrate_diff, "decided": migrate_dotted}
@@ -162,7 +161,7 @@ def find_run(run: str, runs_dir: Path) -> Path:
         return dir_by_name if is_directory(dir_by_name) else path
     if closest := suggest_path(dir_by_name) or suggest_path(path):
         hint = f"did you mean {closest}?"
-        raise StoreError(Code.PATH_MISSING(path=run, problem="no such run", remedy=hint))
+        raise StoreError(f"{run}: no such run; {hint}")
     return path
 
 
@@ -201,7 +200,7 @@ def planned_runs(experiment_dir: Path) -> list[RunName]:
     """Return the planned runs of an experiment in launch order. Raises StoreError."""
     runs = open_experiment(experiment_dir).get("runs")
     if runs is None:
-        raise StoreError(Code.EXPERIMENT_LACKS_RUNS(path=experiment_dir / EXPERIMENT))
+        raise StoreError(f"{experiment_dir / EXPERIMENT}: runs: missing; restore the file, or launch again")
     return [RunName(arm=run["arm"], seed=run["seed"], rerun=run.get("rerun", 0)) for run in runs]
 
 
@@ -245,7 +244,7 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
     try:
         with wrap_read_errors(run.path):
             if os.path.isfile(run.path):
-                raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
+                raise StoreError(f"{run.path}: is a file, but has to be a folder; move it away")
             return read_state(run, name)
     except StoreError as error:
         return RunState(

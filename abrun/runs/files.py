@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs import layout
 from abrun.runs.owner import Owner
 from abrun.runs.redaction import shortened
@@ -85,12 +84,17 @@ def _file_mode(path: str | os.PathLike[str]) -> int | None:
 
 def open_regular(path: Path, extra_flags: int = 0) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError if it is missing or not a regular file."""
+    return open(_open_descriptor(path, os.O_RDONLY | extra_flags), "rb")
+
+
+def _open_descriptor(path: Path, flags: int, mode: int = 0) -> int:
+    """Open a regular file, without waiting for the other end of a pipe. Raises OSError for anything else."""
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     # Check after opening: the path could refer to something else a moment later.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | extra_flags)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(file, "rb")
+    return file
 
 
 def read_regular(path: Path, max_bytes: int | None = None, extra_flags: int = 0) -> bytes:
@@ -207,19 +211,29 @@ def share_new_folder(path: Path, *, private: bool = False) -> int:
 def unreadable_error(path: Path) -> UnreadableError:
     """Return the error for a path that this user may not read: the file, its owner and how to share it."""
     denied_path = next((parent for parent in reversed(path.parents) if _is_inaccessible(parent)), path)
-    shared_folder = _shared_folder(denied_path)
+    problem = f"{denied_path}: cannot be read: Permission denied"
     try:
         status = os.lstat(denied_path)
     except OSError:
-        return UnreadableError(Code.PERMISSION_DENIED(path=denied_path, owner=None, fix=None))
+        return UnreadableError(f"{problem}; ask its owner to share it")
+
+    # The folder to share: the experiment's, else the path or its parent
+    folders = (denied_path, *denied_path.parents[:MAX_PARENTS])
+    experiments = (folder for folder in folders if os.path.isfile(folder / layout.EXPERIMENT))
+    folder = denied_path if is_directory(denied_path) else denied_path.parent
+    shared = shlex.quote(str(next(experiments, folder)))
     if status.st_uid == os.geteuid():
-        return UnreadableError(
-            Code.PERMISSION_DENIED(path=denied_path, owner=None, fix=f"chmod -R u+rX {shared_folder}")
-        )
-    is_own_group = status.st_gid in (os.getegid(), *os.getgroups())
-    change_group = "" if is_own_group else f"chgrp -R GROUP {shared_folder} && "
-    fix = f"{change_group}chmod -R g+rX {shared_folder}"
-    return UnreadableError(Code.PERMISSION_DENIED(path=denied_path, owner=_user_name(status.st_uid), fix=fix))
+        return UnreadableError(f"{problem}; allow it with: chmod -R u+rX {shared}")
+    try:
+        owner = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        owner = f"user {status.st_uid}"
+    fix = f"{problem}; ask its owner {owner} for:"
+    if status.st_gid in (os.getegid(), *os.getgroups()):
+        return UnreadableError(f"{fix} chmod -R g+rX {shared}")
+    return UnreadableError(
+        f"{fix} chgrp -R GROUP {shared} && chmod -R g+rX {shared} (GROUP: one that you are in)"
+    )
 
 
 def read_error(path: Path, error: OSError) -> StoreError:
@@ -227,8 +241,12 @@ def read_error(path: Path, error: OSError) -> StoreError:
     if isinstance(error, PermissionError):
         return unreadable_error(path)
     if error.errno == errno.ELOOP and os.path.islink(path):
-        return StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
-    return StoreError(Code.UNREADABLE(path=path, error=error.strerror or str(error)))
+        return _link_error(path)
+    return StoreError(f"{path}: cannot be read: {error.strerror or str(error)}")
+
+
+def _link_error(path: Path) -> StoreError:
+    return StoreError(f"{path}: is a symbolic link, but has to be a file; remove the link")
 
 
 @contextlib.contextmanager
@@ -261,22 +279,6 @@ def has_permission(path: Path | str, mode: int) -> bool:
 
 def _is_inaccessible(folder: Path) -> bool:
     return os.path.isdir(folder) and not has_permission(folder, os.X_OK)
-
-
-def _shared_folder(path: Path) -> str:
-    """Return the folder to share, quoted for a shell: the experiment's, else the path or its parent."""
-    for folder in (path, *path.parents[:MAX_PARENTS]):
-        with contextlib.suppress(OSError):
-            if stat.S_ISREG(os.lstat(folder / layout.EXPERIMENT).st_mode):
-                return shlex.quote(str(folder))
-    return shlex.quote(str(path if is_directory(path) else path.parent))
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 # --- writing ---
@@ -340,7 +342,12 @@ def _write_partial(
         file = os.open(partial, NEW_FILE_FLAGS, mode)
         try:
             grant(file, access) if access else share_new_file(file, path)
-            write_all(file, content)
+            remaining = memoryview(content)
+            while remaining:  # a write may take less than all
+                written = os.write(file, remaining)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                remaining = remaining[written:]
             if durable:
                 os.fsync(file)
         finally:
@@ -363,27 +370,15 @@ def remove_partial_files(folder: Path) -> None:
             folders.clear()
         for path in (Path(parent, name) for name in partial_files(names)):
             with contextlib.suppress(OSError):
-                if _is_abandoned(path):
+                host, _, number = path.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
+                if not number.isdecimal():  # not named by abrun: possibly a trainer's file
+                    continue
+                if host.endswith(f".{socket.gethostname()}"):
+                    is_abandoned = Owner(host=socket.gethostname(), pid=int(number)).is_gone
+                else:
+                    is_abandoned = time.time() - path.stat().st_mtime > ABANDONED_AFTER_S
+                if is_abandoned:
                     path.unlink()
-
-
-def _is_abandoned(partial: Path) -> bool:
-    host, _, number = partial.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
-    if not number.isdecimal():  # not named by abrun: possibly a trainer's file
-        return False
-    if host.endswith(f".{socket.gethostname()}"):
-        return Owner(host=socket.gethostname(), pid=int(number)).is_gone
-    return time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S
-
-
-def write_all(file: int, content: bytes) -> None:
-    """Call `os.write`, which may write less than requested, until all of `content` is written."""
-    remaining = memoryview(content)
-    while remaining:
-        written = os.write(file, remaining)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        remaining = remaining[written:]
 
 
 def make_folder(path: Path) -> None:
@@ -438,7 +433,7 @@ def sync_folder(path: Path) -> None:
 def refuse_link(path: Path) -> None:
     """Raise StoreError if a symbolic link takes the place of a store file: it could lead anywhere."""
     if path.is_symlink():
-        raise StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
+        raise _link_error(path)
 
 
 def open_log(path: Path) -> BinaryIO:
@@ -454,11 +449,8 @@ def open_without_links(path: Path, flags: int, mode: int = PRIVATE_MODE) -> int:
     path is a regular file.
     """
     is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
-    # O_NONBLOCK: opening a pipe without a reader must not block.
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    file = _open_descriptor(path, flags | os.O_NOFOLLOW, mode)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
         os.set_blocking(file, True)
         if is_new:
             share_new_file(file, path)
@@ -499,17 +491,17 @@ def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
         text = read_regular(path, max_bytes, os.O_NOFOLLOW)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
-        raise StoreError(
-            Code.PATH_MISSING(path=path, problem="no such file", remedy="is this a run directory of abrun?")
-        ) from None
+        raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
     except OSError as error:
         raise read_error(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise StoreError(Code.NOT_READABLE_AS(path=path, format="JSON", problem=str(error))) from None
+        raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise StoreError(Code.JSON_NOT_AN_OBJECT(path=path, type=type(content).__name__))
+        raise StoreError(f"{path}: got {type(content).__name__}; allowed: a JSON object")
     if is_too_deep(text, content):
-        raise StoreError(Code.JSON_TOO_DEEP(path=path, got=shortened(content), max_depth=MAX_DEPTH))
+        raise StoreError(
+            f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} levels deep; restore it"
+        )
     return content
 
 
@@ -519,7 +511,7 @@ def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str,
         if is_file(path):
             return read_json(path, max_bytes)
         if exists(path):
-            raise StoreError(Code.NOT_A_FILE(path=path))
+            raise StoreError(f"{path}: not a file; move it away")
         return {}
 
 
@@ -562,13 +554,12 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        is_file_in_place_of_folder = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = (
-            "a file is in the place of a folder"
-            if is_file_in_place_of_folder
-            else error.strerror or str(error)
-        )
-        raise StoreError(Code.UNWRITABLE(path=path, error=reason)) from error
+        reason = error.strerror or str(error)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "a file is in the place of a folder"
+        raise StoreError(
+            f"{path}: cannot be written: {reason}; free some space, or choose another --runs-dir"
+        ) from error
 
 
 def partial_files(names: Iterable[str]) -> list[str]:

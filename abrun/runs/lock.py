@@ -104,17 +104,12 @@ class Lease:
         """Return the owner that has lost the lock, or None. Raises LockedError if an owner holds it."""
         owner = _parse_owner(os.pread(file, 4096, 0))
         if not _is_at(file, self._path) or (owner is None and locked is False):
-            raise LockedError(Code.LOCKED(path=self._path, problem="launcher is starting in this directory"))
+            raise LockedError(f"{self._path}: another launcher is starting in this directory")
         if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
             return owner
-        raise LockedError(
-            Code.LAUNCHED_BY_ANOTHER(
-                path=self._path,
-                owner=str(owner),
-                pid=owner.pid if owner.is_visible else None,
-                may_take_over=not owner.shares_kernel,
-            )
-        )
+        remedy = f"stop it with: kill {owner.pid}" if owner.is_visible else "stop it there"
+        remedy += "" if owner.shares_kernel else ", or take over with --take-over"
+        raise LockedError(f"{self._path}: {owner} is already launching this; wait for it, {remedy}")
 
     def _write_owner(self, file: int) -> None:
         owner_fields = {**this_process_fields(), "token": self._token, "started_s": time.time()}
@@ -136,7 +131,9 @@ class Lease:
             return  # possibly removed by hand: nobody has taken over
         if self._token.encode() not in content:
             owner = _parse_owner(content)
-            raise TakenOverError(Code.TAKEN_OVER(path=self._path, owner=str(owner or "another launcher")))
+            raise TakenOverError(
+                f"{self._path}: {owner or 'another launcher'} has taken over, so this launcher stops its runs"
+            )
 
 
 @contextlib.contextmanager
@@ -166,7 +163,7 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         os.close(file)
         if time.monotonic() > deadline_s:
-            raise LockedError(Code.FILE_LOCKED(path=path))
+            raise LockedError(f"{path}: another process is changing it; wait for it and try again")
         time.sleep(POLL_S)
     try:
         yield
@@ -185,7 +182,9 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _try_kernel_lock(lock) is False:
-            raise LockedError(Code.FOLDER_LOCKED(folder=folder, command=command))
+            raise LockedError(
+                f"{folder}: another {command} is working there; wait for it, or give another --output"
+            )
         yield
     finally:
         os.close(lock)

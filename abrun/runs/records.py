@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.messages.records import encode_reasons, stored_reason
 from abrun.runs.files import (
     MAX_FILE_BYTES,
@@ -225,7 +225,8 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise StoreError(
-            Code.SCHEMA_VERSION_UNKNOWN(path=path, got=shortened(version), supported=SCHEMA_VERSION)
+            f"{path}: schema_version is {shortened(version)}, but this abrun reads {SCHEMA_VERSION}; use the "
+            "version that wrote it"
         )
 
 
@@ -334,15 +335,12 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 def read_saved_state(path: Path) -> SavedState:
     """Return the saved state in a checkpoint's folder. Raises StoreError; its text omits the folder."""
     if not exists(path / SAVED_STATE):
-        raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
+        raise StoreError(f"{SAVED_STATE}: no such file")
     try:
         state = read_as(SavedState, path / SAVED_STATE)
     except StoreError as error:
-        full_path = str(path / SAVED_STATE)
-        raise StoreError(
-            error.reason.map_texts(lambda text: SAVED_STATE if text == full_path else text)
-        ) from None
+        raise StoreError(str(error).replace(str(path / SAVED_STATE), SAVED_STATE)) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:
-        raise StoreError(Code.STATE_LACKS_RANKS(file=SAVED_STATE, files=len(expected), ranks=state.num_ranks))
+        raise StoreError(f"{SAVED_STATE}: lists {len(expected)} files for {state.num_ranks} ranks")
     return state

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs import layout
 from abrun.runs.files import (
     find_damage,
@@ -112,7 +111,7 @@ class RunDir:
             read_json(path)
         record = read_stored_config(path, MAX_RECORD_BYTES).record()
         if record is None:
-            raise StoreError(Code.RUN_RECORD_INCOMPLETE(path=path))
+            raise StoreError(f"{path}: lacks arm, seed, rerun or config; launch the run again")
         return record
 
     @property
@@ -179,8 +178,8 @@ class RunDir:
 
     def nodes(self, attempt: int) -> list[NodeStatus]:
         """Return the last status of each node of an attempt."""
-        nodes = []
         require_access(self.path / layout.NODES)
+        nodes = list[NodeStatus]()
         for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
             with ignore_damage():  # for example after a power loss
                 nodes.append(read_as(NodeStatus, path))
@@ -257,16 +256,15 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Return the float64 sketches of the final weights by tensor; empty if missing or unreadable."""
-        return self._sketch(layout.FINAL_SKETCH)
+        from abrun.runs.metrics import read_sketch
+
+        return read_sketch(self.path / layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Return the sketches of the initial weights; see `final_sketch`."""
-        return self._sketch(layout.INITIAL_SKETCH)
-
-    def _sketch(self, name: str) -> "dict[str, Array]":
         from abrun.runs.metrics import read_sketch
 
-        return read_sketch(self.path / name)
+        return read_sketch(self.path / layout.INITIAL_SKETCH)
 
     @property
     def start_step(self) -> int:

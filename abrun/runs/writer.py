@@ -147,7 +147,10 @@ class RunWriter:
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=ROWS_LOST))
+            raise StoreError(
+                f"{self._metrics.path}: {ROWS_LOST}; continue with --resume, which records the lost steps "
+                "again"
+            )
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
@@ -245,9 +248,11 @@ class RunWriter:
         """Raise FencedError if a newer attempt has begun, or if this one's record was removed."""
         newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
-            raise FencedError(Code.ATTEMPT_REMOVED(path=self.path, attempt=self.attempt))
+            raise FencedError(f"{self.path}: was removed, so attempt {self.attempt} stops")
         if newest != self.attempt:
-            raise FencedError(Code.ATTEMPT_FENCED(path=self.path, newest=newest, attempt=self.attempt))
+            raise FencedError(
+                f"{self.path}: attempt {newest} now owns this run, so attempt {self.attempt} stops"
+            )
 
     def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()

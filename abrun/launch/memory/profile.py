@@ -15,7 +15,6 @@ from typing import Any, Literal
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.preflight.model_files import model_shape
 from abrun.experiment.probe import is_never_cancelled, read_rows, require_devices, run_probe
-from abrun.messages.codes import Code
 from abrun.recipe.algorithms import Dpo
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration, load_recipe
 from abrun.recipe.reading import parse_yaml
@@ -199,9 +198,12 @@ class Variant:
         for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
             config = self.recipe.run_config(arm)
             if not isinstance(config, OwnRunConfig):
-                raise LaunchError(Code.MEASURES_ABRUN_TRAINER(recipe=self.recipe.name, arm=arm))
+                raise LaunchError(
+                    f"{self.recipe.name}: arms.{arm}: trainer.type: got 'command', but memory-profile only "
+                    "runs steps of abrun's own trainer; measure a foreign one with its own tools"
+                )
             for problem in unsupported_settings(config):
-                raise LaunchError(Code.OF_SUBJECT(subject=f"{self.recipe.name}: arms.{arm}", problem=problem))
+                raise LaunchError(f"{self.recipe.name}: arms.{arm}: {problem}")
             configs[arm] = config
         for config in configs.values() if on_this_machine else ():
             require_devices(config)
@@ -232,11 +234,17 @@ class SweepPlan:
             configs = variant.configs(on_this_machine=on_this_machine)
             has_no_limit = self.searched_size and self.budget_bytes is None
             if on_this_machine and has_no_limit and not configs[BASELINE].cluster.gpus_per_node:
-                raise LaunchError(Code.SEARCH_NEEDS_BUDGET())
+                raise LaunchError(
+                    "--budget-gib: missing; a search on CPU cores needs a limit, because the machine would "
+                    "run out of memory"
+                )
             divisor = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
             for num_sequences in self.sequences or (configs[BASELINE].policy.micro_batch_size or divisor,):
                 if num_sequences % divisor:
-                    raise LaunchError(Code.SEQUENCES_ODD(got=num_sequences))
+                    raise LaunchError(
+                        f"--sequences: got {num_sequences} with algorithm.type 'dpo', which keeps pairs "
+                        "together; use an even number"
+                    )
                 batches.append((variant, num_sequences, configs))
         return batches
 
@@ -254,11 +262,14 @@ def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) ->
     values_by_key: dict[str, list[Any]] = {}
     for key, values in map(_parse_sweep, sweeps):
         if key in values_by_key:
-            raise RecipeError(Code.SWEEP_KEY_TWICE(key=key))
+            raise RecipeError(f"--sweep: got {key} twice; give all its values at once, such as {key}=A,B")
         for arm, arm_settings in base.arms.items():
             for arm_key in arm_settings:
                 if f"{key}.".startswith(f"{arm_key}.") or f"{arm_key}.".startswith(f"{key}."):
-                    raise RecipeError(Code.SWEEP_KEY_OF_ARM(key=key, arm=arm, arm_key=arm_key))
+                    raise RecipeError(
+                        f"--sweep: got {key}, but arms.{arm} sets its own {arm_key}; sweep another key, or "
+                        "drop the arm's with --set"
+                    )
         values_by_key[key] = values
     variants = []
     for values in itertools.product(*values_by_key.values()):
@@ -272,7 +283,10 @@ def _parse_sweep(option: str) -> tuple[str, list[Any]]:
     key, equals, values = option.partition("=")
     parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
     if not (key and isinstance(parsed, list) and parsed):
-        raise RecipeError(Code.SETTING_REFUSED(field="--sweep", got=repr(option)))
+        raise RecipeError(
+            f"--sweep: got {repr(option)}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
+            "policy.backend.tensor_parallel=1,2"
+        )
     return key, list(parsed)
 
 

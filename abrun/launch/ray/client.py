@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from abrun.errors import LaunchError
 from abrun.experiment.preflight.settings import ray_refusal
-from abrun.messages.codes import Code
 from abrun.runs.redaction import shortened
 
 CONNECT_TIMEOUT_S = 5.0
@@ -42,7 +41,10 @@ def find_dashboard_url(address: str) -> str:
     configured = configured or next(filter(None, map(os.environ.get, ADDRESS_VARIABLES)), None)
     scheme, _, rest = (configured or "").rpartition("://")
     if scheme not in ("", "http", "https"):
-        raise LaunchError(Code.SETTING_REFUSED(field="RAY_ADDRESS", got=shortened(configured)))
+        raise LaunchError(
+            f"RAY_ADDRESS: got {shortened(configured)}; allowed: http://HEAD:8265 or HEAD:6379; or set "
+            "launcher.address"
+        )
     if rest and rest != "auto":
         _check_reachable(configured or "")
     with _raise_launch_errors(configured or "this machine"):
@@ -100,7 +102,7 @@ def _check_reachable(address: str) -> None:
         port = url.port or {"https": 443, "http": 80}.get(url.scheme, 6379)
         socket.create_connection((url.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
-        raise LaunchError(Code.RAY_SILENT(address=address, error=str(error), remedy=START_HINT)) from None
+        raise LaunchError(f"ray: no Ray answers at {address}: {error}; {START_HINT}") from None
 
 
 @contextlib.contextmanager
@@ -112,10 +114,10 @@ def _raise_launch_errors(address: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError) as error:
         message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
         if isinstance(error, ConnectionError):
-            raise LaunchError(Code.RAY_SILENT(address=address, error=message, remedy=START_HINT)) from None
+            raise LaunchError(f"ray: no Ray answers at {address}: {message}; {START_HINT}") from None
         from requests import ReadTimeout  # Ray's client imports it
 
         if isinstance(error, ReadTimeout):
             seconds = f"{REQUEST_TIMEOUT_S:g} s"
             message = f"listens, and has not answered for {seconds}; its dashboard seems to hang"
-        raise LaunchError(Code.RAY_FAILED(address=address, answer=message)) from None
+        raise LaunchError(f"ray: {address}: {message}") from None

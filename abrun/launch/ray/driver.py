@@ -22,7 +22,6 @@ from abrun.launch.cluster import COMPARE_LOG
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.ray import record
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.messages.codes import Code
 from abrun.messages.records import print_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
@@ -49,7 +48,8 @@ def main() -> int:
     try:
         if not is_directory(experiment_dir):
             raise LaunchError(
-                Code.DRIVER_WITHOUT_EXPERIMENT(directory=experiment_dir, host=socket.gethostname())
+                f"{experiment_dir}: does not exist on {socket.gethostname()}, which runs the driver; launch "
+                "with --runs-dir on a file system that all machines of the cluster share"
             )
         try:
             code = _run_experiment(experiment_dir, job, record.read_job(experiment_dir))
@@ -104,7 +104,8 @@ def _change_folder(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise LaunchError(
-            Code.DRIVER_WITHOUT_FOLDER(folder=folder, error=error.strerror, host=socket.gethostname())
+            f"{folder}: cannot be the working directory on {socket.gethostname()}: {error.strerror}; start "
+            "abrun from a folder that all machines of the cluster share"
         ) from None
 
 
@@ -127,7 +128,8 @@ def _connect() -> Any:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise LaunchError(
-            Code.DRIVER_CANNOT_IMPORT_RAY(python=sys.executable, host=socket.gethostname(), error=str(error))
+            f"{sys.executable} on {socket.gethostname()} cannot import ray ({error}); pip install "
+            "'abrun[ray]' there, or set launcher.python"
         ) from None
     ray.init(address="auto", log_to_driver=False, logging_level="warning")
     from abrun.launch.ray.gangs import GangEngine

@@ -28,7 +28,7 @@ from abrun.launch.slurm import jobs
 from abrun.launch.slurm.commands import release_job, run_slurm
 from abrun.launch.slurm.launcher import RELEASE_AFTER_S
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
 from abrun.recipe.experiment import parse_stored_recipe
@@ -144,7 +144,9 @@ def main() -> int:
         queue = _make_queue(experiment_dir, names)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts > settings.requeues:
-            raise LaunchError(Code.REQUEUED_TOO_OFTEN(restarts=restarts))
+            raise LaunchError(
+                f"launcher.requeues: the job was restarted {restarts} times; continue with --resume"
+            )
         lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)

@@ -98,14 +98,21 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         process = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise LaunchError(Code.SLURM_COMMAND_MISSING(command=argv[0])) from None
+        raise LaunchError(
+            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(Code.SLURM_SILENT(command=argv[0], seconds=TIMEOUT_S)) from None
+        raise LaunchError(
+            f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
+        ) from None
     except OSError as error:
         raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
     if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
         answer = _error_text(process.stderr)[-200:]
-        raise LaunchError(Code.SLURM_NOT_CONFIGURED(command=argv[0], answer=answer))
+        raise LaunchError(
+            f"slurm: this host has Slurm's commands, but no cluster configuration (slurm.conf; {argv[0]}: "
+            f"{answer}); launch on a login node, set SLURM_CONF, or use --launcher local"
+        )
     return process
 
 

@@ -16,6 +16,7 @@ from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import AllocationRequest, JobScript
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
 from abrun.runs.rundir import RunDir
@@ -112,12 +113,9 @@ class SlurmCluster(ClusterJobs):
                     commands.kill_jobs(list(dict.fromkeys(submitted)))
             except LaunchError as refused:  # the record still lists them
                 raise LeftInQueueError(
-                    Code.JOBS_LEFT_IN_QUEUE(
-                        error=str(error) or type(error).__name__,
-                        jobs=[*dict.fromkeys(submitted)],
-                        problem=refused.reason,
-                        directory=experiment_dir,
-                    )
+                    f"{str(error) or type(error).__name__}; the jobs submitted before "
+                    f"({listed([*dict.fromkeys(submitted)])}) are still in the queue ({refused}); cancel "
+                    f"them: abrun stop {experiment_dir}"
                 ) from error
             jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
