@@ -16,8 +16,8 @@ from abrun import watch
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
-from abrun.launch.ray import record as ray_record
-from abrun.launch.slurm import jobs as slurm_jobs
+from abrun.launch.ray import launcher as ray_launcher
+from abrun.launch.slurm import launcher as slurm_launcher
 from abrun.logs.recorded.reference import freeze, load_reference
 from abrun.logs.recorded.samples import pair_samples, read_run_samples
 from abrun.logs.recorded.stored import load_experiment
@@ -151,8 +151,8 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
         "checkpoint": lambda: read_saved_state(run / "checkpoints" / "step-000005"),
         "reference": lambda: load_reference(directory / REFERENCE),
         "verdict": lambda: read_reported_verdict(directory),
-        "slurm": lambda: slurm_jobs.read_record(directory),
-        "ray": lambda: ray_record.read_driver(directory, str(ray_record.read_job(directory).get("job"))),
+        "slurm": lambda: slurm_launcher.read_record(directory),
+        "ray": lambda: ray_launcher.read_driver(directory, str(ray_launcher.read_job(directory).get("job"))),
     }
 
 

@@ -69,6 +69,6 @@ def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """Return the engine of `--launcher`. Raises LaunchError for an unknown name."""
     if launcher not in LOCAL_LAUNCHERS:
         raise LaunchError(
-            f"--launcher: got {repr(launcher)}; allowed: {listed([*LOCAL_LAUNCHERS, *scheduler_names()])}"
+            f"--launcher: got {launcher!r}; allowed: {listed([*LOCAL_LAUNCHERS, *scheduler_names()])}"
         )
     return load_implementation(LOCAL_LAUNCHERS[launcher])(num_jobs)

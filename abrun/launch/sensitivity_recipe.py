@@ -63,6 +63,6 @@ def _parse_fault(text: str) -> InjectedFault:
         amount = float(size) if colon else None
     except ValueError:
         raise RecipeError(
-            f"--faults: got {repr(text)}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
+            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
         ) from None
     return validated(InjectedFault, {"name": name, "size": amount}, "--faults")

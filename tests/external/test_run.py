@@ -422,8 +422,8 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     until(lambda: rows(directory))
     begin_attempt(RunDir(directory))
     assert process.wait(30) == 2
-    fenced = Code.ATTEMPT_FENCED(path=directory, newest=2, attempt=1)
-    assert f"error: {sentence(fenced)}" in (directory / "stdout.log").read_text()
+    fenced = f"error: {directory}: attempt 2 now owns this run, so attempt 1 stops"
+    assert fenced in (directory / "stdout.log").read_text()
     assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1
 
 

@@ -680,29 +680,19 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
         files.write_json(path, {**config, "initial_weights": "../../../warm-starts/before/checkpoints/final"})
     assert launch(tmp_path, "warm_start={steps: 2}", resume=True).exit_code == 0
     shutil.rmtree(experiment_dir / "treatment" / "seed-1")
-    with pytest.raises(LaunchError) as refusal:
+    with pytest.raises(LaunchError, match="the other runs of its arm started from before"):
         launch(tmp_path, "warm_start={steps: 2}", resume=True)
-    reason = refusal.value.reason
-    assert (reason.code, reason["recorded"]) == (Code.RESUME_OTHER_WARM_START, "before")
     assert not (experiment_dir / "treatment" / "seed-1").exists()
 
 
 @pytest.mark.parametrize(
-    ("override", "code"),
-    [
-        ("steps=4", Code.RESUME_OTHER_RECIPE),
-        ("arms.treatment.policy.logprobs.chunk_size=7", Code.RESUME_OTHER_RECIPE),
-        ("seeds=[0, 2]", Code.RESUME_LACKS_RUN),
-    ],
+    "override", ["steps=4", "arms.treatment.policy.logprobs.chunk_size=7", "seeds=[0, 2]"]
 )
-def test_resume_refuses_another_experiment(
-    tmp_path: Path, override: str, code: Code, snapshot: Snapshot
-) -> None:
+def test_resume_refuses_another_experiment(tmp_path: Path, override: str, snapshot: Snapshot) -> None:
     launch(tmp_path)
     before = read_json(tmp_path / "small" / "experiment.json")
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, override, resume=True)
-    assert refusal.value.code is code
     snapshot(refusal.value)
     assert read_json(tmp_path / "small" / "experiment.json") == before
 
@@ -716,9 +706,10 @@ def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None
         launch(tmp_path)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("")
-    with pytest.raises(LaunchError) as refusal:
+    with pytest.raises(
+        LaunchError, match="photos: is not empty and not an experiment; choose another --name"
+    ):
         launch(tmp_path, name="photos")
-    assert refusal.value.reason == Code.DIRECTORY_IN_USE(directory=tmp_path / "photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
     with pytest.raises(StoreError, match="no experiment here; available: small"):
         launch(tmp_path, name="typo", resume=True)
@@ -885,7 +876,7 @@ def test_of_several_errors_those_that_tell_of_a_cause_come_first(tmp_path: Path)
         reason = Code.RANK_FAILED(rank=rank, num_ranks=2, host=f"n{rank}", cause=cause)
         write_ending(run, f"node-{rank:04d}", 0, reason)
     first, second = read_endings(run, 0, "")
-    unseen = Code.NODE_WITHOUT_RUN(directory="x", host="n2", seen_on="n0")
+    unseen = Code.FOREIGN_TEXT(text="x: exists on n0, but not on n2")
     lines = f"error: rank 7 of 9: killed by SIGKILL\n{json.dumps(encode_reasons(unseen))}\n"
     printed = f"{lines}slurmstepd: error: Detected 1 oom_kill event in StepId=7.0\n"
     run.log.write_text(printed)

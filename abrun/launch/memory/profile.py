@@ -284,7 +284,7 @@ def _parse_sweep(option: str) -> tuple[str, list[Any]]:
     parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
     if not (key and isinstance(parsed, list) and parsed):
         raise RecipeError(
-            f"--sweep: got {repr(option)}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
+            f"--sweep: got {option!r}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
             "policy.backend.tensor_parallel=1,2"
         )
     return key, list(parsed)

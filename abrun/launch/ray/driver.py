@@ -20,7 +20,7 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.plan import make_plan
 from abrun.launch.cluster import COMPARE_LOG
 from abrun.launch.queue import LaunchQueue
-from abrun.launch.ray import record
+from abrun.launch.ray.launcher import FOLDER, LOG, read_job, write_driver
 from abrun.launch.supervisor import Supervisor, print_line
 from abrun.messages.records import print_reason
 from abrun.processes import MODULE_OPTIONS
@@ -52,7 +52,7 @@ def main() -> int:
                 "with --runs-dir on a file system that all machines of the cluster share"
             )
         try:
-            code = _run_experiment(experiment_dir, job, record.read_job(experiment_dir))
+            code = _run_experiment(experiment_dir, job, read_job(experiment_dir))
         except AbrunError as error:
             _write_status(experiment_dir, job, {}, ended=str(error))
             raise
@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
-    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / record.FOLDER))
-    say = partial(_log_line, experiment_dir / record.FOLDER / record.LOG)
+    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / FOLDER))
+    say = partial(_log_line, experiment_dir / FOLDER / LOG)
     _write_status(experiment_dir, job, {})
     _change_folder(submitted["cwd"])
     say(f"{job} starts on {socket.gethostname()}")
@@ -82,7 +82,7 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
     finally:
         lease.close()
     if stopped_by is None and submitted.get("compare"):
-        with open_log(experiment_dir / record.FOLDER / COMPARE_LOG) as output:
+        with open_log(experiment_dir / FOLDER / COMPARE_LOG) as output:
             output.truncate(0)
             sources = [str(experiment_dir), "--output", str(experiment_dir / REPORT)]
             argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", *sources]
@@ -95,8 +95,8 @@ def _write_status(
     experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None
 ) -> None:
     """Record what runs wait for, unless another job has replaced this one."""
-    if record.read_job(experiment_dir).get("job") == job:
-        record.write_driver(experiment_dir, job, waiting, ended)
+    if read_job(experiment_dir).get("job") == job:
+        write_driver(experiment_dir, job, waiting, ended)
 
 
 def _change_folder(folder: str) -> None:
@@ -111,7 +111,7 @@ def _change_folder(folder: str) -> None:
 
 def _acquire_lease(experiment_dir: Path) -> Lease:
     """Acquire the experiment's lease. A job on a lost machine is cut off from it, and its runs are fenced."""
-    lease, deadline = Lease(experiment_dir / record.FOLDER), time.monotonic() + LEASE_TIMEOUT_S
+    lease, deadline = Lease(experiment_dir / FOLDER), time.monotonic() + LEASE_TIMEOUT_S
     while True:
         try:
             lease.acquire(take_over=True)

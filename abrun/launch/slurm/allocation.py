@@ -24,9 +24,16 @@ from abrun.launch.engine import Devices
 from abrun.launch.local import LocalEngine, LocalRun, Slots
 from abrun.launch.node import GPU_POSITIONS, find_free_port
 from abrun.launch.queue import LaunchJob, LaunchQueue
-from abrun.launch.slurm import jobs
-from abrun.launch.slurm.commands import release_job, run_slurm
-from abrun.launch.slurm.launcher import RELEASE_AFTER_S
+from abrun.launch.slurm.launcher import (
+    FOLDER,
+    RELEASE_AFTER_S,
+    WARM_START_TASK,
+    combine_requests,
+    gpus_per_node,
+    read_record,
+    release_job,
+    run_slurm,
+)
 from abrun.launch.supervisor import Supervisor, print_line
 from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS
@@ -56,7 +63,7 @@ class StepEngine(LocalEngine):
         """Take the number of unfinished runs, and the configurations for which the job was submitted."""
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
-        request = jobs.combine_requests(configs, settings)
+        request = combine_requests(configs, settings)
         self._shared = request if request and request.runs_per_gpu > 1 else None
         if self._shared:
             positions = tuple(map(str, range(self._shared.gpus)))
@@ -79,7 +86,7 @@ class StepEngine(LocalEngine):
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         cluster, settings = config.cluster, self._settings
-        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, jobs.gpus_per_node(config)
+        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, gpus_per_node(config)
         if self._shared:
             cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
         options = ["--overlap" if self._shared else "--exact"]
@@ -139,15 +146,15 @@ def main() -> int:
     # Slurm sends SIGUSR1 shortly before the time limit.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
-        record = jobs.read_record(experiment_dir)
-        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / jobs.FOLDER))
+        record = read_record(experiment_dir)
+        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / FOLDER))
         queue = _make_queue(experiment_dir, names)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts > settings.requeues:
             raise LaunchError(
                 f"launcher.requeues: the job was restarted {restarts} times; continue with --resume"
             )
-        lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
+        lease = Lease(experiment_dir / FOLDER / "leases" / _task_name())
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
@@ -174,7 +181,7 @@ def main() -> int:
 def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
     """Return the queue of these runs. Warm starts ran in an earlier Slurm job, which has ended."""
     plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
-    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
+    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{WARM_START_TASK}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
     queue = LaunchQueue(replace(plan, runs=tuple(runs)), experiment_dir)
     if keys:
@@ -221,7 +228,7 @@ def _requeue_if_needed(experiment_dir: Path) -> None:
 
 def _should_requeue(experiment_dir: Path) -> bool:
     """Return True if nobody has cancelled this job or requeued it."""
-    if jobs.read_record(experiment_dir).get("cancelled"):
+    if read_record(experiment_dir).get("cancelled"):
         return False
     return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
 

@@ -154,7 +154,6 @@ def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path, snapsh
     (run / "mismatch").write_text("in the way")
     with pytest.raises(AbrunError) as raised:
         measure_run(str(run), tmp_path)
-    assert raised.value.code is Code.UNWRITABLE
     snapshot(raised.value)
     assert os.linesep not in str(raised.value)
 
@@ -172,7 +171,6 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
             scratch(tmp_path / "mismatch"),
         ):
             pass
-        assert refusal.value.code is Code.FOLDER_LOCKED
         snapshot(refusal.value)
         assert folder.is_dir()
     assert not list((tmp_path / "mismatch").iterdir())

@@ -185,7 +185,6 @@ def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path,
     assert json.loads((tmp_path / "peaks.json").read_text())["longest"][0]["fits"] == longest.fits
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32], searched_size="length"), tmp_path)
-    assert refusal.value.code is Code.SEARCH_NEEDS_BUDGET
     snapshot(refusal.value)
 
 
