@@ -33,6 +33,7 @@ from abrun.runs.experiment import (
     planned_runs,
     read_run_state,
     run_dir,
+    warm_start_dir,
     write_experiment,
 )
 from abrun.runs.files import (
@@ -91,7 +92,8 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
 def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
-        raise LaunchError(_problems(recipe=plan.recipe.name, problems=problems))
+        omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
+        raise LaunchError(f"{plan.recipe.name}: {problems[0]}{omitted}")
 
 
 def refuse_existing(experiment_dir: Path) -> None:
@@ -103,7 +105,10 @@ def refuse_existing(experiment_dir: Path) -> None:
             f"{experiment_dir}: an experiment already exists here ({finished} of {len(names)} runs "
             "finished); continue it with --resume, or choose another --name"
         )
-    if is_directory(experiment_dir) and not _is_just_begun(experiment_dir):
+    names = {path.name for path in experiment_dir.iterdir()} if is_directory(experiment_dir) else set[str]()
+    # A launcher that was killed before it wrote experiment.json leaves these
+    leftovers = {*partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
+    if names - leftovers:
         raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
 
@@ -172,10 +177,6 @@ def write_run_record(
     )
 
 
-def warm_start_dir(experiment_dir: Path, key: str) -> Path:
-    return experiment_dir.parent / WARM_STARTS / key
-
-
 def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
     """Write what is missing. To resume, that includes removed runs and the recipe's current limits.
 
@@ -241,13 +242,6 @@ def _refuse_queued(experiment_dir: Path) -> None:
             f"{experiment_dir}: --resume: its jobs are still in the queue ({listed(active)}); wait for them, "
             f"or cancel them: abrun stop {experiment_dir}"
         )
-
-
-def _is_just_begun(experiment_dir: Path) -> bool:
-    """Return True if the folder holds only what a launcher leaves that was killed before experiment.json."""
-    names = {path.name for path in experiment_dir.iterdir()}
-    expected_names = {LOCK, REFERENCE} if LOCK in names else set()
-    return names <= {*expected_names, *partial_files(names)}
 
 
 def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
@@ -330,64 +324,38 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
     For the default loss and clip range that is common and not reported. It is reported for a loss that is
     chosen for its ratio, for clip ranges that a recipe states, and for arms that differ in nothing else: up
     to rounding, all losses of the GRPO family then have the same gradient, if the tokens of a sequence share
-    one advantage and weight.
+    one advantage and weight. Commands that are the same for every seed are reported, too.
     """
-    arms_of: dict[Reason, list[str]] = {}
-    for arm, settings in _select_one_update(plan).items():
-        for reason in _find_ineffective_clipping(settings):
-            arms_of.setdefault(reason, []).append(arm)
-    inert = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
-    return [*inert, *_find_equal_arms(plan), *_find_commands_without_seed(plan)]
-
-
-def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[Reason]:
-    """Yield a reason for the arms whose command line is the same for every seed."""
-    configs = {run.name.arm: run.config for run in plan.runs}
-    arms = [
-        arm
-        for arm, config in configs.items()
-        if isinstance(config, CommandRunConfig) and not config.trainer.uses_seed
-    ]
-    if arms and len(plan.recipe.seeds) > 1:
-        yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
-
-
-def _select_one_update(plan: ExperimentPlan) -> dict[str, PolicyGradientSettings]:
     algorithms = {
         run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
     }
-    return {
+    one_update = {
         arm: settings
         for arm, settings in algorithms.items()
         if isinstance(settings, PolicyGradientSettings) and settings.num_updates == 1
     }
+    arms_of: dict[Reason, list[str]] = {}
+    for arm, settings in one_update.items():
+        loss, fields = getattr(settings, "loss", None), type(settings).model_fields
+        stated = {name: getattr(settings, name) for name in CLIPPING if name in fields}
+        stated = {name: value for name, value in stated.items() if value != fields[name].default}
+        if loss in RATIO_LOSSES:
+            arms_of.setdefault(Code.LOSS_NEVER_CLIPS(loss=loss), []).append(arm)
+        elif stated:
+            arms_of.setdefault(Code.CLIPPING_WITHOUT_EFFECT(settings=stated), []).append(arm)
+    reasons = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
 
-
-def _find_ineffective_clipping(settings: PolicyGradientSettings) -> Iterator[Reason]:
-    loss, fields = getattr(settings, "loss", None), type(settings).model_fields
-    changed_fields = [
-        name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default
-    ]
-    if loss in RATIO_LOSSES:
-        yield Code.LOSS_NEVER_CLIPS(loss=loss)
-    elif changed_fields:
-        yield Code.CLIPPING_WITHOUT_EFFECT(
-            settings={name: getattr(settings, name) for name in changed_fields}
-        )
-
-
-def _find_equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
-    one_update = _select_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():
             continue
-        clipping_keys = {f"algorithm.{name}" for name in CLIPPING}
-        baseline = one_update[BASELINE]
+        baseline, keys = one_update[BASELINE], {f"algorithm.{name}" for name in CLIPPING}
         is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
-        if changes.keys() <= (clipping_keys if is_per_token else clipping_keys | {"algorithm.loss"}):
-            yield Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes])
+        if changes.keys() <= (keys if is_per_token else keys | {"algorithm.loss"}):
+            reasons.append(Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes]))
 
-
-def _problems(recipe: str, problems: list[str]) -> str:
-    omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
-    return f"{recipe}: {problems[0]}{omitted}"
+    configs = {run.name.arm: run.config for run in plan.runs}
+    commands = {arm: config for arm, config in configs.items() if isinstance(config, CommandRunConfig)}
+    arms = [arm for arm, config in commands.items() if not config.trainer.uses_seed]
+    if arms and len(plan.recipe.seeds) > 1:
+        reasons.append(Code.COMMANDS_WITHOUT_SEED(arms=arms))
+    return reasons

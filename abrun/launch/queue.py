@@ -11,16 +11,15 @@ import psutil
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
-from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir
+from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir, warm_start_dir
 from abrun.runs.files import wrap_read_errors
-from abrun.runs.launches import reopen
+from abrun.runs.launches import reopen, write_config
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.records import Status
+from abrun.runs.records import RunRecord, Status
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 
@@ -91,7 +90,11 @@ class LaunchJob:
             self.has_reported_waiting = True
             return False
         try:
-            is_complete = self._is_complete(say)
+            is_complete = self.run.finished
+            if is_complete and (damage := describe_missing(self) or self.run.describe_weights_damage()):
+                say(f"{self.label}: trained again: {damage}")
+                reopen(self.run, damage)
+                is_complete = False
             if is_complete or self._has_orphans(say):
                 self.lock.close()
                 self.status = "finished" if is_complete else self.status
@@ -101,7 +104,9 @@ class LaunchJob:
             raise
         if note:
             say(f"{self.label}: {sentence(note)}")
-        write_run_record(self.run.path, WARM_STARTS, WARM_START, self.config)
+        config = self.config.model_dump(mode="json")
+        record = RunRecord(experiment=WARM_STARTS, name=WARM_START, initial_weights=None, config=config)
+        write_config(self.run, record)
         return True
 
     def _has_orphans(self, say: Callable[[str], object]) -> bool:
@@ -116,24 +121,13 @@ class LaunchJob:
                 f"{self.label}: processes of a dead launcher still work there "
                 f"({_format_pids(orphans)}); waiting for them to end"
             )
-        survivors = (
-            kill_all(lambda: find_run_processes(self.run.path)) if now > self.kill_orphans_at_s else None
-        )
+        is_late = now > self.kill_orphans_at_s
+        survivors = kill_all(lambda: find_run_processes(self.run.path)) if is_late else None
         if survivors:  # another user's processes, or processes stuck in a driver
             raise LaunchError(
                 f"processes of an earlier launch cannot be killed ({_format_pids(survivors)}); end them"
             )
         return True
-
-    def _is_complete(self, say: Callable[[str], object]) -> bool:
-        """Return True if the warm start is complete. A damaged one is marked to be trained again."""
-        if not self.run.finished:
-            return False
-        damage = describe_missing(self) or self.run.describe_weights_damage()
-        if damage:
-            say(f"{self.label}: trained again: {damage}")
-            reopen(self.run, damage)
-        return damage is None
 
 
 def _format_pids(processes: set[psutil.Process]) -> str:
@@ -180,10 +174,6 @@ class LaunchQueue:
                     self.jobs.append(warm_starts[key])
                 job.depends_on += (warm_starts[key],)
             self.jobs.append(job)
-        self._await_recordings(plan)
-
-    def _await_recordings(self, plan: ExperimentPlan) -> None:
-        """Let runs that train on another run's rollouts wait for that run."""
         jobs = {job.label: job for job in self.jobs}
         for planned in plan.runs:
             recorder = planned.trains_on(plan.recipe.arms)

@@ -208,6 +208,10 @@ def run_dir(experiment_dir: Path, name: RunName) -> Path:
     return experiment_dir / str(name)
 
 
+def warm_start_dir(experiment_dir: Path, key: str) -> Path:
+    return experiment_dir.parent / WARM_STARTS / key
+
+
 def read_run_state(experiment_dir: Path, name: RunName) -> RunState:
     """Return the state of one run.
 

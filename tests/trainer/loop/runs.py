@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.experiment.plan import ExperimentPlan
-from abrun.launch.prepare import warm_start_dir, write_run_record
+from abrun.launch.prepare import write_run_record
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.experiment import run_dir
+from abrun.runs.experiment import run_dir, warm_start_dir
 from abrun.runs.metric_names import find_metric
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt
