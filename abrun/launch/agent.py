@@ -174,25 +174,21 @@ def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[in
         if 0 in ranks:
             rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
+        command = [sys.executable, "-u", *MODULE_OPTIONS, options.module, str(options.directory)]
         yield {
-            rank: _start_rank(
-                [options.module, str(options.directory)],
-                {
+            rank: subprocess.Popen(
+                command,
+                env={
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
                     **_rank_environment(options, rank, host.strip("[]"), port, inherited.get(rank)),
                     ERROR_FILE: str(error_file(scratch, rank)),
                 },
-                [inherited[rank]] if rank in inherited else [],
+                pass_fds=[inherited[rank]] if rank in inherited else [],
+                start_new_session=True,  # signals to the group reach only the agent
             )
             for rank in ranks
         }
-
-
-def _start_rank(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> Popen:
-    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
-    command = [sys.executable, "-u", *MODULE_OPTIONS, *arguments]
-    return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def _rank_environment(

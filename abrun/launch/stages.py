@@ -4,6 +4,7 @@ The unit is a pair: all arms of a seed run in one stage. All pairs have the same
 Seeds are run in their order.
 """
 
+import itertools
 from pathlib import Path
 
 from abrun.errors import LaunchError, RecipeError
@@ -56,10 +57,12 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
             f"--max-seeds: got {max_count} with {num_seeds} seeds in the recipe; allowed: more than the "
             f"first interim analysis takes, {max(first_pairs, 2)}"
         )
+    num_new = min(max_count, MAX_SEEDS + 1) - num_seeds  # a recipe refuses more
+    unused = (seed for seed in itertools.count() if seed not in recipe.seeds)
     return parse_stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _extend_seeds(recipe.seeds, min(max_count, MAX_SEEDS + 1)),  # a recipe refuses more
+            "seeds": [*recipe.seeds, *itertools.islice(unused, num_new)],
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
                 "interim": interim_counts(first_pairs, max_count),
@@ -86,8 +89,3 @@ def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) ->
             f"it was launched {description}, on which its error rate depends; resume it as it was launched, "
             "or choose another --name"
         )
-
-
-def _extend_seeds(seeds: list[int], num_seeds: int) -> list[int]:
-    unused = (seed for seed in range(num_seeds + len(seeds)) if seed not in seeds)
-    return [*seeds, *(next(unused) for _ in range(num_seeds - len(seeds)))]

@@ -170,7 +170,9 @@ class Supervisor:
                 while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
                     self._start_ready()
-                    self._refresh_locks()
+                    # Raises TakenOverError if another launcher has taken over this experiment
+                    for lock in (self._lease, *(job.lock for job in self._queue.running_jobs)):
+                        lock.refresh()
                     self._tick()
                     time.sleep(POLL_S)
                 if self._requests.first_signal is not None:
@@ -185,11 +187,6 @@ class Supervisor:
                     job.lock.close()
         self._tick()
         return self._requests.first_signal
-
-    def _refresh_locks(self) -> None:
-        """Refresh all locks. Raises TakenOverError if another launcher has taken over this experiment."""
-        for lock in (self._lease, *(job.lock for job in self._queue.running_jobs)):
-            lock.refresh()
 
     def _start_ready(self) -> None:
         for jobs, cause, ending in self._queue.find_unstartable():
@@ -301,7 +298,12 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     printed = job.run.read_log(job.log_start)
     # Nodes other than the first only print their errors, and so do nodes on which no attempt has started.
     reads_output = recorded_status is None or job.config.cluster.nodes > 1
-    errors = _list_errors(printed, read_endings(job.run, launch.attempts, printed)) if reads_output else []
+    errors = list[Reason]()
+    if reads_output:  # those that agents noted, or else those that a foreign program printed, causes first
+        lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
+        errors = read_endings(job.run, launch.attempts, printed)
+        errors = errors or [Code.FOREIGN_TEXT(text=line) for line in lines]
+        errors.sort(key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.stop_requested_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()
@@ -318,13 +320,6 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     else:
         ending = Code.ENDED_WITHOUT_RESULT()
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
-
-
-def _list_errors(printed: str, noted_reasons: Collection[Reason]) -> list[Reason]:
-    """Return the errors that agents noted, or else those that a foreign program printed, causes first."""
-    lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
-    errors = list(noted_reasons) or [Code.FOREIGN_TEXT(text=line) for line in lines]
-    return sorted(errors, key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
 
 
 def _leading_reason(reason: Reason) -> Reason:

@@ -116,14 +116,12 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
         raise StoreError(f"{experiment_dir}: no experiment here; {remedy}")
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
-    convert = {"recipe": migrate, "treatment_diff": _migrate_diff, "decided": migrate_dotted}
+    convert = {"recipe": migrate, "decided": migrate_dotted}
     experiment |= {key: convert[key](value) for key, value in experiment.items() if key in convert}
+    if isinstance(diff := experiment.get("treatment_diff"), dict):
+        experiment["treatment_diff"] = {arm: migrate_dotted(keys) for arm, keys in diff.items()}
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
     return experiment
-
-
-def _migrate_diff(diff: Any) -> Any:
-    return {arm: migrate_dotted(keys) for arm, keys in diff.items()} if isinstance(diff, dict) else diff
 
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
@@ -219,13 +217,11 @@ def read_run_state(experiment_dir: Path, name: RunName) -> RunState:
     read is `unreadable`. If the run's directory is gone, the number of steps comes from the recipe.
     """
     state = _read_state(RunDir(run_dir(experiment_dir, name)), name)
-    return state if state.num_steps else replace(state, num_steps=_recipe_steps(experiment_dir, name.arm))
-
-
-def _recipe_steps(experiment_dir: Path, arm: str) -> int:
+    if state.num_steps:
+        return state
     recipe = open_experiment(experiment_dir).get("recipe", {})
-    steps = (recipe.get("arms", {}).get(arm) or {}).get("steps", recipe.get("steps"))
-    return steps if type(steps) is int else 0
+    steps = (recipe.get("arms", {}).get(name.arm) or {}).get("steps", recipe.get("steps"))
+    return replace(state, num_steps=steps if type(steps) is int else 0)
 
 
 def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tuple[RunState, list[RunName]]]:
@@ -286,7 +282,13 @@ class ReportedVerdict:
         A copy of the experiment has new times of files, and another host may have another clock: a run has
         finished later only if both say so.
         """
-        return any(max(state.started_s or 0.0, _finished_s(state)) > self.written_s for state in states)
+        for state in states:
+            finished_s = _modified_s(state.directory / RESULT)
+            if state.ended_s is not None:
+                finished_s = min(finished_s, state.ended_s)
+            if max(state.started_s or 0.0, finished_s) > self.written_s:
+                return True
+        return False
 
 
 def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
@@ -304,11 +306,6 @@ def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
         exit_code=stored.exit_code,
         written_s=_modified_s(path),
     )
-
-
-def _finished_s(state: RunState) -> float:
-    modified_s = _modified_s(state.directory / RESULT)
-    return modified_s if state.ended_s is None else min(modified_s, state.ended_s)
 
 
 def _modified_s(path: Path) -> float:

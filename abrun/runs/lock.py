@@ -105,8 +105,14 @@ class Lease:
         owner = _parse_owner(os.pread(file, 4096, 0))
         if not _is_at(file, self._path) or (owner is None and locked is False):
             raise LockedError(f"{self._path}: another launcher is starting in this directory")
-        if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
+        if owner is None or (owner.shares_kernel and _has_ended(owner, locked)):
             return owner
+        if not owner.shares_kernel:
+            # The last touch, compared with a new file's time on the same file system
+            with tempfile.TemporaryFile(dir=self._path.parent) as probe:
+                untouched_s = os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime
+            if take_over or untouched_s > EXPIRES_AFTER_S:
+                return owner
         remedy = f"stop it with: kill {owner.pid}" if owner.is_visible else "stop it there"
         remedy += "" if owner.shares_kernel else ", or take over with --take-over"
         raise LockedError(f"{self._path}: {owner} is already launching this; wait for it, {remedy}")
@@ -241,18 +247,8 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _is_expired(file: int, folder: Path) -> bool:
-    """Return True if the last touch is too old, compared with a new file's time on the same file system."""
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime > EXPIRES_AFTER_S
-
-
-def _is_free(owner: Owner, locked: bool | None, is_expired: bool) -> bool:
-    """Return True if an owner no longer holds its lock. `is_expired` decides for another machine's owner."""
-    if not owner.shares_kernel:
-        return is_expired
-    if locked is False:
-        return False
-    if owner.is_visible and owner.process_started is not None:
+def _has_ended(owner: Owner, locked: bool | None) -> bool:
+    """Return True if an owner on this machine no longer holds its lock."""
+    if locked is not False and owner.is_visible and owner.process_started is not None:
         return owner.is_gone
     return bool(locked)

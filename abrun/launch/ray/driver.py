@@ -36,13 +36,6 @@ from abrun.runs.lock import Lease, LockedError
 LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
 
 
-def _log_line(log: Path, line: str) -> None:
-    """Print a note into Ray's log of the job and into the experiment's."""
-    print_line(line)
-    with contextlib.suppress(OSError, StoreError), open_log(log) as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
-
-
 def main() -> int:
     experiment_dir, job = Path(sys.argv[1]), sys.argv[2]
     try:
@@ -67,9 +60,21 @@ def main() -> int:
 
 def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
     settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / FOLDER))
-    say = partial(_log_line, experiment_dir / FOLDER / LOG)
+
+    def say(line: str) -> None:
+        """Print a note into Ray's log of the job and into the experiment's."""
+        print_line(line)
+        with contextlib.suppress(OSError, StoreError), open_log(experiment_dir / FOLDER / LOG) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
+
     _write_status(experiment_dir, job, {})
-    _change_folder(submitted["cwd"])
+    try:
+        os.chdir(folder := submitted["cwd"])
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: cannot be the working directory on {socket.gethostname()}: {error.strerror}; start "
+            "abrun from a folder that all machines of the cluster share"
+        ) from None
     say(f"{job} starts on {socket.gethostname()}")
     lease = _acquire_lease(experiment_dir)
     try:
@@ -97,16 +102,6 @@ def _write_status(
     """Record what runs wait for, unless another job has replaced this one."""
     if read_job(experiment_dir).get("job") == job:
         write_driver(experiment_dir, job, waiting, ended)
-
-
-def _change_folder(folder: str) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise LaunchError(
-            f"{folder}: cannot be the working directory on {socket.gethostname()}: {error.strerror}; start "
-            "abrun from a folder that all machines of the cluster share"
-        ) from None
 
 
 def _acquire_lease(experiment_dir: Path) -> Lease:

@@ -301,7 +301,15 @@ class RayCluster(ClusterJobs):
             return replace(state, reason=state.reason or error.reason)
         job = self._record["job"]
         if ray_job and not ray_job.is_over:
-            return self._refine_active_state(state, ray_job)
+            waiting, name = self._driver.get("waiting", {}), str(state.name)
+            label = f"warm start {state.directory.name}" if state.name == WARM_START else name
+            if label in waiting:  # the directory's state may still be that of a lost machine
+                reason = Code.RUN_WAITS(job=job, why=waiting[label])
+            elif not self._driver:
+                reason = Code.JOB_STATE(job=job, state=ray_job.status, message=ray_job.message)
+            else:
+                return state
+            return replace(state, status="waiting", reason=reason)
         if state.status not in ACTIVE_STATUSES:
             return state
         if self._record.get("cancelled") or (ray_job and ray_job.status == "STOPPED"):
@@ -310,28 +318,14 @@ class RayCluster(ClusterJobs):
         if ray_job is None:
             forgotten_job = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._record["url"]))
             return replace(state, status="failed", reason=forgotten_job)
-        ended = Code.JOB_ENDED(job=job, state=self._final_message(ray_job))
+        lines = [line.strip() for line in ray_job.message.splitlines() if line.strip()]
+        printed = list(filter(None, map(printed_reason, lines)))
+        message = self._driver.get("ended") or next(reversed(printed or lines), ray_job.status)
+        ended = Code.JOB_ENDED(job=job, state=message)
         return replace(state, status="failed", reason=ended)
 
     def stop_jobs(self) -> None:
         stop_job(self._record["url"], self._record["job"])
-
-    def _refine_active_state(self, state: RunState, ray_job: RayJob) -> RunState:
-        """Return the state of a run whose job is queued or running."""
-        job, waiting = self._record["job"], self._driver.get("waiting", {})
-        name = state.directory.name if state.name == WARM_START else str(state.name)
-        label = f"warm start {name}" if state.name == WARM_START else name
-        if label in waiting:  # the directory's state may still be that of a lost machine
-            return replace(state, status="waiting", reason=Code.RUN_WAITS(job=job, why=waiting[label]))
-        if not self._driver:
-            reason = Code.JOB_STATE(job=job, state=ray_job.status, message=ray_job.message)
-            return replace(state, status="waiting", reason=reason)
-        return state
-
-    def _final_message(self, ray_job: RayJob) -> Reason | str:
-        lines = [line.strip() for line in ray_job.message.splitlines() if line.strip()]
-        reasons = list(filter(None, map(printed_reason, lines)))
-        return self._driver.get("ended") or next(reversed(reasons or lines), ray_job.status)
 
     def query_jobs(self) -> RayJob | None:
         submitted = read_job(self._experiment_dir)

@@ -35,7 +35,6 @@ from abrun.launch.slurm.launcher import (
     run_slurm,
 )
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
 from abrun.recipe.experiment import parse_stored_recipe
@@ -154,7 +153,9 @@ def main() -> int:
             raise LaunchError(
                 f"launcher.requeues: the job was restarted {restarts} times; continue with --resume"
             )
-        lease = Lease(experiment_dir / FOLDER / "leases" / _task_name())
+        index, job = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ["SLURM_JOB_ID"]
+        task = f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else job
+        lease = Lease(experiment_dir / FOLDER / "leases" / task)
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
@@ -167,7 +168,11 @@ def main() -> int:
         finally:
             lease.close()
     except AbrunError as error:
-        _fail_runs(experiment_dir, names, error.reason)
+        for run in (RunDir(experiment_dir / name) for name in names):
+            if run.exists and not run.finished:
+                with contextlib.suppress(AbrunError):
+                    begin_launch(run, (), None)
+                    end_launch(run, "failed", error.reason)
         print(f"error: {error}", file=sys.stderr)
         return 2
     is_interrupted = any(job.status == "interrupted" for job in queue.jobs)
@@ -194,15 +199,6 @@ def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
     return queue
 
 
-def _fail_runs(experiment_dir: Path, names: list[str], reason: Reason) -> None:
-    for name in names:
-        run = RunDir(experiment_dir / name)
-        if run.exists and not run.finished:
-            with contextlib.suppress(AbrunError):
-                begin_launch(run, (), None)
-                end_launch(run, "failed", reason)
-
-
 def _failed_to_restart(job: LaunchJob) -> bool:
     """Return True if a run that had worked here could not start again, as while a network is down."""
     with contextlib.suppress(AbrunError):
@@ -216,21 +212,16 @@ def _requeue_if_needed(experiment_dir: Path) -> None:
     deadline = time.monotonic() + REQUEUE_TIMEOUT_S
     while True:
         try:
-            if _should_requeue(experiment_dir):
-                _requeue()
+            # Nobody has cancelled this job or requeued it
+            job, is_cancelled = os.environ["SLURM_JOB_ID"], read_record(experiment_dir).get("cancelled")
+            if not is_cancelled and "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", job):
+                _requeue(job)
             return
         except LaunchError as error:  # perhaps Slurm requeued the job first and is ending this process
             if time.monotonic() > deadline:
                 print(f"error: not requeued: {error}; continue with --resume", file=sys.stderr)
                 return
         time.sleep(2)
-
-
-def _should_requeue(experiment_dir: Path) -> bool:
-    """Return True if nobody has cancelled this job or requeued it."""
-    if read_record(experiment_dir).get("cancelled"):
-        return False
-    return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
 
 
 def _all_nodes_answer() -> bool:
@@ -246,20 +237,14 @@ def _all_nodes_answer() -> bool:
     return process.returncode == 0
 
 
-def _requeue() -> None:
+def _requeue(job: str) -> None:
     """Requeue this job, which ends this process, without Slurm's two-minute delay."""
-    job = os.environ["SLURM_JOB_ID"]
     run_slurm("scontrol", "requeue", job)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(LaunchError):
             release_job(job, int(RELEASE_AFTER_S))
         time.sleep(0.5)
-
-
-def _task_name() -> str:
-    index = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else os.environ["SLURM_JOB_ID"]
 
 
 def _node_name() -> str:

@@ -160,7 +160,6 @@ def test_an_address_where_nothing_listens_is_one_line(
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(LaunchError) as refusal:
         submit(planned(), tmp_path / "runs")
-    assert refusal.value.code is Code.SETTING_REFUSED
     snapshot(refusal.value)
 
 

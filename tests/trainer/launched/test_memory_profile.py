@@ -324,7 +324,6 @@ def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path,
     recipe = load_recipe(SMALL, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(recipe, lengths=[32]), tmp_path)
-    assert refusal.value.code is Code.OF_SUBJECT
     snapshot(refusal.value)
     assert not any(tmp_path.iterdir())
 
