@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from abrun.experiment.command import run_command, run_environment
@@ -126,15 +126,7 @@ class LocalEngine:
         if hosts:
             env |= hosts.lend(run, config, devices, env)
         try:
-            with open_log(run.log) as output:
-                process = start_process(
-                    command,
-                    env,
-                    death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C must reach the launcher alone
-                )
+            process = self._start_process(run, command, env)
         except BaseException:
             if hosts:
                 hosts.take_back(run, finished=False)
@@ -144,6 +136,18 @@ class LocalEngine:
             (lambda finished: hosts.take_back(run, finished=finished)) if hosts else lambda finished: None
         )
         return LocalRun(run, process, devices, self._slots, on_end)
+
+    def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
+        """Start a run's first process."""
+        with open_log(run.log) as output:
+            return start_process(
+                command,
+                env,
+                death_signal=signal.SIGTERM,  # ends with the launcher, after a checkpoint
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C must reach the launcher alone
+            )
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         return run_command(run.path, config)

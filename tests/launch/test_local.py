@@ -498,14 +498,14 @@ def test_a_disk_that_fills_up_later_leaves_no_process_and_can_be_resumed(
 def test_a_run_that_could_not_be_noted_gives_its_place_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = RunDir.update_launch
+    update = supervisor.update_launch
 
     def full(run: RunDir, **values: Any) -> None:
         if "pid" in values and run.path.match("baseline/seed-0"):
             raise StoreError("no space")
         update(run, **values)
 
-    monkeypatch.setattr(RunDir, "update_launch", full)
+    monkeypatch.setattr(supervisor, "update_launch", full)
     outcome = launch(tmp_path, jobs=1)
     assert sorted(outcome.statuses.values()) == ["failed", "finished", "finished", "finished"]
 

@@ -212,10 +212,8 @@ def _requeue_if_needed(experiment_dir: Path) -> None:
     deadline = time.monotonic() + REQUEUE_TIMEOUT_S
     while True:
         try:
-            # Nobody has cancelled this job or requeued it
-            job, is_cancelled = os.environ["SLURM_JOB_ID"], read_record(experiment_dir).get("cancelled")
-            if not is_cancelled and "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", job):
-                _requeue(job)
+            if _should_requeue(experiment_dir):
+                _requeue()
             return
         except LaunchError as error:  # perhaps Slurm requeued the job first and is ending this process
             if time.monotonic() > deadline:
@@ -237,8 +235,16 @@ def _all_nodes_answer() -> bool:
     return process.returncode == 0
 
 
-def _requeue(job: str) -> None:
+def _should_requeue(experiment_dir: Path) -> bool:
+    """Return True if nobody has cancelled this job or requeued it."""
+    if read_record(experiment_dir).get("cancelled"):
+        return False
+    return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
+
+
+def _requeue() -> None:
     """Requeue this job, which ends this process, without Slurm's two-minute delay."""
+    job = os.environ["SLURM_JOB_ID"]
     run_slurm("scontrol", "requeue", job)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while time.monotonic() < deadline:
