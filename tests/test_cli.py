@@ -18,7 +18,7 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.experiment.preflight import machine
 from abrun.launch.memory import profile
-from abrun.launch.memory.cells import MemoryProfile
+from abrun.launch.memory.profile import MemoryProfile
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report import comparing
 from abrun.runs.experiment import planned_runs

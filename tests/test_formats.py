@@ -19,9 +19,8 @@ from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe, parse_st
 from abrun.recipe.refusals import sections_in, type_name
 from abrun.report.comparing import compare, find_post_hoc_reason
 from abrun.runs import migrations
-from abrun.runs.experiment import planned_runs, read_run_state
+from abrun.runs.experiment import planned_runs, read_reported_verdict, read_run_state
 from abrun.runs.migrations import REMOVED_LAUNCHERS, RENAMED, drop_removed, earlier_forms, migrate
-from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
 
 FORMATS = Path(__file__).parent / "formats"

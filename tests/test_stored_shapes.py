@@ -16,8 +16,8 @@ from abrun import watch
 from abrun.errors import AbrunError, StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
-from abrun.launch.ray import record as ray_record
-from abrun.launch.slurm import jobs as slurm_jobs
+from abrun.launch.ray import launcher as ray_launcher
+from abrun.launch.slurm import launcher as slurm_launcher
 from abrun.logs.recorded.reference import freeze, load_reference
 from abrun.logs.recorded.samples import pair_samples, read_run_samples
 from abrun.logs.recorded.stored import load_experiment
@@ -25,14 +25,13 @@ from abrun.logs.stored import read_run_dir
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.report.comparing import compare
-from abrun.runs.experiment import REFERENCE
-from abrun.runs.lines import read_json_lines
+from abrun.runs.experiment import REFERENCE, read_reported_verdict
+from abrun.runs.files import MAX_LINE_BYTES
+from abrun.runs.lines import Sample, read_json_lines, sample_row
 from abrun.runs.lock import LOCK, find_owner
 from abrun.runs.records import read_saved_state
-from abrun.runs.regular_files import MAX_LINE_BYTES
-from abrun.runs.reported import read_reported_verdict
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample, sample_row
+from abrun.runs.state import read_state
 from tests.fuzzing import SEED, bounded, check_line, rounds
 from tests.launch.fakes import run_to_end
 from tests.reasons import only
@@ -137,7 +136,7 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
             here.start_step,
             here.initial_weights,
         )
-        _ = here.heartbeat(), here.nodes(1), here.state(here.record().name), find_owner(directory)
+        _ = here.heartbeat(), here.nodes(1), read_state(here, here.record().name), find_owner(directory)
 
     return {
         "status of all": lambda: watch.status_json(directory.parent, None),
@@ -152,8 +151,8 @@ def readers(directory: Path, plan: ExperimentPlan) -> dict[str, Callable[[], obj
         "checkpoint": lambda: read_saved_state(run / "checkpoints" / "step-000005"),
         "reference": lambda: load_reference(directory / REFERENCE),
         "verdict": lambda: read_reported_verdict(directory),
-        "slurm": lambda: slurm_jobs.read_record(directory),
-        "ray": lambda: ray_record.read_driver(directory, str(ray_record.read_job(directory).get("job"))),
+        "slurm": lambda: slurm_launcher.read_record(directory),
+        "ray": lambda: ray_launcher.read_driver(directory, str(ray_launcher.read_job(directory).get("job"))),
     }
 
 

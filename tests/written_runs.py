@@ -9,6 +9,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.merging import merge
 from abrun.recipe.reading import nested
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -38,7 +39,7 @@ def make_run(
         initial_weights=weights,
         config=config.model_dump(mode="json"),
     )
-    RunDir(directory).write_record(record)
+    write_config(RunDir(directory), record)
     return directory
 
 

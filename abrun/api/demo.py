@@ -20,10 +20,9 @@ from abrun.messages import sentences
 from abrun.messages.numbers import difference_text
 from abrun.report.comparing import Comparison, compare_sources
 from abrun.report.write import PAGE, VERDICT_COLORS
-from abrun.runs.files import partial_files, remove_partial_files, write_file
+from abrun.runs.files import is_directory, is_file, partial_files, remove_partial_files, write_file
 from abrun.runs.layout import EXPERIMENT, REPORT
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import is_directory, is_file
 from abrun.verdict.results import ClaimResult
 
 ARCHIVE = Path(__file__).with_name("demo-runs.json.xz")  # file contents by path, as a JSON object

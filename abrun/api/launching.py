@@ -18,15 +18,13 @@ from abrun.launch import stages
 from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
-from abrun.launch.submit import submit_plan, wait_for_jobs
-from abrun.launch.supervisor import LaunchOutcome, run_plan
+from abrun.launch.supervisor import LaunchOutcome, run_plan, submit_plan, wait_for_jobs
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import load_tool, scheduler_names
 from abrun.recipe.launcher import resolve_launcher_settings
-from abrun.runs.experiment import is_experiment
+from abrun.runs.experiment import is_experiment, read_reported_verdict
 from abrun.runs.layout import REPORT
-from abrun.runs.reported import read_reported_verdict
 from abrun.watch import View
 
 if TYPE_CHECKING:

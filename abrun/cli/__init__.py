@@ -90,7 +90,7 @@ def _run() -> int:
         raise
     except OSError as error:  # such as a path that is too long, or an unreadable folder
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
-            from abrun.runs.access import has_permission, unreadable_error
+            from abrun.runs.files import has_permission, unreadable_error
 
             path = Path(error.filename)
             is_there = os.path.lexists(path) or not has_permission(path.parent, os.X_OK)

@@ -12,8 +12,8 @@ import typer
 from abrun.cli.app import note
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
+from abrun.runs.files import is_directory
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import is_directory
 
 if TYPE_CHECKING:
     from abrun.logs.recorded.sources import ReadingOptions

@@ -243,7 +243,7 @@ def _find_run_folder(run: str, runs_dir: Path) -> Path:
     """Return the folder of an abrun run or another trainer's completions. Raises StoreError if neither."""
     from abrun.logs.completions import read_completions
     from abrun.runs.experiment import find_run
-    from abrun.runs.regular_files import is_directory
+    from abrun.runs.files import is_directory
     from abrun.runs.rundir import RunDir
     from abrun.watch.log import refuse_experiment
 

@@ -11,7 +11,7 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
-    from abrun.launch.memory.sweep import SweepPlan
+    from abrun.launch.memory.profile import SweepPlan
 
 MeasuredRecipe = Annotated[Path, recipe_argument("Recipe: a YAML file or a built-in recipe.")]
 Lengths = Annotated[str, typer.Option(help="Comma-separated sequence lengths in tokens.")]
@@ -91,7 +91,7 @@ def memory_profile(
         abrun memory-profile fused-logprobs-memory --lengths 128,256
         abrun memory-profile fused-logprobs-memory --predict --device-memory 80GiB
     """
-    from abrun.launch.memory.sweep import MASTER_DTYPE, SweepPlan, expand_sweep
+    from abrun.launch.memory.profile import MASTER_DTYPE, SweepPlan, expand_sweep
 
     if max_seq_len and max_sequences:
         raise RecipeError(Code.SEARCHES_TWO())

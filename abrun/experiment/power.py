@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from abrun.recipe.claims import Claim, Compare
-from abrun.runs.regular_files import MAX_FILE_BYTES, read_regular
+from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
 from abrun.stats.one_sided import (
     one_sided_pairs_needed,

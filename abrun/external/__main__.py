@@ -6,7 +6,7 @@ from pathlib import Path
 from abrun.errors import AbrunError
 from abrun.external.run import run
 from abrun.processes.output import ignore_output_errors
-from abrun.runs.endings import write_ending
+from abrun.runs.launches import write_ending
 from abrun.runs.rundir import RunDir
 
 

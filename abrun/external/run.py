@@ -44,12 +44,12 @@ from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
 from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
 from abrun.recipe.experiment import parse_stored_run
+from abrun.runs.files import is_file
 from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
 from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
-from abrun.runs.regular_files import is_file
 from abrun.runs.rundir import RunDir
-from abrun.runs.writer import FencedError, RunWriter
+from abrun.runs.writer import FencedError, RunWriter, begin_attempt
 
 POLL_S = 1.0
 # Launchers wait 35 s before they kill.
@@ -75,7 +75,7 @@ def run(directory: Path) -> int:
         )
     hide_secrets_of(os.environ)
     hide_values(referenced_values(config, os.environ))
-    writer = run_dir.begin_attempt()
+    writer = begin_attempt(run_dir)
     try:
         return _Run(run_dir, config, record, writer).run()
     except FencedError:

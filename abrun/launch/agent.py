@@ -44,17 +44,13 @@ from abrun.processes import (
 from abrun.processes.capture import capture_output
 from abrun.processes.output import ignore_output_errors
 from abrun.processes.scratch import scratch_folder
-from abrun.runs.endings import write_ending
 from abrun.runs.failures import ERROR_FILE, GRACE_S, POLL_S, cause_of, error_file, first_failure
-from abrun.runs.records import (
-    NODE_LOST_AFTER_S,
-    NODE_REPORT_EVERY_S,
-    NodeStatus,
-    SilentRank,
-    silent_ranks_reason,
-)
+from abrun.runs.launches import write_ending
+from abrun.runs.records import NodeStatus, SilentRank
 from abrun.runs.redaction import current_mask, hide_secrets_of
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import NODE_LOST_AFTER_S, NODE_REPORT_EVERY_S, silent_ranks_reason
+from abrun.runs.writer import resume_abandoned_attempt, write_node
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # pending connections; the default limit of the kernel
@@ -178,25 +174,21 @@ def _start_ranks(options: argparse.Namespace, scratch: Path) -> Iterator[dict[in
         if 0 in ranks:
             rendezvous = stack.enter_context(_listen(int(port), all_interfaces=bool(options.meet)))
             port, inherited[0] = rendezvous.getsockname()[1], rendezvous.fileno()
+        command = [sys.executable, "-u", *MODULE_OPTIONS, options.module, str(options.directory)]
         yield {
-            rank: _start_rank(
-                [options.module, str(options.directory)],
-                {
+            rank: subprocess.Popen(
+                command,
+                env={
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
                     **os.environ,
                     **_rank_environment(options, rank, host.strip("[]"), port, inherited.get(rank)),
                     ERROR_FILE: str(error_file(scratch, rank)),
                 },
-                [inherited[rank]] if rank in inherited else [],
+                pass_fds=[inherited[rank]] if rank in inherited else [],
+                start_new_session=True,  # signals to the group reach only the agent
             )
             for rank in ranks
         }
-
-
-def _start_rank(arguments: list[str], env: Mapping[str, str], inherited: list[int]) -> Popen:
-    """Start a rank as a process in its own session, so that signals to the group reach only the agent."""
-    command = [sys.executable, "-u", *MODULE_OPTIONS, *arguments]
-    return subprocess.Popen(command, env=env, pass_fds=inherited, start_new_session=True)
 
 
 def _rank_environment(
@@ -246,7 +238,7 @@ def _record_ending(
     if node > 0:
         return
     try:
-        writer = run.resume_abandoned_attempt(previous_attempt, interrupted=status == TIMED_OUT)
+        writer = resume_abandoned_attempt(run, previous_attempt, interrupted=status == TIMED_OUT)
         if writer and stop_signal:
             writer.interrupt(exit_code=shell_exit_code(status), signal=stop_signal)
         elif writer and reason:
@@ -313,7 +305,7 @@ class _NodeNotes:
             ranks=tuple(self._silent_ranks or ()),
         )
         with contextlib.suppress(StoreError):  # a full disk must not end the ranks
-            self._run.write_node(note)
+            write_node(self._run, note)
 
     def other_nodes(self) -> list[NodeStatus]:
         """Return the recent notes of other nodes; their age is measured by this node's clock."""

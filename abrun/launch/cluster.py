@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.launcher import LauncherSettings
 from abrun.runs.experiment import open_experiment
+from abrun.runs.files import read_tail
 from abrun.runs.lock import find_owner
-from abrun.runs.records import RunState
-from abrun.runs.regular_files import read_tail
+from abrun.runs.state import RunState
 
 # Agents kill ranks that save too slowly, this long before the supervisor or an engine kills the agents.
 AGENT_HEAD_START_S = 10.0
@@ -183,11 +183,11 @@ def cancel_experiment(experiment_dir: Path) -> str:
     if owner is None:
         return f"{experiment_dir.name}: no run is active or queued"
     if not owner.is_visible or owner.pid is None:
-        raise LaunchError(Code.LAUNCHED_ELSEWHERE(directory=experiment_dir, owner=str(owner)))
+        raise LaunchError(f"{experiment_dir}: {owner} is launching it; stop it there")
     try:
         os.kill(owner.pid, signal.SIGTERM)
     except OSError as error:
         raise LaunchError(
-            Code.LAUNCHER_UNREACHABLE(directory=experiment_dir, owner=str(owner), error=str(error))
+            f"{experiment_dir}: {owner} is launching it and cannot be reached: {error}"
         ) from None
     return f"asked {owner} to stop: its runs save checkpoints first"

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
+from abrun.messages.texts import listed
 from abrun.recipe.implementations import LOCAL_LAUNCHERS, load_implementation, scheduler_names
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
@@ -68,8 +69,6 @@ def make_engine(launcher: str, num_jobs: int | None) -> Engine:
     """Return the engine of `--launcher`. Raises LaunchError for an unknown name."""
     if launcher not in LOCAL_LAUNCHERS:
         raise LaunchError(
-            Code.NOT_ALLOWED(
-                field="--launcher", got=repr(launcher), allowed=[*LOCAL_LAUNCHERS, *scheduler_names()]
-            )
+            f"--launcher: got {launcher!r}; allowed: {listed([*LOCAL_LAUNCHERS, *scheduler_names()])}"
         )
     return load_implementation(LOCAL_LAUNCHERS[launcher])(num_jobs)

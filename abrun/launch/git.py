@@ -65,16 +65,13 @@ def record_checkout(experiment_dir: Path, *, diff: bool) -> dict[str, Any] | Non
     hashed_content = content if cut_reason is None or len(content or b"") == MAX_HASHED_BYTES else None
     changes = hashlib.sha256(hashed_content).hexdigest()[:8] if hashed_content else None
     files = names[:MAX_FILES] + [f"and {len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
-    file = _write_diff(experiment_dir, changes, content, cut_reason) if diff and changes and content else None
+    file = None
+    if diff and changes and content:  # its start in whole lines, without secrets
+        text = redacted(content[:MAX_DIFF_BYTES].decode(errors="replace"))
+        if len(content) > MAX_DIFF_BYTES or cut_reason:
+            text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MAX_DIFF_BYTES} bytes of it]\n"
+        file = write_diff(experiment_dir, changes, text)
     return {"sha": sha.decode().strip(), "dirty": dirty, "changes": changes, "files": files, "diff": file}
-
-
-def _write_diff(experiment_dir: Path, changes: str, content: bytes, cut_reason: str | None) -> str:
-    """Write the start of a diff in whole lines, without secrets; return the file's name."""
-    text = redacted(content[:MAX_DIFF_BYTES].decode(errors="replace"))
-    if len(content) > MAX_DIFF_BYTES or cut_reason:
-        text = f"{text.rpartition(chr(10))[0]}\n[cut here: the first {MAX_DIFF_BYTES} bytes of it]\n"
-    return write_diff(experiment_dir, changes, text)
 
 
 def git_environment(repo: Path) -> dict[str, str] | None:

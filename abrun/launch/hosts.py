@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from abrun.errors import StoreError
 from abrun.launch.engine import Devices
 from abrun.processes import (
     ENGINE_HOST_VARIABLE,
@@ -118,7 +119,7 @@ class EngineHosts:
         if hosts:
             self._idle.remove(hosts)
         else:
-            with contextlib.suppress(OSError):  # the run makes its own engine
+            with contextlib.suppress(OSError, StoreError):  # the run makes its own engine
                 hosts = self._start(run, settings, environment, config.cluster.ranks_per_node)
         if not hosts:
             return {}

@@ -25,6 +25,8 @@ from abrun.processes import (
     wait_for_exit,
 )
 from abrun.recipe.run import RunConfig
+from abrun.runs.files import open_log
+from abrun.runs.launches import update_launch
 from abrun.runs.rundir import RunDir
 
 
@@ -119,7 +121,7 @@ class LocalEngine:
     def start(self, run: RunDir, config: RunConfig, devices: Devices) -> "LocalRun":
         command, env = self.command(run, config, devices), self.environment(run, config, devices)
         if shares_by_mps(config) and is_served(env):
-            run.update_launch(mps=True)  # before the start, since it may fail
+            update_launch(run, mps=True)  # before the start, since it may fail
         hosts = self._hosts
         if hosts:
             env |= hosts.lend(run, config, devices, env)
@@ -137,7 +139,7 @@ class LocalEngine:
 
     def _start_process(self, run: RunDir, command: list[str], env: Mapping[str, str]) -> Popen:
         """Start a run's first process."""
-        with run.open_log() as output:
+        with open_log(run.log) as output:
             return start_process(
                 command,
                 env,

@@ -65,7 +65,7 @@ class MpsService:
                 start_new_session=True,  # Ctrl-C must not reach it before the runs have ended
             )
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not _has_files(self._folder / "pipes"):
+            while not any((self._folder / "pipes").glob("*")):
                 if self._keeper.poll() is not None or time.monotonic() > deadline:
                     raise OSError(f"{DAEMON} did not start")
                 time.sleep(POLL_S)
@@ -128,12 +128,6 @@ def is_served(env: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
-def _has_files(folder: Path) -> bool:
-    with contextlib.suppress(OSError):  # removed by a keeper whose daemon has ended
-        return any(folder.iterdir())
-    return False
-
-
 def _variables_of(folder: Path) -> dict[str, str]:
     return {PIPE_VARIABLE: str(folder / "pipes"), LOG_VARIABLE: str(folder / "logs")}
 
@@ -160,7 +154,11 @@ def main() -> int:
     try:
         wait_for_exit(daemon, float("inf"), lambda: is_stopping)
         deadline = time.monotonic() + CLIENTS_TIMEOUT_S
-        while _find_clients(folder) and daemon.poll() is None and time.monotonic() < deadline:
+        while daemon.poll() is None and time.monotonic() < deadline:
+            # What may use the daemon: processes with its variable, without itself and its servers
+            users = find_processes_with(PIPE_VARIABLE, _variables_of(folder)[PIPE_VARIABLE])
+            if not users - {psutil.Process(), *find_descendants(os.getpid())}:
+                break
             time.sleep(10 * POLL_S)
     finally:
         daemon.terminate()
@@ -168,14 +166,6 @@ def main() -> int:
         kill_all(lambda: find_descendants(os.getpid()))  # its servers
         shutil.rmtree(folder, ignore_errors=True)
     return 0
-
-
-def _find_clients(folder: Path) -> set[psutil.Process]:
-    """Return the processes that may use the daemon: those with its variable, without itself."""
-    return find_processes_with(PIPE_VARIABLE, _variables_of(folder)[PIPE_VARIABLE]) - {
-        psutil.Process(),
-        *find_descendants(os.getpid()),
-    }
 
 
 if __name__ == "__main__":

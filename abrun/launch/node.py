@@ -15,9 +15,9 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.command import Rendezvous, run_command, run_environment
 from abrun.experiment.preflight.checks import node_refusals
 from abrun.experiment.preflight.machine import this_machine
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import parse_stored_run
-from abrun.runs.endings import write_ending
+from abrun.runs.files import open_log
+from abrun.runs.launches import write_ending
 from abrun.runs.rundir import RunDir
 
 FAILED = 2
@@ -43,7 +43,10 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
     """Return command and environment of this node's agent. Raises LaunchError for what the node lacks."""
     host = socket.gethostname()
     if not run.exists:
-        raise LaunchError(Code.NODE_WITHOUT_RUN(directory=run.path, host=host, seen_on=seen_on))
+        raise LaunchError(
+            f"{run.path}: exists on {seen_on}, but not on {host}; launch with --runs-dir on a file system "
+            "that all nodes share"
+        )
     config = parse_stored_run(run.record().config, str(run.path))
     machine = this_machine()
     if positions := os.environ.get(GPU_POSITIONS):
@@ -51,12 +54,12 @@ def make_agent_command(run: RunDir, meeting: Rendezvous, seen_on: str) -> tuple[
         machine = replace(machine, gpus=tuple(chosen))
     problems = node_refusals(config, machine)
     if problems:
-        raise LaunchError(Code.NODE_CANNOT_RUN(host=host, problem=problems[0]))
+        raise LaunchError(f"{host}: {problems[0]}")
     # The agent limits the size of the log, as on a single machine.
     if meeting.node == 0:
-        with run.open_log() as log:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+        with open_log(run.log) as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     count = config.devices_per_node
     devices = machine.gpus[:count] if config.cluster.gpus_per_node else ("cpu",) * count
     return run_command(run.path, config, meeting), run_environment(run.path, devices, config)

@@ -18,11 +18,12 @@ from abrun.experiment.plan import ExperimentPlan, RunName, compare_hash, describ
 from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
-from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.messages import sentences
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
+from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import parse_stored_run
+from abrun.recipe.experiment import BASELINE, parse_stored_run
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import (
     REFERENCE,
@@ -32,20 +33,23 @@ from abrun.runs.experiment import (
     planned_runs,
     read_run_state,
     run_dir,
+    warm_start_dir,
     write_experiment,
 )
 from abrun.runs.files import (
+    is_directory,
+    is_file,
     partial_files,
     remove_partial_files,
     wrap_read_errors,
     wrap_write_errors,
     write_file,
 )
+from abrun.runs.launches import write_config
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
 from abrun.runs.redaction import yaml_text
-from abrun.runs.regular_files import is_directory, is_file
 from abrun.runs.rundir import RunDir
 
 Say = Callable[[str], object]
@@ -78,14 +82,18 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     """Return the directory of an experiment. Raises LaunchError if its name cannot be a folder name."""
     name = recipe_name if options.name is None else options.name
     if not re.fullmatch(NAME_PATTERN, name) or name == WARM_STARTS:
-        raise LaunchError(Code.EXPERIMENT_NAME_INVALID(got=name, reserved=WARM_STARTS))
+        raise LaunchError(
+            f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100, but not "
+            f"{WARM_STARTS!r}"
+        )
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
 def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
-        raise LaunchError(Code.PLAN_CANNOT_RUN(recipe=plan.recipe.name, problems=problems))
+        omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
+        raise LaunchError(f"{plan.recipe.name}: {problems[0]}{omitted}")
 
 
 def refuse_existing(experiment_dir: Path) -> None:
@@ -94,10 +102,14 @@ def refuse_existing(experiment_dir: Path) -> None:
         names = planned_runs(experiment_dir)
         finished = sum(read_run_state(experiment_dir, name).status == "finished" for name in names)
         raise LaunchError(
-            Code.EXPERIMENT_EXISTS(directory=experiment_dir, finished=finished, runs=len(names))
+            f"{experiment_dir}: an experiment already exists here ({finished} of {len(names)} runs "
+            "finished); continue it with --resume, or choose another --name"
         )
-    if is_directory(experiment_dir) and not _is_just_begun(experiment_dir):
-        raise LaunchError(Code.DIRECTORY_IN_USE(directory=experiment_dir))
+    names = {path.name for path in experiment_dir.iterdir()} if is_directory(experiment_dir) else set[str]()
+    # A launcher that was killed before it wrote experiment.json leaves these
+    leftovers = {*partial_files(names), *((LOCK, REFERENCE) if LOCK in names else ())}
+    if names - leftovers:
+        raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
 
 @contextlib.contextmanager
@@ -154,18 +166,15 @@ def write_run_record(
 ) -> None:
     """Write a run's record, which tells its process what to do."""
     weights = warm_start and os.path.relpath(RunDir(warm_start).final_weights, directory)
-    RunDir(directory).write_record(
+    write_config(
+        RunDir(directory),
         RunRecord(
             experiment=experiment,
             name=name,
             initial_weights=weights,
             config=config.model_dump(mode="json"),
-        )
+        ),
     )
-
-
-def warm_start_dir(experiment_dir: Path, key: str) -> Path:
-    return experiment_dir.parent / WARM_STARTS / key
 
 
 def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: bool) -> None:
@@ -222,21 +231,17 @@ def _update_record(run: RunDir, config: RunConfig) -> None:
         aliases = content["trainer"]["aliases"]
         changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
     if any(record.config.get(key) != value for key, value in changed.items()):
-        run.write_record(replace(record, config={**record.config, **changed}))
+        write_config(run, replace(record, config={**record.config, **changed}))
 
 
 def _refuse_queued(experiment_dir: Path) -> None:
     cluster_jobs = find_cluster_jobs(experiment_dir)
     active = cluster_jobs.active_job_ids if cluster_jobs else []
     if active:
-        raise LaunchError(Code.JOBS_QUEUED(directory=experiment_dir, jobs=active))
-
-
-def _is_just_begun(experiment_dir: Path) -> bool:
-    """Return True if the folder holds only what a launcher leaves that was killed before experiment.json."""
-    names = {path.name for path in experiment_dir.iterdir()}
-    expected_names = {LOCK, REFERENCE} if LOCK in names else set()
-    return names <= {*expected_names, *partial_files(names)}
+        raise LaunchError(
+            f"{experiment_dir}: --resume: its jobs are still in the queue ({listed(active)}); wait for them, "
+            f"or cancel them: abrun stop {experiment_dir}"
+        )
 
 
 def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
@@ -250,7 +255,10 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
     can_rename_aliases = True
     for name in planned_runs(experiment_dir):
         if name not in planned:
-            raise LaunchError(Code.RESUME_LACKS_RUN(directory=experiment_dir, run=str(name)))
+            raise LaunchError(
+                f"{experiment_dir}: --resume: the recipe no longer has the run {name}, which exists here; "
+                "restore arms, seeds and aa_reruns (adding runs is allowed), or choose another --name"
+            )
         run = RunDir(run_dir(experiment_dir, name))
         is_readable = False
         with contextlib.suppress(StoreError), wrap_read_errors(run.path):
@@ -264,19 +272,20 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
             if difference := _describe_difference(
                 run, planned[name].config, can_rename_aliases=can_rename_aliases
             ):
-                raise LaunchError(Code.RESUME_OTHER_RECIPE(directory=run.path, difference=difference))
+                raise LaunchError(
+                    f"{run.path}: --resume: the run was launched with another recipe: {difference}; restore "
+                    "the recipe, or choose another --name"
+                )
             weights |= {name.arm: run.initial_weights} if run.initial_weights else {}
     for run in plan.runs:
         recorded_weights = weights.get(run.name.arm) if run.name not in recorded and run.warm_start else None
         planned_weights = RunDir(warm_start_dir(experiment_dir, run.warm_start or "")).final_weights
         if recorded_weights and os.path.normpath(recorded_weights) != os.path.normpath(planned_weights):
             raise LaunchError(
-                Code.RESUME_OTHER_WARM_START(
-                    directory=experiment_dir,
-                    run=str(run.name),
-                    warm_start=run.warm_start,
-                    recorded=recorded_weights.parent.parent.name,
-                )
+                f"{experiment_dir}: --resume: {run.name} would start from the warm start {run.warm_start}, "
+                f"but the other runs of its arm started from {recorded_weights.parent.parent.name}; this "
+                "version of abrun makes warm starts differently; resume with the version that launched them, "
+                "or choose another --name"
             )
 
 
@@ -302,3 +311,51 @@ def _describe_difference(run: RunDir, config: RunConfig, *, can_rename_aliases: 
             f"{key} is {yaml_text(recorded_value)} there and {yaml_text(planned_value)} in the recipe{suffix}"
         )
     return None
+
+
+RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their importance ratio
+CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
+
+
+def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
+    """Return a reason for each setting without effect, with the arms that have it.
+
+    With one update per step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
+    For the default loss and clip range that is common and not reported. It is reported for a loss that is
+    chosen for its ratio, for clip ranges that a recipe states, and for arms that differ in nothing else: up
+    to rounding, all losses of the GRPO family then have the same gradient, if the tokens of a sequence share
+    one advantage and weight. Commands that are the same for every seed are reported, too.
+    """
+    algorithms = {
+        run.name.arm: getattr(run.config, "algorithm", None) for run in plan.runs if not run.is_control
+    }
+    one_update = {
+        arm: settings
+        for arm, settings in algorithms.items()
+        if isinstance(settings, PolicyGradientSettings) and settings.num_updates == 1
+    }
+    arms_of: dict[Reason, list[str]] = {}
+    for arm, settings in one_update.items():
+        loss, fields = getattr(settings, "loss", None), type(settings).model_fields
+        stated = {name: getattr(settings, name) for name in CLIPPING if name in fields}
+        stated = {name: value for name, value in stated.items() if value != fields[name].default}
+        if loss in RATIO_LOSSES:
+            arms_of.setdefault(Code.LOSS_NEVER_CLIPS(loss=loss), []).append(arm)
+        elif stated:
+            arms_of.setdefault(Code.CLIPPING_WITHOUT_EFFECT(settings=stated), []).append(arm)
+    reasons = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
+
+    for arm, changes in plan.treatment_diff.items():
+        if not {arm, BASELINE} <= one_update.keys():
+            continue
+        baseline, keys = one_update[BASELINE], {f"algorithm.{name}" for name in CLIPPING}
+        is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
+        if changes.keys() <= (keys if is_per_token else keys | {"algorithm.loss"}):
+            reasons.append(Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes]))
+
+    configs = {run.name.arm: run.config for run in plan.runs}
+    commands = {arm: config for arm, config in configs.items() if isinstance(config, CommandRunConfig)}
+    arms = [arm for arm, config in commands.items() if not config.trainer.uses_seed]
+    if arms and len(plan.recipe.seeds) > 1:
+        reasons.append(Code.COMMANDS_WITHOUT_SEED(arms=arms))
+    return reasons

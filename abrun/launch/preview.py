@@ -12,8 +12,8 @@ from abrun.experiment.plan import ExperimentPlan, describe_decisions
 from abrun.experiment.preflight.checks import find_problems, refuse_unset_variables
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import ClusterJobs
-from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
+from abrun.launch.prepare import find_ineffective_settings
 from abrun.messages import sentence, sentences
 from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit

@@ -11,16 +11,17 @@ import psutil
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
-from abrun.launch.prepare import warm_start_dir, write_run_record
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.run import OwnRunConfig, RunConfig
-from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir
+from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir, warm_start_dir
 from abrun.runs.files import wrap_read_errors
+from abrun.runs.launches import reopen, write_config
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.records import Status
+from abrun.runs.records import RunRecord, Status
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 
 # A run that has lost its launcher takes up to 30 s to save a checkpoint.
 ORPHAN_GRACE_S = 40.0
@@ -79,7 +80,7 @@ class LaunchJob:
             if self._has_orphans(say):
                 return False
             if self.run.finished:
-                self.run.reopen(describe_missing(self) or "")
+                reopen(self.run, describe_missing(self) or "")
             return True
         try:
             note = self.lock.acquire()
@@ -89,7 +90,11 @@ class LaunchJob:
             self.has_reported_waiting = True
             return False
         try:
-            is_complete = self._is_complete(say)
+            is_complete = self.run.finished
+            if is_complete and (damage := describe_missing(self) or self.run.describe_weights_damage()):
+                say(f"{self.label}: trained again: {damage}")
+                reopen(self.run, damage)
+                is_complete = False
             if is_complete or self._has_orphans(say):
                 self.lock.close()
                 self.status = "finished" if is_complete else self.status
@@ -99,7 +104,9 @@ class LaunchJob:
             raise
         if note:
             say(f"{self.label}: {sentence(note)}")
-        write_run_record(self.run.path, WARM_STARTS, WARM_START, self.config)
+        config = self.config.model_dump(mode="json")
+        record = RunRecord(experiment=WARM_STARTS, name=WARM_START, initial_weights=None, config=config)
+        write_config(self.run, record)
         return True
 
     def _has_orphans(self, say: Callable[[str], object]) -> bool:
@@ -114,22 +121,13 @@ class LaunchJob:
                 f"{self.label}: processes of a dead launcher still work there "
                 f"({_format_pids(orphans)}); waiting for them to end"
             )
-        survivors = (
-            kill_all(lambda: find_run_processes(self.run.path)) if now > self.kill_orphans_at_s else None
-        )
+        is_late = now > self.kill_orphans_at_s
+        survivors = kill_all(lambda: find_run_processes(self.run.path)) if is_late else None
         if survivors:  # another user's processes, or processes stuck in a driver
-            raise LaunchError(Code.PROCESSES_SURVIVE(pids=_format_pids(survivors)))
+            raise LaunchError(
+                f"processes of an earlier launch cannot be killed ({_format_pids(survivors)}); end them"
+            )
         return True
-
-    def _is_complete(self, say: Callable[[str], object]) -> bool:
-        """Return True if the warm start is complete. A damaged one is marked to be trained again."""
-        if not self.run.finished:
-            return False
-        damage = describe_missing(self) or self.run.describe_weights_damage()
-        if damage:
-            say(f"{self.label}: trained again: {damage}")
-            self.run.reopen(damage)
-        return damage is None
 
 
 def _format_pids(processes: set[psutil.Process]) -> str:
@@ -176,10 +174,6 @@ class LaunchQueue:
                     self.jobs.append(warm_starts[key])
                 job.depends_on += (warm_starts[key],)
             self.jobs.append(job)
-        self._await_recordings(plan)
-
-    def _await_recordings(self, plan: ExperimentPlan) -> None:
-        """Let runs that train on another run's rollouts wait for that run."""
         jobs = {job.label: job for job in self.jobs}
         for planned in plan.runs:
             recorder = planned.trains_on(plan.recipe.arms)
@@ -218,13 +212,13 @@ class LaunchQueue:
                 if needed.is_warm_start
                 else Code.RECORDING_FAILED(run=needed.label, status=needed.status)
             )
-            yield jobs, cause, needed.run.state(WARM_START).reason
+            yield jobs, cause, read_state(needed.run, WARM_START).reason
         failed_jobs = [] if self.running_jobs else self.find_common_failure()
         unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:
             first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
             cause = Code.FAILED_ALIKE(run=first_job.label, num_more=num_more)
-            yield unfinished, cause, first_job.run.state(WARM_START).reason
+            yield unfinished, cause, read_state(first_job.run, WARM_START).reason
 
     def find_common_failure(self) -> list[LaunchJob]:
         """Return all ended runs if a common cause makes further runs pointless, or else an empty list.

@@ -1,7 +1,6 @@
 """Recipe of a sensitivity analysis: a recipe's baseline with injected faults, and no treatments."""
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Controls
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, parse_stored_recipe
 from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need
@@ -19,7 +18,10 @@ def make_sensitivity_recipe(
     """
     baseline = recipe.with_auto_values().run_config(BASELINE)
     if not isinstance(baseline, OwnRunConfig):
-        raise RecipeError(Code.FAULTS_NEED_ABRUN_TRAINER(recipe=recipe.name))
+        raise RecipeError(
+            f"{recipe.name}: arms.baseline: runs a foreign trainer, but faults can only be injected into "
+            "abrun's own"
+        )
     not_injected: dict[str, str] = {}
     faults = recipe.controls.faults
     if names is not None:
@@ -27,13 +29,15 @@ def make_sensitivity_recipe(
         for fault in faults:
             needs = unmet_need(LIBRARY[fault.name], baseline)
             if needs:
-                raise RecipeError(Code.FAULT_NEEDS(fault=fault.name, needs=needs))
+                raise RecipeError(
+                    f"--faults: got {fault.name!r}, which {needs}; change that with --set, or drop the fault"
+                )
     elif not faults:
         needs_by_fault = {fault.name: unmet_need(fault, baseline) for fault in FAULTS}
         not_injected = {name: needs for name, needs in needs_by_fault.items() if needs}
         faults = [InjectedFault(name=name) for name in needs_by_fault if name not in not_injected]
     if not faults:
-        raise RecipeError(Code.NO_FAULT_FITS(recipe=recipe.name))
+        raise RecipeError(f"{recipe.name}: no fault can be injected into it; see: abrun faults")
     controls = validated(
         Controls,
         {
@@ -58,5 +62,7 @@ def _parse_fault(text: str) -> InjectedFault:
     try:
         amount = float(size) if colon else None
     except ValueError:
-        raise RecipeError(Code.SETTING_REFUSED(field="--faults", got=repr(text))) from None
+        raise RecipeError(
+            f"--faults: got {text!r}; allowed: NAME or NAME:SIZE, such as misgrouped:2"
+        ) from None
     return validated(InjectedFault, {"name": name, "size": amount}, "--faults")

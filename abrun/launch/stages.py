@@ -4,11 +4,11 @@ The unit is a pair: all arms of a seed run in one stage. All pairs have the same
 Seeds are run in their order.
 """
 
+import itertools
 from pathlib import Path
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash, launched_compare_hash
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import (
     MAX_SEEDS,
     CommandRecipe,
@@ -33,11 +33,20 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
 
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:
-        raise RecipeError(Code.STAGES_NEED_CLAIM(recipe=name))
+        raise RecipeError(
+            f"{name}: compare.claims: empty, but --until-decided needs a claim to decide; declare one, or "
+            "drop --until-decided"
+        )
     if len(recipe.arms) < 2:
-        raise RecipeError(Code.STAGES_NEED_TREATMENT(recipe=name))
+        raise RecipeError(
+            f"{name}: arms: only a baseline, but --until-decided compares arms; add a treatment, or drop "
+            "--until-decided"
+        )
     if interim and max_seeds not in (None, interim[-1]):
-        raise RecipeError(Code.MAX_SEEDS_WITH_INTERIM(max_seeds=max_seeds, interim=interim))
+        raise RecipeError(
+            f"--max-seeds: got {max_seeds}, but compare.interim is {interim} and ends with all pairs; drop "
+            "one of them"
+        )
     if interim:
         return recipe
     max_count = DEFAULT_MAX_SEEDS if max_seeds is None else max_seeds
@@ -45,12 +54,15 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
     first_pairs = num_seeds if num_seeds >= MIN_FIRST_PAIRS else min(DEFAULT_FIRST_PAIRS, max_count - 1)
     if not 2 <= first_pairs < max_count:
         raise RecipeError(
-            Code.MAX_SEEDS_TOO_FEW(got=max_count, seeds=num_seeds, first_count=max(first_pairs, 2))
+            f"--max-seeds: got {max_count} with {num_seeds} seeds in the recipe; allowed: more than the "
+            f"first interim analysis takes, {max(first_pairs, 2)}"
         )
+    num_new = min(max_count, MAX_SEEDS + 1) - num_seeds  # a recipe refuses more
+    unused = (seed for seed in itertools.count() if seed not in recipe.seeds)
     return parse_stored_recipe(
         {
             **recipe.model_dump(mode="json"),
-            "seeds": _extend_seeds(recipe.seeds, min(max_count, MAX_SEEDS + 1)),  # a recipe refuses more
+            "seeds": [*recipe.seeds, *itertools.islice(unused, num_new)],
             "compare": {
                 **recipe.compare.model_dump(mode="json"),
                 "interim": interim_counts(first_pairs, max_count),
@@ -73,12 +85,7 @@ def refuse_other_interim(recipe: ExperimentDeclaration, experiment_dir: Path) ->
             else "without interim analyses"
         )
         raise LaunchError(
-            Code.RESUME_OTHER_INTERIM(
-                directory=experiment_dir, interim=recipe.compare.interim, before=description
-            )
+            f"{experiment_dir}: --until-decided: got interim analyses at {recipe.compare.interim} pairs, but "
+            f"it was launched {description}, on which its error rate depends; resume it as it was launched, "
+            "or choose another --name"
         )
-
-
-def _extend_seeds(seeds: list[int], num_seeds: int) -> list[int]:
-    unused = (seed for seed in range(num_seeds + len(seeds)) if seed not in seeds)
-    return [*seeds, *(next(unused) for _ in range(num_seeds - len(seeds)))]

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, RunName
 from abrun.experiment.preflight.checks import untested_packages
+from abrun.launch.cluster import ClusterJobs, LeftInQueueError
 from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.queue import LaunchJob, LaunchQueue
@@ -35,8 +37,8 @@ from abrun.processes import (
     signal_name,
 )
 from abrun.recipe.command import referenced_values
-from abrun.runs.endings import read_endings
 from abrun.runs.experiment import read_run_state
+from abrun.runs.launches import begin_launch, end_launch, read_endings, update_launch
 from abrun.runs.lock import Lease
 from abrun.runs.records import Status, recorded_reason
 from abrun.runs.redaction import hide_secrets_of, hide_values, redacted
@@ -168,7 +170,9 @@ class Supervisor:
                 while self._requests.first_signal is None and not self._queue.is_done:
                     self._reap()
                     self._start_ready()
-                    self._refresh_locks()
+                    # Raises TakenOverError if another launcher has taken over this experiment
+                    for lock in (self._lease, *(job.lock for job in self._queue.running_jobs)):
+                        lock.refresh()
                     self._tick()
                     time.sleep(POLL_S)
                 if self._requests.first_signal is not None:
@@ -183,11 +187,6 @@ class Supervisor:
                     job.lock.close()
         self._tick()
         return self._requests.first_signal
-
-    def _refresh_locks(self) -> None:
-        """Refresh all locks. Raises TakenOverError if another launcher has taken over this experiment."""
-        for lock in (self._lease, *(job.lock for job in self._queue.running_jobs)):
-            lock.refresh()
 
     def _start_ready(self) -> None:
         for jobs, cause, ending in self._queue.find_unstartable():
@@ -206,13 +205,13 @@ class Supervisor:
                 self._fail_job(job, error.reason)
 
     def _start(self, job: LaunchJob, devices: Devices) -> None:
-        job.run.begin_launch(devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
+        begin_launch(job.run, devices, self._git, runs_per_gpu=job.config.cluster.runs_per_gpu)
         job.log_start = job.run.log_size()
         job.oom_kills = count_oom_kills()
         job.first_step = job.run.heartbeat().step
         job.started = self._engine.start(job.run, job.config, devices)
         job.status = "running"
-        job.run.update_launch(pid=job.started.pid)
+        update_launch(job.run, pid=job.started.pid)
 
     def _fail_job(self, job: LaunchJob, reason: Reason) -> None:
         """Fail a job that has no process, or whose process cannot be recorded."""
@@ -225,8 +224,8 @@ class Supervisor:
         job.lock.close()
         with contextlib.suppress(AbrunError):
             if job.run.exists:
-                job.run.begin_launch((), self._git)
-                job.run.end_launch("failed", reason)
+                begin_launch(job.run, (), self._git)
+                end_launch(job.run, "failed", reason)
 
     def _reap(self) -> None:
         for job in self._queue.running_jobs:
@@ -240,13 +239,13 @@ class Supervisor:
 
     def _record_end(self, job: LaunchJob, exit_status: int) -> None:
         if not job.run.exists:
-            raise LaunchError(Code.RUN_DIRECTORY_GONE(directory=job.run.path))
+            raise LaunchError(f"{job.run.path} no longer exists")
         job.status, reason = _determine_ending(job, exit_status)
         exit_fields: dict[str, Any] = {
             "exit_code": None if exit_status < 0 else exit_status,
             "signal": signal_name(exit_status),
         }
-        job.run.end_launch(job.status, reason, **exit_fields)
+        end_launch(job.run, job.status, reason, **exit_fields)
         job.lock.close()
         code = reason and _leading_reason(reason).code
         is_expected = job.status == "finished" or job.is_stopping
@@ -299,7 +298,12 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     printed = job.run.read_log(job.log_start)
     # Nodes other than the first only print their errors, and so do nodes on which no attempt has started.
     reads_output = recorded_status is None or job.config.cluster.nodes > 1
-    errors = _list_errors(printed, read_endings(job.run, launch.attempts, printed)) if reads_output else []
+    errors = list[Reason]()
+    if reads_output:  # those that agents noted, or else those that a foreign program printed, causes first
+        lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
+        errors = read_endings(job.run, launch.attempts, printed)
+        errors = errors or [Code.FOREIGN_TEXT(text=line) for line in lines]
+        errors.sort(key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.stop_requested_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
         return "interrupted", Code.STOPPED_BY_SIGNAL()
@@ -318,15 +322,57 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
 
 
-def _list_errors(printed: str, noted_reasons: Collection[Reason]) -> list[Reason]:
-    """Return the errors that agents noted, or else those that a foreign program printed, causes first."""
-    lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
-    errors = list(noted_reasons) or [Code.FOREIGN_TEXT(text=line) for line in lines]
-    return sorted(errors, key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
-
-
 def _leading_reason(reason: Reason) -> Reason:
     """Return the reason that the sentence for `reason` begins with."""
     if reason.code == Code.SEE_LOG:
         return _leading_reason(reason["ending"])
     return _leading_reason(reason["errors"][0]) if reason.code == Code.SEVERAL_ERRORS else reason
+
+
+JOBS_POLL_S = poll_interval(0.5)
+# A file server may take this long to show the last records of jobs that have ended.
+SETTLE_TIMEOUT_S = 20.0
+
+
+def submit_plan(
+    plan: ExperimentPlan, options: LaunchOptions, *, cluster: ClusterJobs, observer: Observer
+) -> list[str]:
+    """Submit every unfinished run of a plan; return the job ids. Raises the same errors as `run_plan`."""
+    with prepare_experiment(plan, options, cluster.find_problems(plan), observer.say) as prepared:
+        try:
+            submitted = cluster.submit(plan, prepared.git, compare=options.compare)
+        except LeftInQueueError:  # queued jobs and `cancel` need the directory
+            raise
+        except BaseException:
+            if not options.resume:  # no job is queued
+                shutil.rmtree(prepared.experiment_dir, ignore_errors=True)
+            raise
+    cluster.load()
+    return submitted
+
+
+def wait_for_jobs(
+    plan: ExperimentPlan, experiment_dir: Path, cluster: ClusterJobs, observer: Observer
+) -> LaunchOutcome:
+    """Watch submitted jobs until none is queued or active. If this is interrupted, the jobs continue."""
+    observer.follow(experiment_dir)
+    while _has_active_jobs(cluster, observer):
+        observer.tick()
+        time.sleep(JOBS_POLL_S)
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while True:
+        states = [read_run_state(experiment_dir, run.name) for run in plan.runs]
+        if time.monotonic() > deadline or not any(state.status == "running" for state in states):
+            break
+        time.sleep(JOBS_POLL_S)
+    statuses: dict[RunName, Status] = {state.name: cluster.state_of(state).status for state in states}
+    return LaunchOutcome(statuses=statuses, stopped_by=None)
+
+
+def _has_active_jobs(cluster: ClusterJobs, observer: Observer) -> bool:
+    try:
+        return bool(cluster.active_job_ids)
+    except LaunchError as error:  # perhaps the controller is restarting
+        observer.say(str(error))
+        time.sleep(10 * JOBS_POLL_S)
+        return True

@@ -33,7 +33,7 @@ from abrun.logs.tables import read_trainer_state
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
 from abrun.logs.trackers import complete_tracker_logs
 from abrun.logs.wandb_files import read_wandb_files
-from abrun.runs.access import UnreadableError
+from abrun.runs.files import UnreadableError
 from abrun.runs.redaction import list_names, printable
 
 __all__ = ["FORMATS", "Log", "read_log", "read_logs"]

@@ -17,8 +17,8 @@ from abrun.errors import StoreError
 from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
 from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
+from abrun.runs.lines import Sample
 from abrun.runs.redaction import printable
-from abrun.runs.samples import Sample
 
 MAX_PROMPTS = 64  # per step, with the first completion of each prompt
 _FILE = re.compile(

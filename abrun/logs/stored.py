@@ -5,12 +5,12 @@ from pathlib import Path
 from abrun.errors import StoreError
 from abrun.logs.log import Log, LogStatus
 from abrun.recipe.reading import dotted
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import run_dir
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import UnreadableError, wrap_read_errors
 from abrun.runs.layout import RunName, parse_run_folder
 from abrun.runs.redaction import printable
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 
 
 def is_run_dir(folder: Path) -> bool:
@@ -77,7 +77,7 @@ def _read_status(run: RunDir, identity: RunName) -> tuple[LogStatus, str]:
     folder = run.path.resolve()
     if run_dir(folder.parent.parent, identity) != folder:
         return "unknown", ""  # a copy under another name
-    state = run.state(identity)
+    state = read_state(run, identity)
     if state.status in ("failed", "interrupted"):
         return "failed", state.message or state.status
     return "running", ""

@@ -191,26 +191,17 @@ def locate_ranks(
         with contextlib.suppress(ProcessLookupError):
             os.kill(status.pid, DUMP_STACK_SIGNAL)
     time.sleep(wait_s)
-    return {
-        rank: _stuck_location(status.pid) or _stack_location(_stack_path(folder, rank))
-        for rank, status in statuses.items()
-    }
+    return {rank: _locate(status.pid, _stack_path(folder, rank)) for rank, status in statuses.items()}
 
 
-def _stuck_location(pid: int) -> CodeLocation | None:
-    """Return why a process cannot dump its stack, from its kernel state, or None if it can."""
-    try:
-        state = STUCK_STATES.get(psutil.Process(pid).status())
-    except psutil.Error:
-        return None
-    return CodeLocation(state) if state else None
-
-
-def _stack_location(stack_file: Path) -> CodeLocation:
-    try:
+def _locate(pid: int, stack_file: Path) -> CodeLocation:
+    """Return the innermost function in a stack, or why the process cannot dump it, from its kernel state."""
+    with contextlib.suppress(psutil.Error):
+        if state := STUCK_STATES.get(psutil.Process(pid).status()):
+            return CodeLocation(state)
+    text = ""
+    with contextlib.suppress(OSError):  # removed by a cleanup of temporary files
         text = stack_file.read_text(errors="replace")
-    except OSError:  # removed by a cleanup of temporary files
-        text = ""
     newest_stack = text.rpartition("most recent call first")[2]
     frame = re.search(r'^  File "(.*)", line (\d+) in (.*)$', newest_stack, re.MULTILINE)
     if frame is None:

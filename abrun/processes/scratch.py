@@ -26,17 +26,12 @@ def scratch_folder() -> Iterator[Path]:
         stack.callback(os.close, file)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        for folder_left in folder.parent.glob(f"{SCRATCH}*"):
-            with contextlib.suppress(OSError):
-                _remove_unused(folder_left)
+        for unused in folder.parent.glob(f"{SCRATCH}*"):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as unlock:
+                file = os.open(unused, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+                unlock.callback(os.close, file)
+                # A newer folder may not be locked yet
+                if time.time() - unused.stat().st_mtime > MIN_SCRATCH_AGE_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(unused, ignore_errors=True)
         yield folder
-
-
-def _remove_unused(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        if time.time() - folder.stat().st_mtime > MIN_SCRATCH_AGE_S:  # a newer folder may not be locked yet
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(file)

@@ -36,9 +36,9 @@ from abrun.recipe.rules import NEW_RULES, find_broken_rule
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, recorded_source
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, Section
+from abrun.runs.files import is_directory
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.migrations import drop_removed, migrate
-from abrun.runs.regular_files import is_directory
 
 BASELINE = "baseline"
 MAX_ARMS = 1000

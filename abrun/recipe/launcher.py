@@ -16,8 +16,8 @@ from abrun.recipe.reading import parse_yaml
 from abrun.recipe.refusals import shortened, type_name, validated
 from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Count, FieldError, Section, check_line, check_word
+from abrun.runs.files import read_regular
 from abrun.runs.redaction import REFERENCE
-from abrun.runs.regular_files import read_regular
 
 TIME_PATTERN = r"(\d+-)?\d+(:\d{1,2}){0,2}"  # minutes, minutes:seconds, hours:minutes:seconds, days-hours...
 RESERVED_SBATCH_OPTIONS = (  # noqa: SIM905 (set by abrun from the recipe)

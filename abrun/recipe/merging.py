@@ -14,7 +14,7 @@ from abrun.recipe.refusals import RENAMED_KEYS, sections_in, shortened, type_nam
 from abrun.recipe.run import OwnRunConfig
 from abrun.recipe.section import Section
 from abrun.runs.experiment import is_experiment, suggest_path
-from abrun.runs.regular_files import open_regular
+from abrun.runs.files import open_regular
 
 # Limits of a recipe with all its `defaults:`; PyYAML reads about 30 KB/s
 MAX_BYTES = 1 << 17

@@ -13,9 +13,9 @@ import yaml
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
 from abrun.recipe.refusals import shortened
+from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.runs.layout import EXPERIMENT
 from abrun.runs.migrations import drop_removed, migrate
-from abrun.runs.regular_files import MAX_FILE_BYTES, read_regular
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 

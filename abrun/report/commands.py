@@ -15,7 +15,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, claim_option
 from abrun.recipe.extras import missing_package
 from abrun.report.facts import ENGINE_ERRORS, NextStepFacts
-from abrun.runs.regular_files import is_directory
+from abrun.runs.files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
 

@@ -30,9 +30,9 @@ from abrun.report.next_step import NextStep, next_steps
 from abrun.report.present.figures import FIGURE_FORMATS
 from abrun.report.write import FORMATS, render_terminal, writable_formats, write_report
 from abrun.runs.experiment import is_experiment
+from abrun.runs.files import exists
 from abrun.runs.layout import REPORT, VERDICT
 from abrun.runs.metric_names import default_transform
-from abrun.runs.regular_files import exists
 from abrun.verdict.decide import ArmVerdict, Verdict, judge
 from abrun.verdict.margins import freeze_claims
 from abrun.verdict.new_run import has_single_run

@@ -13,8 +13,8 @@ from abrun.errors import StoreError
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.logs.recorded.samples import SamplePair, SamplesByStep, read_run_samples
 from abrun.report.present.tables import Table, columns
+from abrun.runs.lines import Sample
 from abrun.runs.redaction import display_safe
-from abrun.runs.samples import Sample
 
 MAX_STEPS = 8  # including the first and the last
 MAX_PROMPTS = 4  # per step

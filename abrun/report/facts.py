@@ -14,8 +14,8 @@ from abrun.logs.recorded.samples import read_run_samples
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.experiment import open_experiment
+from abrun.runs.files import is_directory
 from abrun.runs.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard

@@ -15,8 +15,7 @@ from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
 from abrun.report.present import tables
 from abrun.report.present.tables import escape_markdown
-from abrun.runs.access import PUBLIC_MODE
-from abrun.runs.files import write_file, write_json
+from abrun.runs.files import PUBLIC_MODE, write_file, write_json
 from abrun.verdict.injected import FaultResult, Sensitivity
 
 JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"

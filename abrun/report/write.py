@@ -35,8 +35,7 @@ from abrun.report.evidence import evidence_lines
 from abrun.report.next_step import NextStep
 from abrun.report.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.report.present.tables import Table, code_span, columns, escape_markdown
-from abrun.runs.access import PUBLIC_MODE, share_new_folder
-from abrun.runs.files import write_file, write_json
+from abrun.runs.files import PUBLIC_MODE, share_new_folder, write_file, write_json
 from abrun.runs.layout import VERDICT
 from abrun.runs.metric_names import FINAL_WEIGHTS
 from abrun.runs.redaction import display_safe

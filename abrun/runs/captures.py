@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from abrun.errors import StoreError
-from abrun.runs.access import PUBLIC_MODE
-from abrun.runs.files import read_json, wrap_read_errors, wrap_write_errors, write_json
+from abrun.runs.files import PUBLIC_MODE, read_json, wrap_read_errors, wrap_write_errors, write_json
 
 FORMAT = 1
 INDEX, VALUES = "capture.json", "values.safetensors"

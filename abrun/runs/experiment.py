@@ -6,20 +6,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
-from abrun.runs.access import UnreadableError, require_access
-from abrun.runs.files import read_json, wrap_read_errors, write_file, write_json
-from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, RunName
+from abrun.runs.files import (
+    UnreadableError,
+    exists,
+    is_directory,
+    is_file,
+    read_as,
+    read_json,
+    require_access,
+    wrap_read_errors,
+    write_file,
+    write_json,
+)
+from abrun.runs.layout import EXPERIMENT, NAME_PATTERN, REPORT, RESULT, VERDICT, RunName
 from abrun.runs.migrations import migrate, migrate_dotted
-from abrun.runs.records import SCHEMA_VERSION, RunState, refuse_other_schema
-from abrun.runs.regular_files import exists, is_directory, is_file
+from abrun.runs.records import SCHEMA_VERSION, refuse_other_schema
 from abrun.runs.rundir import RunDir
-from abrun.runs.schemas import Count, Items, checked
+from abrun.runs.schemas import Count, ExitCode, Items, checked
+from abrun.runs.state import RunState, read_state
 
 REFERENCE = "reference.json"
 WARM_STARTS = "warm-starts"
@@ -102,19 +111,17 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     """Return the content of `experiment.json` with today's keys. Raises StoreError if it is malformed."""
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
-            raise StoreError(Code.EXPERIMENT_FILE_NOT_A_FILE(path=experiment_dir / EXPERIMENT))
+            raise StoreError(f"{experiment_dir / EXPERIMENT}: not a file; restore it")
         remedy = _suggest_experiments(experiment_dir)
-        raise StoreError(Code.PATH_MISSING(path=experiment_dir, problem="no experiment here", remedy=remedy))
+        raise StoreError(f"{experiment_dir}: no experiment here; {remedy}")
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
-    convert = {"recipe": migrate, "treatment_diff": _migrate_diff, "decided": migrate_dotted}
+    convert = {"recipe": migrate, "decided": migrate_dotted}
     experiment |= {key: convert[key](value) for key, value in experiment.items() if key in convert}
+    if isinstance(diff := experiment.get("treatment_diff"), dict):
+        experiment["treatment_diff"] = {arm: migrate_dotted(keys) for arm, keys in diff.items()}
     checked(_StoredExperiment, experiment, experiment_dir / EXPERIMENT)
     return experiment
-
-
-def _migrate_diff(diff: Any) -> Any:
-    return {arm: migrate_dotted(keys) for arm, keys in diff.items()} if isinstance(diff, dict) else diff
 
 
 def write_experiment(experiment_dir: Path, content: Mapping[str, Any]) -> None:
@@ -152,7 +159,7 @@ def find_run(run: str, runs_dir: Path) -> Path:
         return dir_by_name if is_directory(dir_by_name) else path
     if closest := suggest_path(dir_by_name) or suggest_path(path):
         hint = f"did you mean {closest}?"
-        raise StoreError(Code.PATH_MISSING(path=run, problem="no such run", remedy=hint))
+        raise StoreError(f"{run}: no such run; {hint}")
     return path
 
 
@@ -191,12 +198,16 @@ def planned_runs(experiment_dir: Path) -> list[RunName]:
     """Return the planned runs of an experiment in launch order. Raises StoreError."""
     runs = open_experiment(experiment_dir).get("runs")
     if runs is None:
-        raise StoreError(Code.EXPERIMENT_LACKS_RUNS(path=experiment_dir / EXPERIMENT))
+        raise StoreError(f"{experiment_dir / EXPERIMENT}: runs: missing; restore the file, or launch again")
     return [RunName(arm=run["arm"], seed=run["seed"], rerun=run.get("rerun", 0)) for run in runs]
 
 
 def run_dir(experiment_dir: Path, name: RunName) -> Path:
     return experiment_dir / str(name)
+
+
+def warm_start_dir(experiment_dir: Path, key: str) -> Path:
+    return experiment_dir.parent / WARM_STARTS / key
 
 
 def read_run_state(experiment_dir: Path, name: RunName) -> RunState:
@@ -206,13 +217,11 @@ def read_run_state(experiment_dir: Path, name: RunName) -> RunState:
     read is `unreadable`. If the run's directory is gone, the number of steps comes from the recipe.
     """
     state = _read_state(RunDir(run_dir(experiment_dir, name)), name)
-    return state if state.num_steps else replace(state, num_steps=_recipe_steps(experiment_dir, name.arm))
-
-
-def _recipe_steps(experiment_dir: Path, arm: str) -> int:
+    if state.num_steps:
+        return state
     recipe = open_experiment(experiment_dir).get("recipe", {})
-    steps = (recipe.get("arms", {}).get(arm) or {}).get("steps", recipe.get("steps"))
-    return steps if type(steps) is int else 0
+    steps = (recipe.get("arms", {}).get(name.arm) or {}).get("steps", recipe.get("steps"))
+    return replace(state, num_steps=steps if type(steps) is int else 0)
 
 
 def read_warm_starts(experiment_dir: Path, names: Sequence[RunName]) -> list[tuple[RunState, list[RunName]]]:
@@ -235,8 +244,8 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
     try:
         with wrap_read_errors(run.path):
             if os.path.isfile(run.path):
-                raise StoreError(Code.FILE_IN_PLACE_OF_FOLDER(path=run.path))
-            return run.state(name)
+                raise StoreError(f"{run.path}: is a file, but has to be a folder; move it away")
+            return read_state(run, name)
     except StoreError as error:
         return RunState(
             name=name,
@@ -249,3 +258,58 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
             exit_code=None,
             signal=None,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredVerdict:
+    """The fields of verdict.json that are the same in every schema version."""
+
+    verdict: Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
+    exit_code: ExitCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedVerdict:
+    """The verdict of a report, its exit code, and when it was written (seconds since 1970)."""
+
+    verdict: str  # of verdict.json, or DESCRIPTION if there is no claim
+    exit_code: int
+    written_s: float
+
+    def is_older_than(self, states: Sequence[RunState]) -> bool:
+        """Return True if a run started or finished after the report was written.
+
+        A copy of the experiment has new times of files, and another host may have another clock: a run has
+        finished later only if both say so.
+        """
+        for state in states:
+            finished_s = _modified_s(state.directory / RESULT)
+            if state.ended_s is not None:
+                finished_s = min(finished_s, state.ended_s)
+            if max(state.started_s or 0.0, finished_s) > self.written_s:
+                return True
+        return False
+
+
+def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
+    """Return the verdict of the report in an experiment's directory; None if there is no report.
+
+    Raises StoreError if the file is damaged.
+    """
+    path = experiment_dir / REPORT / VERDICT
+    if not is_file(path):
+        return None
+    stored = read_as(_StoredVerdict, path)
+    is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0
+    return ReportedVerdict(
+        verdict="DESCRIPTION" if is_description else stored.verdict,
+        exit_code=stored.exit_code,
+        written_s=_modified_s(path),
+    )
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

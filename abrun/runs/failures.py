@@ -51,15 +51,12 @@ def record_exception(error: Exception) -> None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         content = json.loads(Path(file).read_text())
         message, callstack = content["message"]["message"], content["message"]["extraInfo"]["py_callstack"]
-        origin = _error_behind(message, callstack) if isinstance(error, ImportError) else None
+        # The error that the first traceback of the chain ends with, unless the message includes it
+        causes = re.findall(PYTHON_ERROR, first_traceback(callstack), re.MULTILINE)
+        is_new = isinstance(error, ImportError) and causes and causes[-1] not in " ".join(message.split())
+        origin = causes[-1] if is_new else None
         content["reason"] = encode_reasons(Code.EXCEPTION(kind=None, error=message, origin=origin))
         Path(file).write_text(json.dumps(content))
-
-
-def _error_behind(message: str, callstack: str) -> str | None:
-    """Return the error that the first traceback of a chain ends with; None if the message includes it."""
-    causes = re.findall(PYTHON_ERROR, first_traceback(callstack), re.MULTILINE)
-    return causes[-1] if causes and causes[-1] not in " ".join(message.split()) else None
 
 
 def error_file(scratch: Path, rank: int) -> Path:

@@ -1,38 +1,45 @@
-"""Atomic file writes that survive a power loss, and one-line errors for operating-system failures.
+"""Safe files: regular ones alone, readable by the right users, written atomically; errors of one line.
 
-The content is synced first, then the name, then the folder. Symbolic links are never followed: a link in the
-place of a store file is an error, also when reading, since it could bring any file into a report.
+Reading cannot block: opening a pipe could wait forever for a writer, and a device has no end, so only
+regular files are read. Symbolic links are never followed in the store: a link in the place of a file is an
+error, also when reading, since it could bring any file into a report.
+
+A file keeps the readers of the file that it replaces. A new file gets the readers of the record above it
+(`config.json` of a run, `experiment.json` of an experiment), so one `chmod -R g+rX` also applies to files
+written later. Without a record, a folder with the set-group-ID bit shares new files with its group. Only
+the owner ever has write permission.
+
+A write survives a power loss: the content is synced first, then the name, then the folder.
 """
 
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import math
 import os
+import pwd
+import shlex
 import socket
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
-from abrun.runs.access import (
-    PRIVATE_MODE,
-    Access,
-    existing_access,
-    grant,
-    read_error,
-    share_new_file,
-    share_new_folder,
-)
+from abrun.runs import layout
 from abrun.runs.owner import Owner
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import MAX_FILE_BYTES, exists, is_file, open_regular, read_regular
 from abrun.runs.schemas import T, checked
 
+MAX_FILE_BYTES = 1 << 26  # limit for files read at once
+MAX_LINE_BYTES = 1 << 26
+PUBLIC_MODE = 0o666  # reports and other files to share; the umask applies
+PRIVATE_MODE = 0o600  # configurations, command lines and logs can hold secrets
+READ_BITS = stat.S_IRGRP | stat.S_IROTH
+MAX_PARENTS = 4  # from a run's deepest file, checkpoints/step-000001/state.json, to its experiment
 # At most, whatever the umask: a user who can write into a run's folder controls what a resume starts.
 FOLDER_MODE = 0o755
 PARTIAL_SUFFIX = ".partial"
@@ -41,6 +48,240 @@ MAX_FOLDER_LEVELS = 3  # below an experiment's folder: arm, run, attempts
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 MAX_DEPTH = 64  # of nested mappings and lists, so that code walking them may recurse
+
+
+# --- reading regular files ---
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether the path exists. Raises OSError if that cannot be determined.
+
+    A file in an unsearchable folder is not reported as absent, as Path.exists does from Python 3.14 on.
+    """
+    return _file_mode(path) is not None
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether the path is a regular file. Raises OSError like `exists`."""
+    return stat.S_ISREG(_file_mode(path) or 0)
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Return whether the path is a directory. Raises OSError like `exists`."""
+    return stat.S_ISDIR(_file_mode(path) or 0)
+
+
+def _file_mode(path: str | os.PathLike[str]) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP):
+            return None
+        raise
+    except ValueError:  # a NUL in the name
+        return None
+
+
+def open_regular(path: Path, extra_flags: int = 0) -> io.BufferedReader:
+    """Open a regular file for reading. Raises OSError if it is missing or not a regular file."""
+    return open(_open_descriptor(path, os.O_RDONLY | extra_flags), "rb")
+
+
+def _open_descriptor(path: Path, flags: int, mode: int = 0) -> int:
+    """Open a regular file, without waiting for the other end of a pipe. Raises OSError for anything else."""
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    # Check after opening: the path could refer to something else a moment later.
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, max_bytes: int | None = None, extra_flags: int = 0) -> bytes:
+    """Return a file's content. Raises OSError like `open_regular`, and if it has more than `max_bytes`."""
+    with open_regular(path, extra_flags) as file:
+        if max_bytes is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size  # do not read a file whose size exceeds the limit
+        content = b"" if size > max_bytes else file.read(size + 1)
+        if size < len(content):  # the file grows, or its file system reports no size
+            content += file.read(max(0, max_bytes + 1 - len(content)))
+    if max(size, len(content)) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+    return content
+
+
+def read_tail(path: Path, num_bytes: int = 1 << 20) -> bytes:
+    """Return the last bytes of a file. Raises OSError like `open_regular`."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        return file.read(num_bytes)
+
+
+def iter_lines(file: io.BufferedReader) -> Iterator[bytes]:
+    """Yield the remaining lines with their newlines. Raises OSError for a line of MAX_LINE_BYTES."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"a line is longer than {MAX_LINE_BYTES} bytes", file.name)
+        yield line
+
+
+# --- who may read ---
+
+
+class UnreadableError(StoreError):
+    """A file or folder that this user has no permission to read, so its content is unknown."""
+
+
+class Access(NamedTuple):
+    """Permission bits and the group that they apply to. Only the bits for group and others matter."""
+
+    bits: int
+    group: int
+
+
+def existing_access(path: Path, mode: int) -> Access | None:
+    """Return the access that a file of `mode` keeps from the file it replaces; None if there is no file."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    readers = status.st_mode & (mode | READ_BITS) & (stat.S_IRWXG | stat.S_IRWXO)
+    return Access(mode & stat.S_IRWXU | readers, status.st_gid)
+
+
+def inherited_access(path: Path) -> Access:
+    """Return the access of a new file at `path`: that of the run or experiment that it belongs to."""
+    for folder in path.parents[:MAX_PARENTS] if path.name != layout.EXPERIMENT else ():
+        # A config.json alone proves nothing: any project may have one.
+        is_run = os.path.isdir(folder / layout.ATTEMPTS)
+        for name in (layout.CONFIG, layout.EXPERIMENT) if is_run else (layout.EXPERIMENT,):
+            with contextlib.suppress(OSError):
+                record = os.lstat(folder / name)
+                if stat.S_ISREG(record.st_mode):
+                    return Access(record.st_mode & READ_BITS, record.st_gid)
+    with contextlib.suppress(OSError):
+        folder = os.stat(path.parent)
+        if folder.st_mode & stat.S_ISGID and folder.st_mode & stat.S_IRGRP:
+            return Access(stat.S_IRGRP, folder.st_gid)
+    return Access(0, -1)
+
+
+def grant(file: int, access: Access) -> None:
+    """Set group and permissions of an open file or folder that this process has just created.
+
+    If the group cannot be set, the process's own group gets no extra permissions.
+    """
+    status = os.fstat(file)
+    current_bits = stat.S_IMODE(status.st_mode)
+    bits = access.bits | current_bits & stat.S_ISGID
+    if access.group not in (-1, status.st_gid):
+        try:
+            os.fchown(file, -1, access.group)
+        except OSError:
+            bits = bits & ~stat.S_IRWXG | current_bits & stat.S_IRWXG
+    if bits != current_bits:
+        with contextlib.suppress(OSError):  # file systems without permissions
+            os.fchmod(file, bits)
+
+
+def share_new_file(file: int, path: Path) -> None:
+    """Give a file just created at `path` the readers of the record above it."""
+    bits, group = inherited_access(path)
+    grant(file, Access(stat.S_IMODE(os.fstat(file).st_mode) | bits, group))
+
+
+def share_new_folder(path: Path, *, private: bool = False) -> int:
+    """Let the readers of the record above enter a folder that was just created; `private`: nobody else.
+
+    Returns the bits granted to group and others.
+    """
+    bits, group = inherited_access(path)
+    enter_bits = bits | bits >> 2  # the execute bit for every read bit
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            current_bits = stat.S_IRWXU if private else stat.S_IMODE(os.fstat(folder).st_mode)
+            grant(folder, Access(current_bits | enter_bits, group))
+        finally:
+            os.close(folder)
+    return enter_bits
+
+
+def unreadable_error(path: Path) -> UnreadableError:
+    """Return the error for a path that this user may not read: the file, its owner and how to share it."""
+    denied_path = next((parent for parent in reversed(path.parents) if _is_inaccessible(parent)), path)
+    problem = f"{denied_path}: cannot be read: Permission denied"
+    try:
+        status = os.lstat(denied_path)
+    except OSError:
+        return UnreadableError(f"{problem}; ask its owner to share it")
+
+    # The folder to share: the experiment's, else the path or its parent
+    folders = (denied_path, *denied_path.parents[:MAX_PARENTS])
+    experiments = (folder for folder in folders if os.path.isfile(folder / layout.EXPERIMENT))
+    folder = denied_path if is_directory(denied_path) else denied_path.parent
+    shared = shlex.quote(str(next(experiments, folder)))
+    if status.st_uid == os.geteuid():
+        return UnreadableError(f"{problem}; allow it with: chmod -R u+rX {shared}")
+    try:
+        owner = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        owner = f"user {status.st_uid}"
+    fix = f"{problem}; ask its owner {owner} for:"
+    if status.st_gid in (os.getegid(), *os.getgroups()):
+        return UnreadableError(f"{fix} chmod -R g+rX {shared}")
+    return UnreadableError(
+        f"{fix} chgrp -R GROUP {shared} && chmod -R g+rX {shared} (GROUP: one that you are in)"
+    )
+
+
+def read_error(path: Path, error: OSError) -> StoreError:
+    """Return the StoreError for an operating-system error raised while reading `path`."""
+    if isinstance(error, PermissionError):
+        return unreadable_error(path)
+    if error.errno == errno.ELOOP and os.path.islink(path):
+        return _link_error(path)
+    return StoreError(f"{path}: cannot be read: {error.strerror or str(error)}")
+
+
+def _link_error(path: Path) -> StoreError:
+    return StoreError(f"{path}: is a symbolic link, but has to be a file; remove the link")
+
+
+@contextlib.contextmanager
+def ignore_damage() -> Iterator[None]:
+    """Suppress StoreError for a missing or damaged file, but not UnreadableError."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except StoreError:
+        pass
+
+
+def require_access(folder: Path) -> None:
+    """Raise UnreadableError for a folder that this user may not list or enter."""
+    try:
+        os.listdir(folder)
+    except PermissionError:
+        raise unreadable_error(folder) from None
+    except OSError:
+        return
+    if _is_inaccessible(folder):
+        raise unreadable_error(folder)
+
+
+def has_permission(path: Path | str, mode: int) -> bool:
+    """Return True if this process may read (os.R_OK) the path or enter (os.X_OK) the folder."""
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _is_inaccessible(folder: Path) -> bool:
+    return os.path.isdir(folder) and not has_permission(folder, os.X_OK)
+
+
+# --- writing ---
 
 
 def write_json(
@@ -101,7 +342,12 @@ def _write_partial(
         file = os.open(partial, NEW_FILE_FLAGS, mode)
         try:
             grant(file, access) if access else share_new_file(file, path)
-            write_all(file, content)
+            remaining = memoryview(content)
+            while remaining:  # a write may take less than all
+                written = os.write(file, remaining)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                remaining = remaining[written:]
             if durable:
                 os.fsync(file)
         finally:
@@ -124,27 +370,15 @@ def remove_partial_files(folder: Path) -> None:
             folders.clear()
         for path in (Path(parent, name) for name in partial_files(names)):
             with contextlib.suppress(OSError):
-                if _is_abandoned(path):
+                host, _, number = path.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
+                if not number.isdecimal():  # not named by abrun: possibly a trainer's file
+                    continue
+                if host.endswith(f".{socket.gethostname()}"):
+                    is_abandoned = Owner(host=socket.gethostname(), pid=int(number)).is_gone
+                else:
+                    is_abandoned = time.time() - path.stat().st_mtime > ABANDONED_AFTER_S
+                if is_abandoned:
                     path.unlink()
-
-
-def _is_abandoned(partial: Path) -> bool:
-    host, _, number = partial.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
-    if not number.isdecimal():  # not named by abrun: possibly a trainer's file
-        return False
-    if host.endswith(f".{socket.gethostname()}"):
-        return Owner(host=socket.gethostname(), pid=int(number)).is_gone
-    return time.time() - partial.stat().st_mtime > ABANDONED_AFTER_S
-
-
-def write_all(file: int, content: bytes) -> None:
-    """Call `os.write`, which may write less than requested, until all of `content` is written."""
-    remaining = memoryview(content)
-    while remaining:
-        written = os.write(file, remaining)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        remaining = remaining[written:]
 
 
 def make_folder(path: Path) -> None:
@@ -199,12 +433,13 @@ def sync_folder(path: Path) -> None:
 def refuse_link(path: Path) -> None:
     """Raise StoreError if a symbolic link takes the place of a store file: it could lead anywhere."""
     if path.is_symlink():
-        raise StoreError(Code.LINK_IN_PLACE_OF_FILE(path=path))
+        raise _link_error(path)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a file for appending; see open_without_links."""
-    return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
+    """Open a file for appending; see open_without_links. Raises StoreError."""
+    with wrap_write_errors(path):
+        return open(open_without_links(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab")
 
 
 def open_without_links(path: Path, flags: int, mode: int = PRIVATE_MODE) -> int:
@@ -214,11 +449,8 @@ def open_without_links(path: Path, flags: int, mode: int = PRIVATE_MODE) -> int:
     path is a regular file.
     """
     is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
-    # O_NONBLOCK: opening a pipe without a reader must not block.
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    file = _open_descriptor(path, flags | os.O_NOFOLLOW, mode)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
         os.set_blocking(file, True)
         if is_new:
             share_new_file(file, path)
@@ -250,23 +482,26 @@ def find_damage(path: Path, recorded: Any) -> str | None:
         return f"cannot be read: {error.strerror or error}"
 
 
+# --- checked reading ---
+
+
 def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Read a JSON file of the store. Raises StoreError if it is missing, too large or not a JSON object."""
     try:
         text = read_regular(path, max_bytes, os.O_NOFOLLOW)
         content = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
-        raise StoreError(
-            Code.PATH_MISSING(path=path, problem="no such file", remedy="is this a run directory of abrun?")
-        ) from None
+        raise StoreError(f"{path}: no such file; is this a run directory of abrun?") from None
     except OSError as error:
         raise read_error(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise StoreError(Code.NOT_READABLE_AS(path=path, format="JSON", problem=str(error))) from None
+        raise StoreError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise StoreError(Code.JSON_NOT_AN_OBJECT(path=path, type=type(content).__name__))
+        raise StoreError(f"{path}: got {type(content).__name__}; allowed: a JSON object")
     if is_too_deep(text, content):
-        raise StoreError(Code.JSON_TOO_DEEP(path=path, got=shortened(content), max_depth=MAX_DEPTH))
+        raise StoreError(
+            f"{path}: got {shortened(content)}, nested more than {MAX_DEPTH} levels deep; restore it"
+        )
     return content
 
 
@@ -276,7 +511,7 @@ def read_json_or_empty(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str,
         if is_file(path):
             return read_json(path, max_bytes)
         if exists(path):
-            raise StoreError(Code.NOT_A_FILE(path=path))
+            raise StoreError(f"{path}: not a file; move it away")
         return {}
 
 
@@ -319,13 +554,12 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        is_file_in_place_of_folder = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = (
-            "a file is in the place of a folder"
-            if is_file_in_place_of_folder
-            else error.strerror or str(error)
-        )
-        raise StoreError(Code.UNWRITABLE(path=path, error=reason)) from error
+        reason = error.strerror or str(error)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "a file is in the place of a folder"
+        raise StoreError(
+            f"{path}: cannot be written: {reason}; free some space, or choose another --runs-dir"
+        ) from error
 
 
 def partial_files(names: Iterable[str]) -> list[str]:

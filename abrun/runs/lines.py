@@ -5,26 +5,29 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
-from abrun.runs.access import PRIVATE_MODE, read_error
 from abrun.runs.files import (
+    PRIVATE_MODE,
     decode_non_finite,
     encode_non_finite,
     is_too_deep,
+    iter_lines,
     make_folder,
+    open_regular,
     open_without_links,
     sync_folder,
+    wrap_read_errors,
     wrap_write_errors,
 )
 from abrun.runs.records import MAX_ATTEMPT
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import iter_lines, open_regular
 
 MAX_STEP = 2**53
 CHECKSUM = "crc32"  # the last key of a line; its value is text, unlike any metric's
@@ -82,10 +85,16 @@ class LineWriter:
         os.close(self._file)
 
     def _drop_torn_line(self) -> None:
-        """Remove the partial line of a failed write."""
-        if self._torn:
-            os.ftruncate(self._file, _find_end_of_last_line(self._file))
-            self._torn = False
+        """Remove the partial line of a failed write: what follows the last newline."""
+        if not self._torn:
+            return
+        end, newline = os.lseek(self._file, 0, os.SEEK_END), -1
+        while end > 0 and newline < 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start + newline + 1 if newline >= 0 else start
+        os.ftruncate(self._file, end)
+        self._torn = False
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
@@ -171,25 +180,21 @@ class LineReader:
                 start = self._offset
                 self._offset += len(text)
                 self._num_lines += 1
-                if not text.isspace():
-                    yield JsonLine(self._num_lines, start, text.removesuffix(b"\n"), self._parsed(text))
+                if text.isspace():
+                    continue
+                row: dict[str, Any] | ValueError = ValueError("its end is missing (torn line)")
+                if text.endswith(b"\n"):
+                    try:
+                        row = self._parser.parse(text[:-1])
+                    except ValueError as error:
+                        row = error
+                yield JsonLine(self._num_lines, start, text.removesuffix(b"\n"), row)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the new rows; none if there is no file yet. Raises StoreError for a damaged line."""
-        try:
+        with wrap_read_errors(self.path), contextlib.suppress(FileNotFoundError):
             return [line.checked(self.path) for line in self.lines()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise read_error(self.path, error) from None
-
-    def _parsed(self, text: bytes) -> dict[str, Any] | ValueError:
-        try:
-            if not text.endswith(b"\n"):
-                raise ValueError("its end is missing (torn line)")
-            return self._parser.parse(text[:-1])
-        except ValueError as error:
-            return error
+        return []
 
 
 def read_json_lines(path: Path, *, has_checksums: bool = False) -> list[dict[str, Any]]:
@@ -226,24 +231,18 @@ def step_problem(step: Any, attempt: Any) -> str | None:
 
 def find_bad_lines(path: Path) -> list[JsonLine]:
     """Return the lines of metrics.jsonl that are damaged or not rows; none if the file cannot be read."""
-    bad: list[JsonLine] = []
     with contextlib.suppress(OSError):
-        for line in LineReader(path).lines():
-            if isinstance(line.row, ValueError) or row_problem(line.row):
-                bad.append(line)
-    return bad
+        lines = LineReader(path).lines()
+        return [line for line in lines if isinstance(line.row, ValueError) or row_problem(line.row)]
+    return []
 
 
 def overwrite_lines(path: Path, lines: Iterable[JsonLine]) -> None:
     """Overwrite lines with spaces, so that offsets stay valid for readers and writers of the file."""
-    with wrap_write_errors(path):
-        file = open_without_links(path, os.O_WRONLY)
-        try:
-            for line in lines:
-                os.pwrite(file, b" " * len(line.text), line.start)
-            os.fsync(file)
-        finally:
-            os.close(file)
+    with wrap_write_errors(path), open(open_without_links(path, os.O_WRONLY), "wb", buffering=0) as file:
+        for line in lines:
+            os.pwrite(file.fileno(), b" " * len(line.text), line.start)
+        os.fsync(file.fileno())
 
 
 def damaged_line_error(
@@ -252,16 +251,60 @@ def damaged_line_error(
     """Return the error that names a line that LineParser rejected."""
     excerpt = line[:40].decode(errors="replace")
     cause = "expected a JSON object" if isinstance(problem, orjson.JSONDecodeError) else problem
-    return StoreError(Code.LINE_INVALID(path=path, place=place, got=excerpt, problem=str(cause)))
+    return StoreError(f"{path}, {place}: got {excerpt!r}: {cause}; remove the line, or run again")
 
 
-def _find_end_of_last_line(file: int) -> int:
-    """Return the offset at which the last complete line of a file ends."""
-    end = os.lseek(file, 0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 65536)
-        newline_index = os.pread(file, end - start, start).rfind(b"\n")
-        if newline_index >= 0:
-            return start + newline_index + 1
-        end = start
-    return 0
+# --- sampled completions: rows of samples.jsonl ---
+
+MAX_SAMPLES_BYTES = 32 * 2**20  # per run; later samples are dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion. Texts are decoded without special tokens.
+
+    A field is None if another trainer wrote the completion and did not record the field.
+    """
+
+    prompt: str
+    text: str
+    reward: float | None
+    logprob_error: float | None  # mean over tokens of |trainer log-prob - engine log-prob|, in nats
+    num_tokens: int | None
+    truncated: bool | None  # stopped by max_new_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampleRow:
+    step: int
+    attempt: int
+    samples: tuple[Sample, ...]
+
+
+_SAMPLE_ROW = TypeAdapter(_SampleRow)
+
+
+def sample_row(step: int, attempt: int, samples: list[Sample]) -> dict[str, Any]:
+    return {"step": step, "attempt": attempt, "samples": [asdict(sample) for sample in samples]}
+
+
+def read_samples(path: Path) -> dict[int, tuple[Sample, ...]]:
+    """Return the samples of one run by step, ascending; the last attempt wins.
+
+    Raises StoreError, naming file and line, for a malformed row.
+    """
+    rows: dict[int, _SampleRow] = {}
+    for number, content in enumerate(read_json_lines(path), 1):
+        try:
+            row = _SAMPLE_ROW.validate_python(content)
+        except ValidationError as error:
+            first_error = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first_error["loc"]))
+            raise StoreError(
+                f"{path}, line {number}: not a row of samples ({field}: {first_error['msg']}); remove the "
+                "line, or run again"
+            ) from None
+        is_newest = row.step not in rows or row.attempt >= rows[row.step].attempt
+        if is_newest and row.attempt < MAX_ATTEMPT:
+            rows[row.step] = row
+    return {step: rows[step].samples for step in sorted(rows)}

@@ -20,10 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 from abrun.errors import StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
-from abrun.runs.access import UnreadableError, unreadable_error
-from abrun.runs.files import make_folder, open_without_links, wrap_write_errors
+from abrun.runs.files import (
+    UnreadableError,
+    make_folder,
+    open_without_links,
+    read_regular,
+    unreadable_error,
+    wrap_write_errors,
+)
 from abrun.runs.owner import Owner, this_process_fields
-from abrun.runs.regular_files import read_regular
 
 LOCK = "launcher.lock"
 REFRESH_EVERY_S = 15.0
@@ -99,17 +104,18 @@ class Lease:
         """Return the owner that has lost the lock, or None. Raises LockedError if an owner holds it."""
         owner = _parse_owner(os.pread(file, 4096, 0))
         if not _is_at(file, self._path) or (owner is None and locked is False):
-            raise LockedError(Code.LOCKED(path=self._path, problem="launcher is starting in this directory"))
-        if owner is None or _is_free(owner, locked, take_over or _is_expired(file, self._path.parent)):
+            raise LockedError(f"{self._path}: another launcher is starting in this directory")
+        if owner is None or (owner.shares_kernel and _has_ended(owner, locked)):
             return owner
-        raise LockedError(
-            Code.LAUNCHED_BY_ANOTHER(
-                path=self._path,
-                owner=str(owner),
-                pid=owner.pid if owner.is_visible else None,
-                may_take_over=not owner.shares_kernel,
-            )
-        )
+        if not owner.shares_kernel:
+            # The last touch, compared with a new file's time on the same file system
+            with tempfile.TemporaryFile(dir=self._path.parent) as probe:
+                untouched_s = os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime
+            if take_over or untouched_s > EXPIRES_AFTER_S:
+                return owner
+        remedy = f"stop it with: kill {owner.pid}" if owner.is_visible else "stop it there"
+        remedy += "" if owner.shares_kernel else ", or take over with --take-over"
+        raise LockedError(f"{self._path}: {owner} is already launching this; wait for it, {remedy}")
 
     def _write_owner(self, file: int) -> None:
         owner_fields = {**this_process_fields(), "token": self._token, "started_s": time.time()}
@@ -131,7 +137,9 @@ class Lease:
             return  # possibly removed by hand: nobody has taken over
         if self._token.encode() not in content:
             owner = _parse_owner(content)
-            raise TakenOverError(Code.TAKEN_OVER(path=self._path, owner=str(owner or "another launcher")))
+            raise TakenOverError(
+                f"{self._path}: {owner or 'another launcher'} has taken over, so this launcher stops its runs"
+            )
 
 
 @contextlib.contextmanager
@@ -161,7 +169,7 @@ def file_lock(path: Path, wait_s: float = 20.0) -> Iterator[None]:
             break
         os.close(file)
         if time.monotonic() > deadline_s:
-            raise LockedError(Code.FILE_LOCKED(path=path))
+            raise LockedError(f"{path}: another process is changing it; wait for it and try again")
         time.sleep(POLL_S)
     try:
         yield
@@ -180,7 +188,9 @@ def folder_lock(folder: Path, command: str) -> Iterator[None]:
         lock = os.open(folder, os.O_RDONLY)
     try:
         if _try_kernel_lock(lock) is False:
-            raise LockedError(Code.FOLDER_LOCKED(folder=folder, command=command))
+            raise LockedError(
+                f"{folder}: another {command} is working there; wait for it, or give another --output"
+            )
         yield
     finally:
         os.close(lock)
@@ -237,18 +247,8 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _is_expired(file: int, folder: Path) -> bool:
-    """Return True if the last touch is too old, compared with a new file's time on the same file system."""
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_mtime - os.fstat(file).st_mtime > EXPIRES_AFTER_S
-
-
-def _is_free(owner: Owner, locked: bool | None, is_expired: bool) -> bool:
-    """Return True if an owner no longer holds its lock. `is_expired` decides for another machine's owner."""
-    if not owner.shares_kernel:
-        return is_expired
-    if locked is False:
-        return False
-    if owner.is_visible and owner.process_started is not None:
+def _has_ended(owner: Owner, locked: bool | None) -> bool:
+    """Return True if an owner on this machine no longer holds its lock."""
+    if locked is not False and owner.is_visible and owner.process_started is not None:
         return owner.is_gone
     return bool(locked)

@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import read_regular, wrap_read_errors
 from abrun.runs.lines import LineReader, row_problem, step_problem
 from abrun.runs.records import MAX_ATTEMPT
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import read_regular
 from abrun.stats.series import Array, Series, Steps
 
 MAX_SKETCH_BYTES = 1 << 28
@@ -42,7 +40,7 @@ def read_metrics(path: Path, *, finished: bool) -> dict[str, Series]:
     for number, row in _numbered_rows(path, finished=finished):
         problem = _add_row(tables, number, row)
         if problem:
-            raise StoreError(Code.METRICS_LINE_INVALID(path=path, line=number, problem=problem))
+            raise StoreError(f"{path}, line {number}: {problem}")
     return _build_series(list(tables.values()))
 
 
@@ -67,9 +65,8 @@ def read_validation(path: Path, *, finished: bool) -> dict[int, ValidationRow]:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StoreError(
-                Code.VALIDATION_LINE_INVALID(
-                    path=path, line=number, type=type(error).__name__, error=str(error)
-                )
+                f"{path}, line {number}: not a validation record ({type(error).__name__}: {error}); remove "
+                "the line, or run again"
             ) from None
         if step not in validations or attempt >= validations[step][0]:
             validations[step] = attempt, validation

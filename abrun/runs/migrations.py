@@ -51,7 +51,12 @@ def migrate_dotted(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     values = {key: value for key, value in values.items() if key not in REMOVED or REMOVED[key] != value}
-    return {_migrate_key(key): value for key, value in values.items()}
+    migrated: dict[Any, Any] = {}
+    for key, value in values.items():
+        olds = (old for old in RENAMED if isinstance(key, str) and f"{key}.".startswith(f"{old}."))
+        old = next(olds, None)
+        migrated[key if old is None else RENAMED[old] + key[len(old) :]] = value
+    return migrated
 
 
 def migrate_ledger(ledger: Any) -> Any:
@@ -59,13 +64,11 @@ def migrate_ledger(ledger: Any) -> Any:
     entries = ledger.get("entries") if isinstance(ledger, Mapping) else None
     if not isinstance(entries, list):
         return ledger
-    return {**ledger, "entries": [_migrate_entry(entry) for entry in entries]}
-
-
-def _migrate_entry(entry: Any) -> Any:
-    entry = migrate({"compare": entry})["compare"]
-    treatment = entry.get("treatment") if isinstance(entry, Mapping) else None
-    return entry if treatment is None else {**entry, "treatment": migrate_dotted(treatment)}
+    migrated = [migrate({"compare": entry})["compare"] for entry in entries]
+    for index, entry in enumerate(migrated):
+        if isinstance(entry, Mapping) and entry.get("treatment") is not None:
+            migrated[index] = {**entry, "treatment": migrate_dotted(entry["treatment"])}
+    return {**ledger, "entries": migrated}
 
 
 def drop_removed(tree: Any) -> Any:
@@ -79,8 +82,14 @@ def drop_removed(tree: Any) -> Any:
     if isinstance(cluster, Mapping) and cluster.get("runs_per_gpu") == "auto":  # decided by earlier versions
         tree = _rename(tree, ["cluster", "runs_per_gpu"], None)
     arms = tree.get("arms") if isinstance(tree, Mapping) else None
-    if REMOVED and isinstance(arms, Mapping):
-        tree = {**tree, "arms": {arm: _without_removed(change) for arm, change in arms.items()}}
+    if isinstance(arms, Mapping):
+        changes = {
+            arm: {key: value for key, value in change.items() if key not in REMOVED}
+            if isinstance(change, Mapping)
+            else change
+            for arm, change in arms.items()
+        }
+        tree = {**tree, "arms": changes}
     return tree
 
 
@@ -119,19 +128,6 @@ def _rename(tree: Any, path: list[str], name: str | None) -> Any:
         return {**tree, key: _rename(tree[key], inner, name)}
     remaining_keys = {tree_key: value for tree_key, value in tree.items() if tree_key != key}
     return remaining_keys if name is None else {name: tree[key], **remaining_keys}
-
-
-def _migrate_key(key: str) -> str:
-    for old, new in RENAMED.items():
-        if key == old or (isinstance(key, str) and key.startswith(f"{old}.")):
-            return new + key[len(old) :]
-    return key
-
-
-def _without_removed(change: Any) -> Any:
-    if not isinstance(change, Mapping):
-        return change
-    return {key: value for key, value in change.items() if key not in REMOVED}
 
 
 def _convert_limits(tree: Any, convert: Callable[[Any], Any]) -> Any:

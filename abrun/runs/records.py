@@ -4,21 +4,27 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.messages.records import encode_reasons, stored_reason
-from abrun.runs.access import UnreadableError, unreadable_error
-from abrun.runs.files import read_as, read_json_or_empty
+from abrun.runs.files import (
+    MAX_FILE_BYTES,
+    UnreadableError,
+    exists,
+    is_file,
+    read_as,
+    read_json_or_empty,
+    unreadable_error,
+)
 from abrun.runs.layout import RunName
 from abrun.runs.owner import Owner
 from abrun.runs.redaction import one_line, shortened
-from abrun.runs.regular_files import MAX_FILE_BYTES, exists, is_file
 from abrun.runs.schemas import MAX_COUNT, Count, ExitCode, Flag, Items, PathText, Seconds, Texts, checked
 
 SCHEMA_VERSION = 1
@@ -26,11 +32,6 @@ SAVED_STATE = "state.json"  # the last file of a checkpoint
 Status = Literal[
     "pending", "waiting", "running", "stalled", "finished", "failed", "interrupted", "unreadable"
 ]
-STALLED_AFTER_S = 600.0
-MAX_RANKS_SHOWN = 4  # ranks that hang
-IMPORTS = "imports"  # activity of a process that has not begun its attempt yet
-# The interval at which a node's agent reports, and the silence after which the node counts as lost.
-NODE_REPORT_EVERY_S, NODE_LOST_AFTER_S = 15.0, 60.0
 MAX_ATTEMPT = 999_999_999  # exclusive in rows: no attempt can begin after this one
 
 
@@ -109,24 +110,6 @@ class Launch(Owner):
     git: Git | None = None  # the code of this launch; `Launches.git` is that of the last launch
 
 
-@dataclass(frozen=True, slots=True)
-class LatestRecord:
-    """The newest record of a run's last start, and the process to poll to see if it is alive."""
-
-    record: Launch | Attempt
-    process: Owner
-    launcher: Owner | None  # None if no launcher of abrun is known to have started it
-    started_s: float | None
-    attempt: int  # number of the newest attempt
-
-    @property
-    def status_without_ending(self) -> tuple[Status, Reason]:
-        """Status and reason of a process that is gone without a record of its end."""
-        if self.launcher and self.launcher.is_gone:
-            return "interrupted", Code.LAUNCHER_GONE()
-        return "failed", Code.PROCESS_GONE()
-
-
 def recorded_reason(record: Launch | Attempt) -> Reason | None:
     """Return why a start ended. A text without a code (of an older version) becomes a free-text reason."""
     return stored_reason(record.message_code, record.message)
@@ -137,18 +120,6 @@ def message_fields(reason: Reason | None) -> dict[str, Any]:
     if reason is None:
         return {"message": None, "message_code": None}
     return {"message": one_line(sentence(reason)), "message_code": encode_reasons(reason.map_texts(one_line))}
-
-
-def latest_record(launches: Sequence[Launch], attempt: Attempt) -> LatestRecord:
-    """Return the newer of the last launch and the newest attempt, with the process to poll."""
-    launch = launches[-1] if launches else None
-    record = launch if launch and launch.attempts >= attempt.number else attempt
-    if launch is None or attempt.number > launch.attempts + (launch.ended_s is None):
-        return LatestRecord(record, attempt, None, attempt.started_s, attempt.number)
-    process: Owner = launch  # the run's first process, which outlives the others
-    if launch.pid is None:  # not recorded yet, or the launcher was killed before recording it
-        process = attempt if attempt.number > launch.attempts else launch.launcher or launch
-    return LatestRecord(record, process, launch.launcher, launch.started_s, attempt.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,125 +175,6 @@ class NodeStatus:
     ranks: Items[SilentRank] = ()
 
 
-def node_stall_reason(nodes: Sequence[NodeStatus], now: float) -> Reason | None:
-    """Return why a run on these nodes seems to hang; None if it does not.
-
-    Ranks that do not wait for others come first: one of them is the likely cause. A node without reports is
-    lost. If only some nodes are silent, their ranks are waiting for the others, and the run does not hang.
-    """
-    lost_nodes = [node for node in nodes if now - node.time_s > NODE_LOST_AFTER_S]
-    if lost_nodes:
-        silent_s = now - min(node.time_s for node in lost_nodes)
-        return Code.NODES_SILENT(
-            nodes=[{"node": node.node, "host": node.host} for node in lost_nodes], silent_s=round(silent_s)
-        )
-    silent_since_s = [node.silent_since_s for node in nodes if node.silent_since_s is not None]
-    if len(silent_since_s) < len(nodes) or not nodes:
-        return None
-    ranks = [(rank, node.host) for node in nodes for rank in node.ranks]
-    ranks.sort(key=lambda rank_and_host: (rank_and_host[0].waits, rank_and_host[0].rank))
-    return silent_ranks_reason(now - max(silent_since_s), ranks)
-
-
-def silent_ranks_reason(
-    silent_s: float, ranks: Sequence[tuple[SilentRank, str | None]], num_unstarted: int = 0
-) -> Reason:
-    """Return the reason that names hanging ranks and their hosts (None on a single host).
-
-    Seconds are rounded, so that runs that hang alike have equal reasons.
-    """
-    return Code.RANKS_SILENT(
-        silent_s=round(silent_s),
-        ranks=[
-            {"rank": rank.rank, "host": host, "place": rank.place, "doing": rank.doing}
-            for rank, host in ranks[:MAX_RANKS_SHOWN]
-        ],
-        num_unstarted=num_unstarted,
-        num_more=max(0, len(ranks) - MAX_RANKS_SHOWN),
-    )
-
-
-def stall_reason(
-    nodes: Sequence[NodeStatus], heartbeat: Heartbeat, started_s: float, now: float
-) -> Reason | None:
-    """Return why a running run seems to hang, by its node agents or else its last heartbeat; None if not."""
-    if nodes:
-        return node_stall_reason(nodes, now)
-    silent_s = now - max(started_s, heartbeat.time_s)
-    if silent_s <= (heartbeat.patience_s or STALLED_AFTER_S):
-        return None
-    if heartbeat.step:
-        return Code.NO_NEW_STEP(step=heartbeat.step, silent_s=round(silent_s))
-    return Code.NO_SIGN_OF_LIFE(silent_s=round(silent_s))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Progress of a run that is running or stalled, as far as its records tell."""
-
-    last_step_s: float  # time of the last step, or of the last start if that is later
-    activity: str | None  # of the first rank; None for a command
-    limit_s: float | None  # seconds of silence after which the job ends itself; None if they do not count yet
-    attempt: int | None = None  # that takes the steps; None: not begun
-
-
-def read_progress(latest: LatestRecord, nodes: Sequence[NodeStatus], heartbeat: Heartbeat) -> Progress:
-    """Return the progress of a run by its newest record, its node agents and its last heartbeat.
-
-    The limit of abrun's own trainer counts from the last sign of life of any rank, so it is returned only
-    while all nodes are silent; that of a command counts from its last step.
-    """
-    started_s = latest.started_s or 0.0
-    last_step_s = max(started_s, heartbeat.time_s)
-    if isinstance(latest.record, Launch):
-        return Progress(last_step_s=last_step_s, activity=IMPORTS, limit_s=None)
-    first_node = min(nodes, key=lambda node: node.node, default=None)
-    if first_node is None:
-        limit_s = heartbeat.limit_s if heartbeat.time_s > started_s else None
-        return Progress(last_step_s=last_step_s, activity=None, limit_s=limit_s, attempt=latest.attempt)
-    is_silent = all(node.silent_since_s is not None for node in nodes)
-    return Progress(
-        last_step_s=last_step_s,
-        activity=first_node.activity or None,
-        limit_s=first_node.limit_s if is_silent else None,
-        attempt=latest.attempt,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
-    """State of a run, read from its directory."""
-
-    name: RunName
-    directory: Path
-    status: Status
-    step: int
-    num_steps: int
-    started_s: float | None  # time of the last start
-    reason: Reason | None  # why it failed, was interrupted, waits or hangs, if known
-    exit_code: int | None  # of the last attempt, if its end was observed
-    signal: str | None  # the signal that ended it, such as SIGKILL
-    progress: Progress | None = None  # while it is running or stalled
-    ended_s: float | None = None  # of the last attempt, if its end was observed
-
-    @property
-    def ending(self) -> str | None:
-        """`exit code 1` or `signal SIGKILL`, if the end of the last attempt was observed."""
-        if self.signal:
-            return f"signal {self.signal}"
-        return None if self.exit_code is None else f"exit code {self.exit_code}"
-
-    @property
-    def has_ending_in_reason(self) -> bool:
-        """True if the reason already names the exit code or signal."""
-        name, value = ("signal", self.signal) if self.signal else ("exit_code", self.exit_code)
-        return any(reason.values.get(name) == value for reason in (self.reason.walk() if self.reason else ()))
-
-    @property
-    def message(self) -> str | None:
-        return self.reason and sentence(self.reason)
-
-
 def attempt_file(folder: Path, number: int) -> Path:
     return folder / f"{number:04d}.json"
 
@@ -373,7 +225,8 @@ def refuse_other_schema(content: Mapping[str, Any], path: Path) -> None:
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise StoreError(
-            Code.SCHEMA_VERSION_UNKNOWN(path=path, got=shortened(version), supported=SCHEMA_VERSION)
+            f"{path}: schema_version is {shortened(version)}, but this abrun reads {SCHEMA_VERSION}; use the "
+            "version that wrote it"
         )
 
 
@@ -482,15 +335,12 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 def read_saved_state(path: Path) -> SavedState:
     """Return the saved state in a checkpoint's folder. Raises StoreError; its text omits the folder."""
     if not exists(path / SAVED_STATE):
-        raise StoreError(Code.STATE_MISSING(file=SAVED_STATE))
+        raise StoreError(f"{SAVED_STATE}: no such file")
     try:
         state = read_as(SavedState, path / SAVED_STATE)
     except StoreError as error:
-        full_path = str(path / SAVED_STATE)
-        raise StoreError(
-            error.reason.map_texts(lambda text: SAVED_STATE if text == full_path else text)
-        ) from None
+        raise StoreError(str(error).replace(str(path / SAVED_STATE), SAVED_STATE)) from None
     expected = {f"rank-{rank}.safetensors" for rank in range(len(state.files))}
     if state.files.keys() != expected or len(expected) != state.num_ranks:
-        raise StoreError(Code.STATE_LACKS_RANKS(file=SAVED_STATE, files=len(expected), ranks=state.num_ranks))
+        raise StoreError(f"{SAVED_STATE}: lists {len(expected)} files for {state.num_ranks} ranks")
     return state

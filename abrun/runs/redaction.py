@@ -145,10 +145,11 @@ class Mask:
         for match in self._bytes_pattern.finditer(content):
             if match.start() < end < match.end():
                 end = self._find_partial_value(content, match.end())
-        return self._bytes_pattern.sub(self._reference, content[:end]), content[end:]
 
-    def _reference(self, match: re.Match[bytes]) -> bytes:
-        return f"${{{self._names[match[0].decode('utf-8', 'surrogateescape')]}}}".encode()
+        def reference(match: re.Match[bytes]) -> bytes:
+            return f"${{{self._names[match[0].decode('utf-8', 'surrogateescape')]}}}".encode()
+
+        return self._bytes_pattern.sub(reference, content[:end]), content[end:]
 
     def _find_partial_value(self, content: bytes, start: int) -> int:
         """Return the start of the longest tail of `content` with which a value may begin; its length if none.
@@ -251,14 +252,15 @@ def redacted(text: str) -> str:
 @functools.lru_cache(maxsize=4096)  # many runs share most of their settings
 def _redacted(text: str) -> str:
     text = _current_mask.hide(text)
-    spans = sorted(_find_tokens(text))
-    if not spans:
-        return text
-    parts, end = list[str](), 0
-    for start, token_end in _joined(spans):
-        parts += [text[end:start], secret_placeholder(text[start:token_end])]
-        end = token_end
-    return "".join((*parts, text[end:]))
+    spans = list[tuple[int, int]]()
+    for start, end in sorted(_find_tokens(text)):
+        if spans and start < spans[-1][1]:  # tokens that overlap are one
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    for start, end in reversed(spans):
+        text = text[:start] + secret_placeholder(text[start:end]) + text[end:]
+    return text
 
 
 def _find_tokens(text: str) -> Iterator[tuple[int, int]]:
@@ -272,17 +274,6 @@ def _find_tokens(text: str) -> Iterator[tuple[int, int]]:
             if match:
                 yield match.span("secret" if "secret" in pattern.groupindex else 0)
             start = text.find(beginning, match.end() if match else start + 1)
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted spans, those that overlap as one."""
-    joined = list[tuple[int, int]]()
-    for start, end in spans:
-        if joined and start < joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def printable(text: str) -> str:

@@ -29,11 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs import layout
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import is_directory, is_file, open_regular, wrap_read_errors
 from abrun.runs.redaction import printable
-from abrun.runs.regular_files import is_directory, is_file, open_regular
 
 FORMAT = 1
 MAX_BYTES = 1 << 34  # of a file
@@ -182,7 +180,10 @@ def find_rollouts(source: str, run_path: Path, seed: int) -> Path:
         with wrap_read_errors(folder):
             if is_file(step_path(folder, 1)):
                 return folder
-    raise StoreError(Code.ROLLOUTS_MISSING(source=str(base), seed=seed))
+    raise StoreError(
+        f"rollout.from: {base} has no recorded rollouts of seed {seed}; give a run, an experiment or an arm "
+        f"that has trained with rollout.record: true, or a folder with seed-{seed}/"
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -217,7 +218,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _damaged(path: Path, problem: str) -> StoreError:
-    return StoreError(Code.ROLLOUTS_DAMAGED(path=path, problem=printable(problem[:MAX_PROBLEM])))
+    return StoreError(f"{path}: unusable rollouts: {printable(problem[:MAX_PROBLEM])}; record them again")
 
 
 def _find_problem(header: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> str | None:

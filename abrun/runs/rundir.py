@@ -1,48 +1,37 @@
-"""A run directory: its files, who writes them and how they are read.
+"""A run directory as readers see it: its paths, records, rows and log.
 
-A job begins its own attempt, whether a launcher or a cluster's scheduler started it. From then on, processes
-of older attempts must not write; every write checks that first.
+Its files have one writer each: the launcher's are in launches.py, the job's in writer.py.
 """
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code, Reason
 from abrun.runs import layout
-from abrun.runs.access import ignore_damage, require_access
 from abrun.runs.files import (
-    create_file,
     find_damage,
-    json_text,
-    make_folder,
-    open_without_links,
+    ignore_damage,
+    is_directory,
+    is_file,
+    open_regular,
     read_as,
     read_json,
-    remove_partial_files,
-    sync_folder,
-    wrap_write_errors,
-    write_json,
+    require_access,
 )
-from abrun.runs.layout import RunName
 from abrun.runs.lines import (
     LineReader,
-    LineWriter,
+    Sample,
     find_bad_lines,
-    overwrite_lines,
     read_json_lines,
+    read_samples,
     read_valid_rows,
     row_problem,
 )
-from abrun.runs.owner import Owner, process_fields, this_machine_fields, this_process_fields
 from abrun.runs.records import (
-    MAX_ATTEMPT,
-    SCHEMA_VERSION,
     Attempt,
     Environment,
     Heartbeat,
@@ -51,25 +40,15 @@ from abrun.runs.records import (
     NodeStatus,
     RunRecord,
     RunResult,
-    RunState,
-    Status,
     attempt_file,
     attempt_numbers,
     describe_commit,
     last_attempt,
-    latest_record,
-    message_fields,
     read_attempt,
-    read_progress,
     read_stored_config,
-    recorded_reason,
-    stall_reason,
     start_step,
 )
-from abrun.runs.regular_files import is_directory, is_file, open_regular
-from abrun.runs.samples import Sample, read_samples
 from abrun.runs.schemas import checked
-from abrun.runs.writer import RunWriter
 
 if TYPE_CHECKING:
     from abrun.runs.metrics import ValidationRow
@@ -125,136 +104,6 @@ class RunDir:
             real_path == file or real_path.startswith(f"{file}/") for file in run_files
         )
 
-    # --- what the launcher writes ---
-
-    def write_record(self, record: RunRecord) -> None:
-        """Write config.json, which tells the job what to run."""
-        identity = {"schema_version": SCHEMA_VERSION, "experiment": record.experiment, **asdict(record.name)}
-        content = {"initial_weights": record.initial_weights, "config": record.config}
-        write_json(self.path / layout.CONFIG, identity | content)
-
-    def begin_launch(
-        self, devices: Sequence[str], git: Mapping[str, Any] | None, runs_per_gpu: int = 1
-    ) -> None:
-        """Record a launch before its process is started."""
-        launch = Launch(
-            launcher=Owner(**this_process_fields()),
-            started_s=time.time(),
-            devices=tuple(devices),
-            runs_per_gpu=runs_per_gpu,
-            attempts=self.last_attempt,
-            **this_machine_fields(),
-        )
-        launches = [*map(asdict, self._read_launches().launches), {**asdict(launch), "git": git}]
-        write_json(self.path / layout.LAUNCH, {"git": git, "launches": launches})
-
-    def _read_launches(self) -> Launches:
-        """Return the recorded launches; empty if the file is damaged, which must not stop a launch."""
-        try:
-            return read_as(Launches, self.path / layout.LAUNCH)
-        except StoreError:
-            return Launches()
-
-    @contextlib.contextmanager
-    def open_log(self) -> Iterator[int]:
-        """Open the log that the job prints into and yield its file descriptor. Raises StoreError."""
-        with wrap_write_errors(self.log):
-            file = open_without_links(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            yield file
-        finally:
-            os.close(file)
-
-    def update_launch(self, **values: Any) -> None:
-        """Replace fields of the last launch."""
-        if "pid" in values:
-            values |= process_fields(values["pid"])
-        recorded = self._read_launches()
-        unrecorded = Launch(started_s=time.time(), **this_machine_fields())
-        last_launch = (recorded.launches or (unrecorded,))[-1]
-        launches = [*map(asdict, recorded.launches[:-1]), {**asdict(last_launch), **values}]
-        write_json(self.path / layout.LAUNCH, {**asdict(recorded), "launches": launches})
-
-    def end_launch(self, status: Status, reason: Reason | None, **exit_fields: Any) -> None:
-        """Record how the job ended, as its launcher observed it: `exit_fields` are exit_code and signal."""
-        # Only the job's own attempt ended: a newer one that fenced it may be running.
-        attempts = self.last_attempt
-        for launch in self._read_launches().launches[-1:]:
-            attempts = min(attempts, launch.attempts + 1)
-        ending = {"status": status, **message_fields(reason), "ended_s": time.time()}
-        self.update_launch(**ending, attempts=attempts, **exit_fields)
-
-    def reopen(self, reason: str) -> None:
-        """Mark a finished run as unfinished because files of it are gone. No job may be running here."""
-        events = LineWriter(self.path / layout.EVENTS)
-        try:
-            row = {"time_s": time.time(), "attempt": self.last_attempt, "event": "repair", "message": reason}
-            events.write(row)
-            events.sync()
-        finally:
-            events.close()
-        with wrap_write_errors(self.path / layout.RESULT):
-            (self.path / layout.RESULT).unlink(missing_ok=True)
-            sync_folder(self.path)
-
-    def write_wandb_location(self, location: Mapping[str, str]) -> None:
-        """Record the run's mirror in wandb: id, project, entity and url, as far as known."""
-        write_json(self.path / layout.WANDB, location)
-
-    # --- what the job writes ---
-
-    def begin_attempt(self) -> RunWriter:
-        """Begin a new attempt, which fences all older ones.
-
-        Its number is above that of every attempt with a file or rows here, even if their files are gone.
-        """
-        folder = self.path / layout.ATTEMPTS
-        number = max([self.last_attempt, *self._attempts_with_rows()])
-        with wrap_write_errors(folder):
-            make_folder(folder)
-            while True:
-                number += 1
-                if number > MAX_ATTEMPT:
-                    raise OSError(f"attempt {MAX_ATTEMPT} is the highest number possible: remove its file")
-                attempt = Attempt(number=number, started_s=time.time(), **this_process_fields())
-                with contextlib.suppress(FileExistsError):  # another attempt began at the same time
-                    create_file(attempt_file(folder, number), json_text(asdict(attempt)))
-                    break
-        remove_partial_files(self.path)
-        writer = RunWriter(self.path, attempt)
-        bad_lines = find_bad_lines(self.path / layout.METRICS)
-        if bad_lines:
-            overwrite_lines(self.path / layout.METRICS, bad_lines)
-            text = f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
-            writer.event("repair", message=f"lines of {layout.METRICS}: {text}")
-        return writer
-
-    def _attempts_with_rows(self) -> Iterator[int]:
-        for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
-            for row in read_valid_rows(self.path / name):
-                attempt = row.get("attempt")
-                if type(attempt) is int and attempt < MAX_ATTEMPT:
-                    yield attempt
-
-    def resume_abandoned_attempt(
-        self, previous_attempt: int, *, interrupted: bool = False
-    ) -> RunWriter | None:
-        """Return a writer for an attempt after `previous_attempt` that died without recording its end.
-
-        `interrupted`: also for one that only recorded an interruption. None if there is no such attempt.
-        """
-        attempt = self.attempt()
-        unfinished = ("running", "interrupted") if interrupted else ("running",)
-        is_abandoned = attempt.number > previous_attempt and attempt.status in unfinished
-        return RunWriter(self.path, attempt) if is_abandoned else None
-
-    def write_node(self, node: NodeStatus) -> None:
-        """Write a node agent's status, unless the run is gone or a later attempt owns it."""
-        if self.exists and self.last_attempt == node.attempt:
-            write_json(self.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
-
-    # --- what anybody reads ---
-
     def record(self) -> RunRecord:
         """Return the run's config.json. Raises StoreError if it is missing or malformed."""
         path = self.path / layout.CONFIG
@@ -262,7 +111,7 @@ class RunDir:
             read_json(path)
         record = read_stored_config(path, MAX_RECORD_BYTES).record()
         if record is None:
-            raise StoreError(Code.RUN_RECORD_INCOMPLETE(path=path))
+            raise StoreError(f"{path}: lacks arm, seed, rerun or config; launch the run again")
         return record
 
     @property
@@ -329,8 +178,8 @@ class RunDir:
 
     def nodes(self, attempt: int) -> list[NodeStatus]:
         """Return the last status of each node of an attempt."""
-        nodes = []
         require_access(self.path / layout.NODES)
+        nodes = list[NodeStatus]()
         for path in sorted((self.path / layout.NODES).glob("[0-9]*.json")):
             with ignore_damage():  # for example after a power loss
                 nodes.append(read_as(NodeStatus, path))
@@ -391,43 +240,6 @@ class RunDir:
         except OSError:
             return 0
 
-    def state(self, name: RunName) -> RunState:
-        """Return the run's state: finished if `result.json` exists, stalled if running without heartbeats."""
-        require_access(self.path)
-        # The record of the newest attempt counts, the launcher's before the job's.
-        heartbeat, latest = self.heartbeat(), latest_record(self.launches(), self.attempt())
-        while is_process_gone := latest.record.status == "running" and latest.process.is_gone:
-            previous, latest = latest, latest_record(self.launches(), self.attempt())
-            if latest == previous:  # otherwise its end was recorded since the first read
-                break
-        record, attempt, started_s = latest.record, latest.attempt, latest.started_s
-        status, reason = (
-            latest.status_without_ending if is_process_gone else (record.status, recorded_reason(record))
-        )
-        progress, num_steps = None, read_stored_config(self.path / layout.CONFIG).num_steps
-        if self.finished:
-            status = "finished"
-        elif status == "finished":
-            status = "pending"  # its result was removed, so it has to run again
-        elif status == "running":
-            nodes = self.nodes(attempt)
-            reason = stall_reason(nodes, heartbeat, started_s or 0.0, time.time())
-            status = "stalled" if reason else "running"
-            progress = read_progress(latest, nodes, heartbeat)
-        return RunState(
-            name=name,
-            directory=self.path,
-            status=status,
-            step=heartbeat.step,
-            started_s=started_s,
-            num_steps=num_steps,
-            reason=reason if status in ("failed", "interrupted", "stalled") else None,
-            exit_code=record.exit_code,
-            signal=record.signal if isinstance(record, Launch) else None,
-            progress=progress,
-            ended_s=record.ended_s,
-        )
-
     def step_attempts(self) -> dict[int, int]:
         """Return the newest attempt that recorded each step, from all undamaged rows."""
         newest: dict[int, int] = {}
@@ -444,16 +256,15 @@ class RunDir:
 
     def final_sketch(self) -> "dict[str, Array]":
         """Return the float64 sketches of the final weights by tensor; empty if missing or unreadable."""
-        return self._sketch(layout.FINAL_SKETCH)
+        from abrun.runs.metrics import read_sketch
+
+        return read_sketch(self.path / layout.FINAL_SKETCH)
 
     def initial_sketch(self) -> "dict[str, Array]":
         """Return the sketches of the initial weights; see `final_sketch`."""
-        return self._sketch(layout.INITIAL_SKETCH)
-
-    def _sketch(self, name: str) -> "dict[str, Array]":
         from abrun.runs.metrics import read_sketch
 
-        return read_sketch(self.path / name)
+        return read_sketch(self.path / layout.INITIAL_SKETCH)
 
     @property
     def start_step(self) -> int:
@@ -471,7 +282,7 @@ class RunDir:
 
     def describe_missing_last_step(self) -> str | None:
         """Return a sentence if the last step of a finished command's run is missing; None if it is there."""
-        last_step = read_as(RunResult, self.path / layout.RESULT).step
+        last_step = self.result.step
         is_recorded = last_step in self.step_attempts()
         return None if is_recorded else f"{layout.METRICS} lacks the last step, {last_step}"
 
@@ -479,8 +290,7 @@ class RunDir:
         """Return what is wrong with the saved model of a finished run; None if nothing is."""
         if not is_directory(self.final_weights):
             return f"{self.final_weights} is missing"
-        files = read_as(RunResult, self.path / layout.RESULT).final_weights
-        for name, recorded in (files or {}).items():
+        for name, recorded in (self.result.final_weights or {}).items():
             problem = find_damage(self.final_weights / name, recorded)
             if problem:
                 return f"{self.final_weights / name} {problem}"

@@ -13,7 +13,6 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs.redaction import shortened
 
 T = TypeVar("T")
@@ -67,7 +66,7 @@ def checked(kind: type[T], content: Mapping[str, Any], path: Path) -> T:
         expected = _EXPECTED.get(first_error["type"], "text").format(**first_error.get("ctx", {}))
         got = f"got {shortened(first_error['input'])}; expected {expected}"
         problem = "missing" if first_error["type"] == "missing" else got
-        raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field=field, problem=problem)) from None
+        raise StoreError(f"{path}: {field}: {problem}; restore the file, or remove it") from None
 
 
 def _field_name(key: int | str) -> str:

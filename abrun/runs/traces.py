@@ -8,9 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from abrun.runs.access import PUBLIC_MODE
-from abrun.runs.files import decode_non_finite, read_json, write_json
-from abrun.runs.regular_files import exists
+from abrun.runs.files import PUBLIC_MODE, decode_non_finite, exists, read_json, write_json
 from abrun.runs.schemas import Count, Items, checked
 
 FOLDER, RESULT = "trace", "trace.json"

@@ -1,4 +1,8 @@
-"""Writer for one attempt at a run: everything that a job writes into its run directory."""
+"""What a job writes into its run directory: its attempt, rows, events and result; a node's agent its status.
+
+A job begins its own attempt, whether a launcher or a cluster's scheduler started it. From then on, processes
+of older attempts must not write; every write checks that first.
+"""
 
 import contextlib
 import os
@@ -11,16 +15,92 @@ from typing import TYPE_CHECKING, Any
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
 from abrun.runs import layout
-from abrun.runs.files import write_file, write_json
-from abrun.runs.lines import LineWriter, json_line
-from abrun.runs.records import Attempt, Status, attempt_file, last_attempt, message_fields
+from abrun.runs.files import (
+    create_file,
+    json_text,
+    make_folder,
+    remove_partial_files,
+    wrap_write_errors,
+    write_file,
+    write_json,
+)
+from abrun.runs.lines import (
+    MAX_SAMPLES_BYTES,
+    LineWriter,
+    Sample,
+    find_bad_lines,
+    json_line,
+    overwrite_lines,
+    read_valid_rows,
+    sample_row,
+)
+from abrun.runs.owner import this_process_fields
+from abrun.runs.records import (
+    MAX_ATTEMPT,
+    Attempt,
+    NodeStatus,
+    Status,
+    attempt_file,
+    last_attempt,
+    message_fields,
+)
 from abrun.runs.redaction import redacted
-from abrun.runs.samples import MAX_SAMPLES_BYTES, Sample, sample_row
+from abrun.runs.rundir import RunDir
 
 if TYPE_CHECKING:  # numpy
     from abrun.runs.rollouts import RecordedStep
 
 ROWS_LOST = "was removed, replaced or truncated while the run wrote it"
+
+
+def begin_attempt(run: RunDir) -> "RunWriter":
+    """Begin a new attempt, which fences all older ones.
+
+    Its number is above that of every attempt with a file or rows here, even if their files are gone.
+    """
+    folder, number = run.path / layout.ATTEMPTS, run.last_attempt
+    for name in (layout.METRICS, layout.EVENTS, layout.VALIDATION, layout.SAMPLES):
+        for row in read_valid_rows(run.path / name):
+            attempt_of_row = row.get("attempt")
+            if type(attempt_of_row) is int and number < attempt_of_row < MAX_ATTEMPT:
+                number = attempt_of_row
+    with wrap_write_errors(folder):
+        make_folder(folder)
+        while True:
+            number += 1
+            if number > MAX_ATTEMPT:
+                raise OSError(f"attempt {MAX_ATTEMPT} is the highest number possible: remove its file")
+            attempt = Attempt(number=number, started_s=time.time(), **this_process_fields())
+            with contextlib.suppress(FileExistsError):  # another attempt began at the same time
+                create_file(attempt_file(folder, number), json_text(asdict(attempt)))
+                break
+    remove_partial_files(run.path)
+    writer, metrics = RunWriter(run.path, attempt), run.path / layout.METRICS
+    bad_lines = find_bad_lines(metrics)
+    if bad_lines:
+        overwrite_lines(metrics, bad_lines)
+        text = f"blanked {len(bad_lines)} that are not rows, the first is line {bad_lines[0].number}"
+        writer.event("repair", message=f"lines of {layout.METRICS}: {text}")
+    return writer
+
+
+def resume_abandoned_attempt(
+    run: RunDir, previous_attempt: int, *, interrupted: bool = False
+) -> "RunWriter | None":
+    """Return a writer for an attempt after `previous_attempt` that died without recording its end.
+
+    `interrupted`: also for one that only recorded an interruption. None if there is no such attempt.
+    """
+    attempt = run.attempt()
+    unfinished = ("running", "interrupted") if interrupted else ("running",)
+    is_abandoned = attempt.number > previous_attempt and attempt.status in unfinished
+    return RunWriter(run.path, attempt) if is_abandoned else None
+
+
+def write_node(run: RunDir, node: NodeStatus) -> None:
+    """Write a node agent's status, unless the run is gone or a later attempt owns it."""
+    if run.exists and run.last_attempt == node.attempt:
+        write_json(run.path / layout.NODES / f"{node.node:04d}.json", asdict(node), durable=False)
 
 
 class FencedError(StoreError):
@@ -67,7 +147,10 @@ class RunWriter:
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(Code.RECORDS_LOST(path=self._metrics.path, problem=ROWS_LOST))
+            raise StoreError(
+                f"{self._metrics.path}: {ROWS_LOST}; continue with --resume, which records the lost steps "
+                "again"
+            )
 
     def validation(
         self, step: int, *, prompts_sha256: str, rewards: Sequence[float], lengths: Sequence[int]
@@ -165,9 +248,11 @@ class RunWriter:
         """Raise FencedError if a newer attempt has begun, or if this one's record was removed."""
         newest = last_attempt(self.path / layout.ATTEMPTS)
         if not newest:
-            raise FencedError(Code.ATTEMPT_REMOVED(path=self.path, attempt=self.attempt))
+            raise FencedError(f"{self.path}: was removed, so attempt {self.attempt} stops")
         if newest != self.attempt:
-            raise FencedError(Code.ATTEMPT_FENCED(path=self.path, newest=newest, attempt=self.attempt))
+            raise FencedError(
+                f"{self.path}: attempt {newest} now owns this run, so attempt {self.attempt} stops"
+            )
 
     def _end_attempt(self, status: Status, reason: Reason | None, exit_code: int) -> None:
         self.check_fence()

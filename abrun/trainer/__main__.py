@@ -11,6 +11,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.processes import progress
 from abrun.processes.output import ignore_output_errors
 from abrun.runs.failures import record_exception, record_failure
+from abrun.runs.writer import begin_attempt
 from abrun.trainer.loop import startup
 
 FAILED, INTERRUPTED = 2, 3  # exit codes
@@ -55,7 +56,7 @@ def _train(directory: Path, driver: threading.Thread) -> int:
     try:
         record = run.record()
         if os.environ.get("RANK", "0") == "0":  # before the rendezvous, which may fail
-            writer = run.begin_attempt()
+            writer = begin_attempt(run)
         limits = record.config.get("limits") or {}
         timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=limits.get("stalled_s") or 0.0))
         try:

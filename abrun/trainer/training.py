@@ -14,10 +14,10 @@ import torch
 from abrun.errors import AbrunError, RecipeError
 from abrun.processes import progress
 from abrun.recipe.experiment import parse_stored_own_run
+from abrun.runs.lines import Sample
 from abrun.runs.records import RunRecord, StartCheckpoint
 from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.loop import checkpoint, startup

@@ -25,7 +25,7 @@ from abrun.runs.metric_names import (
 )
 from abrun.runs.records import start_step
 from abrun.stats.equivalence import ALPHA, equivalence_test, mean_and_sd
-from abrun.stats.maxima import maxima_ratio_quantile
+from abrun.stats.many_tests import maxima_ratio_quantile
 from abrun.stats.resolution import agree_beyond_chance, last_decimal_unit
 from abrun.stats.series import Array
 from abrun.verdict.summaries import find_smallest_step

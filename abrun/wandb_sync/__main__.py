@@ -18,6 +18,7 @@ from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import make_private_folder
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 from abrun.wandb_sync.wandb_run import AttemptRows, WandbRun
 
 POLL_S = 1.0
@@ -59,7 +60,7 @@ def exit_code_of(run: RunDir, *, is_still_running: bool) -> int:
 
     With `is_still_running`, 0 for a run that has not ended either.
     """
-    state = run.state(run.record().name)
+    state = read_state(run, run.record().name)
     if state.status == "finished" or (is_still_running and state.status not in ("failed", "interrupted")):
         return 0
     return state.exit_code or 1

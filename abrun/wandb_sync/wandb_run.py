@@ -8,6 +8,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.run import Wandb
+from abrun.runs.launches import write_wandb_location
 from abrun.runs.records import RunRecord
 from abrun.runs.redaction import printable, without_secrets
 from abrun.runs.rundir import RunDir
@@ -90,8 +91,8 @@ class WandbRun:
                 last_offline_step(self._directory, run.id) if offline else run.starting_step - 1
             )
             location = {"id": run.id, "project": run.project, "entity": run.entity, "url": run.url}
-            self._directory.write_wandb_location(
-                recorded | {key: text for key, text in location.items() if text}
+            write_wandb_location(
+                self._directory, recorded | {key: text for key, text in location.items() if text}
             )
             return run
         except Exception as error:

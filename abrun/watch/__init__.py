@@ -20,16 +20,17 @@ from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.report.present.tables import Table, columns
 from abrun.runs.experiment import (
+    ReportedVerdict,
     inaccessible_folders,
     list_experiments,
     open_experiment,
     planned_runs,
+    read_reported_verdict,
     read_run_state,
 )
+from abrun.runs.files import is_directory
 from abrun.runs.lock import describe_launcher
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import is_directory
-from abrun.runs.reported import ReportedVerdict, read_reported_verdict
 from abrun.watch.activity import describe_activity
 from abrun.watch.log import read_log
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s

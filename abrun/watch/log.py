@@ -8,13 +8,12 @@ from abrun.errors import StoreError
 from abrun.messages.codes import Code
 from abrun.messages.numbers import more_text
 from abrun.processes import poll_interval
-from abrun.runs.access import read_error
 from abrun.runs.experiment import is_experiment, planned_runs
+from abrun.runs.files import open_regular, read_error
 from abrun.runs.lock import describe_launcher
-from abrun.runs.records import RunState
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import open_regular
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState, read_state
 from abrun.watch.reading import FindJobStates
 
 POLL_S = poll_interval(0.5)
@@ -36,11 +35,11 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)
 
-    def read_state() -> RunState:
-        return jobs.state_of(run.state(name)) if jobs else run.state(name)
+    def current_state() -> RunState:
+        return jobs.state_of(read_state(run, name)) if jobs else read_state(run, name)
 
     def is_active() -> bool:
-        status = read_state().status
+        status = current_state().status
         return status in ACTIVE_STATUSES or (status == "pending" and bool(describe_launcher(experiment_dir)))
 
     position, partial_line = 0, b""
@@ -57,7 +56,7 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
         if is_last_read:
             yield from [_decode_line(partial_line)] if partial_line else []
             if not position:
-                yield _recorded_status(read_state(), run.log)
+                yield _recorded_status(current_state(), run.log)
             return
         time.sleep(POLL_S)
 

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from abrun.errors import StoreError
 from abrun.processes.progress import MIN_PATIENCE_S, PATIENCE_STEPS
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import WARM_START, planned_runs, read_run_state, read_warm_starts
+from abrun.runs.files import UnreadableError
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import CURVES, STEP_TIME, is_peak_memory
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 
 TOKENS_PER_S = "performance/tokens_per_sec_per_gpu"
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from abrun.errors import AbrunError
 from abrun.experiment.starter.shipped import recipe_files
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.recipe.experiment import BASELINE, Recipe, load_recipe
 from abrun.recipe.policy import Dtensor, Megatron
 from abrun.recipe.presets import ARCHITECTURES

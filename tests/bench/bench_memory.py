@@ -31,8 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from abrun.launch.memory.cells import GIB, Cell, Point, SizeLimit
-from abrun.launch.memory.profile import FIRST_FILL_SHARE, search_size_limit
+from abrun.launch.memory.profile import FIRST_FILL_SHARE, GIB, Cell, Point, SizeLimit, search_size_limit
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.probes import TracingProcesses, measure_cell
 from tests.bench.common import heading, make_parser, markdown_row

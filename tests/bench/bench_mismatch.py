@@ -15,6 +15,7 @@ import yaml
 
 from abrun.recipe.run import OwnRunConfig
 from abrun.report.present.terminal import terminal
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -77,7 +78,7 @@ def make_run(asked: argparse.Namespace, model: dict[str, str]) -> Path:
         initial_weights=None,
         config=OwnRunConfig.model_validate(config | {"model": model}).model_dump(mode="json"),
     )
-    RunDir(directory).write_record(record)
+    write_config(RunDir(directory), record)
     return directory
 
 

@@ -35,10 +35,12 @@ import torch
 from abrun.errors import RecipeError
 from abrun.recipe.faults import FAULTS, ONE_ULP, Fault, unmet_need
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import MEAN_GEN_TOKENS, REWARD, STEP_ONE
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.tools.trace.judge import standardise
 from abrun.trainer.backends.ranks import join_ranks
 from tests.bench.bench_trace import BASES, TIMEOUT_S, Bench
@@ -60,7 +62,7 @@ def train_all(rank: int, world_size: int, folders: Sequence[Path], device: torch
     for folder in folders:
         run = RunDir(folder)
         try:
-            train(run, run.record(), None if rank else run.begin_attempt(), device)
+            train(run, run.record(), None if rank else begin_attempt(run), device)
         except Exception:
             if world_size > 1:  # other ranks may wait for this one
                 raise
@@ -102,13 +104,14 @@ class Pairs:
         except ValueError as error:
             raise RecipeError(str(error)) from error
         if not (folder / "result.json").exists():
-            RunDir(folder).write_record(
+            write_config(
+                RunDir(folder),
                 RunRecord(
                     experiment="faults",
                     name=RunName(arm=arm, seed=0),
                     initial_weights=None if self._weights is None else str(self._weights),
                     config=run.model_dump(mode="json"),
-                )
+                ),
             )
             self._planned.append(folder)
         return folder

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import AbrunError
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.peaks import predict_steps, query_gpus, resolve_device_memory
 from tests.bench.bench_step import SHAPES, Bench, Shapes

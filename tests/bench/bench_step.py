@@ -46,6 +46,7 @@ from abrun.errors import AbrunError
 from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.merging import apply_override
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
@@ -207,7 +208,7 @@ class Bench:
         run = RunDir(Path(tempfile.mkdtemp(dir=self.work)) / "run")
         name = RunName(arm="baseline", seed=0)
         config = OwnRunConfig.model_validate(tree).model_dump(mode="json")
-        run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
+        write_config(run, RunRecord(experiment="x", name=name, initial_weights=None, config=config))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.gpus}"]
         command = [sys.executable, *(ranks if self.gpus > 1 else []), "-m", "tests.bench.step_abrun"]
         row = finish([*command, json.dumps([str(run.path), self.device])], self.limit_s)

@@ -280,6 +280,7 @@ def measure_bench(bench: Bench) -> dict[str, Any]:
 
 def measure_step(device: str, folder: Path) -> dict[str, float]:
     """Return the median seconds of training steps and of their phases, and the largest error."""
+    from abrun.runs.launches import write_config
     from abrun.runs.layout import RunName
     from abrun.runs.records import RunRecord
     from abrun.runs.rundir import RunDir
@@ -293,7 +294,7 @@ def measure_step(device: str, folder: Path) -> dict[str, float]:
         config=config.model_dump(mode="json"),
     )
     (folder / "run").mkdir()
-    run.write_record(record)
+    write_config(run, record)
     ended = subprocess.run(
         [sys.executable, "-m", "abrun.trainer", str(folder / "run")], cwd=ROOT, capture_output=True, text=True
     )

@@ -19,7 +19,7 @@ from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan, RunName, make_plan
 from abrun.external import run as external_run
 from abrun.external.run import MetricsFollower
-from abrun.launch.memory.sweep import Variant
+from abrun.launch.memory.profile import Variant
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
@@ -37,6 +37,7 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, FORKING, run_to_end
 from tests.snapshot import Snapshot
@@ -420,10 +421,10 @@ def test_a_newer_attempt_stops_the_older(tmp_path: Path) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=0.3", "steps=100")
     process = start(directory)
     until(lambda: rows(directory))
-    RunDir(directory).begin_attempt()
+    begin_attempt(RunDir(directory))
     assert process.wait(30) == 2
-    fenced = Code.ATTEMPT_FENCED(path=directory, newest=2, attempt=1)
-    assert f"error: {sentence(fenced)}" in (directory / "stdout.log").read_text()
+    fenced = f"error: {directory}: attempt 2 now owns this run, so attempt 1 stops"
+    assert fenced in (directory / "stdout.log").read_text()
     assert {row["attempt"] for row in rows(directory)} == {1} and len(events(directory)) == 1
 
 
@@ -500,7 +501,7 @@ def test_a_link_to_a_file_of_abrun_is_no_log(tmp_path: Path) -> None:
     """Read as the command's metrics, abrun's own would be told again and again."""
     directory = prepared(tmp_path)
     run = RunDir(directory)
-    run.begin_attempt().metrics(1, {"x": 1.0})
+    begin_attempt(run).metrics(1, {"x": 1.0})
     (directory / "logs").mkdir()
     for link, target in (("logs/log.jsonl", "../metrics.jsonl"), ("here", ".")):
         (directory / link).symlink_to(target)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_plan
-from abrun.launch.ineffective_settings import find_ineffective_settings
+from abrun.launch.prepare import find_ineffective_settings
 from abrun.logs import FORMATS
 from abrun.logs.aliases import FRAMEWORKS
 from abrun.messages.codes import Code

@@ -13,8 +13,8 @@ from typing import Any
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 
 ROOT = Path(__file__).parents[2]
 ARMS = ("baseline", "treatment")

@@ -16,6 +16,7 @@ from pathlib import Path
 from abrun.messages.codes import Code
 from abrun.processes import progress
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 
 ENGINE = "import time; time.sleep(600)  # engine"
 asked_to_stop = False
@@ -40,7 +41,7 @@ def main(directory: Path) -> None:
         while not (run.finished or asked_to_stop):
             time.sleep(0.01)
         return
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     print(
         f"{label} attempt {writer.attempt}: CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}",
         flush=True,

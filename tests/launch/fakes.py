@@ -11,16 +11,15 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.cluster import find_cluster_jobs, make_cluster
 from abrun.launch.engine import Devices, make_engine
 from abrun.launch.local import LocalEngine
-from abrun.launch.submit import submit_plan
-from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan
+from abrun.launch.supervisor import GRACE_S, LaunchOutcome, Observer, run_plan, submit_plan
 from abrun.messages.codes import Reason
 from abrun.processes import MODULE_OPTIONS, Popen
 from abrun.recipe.launcher import resolve_launcher_settings
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import read_run_state
 from abrun.runs.layout import RunName
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
 from tests.launch.forked import SHARED_SERVER
 
 FAKE_TRAINER = Path(__file__).parent / "fake_trainer.py"

@@ -29,6 +29,7 @@ from abrun.processes import (
     run_to_end,
     start_process,
 )
+from abrun.runs.files import open_log
 from abrun.runs.rundir import RunDir
 
 ANSWER_TIMEOUT_S = 60.0  # the first answer comes after the imports
@@ -84,10 +85,10 @@ class SharedForkServer:
     def start(self, run: RunDir, words: Sequence[str], env: Mapping[str, str]) -> Any:
         """Start a run's process, which prints into the run's log."""
         order = {"folder": os.getcwd(), "words": [*words], "environment": {**env}, "parent": os.getpid()}
-        with self._lock, run.open_log() as output:
+        with self._lock, open_log(run.log) as output:
             self.start_server()
             adopt_orphans()
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [output])
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [output.fileno()])
             return ForkedChild(int(self._socket.recv(100)))
 
     def start_server(self) -> None:

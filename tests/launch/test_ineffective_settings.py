@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.experiment.plan import make_plan
-from abrun.launch.ineffective_settings import find_ineffective_settings
-from abrun.launch.prepare import own_experiment
+from abrun.launch.prepare import find_ineffective_settings, own_experiment
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import load_recipe

@@ -30,8 +30,8 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
 from abrun.runs.lock import LOCK, find_owner
-from abrun.runs.records import RunState
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState, read_state
 from tests.launch.fakes import FAKE_UNDER_AGENT, run_to_end
 from tests.runs.faulty import killed_at
 
@@ -322,7 +322,7 @@ def test_a_follower_of_a_command_killed_before_any_of_its_writes(
         before_end += len(run.metrics_reader().read()) == 3 and not run.finished
         began = bool(run.attempts())
         expected = "finished" if run.finished else "failed" if began else "pending"
-        assert run.state(planned.name).status == expected, f"call {last}"
+        assert read_state(run, planned.name).status == expected, f"call {last}"
         if killed and not run.finished:
             assert external_run.run(run.path) == 0, f"call {last}"
             assert left_in(run.path) == [], f"call {last}"

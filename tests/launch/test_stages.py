@@ -11,7 +11,6 @@ from abrun.api import launching
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import compare_hash
 from abrun.launch.stages import add_interim_analyses, refuse_other_interim
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
@@ -200,7 +199,6 @@ def test_a_resumed_launch_keeps_the_looks_that_it_declared(
     write_experiment(tmp_path / "mine", {"recipe": {"compare": {"interim": interim}}})
     with pytest.raises(LaunchError) as refusal:
         refuse_other_interim(recipe, tmp_path / "mine")
-    assert refusal.value.code is Code.RESUME_OTHER_INTERIM
     snapshot(refusal.value)
 
 
@@ -214,7 +212,6 @@ def test_looks_that_a_plain_resume_has_dropped_are_those_of_the_first_launch(
     refuse_other_interim(recipe, tmp_path / "same")
     with pytest.raises(LaunchError) as refusal:
         refuse_other_interim(add_interim_analyses(plain, 6), tmp_path / "same")
-    assert refusal.value.code is Code.RESUME_OTHER_INTERIM
     snapshot(refusal.value)
 
 
@@ -223,5 +220,4 @@ def test_declared_looks_are_kept(run: Run, snapshot: Snapshot) -> None:
     assert add_interim_analyses(recipe, None) is recipe and add_interim_analyses(recipe, 3) is recipe
     with pytest.raises(RecipeError) as refusal:
         add_interim_analyses(recipe.model_copy(update={"arms": {"baseline": {}}}), None)
-    assert refusal.value.code is Code.STAGES_NEED_TREATMENT
     snapshot(refusal.value)

@@ -18,7 +18,7 @@ from abrun.logs.recorded.sources import open_sources
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import with_options
-from abrun.runs.regular_files import open_regular
+from abrun.runs.files import open_regular
 from tests.reasons import refused
 from tests.snapshot import Snapshot
 

@@ -19,6 +19,7 @@ from abrun.recipe.experiment import BASELINE, load_recipe
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 from tests.launch.fakes import FAKE, run_to_end
 
 TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
@@ -243,7 +244,7 @@ def test_a_run_started_by_hand_without_its_variable_says_so(recipe, tmp_path, mo
     )
     monkeypatch.delenv("HF_TOKEN")
     assert external_run.run(directory) == external_run.FAILED
-    message = RunDir(directory).state(RunName(arm=BASELINE, seed=0)).message
+    message = read_state(RunDir(directory), RunName(arm=BASELINE, seed=0)).message
     assert message
     snapshot(message)
 

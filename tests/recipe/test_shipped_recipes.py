@@ -17,7 +17,7 @@ from abrun.cli import app
 from abrun.errors import RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.checks import find_problems
-from abrun.launch.ineffective_settings import find_ineffective_settings
+from abrun.launch.prepare import find_ineffective_settings
 from abrun.launch.preview import check_feasibility, precision_differences, render_preview
 from abrun.messages.codes import Reason
 from abrun.recipe.experiment import (

@@ -19,7 +19,7 @@ from abrun.report.comparing import compare
 from abrun.report.completions import MAX_CHARACTERS, MAX_PROMPTS, MAX_STEPS, collect_completions
 from abrun.report.context import make_context
 from abrun.report.next_step import next_steps
-from abrun.runs.samples import Sample, sample_row
+from abrun.runs.lines import Sample, sample_row
 from tests.commands import commands_in
 from tests.verdict.simulate import edit_rows, write_experiment
 

@@ -15,6 +15,7 @@ from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources
 from abrun.report.write import unique_slugs
+from abrun.runs.launches import write_wandb_location
 from abrun.runs.rundir import RunDir
 from tests.installed import SEES_TRAINER
 from tests.reasons import refused
@@ -121,8 +122,8 @@ def test_runs_mirrored_in_wandb_are_linked(simulated, tmp_path):
     """Their address is a run's to say, so what is none is left out."""
     experiment_dir = simulated()
     runs = [RunDir(experiment_dir / "baseline" / f"seed-{seed}") for seed in range(2)]
-    runs[0].write_wandb_location({"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
-    runs[1].write_wandb_location({"id": "b", "url": "javascript:alert(1)"})
+    write_wandb_location(runs[0], {"id": "a", "url": "https://wandb.ai/team/p/runs/a"})
+    write_wandb_location(runs[1], {"id": "b", "url": "javascript:alert(1)"})
     found = compare(
         load_experiment(experiment_dir), output=tmp_path / "out", formats=["markdown", "json", "html"]
     )

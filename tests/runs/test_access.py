@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import read_run_state, write_experiment
-from abrun.runs.files import make_private_folder, write_file, write_json
+from abrun.runs.files import UnreadableError, make_private_folder, open_log, write_file, write_json
+from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config, write_wandb_location
 from abrun.runs.layout import RunName
+from abrun.runs.lines import Sample
 from abrun.runs.lock import LOCK, describe_launcher, launcher_lock
 from abrun.runs.records import NodeStatus, RunRecord
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
+from abrun.runs.writer import begin_attempt, write_node
 from tests.snapshot import Snapshot
 
 NAME = RunName(arm="baseline", seed=0)
@@ -36,29 +37,29 @@ def plan(experiment_dir: Path, name: RunName = NAME) -> RunDir:
     write_experiment(experiment_dir, {"experiment": experiment_dir.name, "runs": [run]})
     directory = RunDir(experiment_dir / str(name))
     record = RunRecord(experiment=experiment_dir.name, name=name, initial_weights=None, config={"steps": 9})
-    directory.write_record(record)
+    write_config(directory, record)
     return directory
 
 
 def work(run: RunDir, step: int) -> None:
     """One launch of a run that writes each kind of file."""
     with launcher_lock(run.path.parent.parent):
-        run.begin_launch(["cpu"], None)
-        with run.open_log() as log:
-            os.write(log, b"printed\n")
-        run.update_launch(pid=os.getpid())
-        writer = run.begin_attempt()
+        begin_launch(run, ["cpu"], None)
+        with open_log(run.log) as log:
+            log.write(b"printed\n")
+        update_launch(run, pid=os.getpid())
+        writer = begin_attempt(run)
         writer.environment({"python": "3.11"})
         writer.metrics(step, {"train/reward": 1.0})
         writer.validation(step, prompts_sha256="0", rewards=[1.0], lengths=[1])
         sample = Sample(prompt="p", text="t", reward=1.0, logprob_error=None, num_tokens=1, truncated=None)
         writer.samples(step, [sample])
         writer.heartbeat(step)
-        run.write_node(NodeStatus(attempt=writer.attempt, node=0, host="n"))
-        run.write_wandb_location({"id": "x"})
+        write_node(run, NodeStatus(attempt=writer.attempt, node=0, host="n"))
+        write_wandb_location(run, {"id": "x"})
         writer.final_sketch(b"sketch")
         writer.finish(step)
-        run.end_launch("finished", None, exit_code=0)
+        end_launch(run, "finished", None, exit_code=0)
 
 
 def share(folder: Path) -> None:
@@ -208,7 +209,7 @@ def test_a_run_that_may_not_be_read_is_unreadable(
     (run.path / "result.json").unlink()
     forbid(run.path / name, monkeypatch)
     if name == "nodes":  # are asked of a run at work
-        run.begin_launch(["cpu"], None)
+        begin_launch(run, ["cpu"], None)
     state = read_run_state(tmp_path / "demo", NAME)
     assert state.status == "unreadable"
     assert state.message and state.message.startswith(

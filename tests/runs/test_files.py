@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import LineReader, LineWriter, read_json_lines
 from tests.snapshot import Snapshot
@@ -76,7 +75,6 @@ def test_a_reader_follows_a_growing_file_without_reading_twice(tmp_path: Path, s
         file.write("garbage\n")
     with pytest.raises(StoreError) as refusal:
         reader.read()
-    assert refusal.value.code is Code.LINE_INVALID
     snapshot(refusal.value)
 
 
@@ -95,9 +93,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
                 lambda: write_json(tmp_path / "kept.json", {"new": "x" * 1000}),
                 lambda: writer.write({"step": 2, "text": "x" * 1000}),
             ):
-                with pytest.raises(StoreError) as refusal:
+                with pytest.raises(StoreError, match="cannot be written: "):
                     write()
-                assert refusal.value.code is Code.UNWRITABLE
             code = 0
         finally:
             os._exit(code)
@@ -111,14 +108,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
 def test_files_that_cannot_be_read_are_one_line(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "a.json").write_text('{"half":')
     (tmp_path / "b.json").write_text("[]")
-    for name, code in (
-        ("a.json", Code.NOT_READABLE_AS),
-        ("b.json", Code.JSON_NOT_AN_OBJECT),
-        ("c.json", Code.PATH_MISSING),
-    ):
+    for name in ("a.json", "b.json", "c.json"):
         with pytest.raises(StoreError) as refusal:
             read_json(tmp_path / name)
-        assert refusal.value.code is code
         snapshot(refusal.value)
     with pytest.raises(StoreError) as refusal:
         write_json(tmp_path / "a.json" / "below.json", {})

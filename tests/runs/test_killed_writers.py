@@ -14,9 +14,12 @@ import pytest
 from abrun.errors import StoreError
 from abrun.runs import owner
 from abrun.runs.files import read_json, remove_partial_files, write_json
+from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
+from abrun.runs.writer import begin_attempt
 from tests.runs.faulty import killed_at
 
 NAME = RunName(arm="baseline", seed=0)
@@ -25,21 +28,21 @@ HERE = owner.this_process_fields()["host"]
 
 def make_run(path: Path) -> RunDir:
     run = RunDir(path / "run")
-    run.write_record(RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 2}))
+    write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 2}))
     return run
 
 
 def launch(run: RunDir) -> None:
     """Do what a launcher and its job write, in their order."""
-    run.begin_launch(["cpu"], None)
-    run.update_launch(pid=os.getpid())
-    writer = run.begin_attempt()
+    begin_launch(run, ["cpu"], None)
+    update_launch(run, pid=os.getpid())
+    writer = begin_attempt(run)
     writer.environment({})
     for step in (1, 2):
         writer.metrics(step, {"x": 1.0 * step})
         writer.heartbeat(step)
     writer.finish(2)
-    run.end_launch("finished", None, exit_code=0, signal=None)
+    end_launch(run, "finished", None, exit_code=0, signal=None)
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -65,7 +68,7 @@ def test_after_a_kill_at_any_call_the_status_is_right_and_nothing_is_left(tmp_pa
     while True:
         run = make_run(tmp_path / str(last))
         killed = killed_at(last, run.path, lambda run=run: launch(run))
-        state = run.state(NAME)
+        state = read_state(run, NAME)
         expected = "finished" if run.finished else "interrupted" if run.launches() else "pending"
         assert state.status == expected, f"call {last}: {state}"
         assert [path for path in left_in(run.path) if not path.name.endswith(".partial")] == [], (
@@ -75,7 +78,7 @@ def test_after_a_kill_at_any_call_the_status_is_right_and_nothing_is_left(tmp_pa
             break
         if not run.finished:
             launch(run)
-            assert [run.state(NAME).status, *run.metrics()["x"].values] == ["finished", 1.0, 2.0]
+            assert [read_state(run, NAME).status, *run.metrics()["x"].values] == ["finished", 1.0, 2.0]
             assert left_in(run.path) == [], f"call {last}"
         seen.append(state.status)
         last += every
@@ -85,15 +88,15 @@ def test_after_a_kill_at_any_call_the_status_is_right_and_nothing_is_left(tmp_pa
 def test_a_run_whose_launcher_was_killed_before_it_noted_the_process(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     sleep = subprocess.Popen(["sleep", "60"])
-    assert not killed_at(10**9, run.path, lambda: run.begin_launch(["cpu"], None))
-    assert run.state(NAME).status == "interrupted", "nothing has begun"
-    run.begin_attempt()
-    assert run.state(NAME).status == "running"  # its process lives on, to save a checkpoint
+    assert not killed_at(10**9, run.path, lambda: begin_launch(run, ["cpu"], None))
+    assert read_state(run, NAME).status == "interrupted", "nothing has begun"
+    begin_attempt(run)
+    assert read_state(run, NAME).status == "running"  # its process lives on, to save a checkpoint
     path = run.path / "attempts" / "0001.json"
     write_json(path, read_json(path) | owner.process_fields(sleep.pid))
     sleep.kill()
     sleep.wait()
-    state = run.state(NAME)
+    state = read_state(run, NAME)
     assert state.status == "interrupted" and "continue with --resume" in str(state.message)
 
 
@@ -106,7 +109,7 @@ def test_a_file_system_without_hard_links_has_attempts(
 
     run = make_run(tmp_path)
     monkeypatch.setattr(os, "link", refuse)
-    assert [run.begin_attempt().attempt, run.begin_attempt().attempt] == [1, 2]
+    assert [begin_attempt(run).attempt, begin_attempt(run).attempt] == [1, 2]
     assert [attempt.pid for attempt in run.attempts()] == [os.getpid()] * 2 and left_in(run.path) == []
 
 
@@ -116,16 +119,16 @@ def test_a_damaged_record_of_an_attempt_that_is_over_says_that_it_failed(
 ) -> None:
     run = make_run(tmp_path)
     for _ in range(3):
-        writer = run.begin_attempt()
+        writer = begin_attempt(run)
     (run.path / "attempts" / "0002.json").write_bytes(content)
     assert [attempt.status for attempt in run.attempts()] == ["running", "failed", "running"]
     assert run.attempts()[1].ended_s is None
     (run.path / "attempts" / "0003.json").write_bytes(content)
     with pytest.raises(StoreError, match=r"0003\.json: "):
-        run.state(NAME)
+        read_state(run, NAME)
     writer.finish(2)
     (run.path / "attempts" / "0003.json").write_bytes(content)
-    assert run.state(NAME).status == "finished"
+    assert read_state(run, NAME).status == "finished"
     assert "0003.json: " in str(run.attempts()[2].message)
 
 

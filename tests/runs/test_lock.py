@@ -63,11 +63,8 @@ def test_a_living_launcher_keeps_others_out_and_a_dead_one_does_not(
         assert holder.stdout and holder.stdout.readline() == b"held\n"
         name = f"process {holder.pid} on host {socket.gethostname()}"
         for options in ({}, {"take_over": True}):  # which asks no living neighbour to go
-            with pytest.raises(LockedError) as refused:
+            with pytest.raises(LockedError, match=f"{name} is already .* stop it with: kill {holder.pid}$"):
                 taken(tmp_path, **options)
-            assert refused.value.reason == Code.LAUNCHED_BY_ANOTHER(
-                path=tmp_path / LOCK, owner=name, pid=holder.pid, may_take_over=False
-            )
         assert describe_launcher(tmp_path) == name
     finally:
         holder.kill()
@@ -103,8 +100,6 @@ def test_a_lock_of_another_machine_holds_until_it_is_taken_over_or_no_longer_tou
     leave(tmp_path, ELSEWHERE)
     with pytest.raises(LockedError) as refused:
         taken(tmp_path)
-    reason = refused.value.reason
-    assert (reason["pid"], reason["may_take_over"]) == (None, True)
     snapshot(refused.value)
     assert describe_launcher(tmp_path) == "process 1 on host elsewhere"
     assert taken(tmp_path, take_over=True) == [took_over("process 1 on host elsewhere", as_asked=True)]
@@ -123,18 +118,16 @@ def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch
             lock, "this_process_fields", lambda: {**this_process_fields(), "host": "a", "boot_id": "a"}
         )
         older.acquire()
-    with pytest.raises(LockedError) as refused:
+    with pytest.raises(LockedError, match="or take over with --take-over"):
         Lease(tmp_path).acquire()
-    assert refused.value.reason["may_take_over"]
     newer = Lease(tmp_path)
     note = newer.acquire(take_over=True)
     owner = f"process {os.getpid()} on host a"
     assert note == Code.LOCK_TAKEN_OVER(owner=owner, is_gone=False, as_asked=True)
     time.sleep(2 * lock.REFRESH_EVERY_S)
-    with pytest.raises(TakenOverError) as taken_over:
-        older.refresh()
     owner = f"process {os.getpid()} on host {socket.gethostname()}"
-    assert taken_over.value.reason == Code.TAKEN_OVER(path=tmp_path / LOCK, owner=owner)
+    with pytest.raises(TakenOverError, match=f"{owner} has taken over, so this launcher stops its runs"):
+        older.refresh()
     older.close()
     newer.refresh()
     assert describe_launcher(tmp_path)  # the older one has not given back what is the newer one's
@@ -184,7 +177,5 @@ def test_the_lock_is_released_when_the_launch_fails(tmp_path: Path) -> None:
 def test_a_lock_that_is_no_file_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK)
     assert describe_launcher(tmp_path) is None
-    with pytest.raises(StoreError) as refusal:
+    with pytest.raises(StoreError, match="cannot be written: not a regular file"):
         taken(tmp_path)
-    reason = refusal.value.reason
-    assert reason.code is Code.UNWRITABLE and "regular file" in reason["error"]

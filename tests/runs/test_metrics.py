@@ -11,7 +11,6 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import read_logs
-from abrun.messages.codes import Code
 from abrun.runs import lines
 from abrun.runs.lines import LineWriter
 from abrun.runs.rundir import RunDir
@@ -96,9 +95,8 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, every: int) -> None:
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        with pytest.raises(StoreError) as caught:
+        with pytest.raises(StoreError, match=r"metrics\.jsonl, line \d: ") as caught:
             run.metrics()
-        assert caught.value.code in (Code.LINE_INVALID, Code.METRICS_LINE_INVALID)
         assert len(str(caught.value).splitlines()) == 1
         assert run.describe_missing_steps(3) is not None
 
@@ -195,8 +193,6 @@ def test_every_flipped_bit_of_a_validation_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_corrupt_validation_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "validation.jsonl").write_text(validation_line(0, 1, [0, 0]) + line)
-    with pytest.raises(StoreError) as raised:
+    with pytest.raises(StoreError, match=r"line 2: (not a validation record|got )") as raised:
         RunDir(tmp_path).validations()
-    reason = raised.value.reason
-    assert (reason.code, reason["line"]) == (Code.VALIDATION_LINE_INVALID, 2)
     assert len(str(raised.value).splitlines()) == 1

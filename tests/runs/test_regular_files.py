@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from abrun.runs.regular_files import exists, is_directory, is_file
+from abrun.runs.files import exists, is_directory, is_file
 
 
 def test_files_and_folders_are_told_apart_from_what_is_not_there(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from abrun.logs.recorded.sources import ReadingOptions
 from abrun.report.comparing import compare_sources
-from abrun.runs.reported import read_reported_verdict
+from abrun.runs.experiment import read_reported_verdict
 from abrun.watch import read_overviews
 from tests.verdict.simulate import write_experiment
 

@@ -12,13 +12,15 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Code, Reason
-from abrun.runs import owner, rundir
+from abrun.runs import owner, writer
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state, run_dir
 from abrun.runs.files import read_json, write_json
+from abrun.runs.launches import begin_launch, end_launch, update_launch, write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import NodeStatus, RunRecord
 from abrun.runs.rundir import RunDir
-from abrun.runs.writer import FencedError, RunWriter
+from abrun.runs.state import read_state
+from abrun.runs.writer import FencedError, RunWriter, begin_attempt, write_node
 from tests.snapshot import Snapshot
 
 NAME = RunName(arm="baseline", seed=0)
@@ -118,44 +120,44 @@ def test_a_run_seems_to_hang_where_no_node_of_it_gives_a_sign(
         f"nodes/{number:04d}": {"attempt": 2, "node": number, "host": f"n{number}", "time_s": NOW, **node}
         for number, node in enumerate(nodes)
     }
-    state = RunDir(make_run(tmp_path, **attempt, **beaten, **said)).state(NAME)
+    state = read_state(RunDir(make_run(tmp_path, **attempt, **beaten, **said)), NAME)
     assert (state.status, state.reason) == ("stalled" if expected else "running", expected)
     snapshot(state.message)
 
 
 def test_only_the_newest_attempt_speaks_for_its_nodes(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path))
-    run.begin_attempt()
-    run.begin_attempt()
+    begin_attempt(run)
+    begin_attempt(run)
     for attempt in (1, 2):
-        run.write_node(NodeStatus(attempt=attempt, host="here", time_s=1.0))
+        write_node(run, NodeStatus(attempt=attempt, host="here", time_s=1.0))
     assert [node.attempt for node in run.nodes(2)] == [2] and run.nodes(1) == []
     shutil.rmtree(run.path)
-    run.write_node(NodeStatus(attempt=2, host="here", time_s=1.0))
+    write_node(run, NodeStatus(attempt=2, host="here", time_s=1.0))
     assert not run.path.exists()
 
 
 def test_attempts_count_from_one_and_say_how_they_ended(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path))
     assert run.attempts() == [] and run.attempt().status == "pending"
-    writer = run.begin_attempt()
-    assert writer.attempt == 1 and run.state(NAME).status == "running"
+    writer = begin_attempt(run)
+    assert writer.attempt == 1 and read_state(run, NAME).status == "running"
     writer.fail(
         Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no\nmore"), exit_code=2, step=3
     )
     (attempt,) = run.attempts()
     assert attempt.pid == os.getpid() and attempt.exit_code == 2 and attempt.ended_s
-    state = run.state(NAME)
+    state = read_state(run, NAME)
     reason = Code.MEMORY_RAN_OUT(on_gpu=False, doing="", others=None, error="no more")
     assert (state.status, state.reason, state.ending) == ("failed", reason, "exit code 2")
     assert (attempt.message, run.events()[-1]["message"]) == (state.message, state.message)
-    writer = run.begin_attempt()
-    assert writer.attempt == 2 and run.state(NAME).status == "running"
+    writer = begin_attempt(run)
+    assert writer.attempt == 2 and read_state(run, NAME).status == "running"
     writer.interrupt(exit_code=3)
-    state = run.state(NAME)
+    state = read_state(run, NAME)
     assert (state.status, state.reason) == ("interrupted", Code.STOPPED_BY_SIGNAL())
-    run.begin_attempt().finish(60)
-    assert (run.state(NAME).status, run.state(NAME).message) == ("finished", None)
+    begin_attempt(run).finish(60)
+    assert (read_state(run, NAME).status, read_state(run, NAME).message) == ("finished", None)
     assert [row["event"] for row in run.events()] == ["failed", "interrupted", "finished"]
 
 
@@ -176,13 +178,12 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("write", WRITES)
 def test_an_older_attempt_writes_nothing_more(tmp_path: Path, write: str) -> None:
     run = RunDir(make_run(tmp_path))
-    older = run.begin_attempt()
+    older = begin_attempt(run)
     WRITES["metrics"](older)
-    run.begin_attempt()
+    begin_attempt(run)
     before = contents(run.path)
-    with pytest.raises(FencedError) as fenced:
+    with pytest.raises(FencedError, match="attempt 2 now owns this run, so attempt 1 stops"):
         WRITES[write](older)
-    assert fenced.value.reason == Code.ATTEMPT_FENCED(path=run.path, newest=2, attempt=1)
     older.fail(Code.FOREIGN_TEXT(text="too late"), exit_code=2)
     older.interrupt(exit_code=3)
     assert contents(run.path) == before
@@ -194,15 +195,15 @@ def test_of_two_attempts_that_begin_at_once_one_goes_on(
     """Both look before either has begun: each gets a number of its own, and the higher one the run."""
     run = RunDir(make_run(tmp_path))
     begun: list[RunWriter] = []
-    make_folder = rundir.make_folder
+    make_folder = writer.make_folder
 
     def late(path: Path) -> None:  # the other one begins where this one has looked and not yet begun
-        monkeypatch.setattr(rundir, "make_folder", make_folder)
-        begun.append(run.begin_attempt())
+        monkeypatch.setattr(writer, "make_folder", make_folder)
+        begun.append(begin_attempt(run))
         make_folder(path)
 
-    monkeypatch.setattr(rundir, "make_folder", late)
-    newer = run.begin_attempt()
+    monkeypatch.setattr(writer, "make_folder", late)
+    newer = begin_attempt(run)
     (older,) = begun
     assert (older.attempt, newer.attempt) == (1, 2)
     newer.metrics(1, {"x": 1.0})
@@ -213,22 +214,22 @@ def test_of_two_attempts_that_begin_at_once_one_goes_on(
 def test_an_older_attempt_that_ends_as_a_newer_begins_leaves_it_be(tmp_path: Path) -> None:
     """It had passed its fence: what it writes then is its own file alone."""
     run = RunDir(make_run(tmp_path))
-    older = run.begin_attempt()
+    older = begin_attempt(run)
     older.check_fence = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-    newer = run.begin_attempt()
+    newer = begin_attempt(run)
     older.interrupt(exit_code=3)
     newer.metrics(1, {"x": 1.0})
     assert [attempt.status for attempt in run.attempts()] == ["interrupted", "running"]
-    assert run.state(NAME).status == "running"
+    assert read_state(run, NAME).status == "running"
 
 
 def test_attempts_that_were_removed_by_hand_are_not_counted_again(tmp_path: Path) -> None:
     """Otherwise the rows of older attempts would win over those of the new one."""
     run = RunDir(make_run(tmp_path))
     for value in (1.0, 2.0):
-        run.begin_attempt().metrics(1, {"x": value})
+        begin_attempt(run).metrics(1, {"x": value})
     shutil.rmtree(run.path / "attempts")
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     writer.metrics(1, {"x": 3.0})
     assert writer.attempt == 3 and run.metrics()["x"].values.tolist() == [3.0]
     shutil.rmtree(run.path / "attempts")
@@ -241,31 +242,31 @@ def test_an_attempt_killed_while_it_began_blocks_nothing(tmp_path: Path) -> None
     (run.path / "attempts").mkdir()
     (run.path / "attempts" / "0001.json").touch()
     assert run.attempt().number == 1 and run.attempts()[0].pid is None
-    assert run.begin_attempt().attempt == 2
+    assert begin_attempt(run).attempt == 2
 
 
 def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Path) -> None:
     """A full disk kept job and launcher from saying anything."""
     run = RunDir(make_run(tmp_path))
-    run.begin_launch(["cpu"], None)
+    begin_launch(run, ["cpu"], None)
     process = subprocess.Popen(["sleep", "60"])
-    run.update_launch(pid=process.pid)
-    assert run.state(NAME).status == "running"
+    update_launch(run, pid=process.pid)
+    assert read_state(run, NAME).status == "running"
     process.kill()
     process.wait()
-    state = run.state(NAME)
+    state = read_state(run, NAME)
     assert (state.status, state.reason) == ("failed", Code.PROCESS_GONE())
-    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed"), exit_code=None, signal="SIGKILL")
-    run.begin_attempt()
-    assert run.state(NAME).status == "running"
+    end_launch(run, "failed", Code.FOREIGN_TEXT(text="killed"), exit_code=None, signal="SIGKILL")
+    begin_attempt(run)
+    assert read_state(run, NAME).status == "running"
     path = run.path / "attempts" / "0001.json"
     for elsewhere in ({"host": "elsewhere", "boot_id": "another"}, {"pid_namespace": "pid:[1]"}):
         write_json(path, read_json(path) | elsewhere | {"pid": process.pid})
-        assert run.state(NAME).status == "running"  # that cannot be told from here
-    run.begin_attempt()
+        assert read_state(run, NAME).status == "running"  # that cannot be told from here
+    begin_attempt(run)
     path = run.path / "attempts" / "0002.json"
     write_json(path, read_json(path) | {"process_started": "1"})  # the id is another's now
-    assert run.state(NAME).status == "failed"
+    assert read_state(run, NAME).status == "failed"
 
 
 @pytest.mark.parametrize("by", ["job", "launcher"])
@@ -274,19 +275,19 @@ def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
 ) -> None:
     """Its end comes between the look at what it says and the one at whether it lives."""
     run = RunDir(make_run(tmp_path))
-    run.begin_launch(["cpu"], None)
-    writer = run.begin_attempt()
-    run.update_launch(pid=os.getpid())
+    begin_launch(run, ["cpu"], None)
+    writer = begin_attempt(run)
+    update_launch(run, pid=os.getpid())
 
     def ends(owner: object) -> bool:
         if by == "job":
             writer.fail(Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
         else:
-            run.end_launch("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
+            end_launch(run, "failed", Code.TIME_LIMIT_REACHED(limit_s=5.0), exit_code=124)
         return True
 
     monkeypatch.setattr(owner.Owner, "is_gone", property(ends))
-    state = run.state(NAME)
+    state = read_state(run, NAME)
     assert (state.status, state.reason) == ("failed", Code.TIME_LIMIT_REACHED(limit_s=5.0))
 
 
@@ -305,7 +306,7 @@ def test_a_process_that_ends_while_it_is_asked_about_has_left_its_word(
 def test_a_record_without_a_known_code_is_read_by_its_text(tmp_path: Path, code: dict | None) -> None:
     attempt = {"status": "failed", "message": "killed by SIGKILL", "message_code": code}
     run = RunDir(make_run(tmp_path, NAME, **{"attempts/0001": attempt}))
-    assert run.state(NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
+    assert read_state(run, NAME).reason == Code.FOREIGN_TEXT(text="killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -324,17 +325,17 @@ def test_a_reason_may_tell_the_exit_code_or_signal_too(
     tmp_path: Path, reason: Reason, exit_code: int | None, killed_by: str | None, tells: bool
 ) -> None:
     run = RunDir(make_run(tmp_path))
-    run.begin_launch(["cpu"], None)
-    run.end_launch("failed", reason, exit_code=exit_code, signal=killed_by)
-    assert (run.state(NAME).reason, run.state(NAME).has_ending_in_reason) == (reason, tells)
+    begin_launch(run, ["cpu"], None)
+    end_launch(run, "failed", reason, exit_code=exit_code, signal=killed_by)
+    assert (read_state(run, NAME).reason, read_state(run, NAME).has_ending_in_reason) == (reason, tells)
 
 
 def test_a_heartbeat_that_a_loss_of_power_emptied_is_none(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path))
-    run.begin_attempt().heartbeat(7)
-    assert run.state(NAME).step == 7
+    begin_attempt(run).heartbeat(7)
+    assert read_state(run, NAME).step == 7
     (run.path / "heartbeat.json").write_bytes(b"")
-    assert (run.state(NAME).status, run.state(NAME).step) == ("running", 0)
+    assert (read_state(run, NAME).status, read_state(run, NAME).step) == ("running", 0)
 
 
 def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(
@@ -343,11 +344,11 @@ def test_a_link_where_a_file_has_to_be_is_one_line_and_not_followed(
     run, target = RunDir(make_run(tmp_path)), tmp_path / "target"
     target.write_text("precious")
     for name, write in (
-        ("metrics.jsonl", lambda _: run.begin_attempt()),
+        ("metrics.jsonl", lambda _: begin_attempt(run)),
         ("heartbeat.json", lambda writer: writer.heartbeat(1)),
         ("result.json", lambda writer: writer.finish(1)),
     ):
-        writer = run.begin_attempt()
+        writer = begin_attempt(run)
         content = (run.path / name).read_bytes() if (run.path / name).exists() else None
         (run.path / name).unlink(missing_ok=True)
         (run.path / name).symlink_to(target)
@@ -365,20 +366,20 @@ def test_job_and_launcher_are_believed_in_turn(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path))
 
     def seen() -> tuple[str, str | None, str | None]:
-        state = run.state(NAME)
+        state = read_state(run, NAME)
         return state.status, state.message, state.ending
 
-    run.begin_launch(["cpu"], None)
-    run.update_launch(pid=1)
+    begin_launch(run, ["cpu"], None)
+    update_launch(run, pid=1)
     assert seen() == ("running", None, None)  # it is being started
-    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 7; see the log"), exit_code=7, signal=None)
+    end_launch(run, "failed", Code.FOREIGN_TEXT(text="exit code 7; see the log"), exit_code=7, signal=None)
     assert seen() == ("failed", "exit code 7; see the log", "exit code 7")  # it never began an attempt
-    run.begin_launch(["cpu"], None)
-    run.begin_attempt()
+    begin_launch(run, ["cpu"], None)
+    begin_attempt(run)
     assert seen() == ("running", None, None)
-    run.end_launch("failed", Code.FOREIGN_TEXT(text="killed by SIGKILL"), exit_code=None, signal="SIGKILL")
+    end_launch(run, "failed", Code.FOREIGN_TEXT(text="killed by SIGKILL"), exit_code=None, signal="SIGKILL")
     assert seen() == ("failed", "killed by SIGKILL", "signal SIGKILL")  # it died without a word
-    again = run.begin_attempt()  # started again by a cluster: no launcher saw that
+    again = begin_attempt(run)  # started again by a cluster: no launcher saw that
     assert seen() == ("running", None, None)
     again.fail(Code.FOREIGN_TEXT(text="no space"), exit_code=2)
     assert seen() == ("failed", "no space", "exit code 2")
@@ -387,13 +388,13 @@ def test_job_and_launcher_are_believed_in_turn(tmp_path: Path) -> None:
 
 def test_a_launcher_does_not_speak_of_an_attempt_that_fenced_its_job(tmp_path: Path) -> None:
     run = RunDir(make_run(tmp_path))
-    run.begin_launch(["cpu"], None)
-    run.begin_attempt()
-    newer = run.begin_attempt()  # a cluster's, say: the launcher's job stops, with exit code 2
-    run.end_launch("failed", Code.FOREIGN_TEXT(text="exit code 2 (FencedError)"), exit_code=2, signal=None)
-    assert run.state(NAME).status == "running"
+    begin_launch(run, ["cpu"], None)
+    begin_attempt(run)
+    newer = begin_attempt(run)  # a cluster's, say: the launcher's job stops, with exit code 2
+    end_launch(run, "failed", Code.FOREIGN_TEXT(text="exit code 2 (FencedError)"), exit_code=2, signal=None)
+    assert read_state(run, NAME).status == "running"
     newer.interrupt(exit_code=3)
-    assert run.state(NAME).status == "interrupted"
+    assert read_state(run, NAME).status == "interrupted"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -401,7 +402,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) 
     assert not run.exists and not run.is_run
     name = RunName(arm="b", seed=3, rerun=1)
     record = RunRecord(experiment="e", name=name, initial_weights="../w", config={"steps": 2})
-    run.write_record(record)
+    write_config(run, record)
     assert run.exists and run.is_run and run.record() == record
     assert run.initial_weights == tmp_path / "run" / "../w"
     write_json(run.path / "config.json", {"model_type": "qwen2"})
@@ -410,9 +411,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) 
         run.record()
     snapshot(refusal.value)
     for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
-        run.write_record(record)
+        write_config(run, record)
         write_json(run.path / "config.json", read_json(run.path / "config.json") | wrong)
-        for read in (run.record, lambda: run.state(name), lambda: run.initial_weights):
+        for read in (run.record, lambda: read_state(run, name), lambda: run.initial_weights):
             with pytest.raises(StoreError) as refusal:
                 read()
             snapshot(refusal.value)
@@ -423,7 +424,7 @@ def test_a_resumed_launch_may_change_limits_and_the_share_of_a_gpu_and_checkpoin
 ) -> None:
     def identity(config: dict) -> str:
         run = RunDir(tmp_path / "run")
-        run.write_record(RunRecord(experiment="e", name=NAME, initial_weights=None, config=config))
+        write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config=config))
         return run.identity()
 
     config = {"steps": 2, "cluster": {"gpus_per_node": 1, "runs_per_gpu": 1}, "limits": {}}
@@ -457,23 +458,23 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    assert run.step_attempts() == {} and run.read_log() == "" and run.state(NAME).status == "pending"
+    assert run.step_attempts() == {} and run.read_log() == "" and read_state(run, NAME).status == "pending"
     if name in ("metrics.jsonl", "events.jsonl"):
         with pytest.raises(StoreError) as refusal:
-            run.begin_attempt()
+            begin_attempt(run)
         snapshot(refusal.value)
     else:
-        assert run.begin_attempt().attempt == 1
+        assert begin_attempt(run).attempt == 1
 
 
 @pytest.mark.parametrize("attempt", [10**18, 999_999_999, 10**400, True, "2"])
 def test_an_absurd_attempt_in_a_row_blocks_no_later_one(tmp_path: Path, attempt: object) -> None:
     run = RunDir(make_run(tmp_path))
-    run.begin_attempt().metrics(1, {"x": 1.0})
+    begin_attempt(run).metrics(1, {"x": 1.0})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "attempt": attempt, "x": 7.0}) + "\n")
     assert run.step_attempts() == {1: 1}
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     writer.metrics(2, {"x": 2.0})
     assert writer.attempt == 2 and run.metrics()["x"].values.tolist() == [1.0, 2.0]
 
@@ -484,7 +485,7 @@ def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(
     run = RunDir(make_run(tmp_path))
     write_json(run.path / "attempts" / "999999999.json", {})
     with pytest.raises(StoreError) as refusal:
-        run.begin_attempt()
+        begin_attempt(run)
     snapshot(refusal.value)
 
 
@@ -499,7 +500,7 @@ def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(
 def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Path, bad: bytes) -> None:
     """Nobody has to edit a file by hand; those who follow it lose no place."""
     run = RunDir(make_run(tmp_path))
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     for step in (1, 2, 3):
         writer.metrics(step, {"x": float(step)})
     path = run.path / "metrics.jsonl"
@@ -509,7 +510,7 @@ def test_a_line_that_is_no_row_is_recorded_anew_by_the_next_attempt(tmp_path: Pa
     assert len(follower.read()) == 1
     path.write_bytes(b"\n".join([first, bad, third, b""]))
     assert "lacks 1 of 3 steps, the first is 2" in str(run.describe_missing_steps(3))
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     writer.metrics(2, {"x": 20.0})
     assert [row["step"] for row in follower.read()] == [3, 2]
     assert run.metrics()["x"].values.tolist() == [1.0, 20.0, 3.0] and run.describe_missing_steps(3) is None

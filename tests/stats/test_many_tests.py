@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 from scipy import special, stats
 from statsmodels.stats.multitest import multipletests
 
-from abrun.stats.false_discovery import benjamini_hochberg, p_of_failures
-from abrun.stats.shared_variance import fit_prior
+from abrun.stats.many_tests import benjamini_hochberg, fit_prior, p_of_failures
 
 MARGIN = 3.0  # of the usual sd of a pair
 

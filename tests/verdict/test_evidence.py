@@ -12,7 +12,7 @@ from abrun.messages.codes import Code
 from abrun.report.evidence import evidence_lines
 from abrun.runs.metric_names import GEN_KL_ERROR, TOKEN_MULT_PROB_ERROR
 from abrun.runs.metric_names import STEP_ONE as STEP_ONE_METRICS
-from abrun.stats.maxima import maxima_ratio_quantile
+from abrun.stats.many_tests import maxima_ratio_quantile
 from abrun.stats.power import power_at
 from abrun.verdict.claims import add_statistics, apply_holm
 from abrun.verdict.decide import decide_verdict

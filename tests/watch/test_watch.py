@@ -17,11 +17,14 @@ from abrun import watch
 from abrun.messages.codes import Code
 from abrun.runs.experiment import run_dir
 from abrun.runs.files import read_json, write_json
+from abrun.runs.launches import begin_launch, end_launch, write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineParser, LineWriter
 from abrun.runs.lock import launcher_lock
-from abrun.runs.records import RunRecord, RunState
+from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState
+from abrun.runs.writer import begin_attempt
 from abrun.watch.reading import estimate_time_left_s
 from tests.reasons import refused
 from tests.snapshot import Snapshot
@@ -270,12 +273,12 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
     experiment_dir = make_experiment(tmp_path, baseline_0=0)
     run = RunDir(experiment_dir / "baseline" / "seed-0")
     name = RunName(arm="baseline", seed=0)
-    run.write_record(RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
+    write_config(run, RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
     with launcher_lock(experiment_dir), ThreadPoolExecutor() as pool:
         lines = pool.submit(list, watch.read_log(run.path, lambda experiment_dir: None, follow=True))
         time.sleep(0.2)
         assert not lines.done()
-        writer = run.begin_attempt()
+        writer = begin_attempt(run)
         run.log.write_text("step 1\n")
         writer.finish(60)
         assert lines.result(10) == ["step 1\n"]
@@ -287,14 +290,14 @@ def test_the_log_of_a_run_whose_turn_comes_is_waited_for(tmp_path: Path) -> None
 def test_in_the_place_of_an_empty_log_is_what_is_recorded(tmp_path: Path, snapshot: Snapshot) -> None:
     experiment_dir = make_experiment(tmp_path, baseline_0=0)
     run, name = RunDir(experiment_dir / "baseline" / "seed-0"), RunName(arm="baseline", seed=0)
-    run.write_record(RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
+    write_config(run, RunRecord(experiment="demo", name=name, initial_weights=None, config={"steps": 60}))
 
     def said() -> list[str]:
         return list(watch.read_log(run.path, lambda experiment_dir: None, follow=False))
 
     snapshot(said())
-    run.begin_launch((), None)
-    run.end_launch("failed", Code.FOREIGN_TEXT(text="not started: no \x1b[31mreason"))
+    begin_launch(run, (), None)
+    end_launch(run, "failed", Code.FOREIGN_TEXT(text="not started: no \x1b[31mreason"))
     run.log.write_text("a line\n")
     assert said() == ["a line\n"]
 

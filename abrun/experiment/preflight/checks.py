@@ -27,7 +27,7 @@ from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
-from abrun.runs.regular_files import is_file
+from abrun.runs.files import is_file
 
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 

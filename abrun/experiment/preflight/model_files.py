@@ -11,7 +11,7 @@ from abrun.experiment.preflight.hub import CONFIG_FILE
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.regular_files import exists, is_directory, open_regular, read_regular
+from abrun.runs.files import exists, is_directory, open_regular, read_regular
 
 MAX_CONFIG_BYTES = 2**24  # bytes of a model's config.json
 # Bytes of an index or a file header; the format's own limit for headers is lower.

@@ -12,8 +12,8 @@ from abrun.experiment.starter.schema import recipe_schema
 from abrun.experiment.starter.shipped import PACKAGE, recipe_files, recipes_folder
 from abrun.messages.codes import Code
 from abrun.recipe.presets import ARCHITECTURES
+from abrun.runs.files import exists, is_file
 from abrun.runs.layout import NAME_PATTERN
-from abrun.runs.regular_files import exists, is_file
 
 KINDS = {
     "recipe": "two settings of abrun's own trainer",

@@ -11,7 +11,7 @@ from abrun.experiment.plan import make_draft
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, load_recipe
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments
-from abrun.runs.regular_files import exists, is_directory, is_file
+from abrun.runs.files import exists, is_directory, is_file
 
 PACKAGE = Path(__file__).parents[2]
 RECIPE_GROUPS = ("laptop", "GPUs", "another trainer")

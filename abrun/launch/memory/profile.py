@@ -5,23 +5,292 @@ contain no memory of other cells. Results are written after each cell.
 """
 
 import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from abrun.errors import LaunchError
+from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.preflight.model_files import model_shape
-from abrun.experiment.probe import is_never_cancelled, read_rows, run_probe
-from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit, merge_rank_rows
-from abrun.launch.memory.show import format_progress
-from abrun.launch.memory.sweep import COMMAND, SweepPlan, Variant
+from abrun.experiment.probe import is_never_cancelled, read_rows, require_devices, run_probe
 from abrun.recipe.algorithms import Dpo
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.experiment import BASELINE, ExperimentDeclaration, load_recipe
+from abrun.recipe.reading import parse_yaml
+from abrun.recipe.run import OwnRunConfig, unsupported_settings
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
-from abrun.runs.rundir import SCHEMA_VERSION
+from abrun.runs.metric_names import PEAK_MEMORY, is_peak_memory
+from abrun.runs.records import SCHEMA_VERSION
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One combination of sizes in a sweep; every arm is measured or predicted at it."""
+
+    length: int  # tokens per sequence
+    num_sequences: int = 1  # per micro-batch and rank
+    swept: tuple[tuple[str, Any], ...] = ()  # (recipe key, value) of --sweep
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "swept": dict(self.swept)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Measured memory of one arm at one point; each value is the maximum over ranks.
+
+    `out_of_memory` is the phase in which memory ran out, or None. The peaks are then those reached before.
+    """
+
+    arm: str
+    point: Point
+    by_phase: dict[str, int]  # peak bytes, by `MemoryProfile.counter`
+    held: dict[str, int] = field(default_factory=dict)  # bytes that stay allocated between steps
+    reserved_bytes: int | None = None  # peak; this and the next three: CUDA only
+    inactive_bytes: int | None = None  # unused parts of split blocks after the step
+    allocator_retries: int | None = None
+    device_used_bytes: dict[str, int] = field(default_factory=dict)  # all processes; "sampling", "training"
+    total_bytes: int | None = None  # of the device
+    out_of_memory: str | None = None
+    peak: dict[str, Any] | None = None  # from abrun.trainer.memory.measure.summarize_peak
+
+    @property
+    def highest_peak(self) -> tuple[str, int]:
+        """Phase with the highest peak, and its bytes, even if the step ran out of memory."""
+        return max(
+            self.by_phase.items(),
+            key=lambda item: item[1],
+            default=(self.out_of_memory or "weights", sum(self.held.values())),
+        )
+
+    @property
+    def fitting_peak(self) -> tuple[str, int] | None:
+        """Phase with the highest peak, and its bytes; None if the step ran out of memory."""
+        return self.highest_peak if self.out_of_memory is None else None
+
+    def as_json(self) -> dict[str, Any]:
+        phase, num_bytes = self.highest_peak
+        fields = {**asdict(self), "highest_phase": phase, "highest_bytes": num_bytes}
+        del fields["point"]
+        return fields | self.point.as_json()
+
+
+def merge_rank_rows(arm: str, point: Point, rows: Sequence[Mapping[str, Any]]) -> tuple[Cell, str]:
+    """Merge the rows of all ranks into a cell; also return its counter (from PEAK_MEMORY, or empty)."""
+    metrics = _merge_maxima(row["metrics"] for row in rows)
+    counter = next((name for name in PEAK_MEMORY if any(key.endswith(f"/{name}") for key in metrics)), "")
+    reserved_bytes = [value for key, value in metrics.items() if key.endswith("/peak_reserved_bytes")]
+    peaks = [row["peak"] for row in rows if row["peak"]]
+    cell = Cell(
+        arm=arm,
+        point=point,
+        by_phase={key.split("/")[1]: value for key, value in metrics.items() if is_peak_memory(key)},
+        held=_merge_maxima(row["held"] for row in rows),
+        reserved_bytes=max(reserved_bytes, default=None),
+        inactive_bytes=metrics.get("memory/inactive_bytes"),
+        allocator_retries=metrics.get("memory/allocator_retries"),
+        device_used_bytes=_merge_maxima(row["device_used"] for row in rows),
+        total_bytes=rows[0]["total_bytes"],
+        out_of_memory=next((row["out_of_memory"] for row in rows if row["out_of_memory"]), None),
+        peak=max(peaks, key=lambda peak: peak["peak_bytes"], default=None),
+    )
+    return cell, counter
+
+
+def _merge_maxima(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
+    merged: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            merged[key] = max(merged.get(key, 0), int(value))
+    return merged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeLimit:
+    """Largest size that fits an arm, and the smallest tried size that does not."""
+
+    arm: str
+    swept: tuple[tuple[str, Any], ...]
+    what: str  # length or num_sequences
+    fits: int | None  # None: no tried size fits
+    fails: int | None  # None: the model's maximum fits
+    failed_in: str | None  # phase that ran out of memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Measured cells of a sweep, with the size limits of its arms."""
+
+    name: str
+    counter: str  # peak_allocated_bytes (CUDA) or peak_live_tensor_bytes (CPU)
+    cells: list[Cell]  # ordered by point, the baseline first
+    size_limits: list[SizeLimit] = field(default_factory=list)
+    note: str = ""  # limitation of the measurements
+
+    def ratio(self, cell: Cell) -> float | None:
+        """Return the ratio of a cell's highest peak to that of the first arm at the same point.
+
+        None if either ran out of memory, or if the first arm has no cell there.
+        """
+        baseline_peaks = (
+            other.fitting_peak
+            for other in self.cells
+            if (other.arm, other.point) == (self.arms[0], cell.point)
+        )
+        baseline_peak = next(baseline_peaks, None)
+        return cell.fitting_peak[1] / baseline_peak[1] if baseline_peak and cell.fitting_peak else None
+
+    @property
+    def arms(self) -> list[str]:
+        """Arms in order of measurement, the baseline first."""
+        return sorted(dict.fromkeys(cell.arm for cell in self.cells), key=lambda arm: arm != BASELINE)
+
+    @property
+    def sorted_cells(self) -> list[Cell]:
+        """Cells sorted by size, then by arm."""
+        swept_values, arms = list(dict.fromkeys(cell.point.swept for cell in self.cells)), self.arms
+
+        def sort_key(cell: Cell) -> tuple[int, ...]:
+            point = cell.point
+            return swept_values.index(point.swept), point.num_sequences, point.length, arms.index(cell.arm)
+
+        return sorted(self.cells, key=sort_key)
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        return choose_unit(cell.highest_peak[1] for cell in self.cells)
+
+
+def choose_unit(peaks: Iterable[int]) -> tuple[str, int]:
+    """Return the unit for a table of peaks and its bytes: GiB from 4 GiB on, else MiB."""
+    return ("GiB", GIB) if max(peaks, default=0) >= 4 * GIB else ("MiB", 2**20)
+
+
+# --- what is measured ---
+
+COMMAND = "abrun memory-profile"
+MASTER_DTYPE = "float32"  # weights, gradients and AdamW moments in abrun's trainer
+SHARED_PROMPTS_NOTE = (
+    "policy.share_prompts: has no effect here, because the random sequences share no prompt; in a run, "
+    "micro-batches fill the same token budget, but there are fewer of them"
+)
+DEFAULT_LENGTHS = (128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A recipe with one value for each swept key."""
+
+    recipe: ExperimentDeclaration
+    swept: tuple[tuple[str, Any], ...] = ()
+
+    def configs(self, *, on_this_machine: bool = True) -> dict[str, OwnRunConfig]:
+        """Return the run configuration of each arm, the baseline first.
+
+        Raises LaunchError if an arm cannot be measured; with `on_this_machine`, also if this machine cannot
+        run it.
+        """
+        configs: dict[str, OwnRunConfig] = {}
+        for arm in sorted(self.recipe.arms, key=lambda arm: arm != BASELINE):
+            config = self.recipe.run_config(arm)
+            if not isinstance(config, OwnRunConfig):
+                raise LaunchError(
+                    f"{self.recipe.name}: arms.{arm}: trainer.type: got 'command', but memory-profile only "
+                    "runs steps of abrun's own trainer; measure a foreign one with its own tools"
+                )
+            for problem in unsupported_settings(config):
+                raise LaunchError(f"{self.recipe.name}: arms.{arm}: {problem}")
+            configs[arm] = config
+        for config in configs.values() if on_this_machine else ():
+            require_devices(config)
+        return configs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPlan:
+    """Cells to measure or predict, and options."""
+
+    name: str
+    variants: Sequence[Variant]
+    lengths: Sequence[int] = DEFAULT_LENGTHS  # ascending; tokens of prompt and completion
+    sequences: Sequence[int] = ()  # ascending, per micro-batch; default: the baseline's, or 1 (dpo: 2)
+    rollouts: bool = True  # sample once if the recipe has rollouts
+    budget_bytes: int | None = None  # limit of device memory
+    searched_size: Literal["length", "num_sequences"] | None = None  # search its maximum
+    master_dtype: str = MASTER_DTYPE  # only for predictions
+
+    def batches(self, *, on_this_machine: bool = True) -> list[tuple[Variant, int, dict[str, OwnRunConfig]]]:
+        """Return (variant, sequences per micro-batch, configuration by arm) for each combination.
+
+        Raises LaunchError if an arm cannot be measured or a micro-batch would split a preference pair; with
+        `on_this_machine`, also for a search on CPU cores without a memory budget.
+        """
+        batches = []
+        for variant in self.variants:
+            configs = variant.configs(on_this_machine=on_this_machine)
+            has_no_limit = self.searched_size and self.budget_bytes is None
+            if on_this_machine and has_no_limit and not configs[BASELINE].cluster.gpus_per_node:
+                raise LaunchError(
+                    "--budget-gib: missing; a search on CPU cores needs a limit, because the machine would "
+                    "run out of memory"
+                )
+            divisor = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
+            for num_sequences in self.sequences or (configs[BASELINE].policy.micro_batch_size or divisor,):
+                if num_sequences % divisor:
+                    raise LaunchError(
+                        f"--sequences: got {num_sequences} with algorithm.type 'dpo', which keeps pairs "
+                        "together; use an even number"
+                    )
+                batches.append((variant, num_sequences, configs))
+        return batches
+
+    def note(self) -> str:
+        """Return a note if the recipe shares prompts, which random sequences do not show; else empty."""
+        configs = (
+            config for variant in self.variants for config in variant.configs(on_this_machine=False).values()
+        )
+        return SHARED_PROMPTS_NOTE if any(config.policy.share_prompts for config in configs) else ""
+
+
+def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) -> list[Variant]:
+    """Return a variant for every combination of the `KEY=V1,V2,...` sweeps. Raises RecipeError."""
+    base = load_recipe(path, overrides)
+    values_by_key: dict[str, list[Any]] = {}
+    for key, values in map(_parse_sweep, sweeps):
+        if key in values_by_key:
+            raise RecipeError(f"--sweep: got {key} twice; give all its values at once, such as {key}=A,B")
+        for arm, arm_settings in base.arms.items():
+            for arm_key in arm_settings:
+                if f"{key}.".startswith(f"{arm_key}.") or f"{arm_key}.".startswith(f"{key}."):
+                    raise RecipeError(
+                        f"--sweep: got {key}, but arms.{arm} sets its own {arm_key}; sweep another key, or "
+                        "drop the arm's with --set"
+                    )
+        values_by_key[key] = values
+    variants = []
+    for values in itertools.product(*values_by_key.values()):
+        swept = tuple(zip(values_by_key, values, strict=True))
+        recipe = load_recipe(path, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in swept)])
+        variants.append(Variant(recipe=recipe, swept=swept))
+    return variants
+
+
+def _parse_sweep(option: str) -> tuple[str, list[Any]]:
+    key, equals, values = option.partition("=")
+    parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
+    if not (key and isinstance(parsed, list) and parsed):
+        raise RecipeError(
+            f"--sweep: got {option!r}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
+            "policy.backend.tensor_parallel=1,2"
+        )
+    return key, list(parsed)
+
+
+# --- measuring ---
 
 MEASURE = "abrun.trainer.memory.measure"
 
@@ -212,3 +481,30 @@ def measure_cell(
         if not any(row["out_of_memory"] for row in rows):
             raise
     return merge_rank_rows(arm, point, rows)
+
+
+# --- one line for each cell ---
+
+
+def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
+    """Return the progress line of a measured cell."""
+    phase, num_bytes = cell.highest_peak
+    peak_text = f"{format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
+    cell_name = f"{cell.arm}, {describe_point(cell.point)}"
+    if cell.out_of_memory:
+        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
+    return f"{cell_name}: {peak_text}"
+
+
+def describe_point(point: Point) -> str:
+    sequences = [f"{point.num_sequences} sequences"] if point.num_sequences > 1 else []
+    swept = (f"{shorten_key(key)} {value}" for key, value in point.swept)
+    return ", ".join([f"{point.length:,} tokens", *sequences, *swept])
+
+
+def shorten_key(key: str) -> str:
+    return key.rsplit(".", 1)[-1].replace("_", " ")
+
+
+def format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"

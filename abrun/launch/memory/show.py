@@ -3,22 +3,20 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit
+from abrun.launch.memory.profile import (
+    Cell,
+    MemoryProfile,
+    Point,
+    SizeLimit,
+    describe_point,
+    format_bytes,
+    shorten_key,
+)
 from abrun.report.present.tables import Table, columns
 from abrun.runs.metric_names import PEAK_MEMORY
 
 VIEWER = "https://pytorch.org/memory_viz"
 TEXT_COLUMNS = ("arm", "highest in", "fails in", "allocated in", "line")
-
-
-def format_progress(cell: Cell, unit: tuple[str, int]) -> str:
-    """Return the progress line of a measured cell."""
-    phase, num_bytes = cell.highest_peak
-    peak_text = f"{format_bytes(num_bytes, unit)} {unit[0]} in {phase}"
-    cell_name = f"{cell.arm}, {_describe_point(cell.point)}"
-    if cell.out_of_memory:
-        return f"{cell_name}: out of memory in {cell.out_of_memory}; peak before that: {peak_text}"
-    return f"{cell_name}: {peak_text}"
 
 
 def make_tables(profile: MemoryProfile) -> list[Table]:
@@ -91,7 +89,7 @@ def _make_limit_table(profile: MemoryProfile) -> Table:
         limit.swept: limit.fits for limit in profile.size_limits[::-1] if limit.arm == profile.arms[0]
     }
     rows = [_make_limit_row(limit, keys, baseline_sizes.get(limit.swept)) for limit in profile.size_limits]
-    headings = [*map(_shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
+    headings = [*map(shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
     is_length = profile.size_limits[0].what == "length"
     unit_text = "tokens per sequence" if is_length else "sequences per micro-batch"
     return _make_table(f"largest size that fits: {unit_text}", headings, rows)
@@ -113,33 +111,19 @@ def _size_headings(profile: MemoryProfile) -> list[str]:
     """Return the headings of the sizes and swept keys in which cells differ."""
     keys = list(dict.fromkeys(key for cell in profile.cells for key, _ in cell.point.swept))
     sequences = {cell.point.num_sequences for cell in profile.cells}
-    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(_shorten_key, keys)]
+    return ["tokens", *(["sequences"] if sequences != {1} else []), *map(shorten_key, keys)]
 
 
 def _format_size(point: Point, headings: Sequence[str]) -> list[str]:
     values = {"tokens": f"{point.length:,}", "sequences": f"{point.num_sequences:,}"}
     values |= {
-        _shorten_key(key): f"{value:,}" if type(value) is int else str(value) for key, value in point.swept
+        shorten_key(key): f"{value:,}" if type(value) is int else str(value) for key, value in point.swept
     }
     return [values.get(heading, "None") for heading in headings]
 
 
-def _describe_point(point: Point) -> str:
-    sequences = [f"{point.num_sequences} sequences"] if point.num_sequences > 1 else []
-    swept = (f"{_shorten_key(key)} {value}" for key, value in point.swept)
-    return ", ".join([f"{point.length:,} tokens", *sequences, *swept])
-
-
-def _shorten_key(key: str) -> str:
-    return key.rsplit(".", 1)[-1].replace("_", " ")
-
-
 def _format_phase(phase: str) -> str:
     return "rollout" if phase == "generation" else phase.replace("_", " ")
-
-
-def format_bytes(num_bytes: int | None, unit: tuple[str, int]) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / unit[1]:,.1f}"
 
 
 # --- allocation sites ---
@@ -177,5 +161,5 @@ def _make_site_table(cell: Cell, unit: tuple[str, int]) -> Table:
         rows.append(
             [format_bytes(site["bytes"], unit), str(site["count"]), _format_phase(site["phase"]), line]
         )
-    title = f"{cell.arm}, {_describe_point(cell.point)}: memory held at the step's peak"
+    title = f"{cell.arm}, {describe_point(cell.point)}: memory held at the step's peak"
     return _make_table(title, [unit[0], "blocks", "allocated in", "line"], rows)

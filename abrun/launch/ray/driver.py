@@ -20,9 +20,8 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.plan import make_plan
 from abrun.launch.cluster import COMPARE_LOG
 from abrun.launch.queue import LaunchQueue
-from abrun.launch.ray import record
+from abrun.launch.ray.launcher import FOLDER, LOG, read_job, write_driver
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.messages.codes import Code
 from abrun.messages.records import print_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
@@ -30,19 +29,11 @@ from abrun.recipe.experiment import parse_stored_recipe
 from abrun.recipe.launcher import Ray
 from abrun.recipe.refusals import validated
 from abrun.runs.experiment import open_experiment
-from abrun.runs.files import open_log
+from abrun.runs.files import is_directory, open_log
 from abrun.runs.layout import REPORT
 from abrun.runs.lock import Lease, LockedError
-from abrun.runs.regular_files import is_directory
 
 LEASE_TIMEOUT_S = 60.0  # time for an earlier job to end
-
-
-def _log_line(log: Path, line: str) -> None:
-    """Print a note into Ray's log of the job and into the experiment's."""
-    print_line(line)
-    with contextlib.suppress(OSError, StoreError), open_log(log) as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
 
 
 def main() -> int:
@@ -50,10 +41,11 @@ def main() -> int:
     try:
         if not is_directory(experiment_dir):
             raise LaunchError(
-                Code.DRIVER_WITHOUT_EXPERIMENT(directory=experiment_dir, host=socket.gethostname())
+                f"{experiment_dir}: does not exist on {socket.gethostname()}, which runs the driver; launch "
+                "with --runs-dir on a file system that all machines of the cluster share"
             )
         try:
-            code = _run_experiment(experiment_dir, job, record.read_job(experiment_dir))
+            code = _run_experiment(experiment_dir, job, read_job(experiment_dir))
         except AbrunError as error:
             _write_status(experiment_dir, job, {}, ended=str(error))
             raise
@@ -67,10 +59,22 @@ def main() -> int:
 
 
 def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -> int:
-    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / record.FOLDER))
-    say = partial(_log_line, experiment_dir / record.FOLDER / record.LOG)
+    settings = validated(Ray, submitted.get("settings", {}), str(experiment_dir / FOLDER))
+
+    def say(line: str) -> None:
+        """Print a note into Ray's log of the job and into the experiment's."""
+        print_line(line)
+        with contextlib.suppress(OSError, StoreError), open_log(experiment_dir / FOLDER / LOG) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n".encode(errors="replace"))
+
     _write_status(experiment_dir, job, {})
-    _change_folder(submitted["cwd"])
+    try:
+        os.chdir(folder := submitted["cwd"])
+    except OSError as error:
+        raise LaunchError(
+            f"{folder}: cannot be the working directory on {socket.gethostname()}: {error.strerror}; start "
+            "abrun from a folder that all machines of the cluster share"
+        ) from None
     say(f"{job} starts on {socket.gethostname()}")
     lease = _acquire_lease(experiment_dir)
     try:
@@ -83,7 +87,7 @@ def _run_experiment(experiment_dir: Path, job: str, submitted: dict[str, Any]) -
     finally:
         lease.close()
     if stopped_by is None and submitted.get("compare"):
-        with open_log(experiment_dir / record.FOLDER / COMPARE_LOG) as output:
+        with open_log(experiment_dir / FOLDER / COMPARE_LOG) as output:
             output.truncate(0)
             sources = [str(experiment_dir), "--output", str(experiment_dir / REPORT)]
             argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", *sources]
@@ -96,22 +100,13 @@ def _write_status(
     experiment_dir: Path, job: str, waiting: Mapping[str, str], ended: str | None = None
 ) -> None:
     """Record what runs wait for, unless another job has replaced this one."""
-    if record.read_job(experiment_dir).get("job") == job:
-        record.write_driver(experiment_dir, job, waiting, ended)
-
-
-def _change_folder(folder: str) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise LaunchError(
-            Code.DRIVER_WITHOUT_FOLDER(folder=folder, error=error.strerror, host=socket.gethostname())
-        ) from None
+    if read_job(experiment_dir).get("job") == job:
+        write_driver(experiment_dir, job, waiting, ended)
 
 
 def _acquire_lease(experiment_dir: Path) -> Lease:
     """Acquire the experiment's lease. A job on a lost machine is cut off from it, and its runs are fenced."""
-    lease, deadline = Lease(experiment_dir / record.FOLDER), time.monotonic() + LEASE_TIMEOUT_S
+    lease, deadline = Lease(experiment_dir / FOLDER), time.monotonic() + LEASE_TIMEOUT_S
     while True:
         try:
             lease.acquire(take_over=True)
@@ -128,7 +123,8 @@ def _connect() -> Any:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
         raise LaunchError(
-            Code.DRIVER_CANNOT_IMPORT_RAY(python=sys.executable, host=socket.gethostname(), error=str(error))
+            f"{sys.executable} on {socket.gethostname()} cannot import ray ({error}); pip install "
+            "'abrun[ray]' there, or set launcher.python"
         ) from None
     ray.init(address="auto", log_to_driver=False, logging_level="warning")
     from abrun.launch.ray.gangs import GangEngine

@@ -38,8 +38,9 @@ from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Ray
 from abrun.recipe.run import RunConfig
-from abrun.runs.endings import write_ending
 from abrun.runs.experiment import run_dir
+from abrun.runs.files import open_log
+from abrun.runs.launches import write_ending
 from abrun.runs.rundir import RunDir
 
 POLL_INTERVAL_S = 0.5
@@ -128,7 +129,9 @@ class GangEngine:
             if self._num_jobs and sum(len(gang.jobs) for gang in self._gangs) + len(jobs) > self._num_jobs:
                 self._report_waiting()
                 return None
-            self._gangs.append(gang := self._request_gang(jobs))
+            bundle = combine_resources([job.config for job in jobs], self._settings)
+            group = placement_group([bundle] * jobs[0].config.cluster.nodes, strategy="STRICT_SPREAD")
+            self._gangs.append(gang := Gang(jobs=jobs, group=group))
         if gang.is_broken:  # its other runs are still ending
             return None
         if placement_group_table(gang.group)["state"] == "CREATED":
@@ -165,11 +168,6 @@ class GangEngine:
         if len(nodes) > 1 or is_too_large or (self._num_jobs and len(jobs) > self._num_jobs):
             return single_job
         return jobs if self._can_fit(jobs) or not self._can_fit(single_job) else single_job
-
-    def _request_gang(self, jobs: list[LaunchJob]) -> Gang:
-        bundle = combine_resources([job.config for job in jobs], self._settings)
-        group = placement_group([bundle] * jobs[0].config.cluster.nodes, strategy="STRICT_SPREAD")
-        return Gang(jobs=jobs, group=group)
 
     def _can_fit(self, jobs: Sequence[LaunchJob]) -> bool:
         return len(self._nodes_large_enough(jobs)) >= jobs[0].config.cluster.nodes
@@ -368,5 +366,5 @@ class GangRun:
 
     def _print(self, content: bytes) -> None:
         if content:
-            with contextlib.suppress(StoreError, OSError), self.run.open_log() as log:
-                os.write(log, content)
+            with contextlib.suppress(StoreError, OSError), open_log(self.run.log) as log:
+                log.write(content)

@@ -24,11 +24,17 @@ from abrun.launch.engine import Devices
 from abrun.launch.local import LocalEngine, LocalRun, Slots
 from abrun.launch.node import GPU_POSITIONS, find_free_port
 from abrun.launch.queue import LaunchJob, LaunchQueue
-from abrun.launch.slurm import jobs
-from abrun.launch.slurm.commands import release_job, run_slurm
-from abrun.launch.slurm.launcher import RELEASE_AFTER_S
+from abrun.launch.slurm.launcher import (
+    FOLDER,
+    RELEASE_AFTER_S,
+    WARM_START_TASK,
+    combine_requests,
+    gpus_per_node,
+    read_record,
+    release_job,
+    run_slurm,
+)
 from abrun.launch.supervisor import Supervisor, print_line
-from abrun.messages.codes import Code, Reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.processes.output import ignore_output_errors
 from abrun.recipe.experiment import parse_stored_recipe
@@ -36,8 +42,10 @@ from abrun.recipe.launcher import Slurm
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import WARM_START, open_experiment
+from abrun.runs.launches import begin_launch, end_launch
 from abrun.runs.lock import Lease
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 
 RELEASE_TIMEOUT_S = 30.0
 NODE_ANSWER_S = 30.0
@@ -54,7 +62,7 @@ class StepEngine(LocalEngine):
         """Take the number of unfinished runs, and the configurations for which the job was submitted."""
         super().__init__()
         self._settings, self._num_runs = settings, num_runs
-        request = jobs.combine_requests(configs, settings)
+        request = combine_requests(configs, settings)
         self._shared = request if request and request.runs_per_gpu > 1 else None
         if self._shared:
             positions = tuple(map(str, range(self._shared.gpus)))
@@ -77,7 +85,7 @@ class StepEngine(LocalEngine):
 
     def command(self, run: RunDir, config: RunConfig, devices: Devices) -> list[str]:
         cluster, settings = config.cluster, self._settings
-        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, jobs.gpus_per_node(config)
+        cpus, gpus = config.devices_per_node * settings.cpus_per_rank, gpus_per_node(config)
         if self._shared:
             cpus, gpus = self._shared.cpus * self._shared.runs, self._shared.gpus
         options = ["--overlap" if self._shared else "--exact"]
@@ -137,13 +145,17 @@ def main() -> int:
     # Slurm sends SIGUSR1 shortly before the time limit.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
-        record = jobs.read_record(experiment_dir)
-        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / jobs.FOLDER))
+        record = read_record(experiment_dir)
+        settings = validated(Slurm, record.get("settings", {}), str(experiment_dir / FOLDER))
         queue = _make_queue(experiment_dir, names)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts > settings.requeues:
-            raise LaunchError(Code.REQUEUED_TOO_OFTEN(restarts=restarts))
-        lease = Lease(experiment_dir / jobs.FOLDER / "leases" / _task_name())
+            raise LaunchError(
+                f"launcher.requeues: the job was restarted {restarts} times; continue with --resume"
+            )
+        index, job = os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ["SLURM_JOB_ID"]
+        task = f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else job
+        lease = Lease(experiment_dir / FOLDER / "leases" / task)
         # Slurm starts a job only once, so an earlier owner is cut off and will stop.
         lease.acquire(take_over=True)
         try:
@@ -156,7 +168,11 @@ def main() -> int:
         finally:
             lease.close()
     except AbrunError as error:
-        _fail_runs(experiment_dir, names, error.reason)
+        for run in (RunDir(experiment_dir / name) for name in names):
+            if run.exists and not run.finished:
+                with contextlib.suppress(AbrunError):
+                    begin_launch(run, (), None)
+                    end_launch(run, "failed", error.reason)
         print(f"error: {error}", file=sys.stderr)
         return 2
     is_interrupted = any(job.status == "interrupted" for job in queue.jobs)
@@ -170,7 +186,7 @@ def main() -> int:
 def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
     """Return the queue of these runs. Warm starts ran in an earlier Slurm job, which has ended."""
     plan = make_plan(parse_stored_recipe(open_experiment(experiment_dir)["recipe"]))
-    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{jobs.WARM_START}/")]
+    keys = [name.rpartition("/")[2] for name in names if name.startswith(f"{WARM_START_TASK}/")]
     runs = [run for run in plan.runs if str(run.name) in names or run.warm_start in keys]
     queue = LaunchQueue(replace(plan, runs=tuple(runs)), experiment_dir)
     if keys:
@@ -178,18 +194,9 @@ def _make_queue(experiment_dir: Path, names: list[str]) -> LaunchQueue:
         return queue
     for job in queue.jobs:
         if job.is_warm_start:
-            status = "finished" if job.run.finished else job.run.state(WARM_START).status
+            status = "finished" if job.run.finished else read_state(job.run, WARM_START).status
             job.status = status if status in ("finished", "interrupted") else "failed"
     return queue
-
-
-def _fail_runs(experiment_dir: Path, names: list[str], reason: Reason) -> None:
-    for name in names:
-        run = RunDir(experiment_dir / name)
-        if run.exists and not run.finished:
-            with contextlib.suppress(AbrunError):
-                run.begin_launch((), None)
-                run.end_launch("failed", reason)
 
 
 def _failed_to_restart(job: LaunchJob) -> bool:
@@ -215,13 +222,6 @@ def _requeue_if_needed(experiment_dir: Path) -> None:
         time.sleep(2)
 
 
-def _should_requeue(experiment_dir: Path) -> bool:
-    """Return True if nobody has cancelled this job or requeued it."""
-    if jobs.read_record(experiment_dir).get("cancelled"):
-        return False
-    return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
-
-
 def _all_nodes_answer() -> bool:
     """Return True if every node still starts a process. Slurm notices a lost node after minutes."""
     nodes = os.environ["SLURM_JOB_NUM_NODES"]
@@ -235,6 +235,13 @@ def _all_nodes_answer() -> bool:
     return process.returncode == 0
 
 
+def _should_requeue(experiment_dir: Path) -> bool:
+    """Return True if nobody has cancelled this job or requeued it."""
+    if read_record(experiment_dir).get("cancelled"):
+        return False
+    return "JobState=RUNNING" in run_slurm("scontrol", "show", "job", "-o", os.environ["SLURM_JOB_ID"])
+
+
 def _requeue() -> None:
     """Requeue this job, which ends this process, without Slurm's two-minute delay."""
     job = os.environ["SLURM_JOB_ID"]
@@ -244,11 +251,6 @@ def _requeue() -> None:
         with contextlib.suppress(LaunchError):
             release_job(job, int(RELEASE_AFTER_S))
         time.sleep(0.5)
-
-
-def _task_name() -> str:
-    index = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{os.environ['SLURM_ARRAY_JOB_ID']}-{index}" if index else os.environ["SLURM_JOB_ID"]
 
 
 def _node_name() -> str:

@@ -1,25 +1,356 @@
-"""Submits a plan to Slurm, checked by Slurm itself, completely or not at all; tracks and cancels its jobs."""
+"""Slurm: submits a plan, checked by Slurm itself, completely or not at all; tracks and cancels its jobs.
+
+Errors of Slurm's commands are raised as LaunchError, with Slurm's message in one line.
+"""
 
 import contextlib
 import getpass
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from abrun.errors import LaunchError
-from abrun.experiment.plan import ExperimentPlan
+from abrun.experiment.plan import ExperimentPlan, PlannedRun, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
-from abrun.launch.slurm import commands, jobs
-from abrun.launch.slurm.jobs import AllocationRequest, JobScript
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.launcher import parse_time_limit
-from abrun.runs.files import write_file
-from abrun.runs.records import RunState
+from abrun.messages.texts import listed
+from abrun.processes import MODULE_OPTIONS
+from abrun.recipe.launcher import Slurm, parse_time_limit
+from abrun.recipe.run import RunConfig
+from abrun.runs.files import read_json_or_empty, write_file, write_json
+from abrun.runs.layout import REPORT
+from abrun.runs.records import Git
 from abrun.runs.rundir import RunDir
+from abrun.runs.schemas import Flag, Items, Texts, checked
+from abrun.runs.state import RunState
+
+TIMEOUT_S = 60.0
+NOT_CONFIGURED = r"fatal: (Could not establish a configuration source|Unable to process configuration file)"
+RUNNING_STATES = ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED")
+ENDED_STATES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE"),
+    *("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmTask:
+    """Slurm's state of a job, or of one task of a job array."""
+
+    job: str
+    index: int | None
+    state: str  # PENDING, RUNNING, ...
+    reason: str
+    nodes: str
+    script: str = ""  # path of the submitted script
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ENDED_STATES
+
+    @property
+    def phase(self) -> str:
+        """QUEUED, RUNNING, or the state in which the task ended."""
+        if self.is_over:
+            return self.state
+        return "RUNNING" if self.state in RUNNING_STATES else "QUEUED"
+
+    @property
+    def name(self) -> str:
+        return self.job if self.index is None else f"{self.job}_{self.index}"
+
+
+def submit_script(script: str, *options: str) -> str:
+    return run_slurm("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+
+
+def find_refusal(options: Sequence[str]) -> str | None:
+    """Return Slurm's message if no job with these options could ever run, or None."""
+    process = _run("sbatch", "--test-only", *options, "--wrap=true")
+    return None if process.returncode == 0 else _error_text(process.stderr)
+
+
+def list_tasks(user: str) -> list[SlurmTask]:
+    """Return all tasks of a user that Slurm still knows. It forgets ended ones after minutes."""
+    # A query by id would fail for all tasks if one is forgotten.
+    output = run_slurm("squeue", f"--user={user}", "-h", "-r", "-t", "all", "-o", "%F|%K|%T|%r|%N|%o")
+    tasks = []
+    for line in output.splitlines():
+        job, index, state, reason, nodes, script = line.split("|", 5)
+        task_index = int(index) if index.isdigit() else None
+        tasks.append(
+            SlurmTask(job=job, index=task_index, state=state, reason=reason, nodes=nodes, script=script)
+        )
+    return tasks
+
+
+def release_job(job: str, in_s: int = 0) -> None:
+    """Start a requeued job after `in_s` seconds, without Slurm's two-minute delay."""
+    run_slurm("scontrol", "update", f"JobId={job}", f"StartTime=now{f'+{in_s}' if in_s else ''}")
+
+
+def cancel_jobs(jobs: Sequence[str]) -> None:
+    """Remove queued jobs, and ask running ones to save a checkpoint and end."""
+    _scancel("--state=PENDING", *jobs)
+    _scancel("--batch", "--signal=TERM", "--state=RUNNING", *jobs)
+
+
+def kill_jobs(jobs: Sequence[str]) -> None:
+    _scancel(*jobs)
+
+
+def _scancel(*argv: str) -> None:
+    process = _run("scancel", "--quiet", *argv)
+    if process.stderr:  # it fails silently for jobs that have ended or are in another state
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(process.stderr)))
+
+
+def run_slurm(*argv: str) -> str:
+    process = _run(*argv)
+    if process.returncode:
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(process.stderr)))
+    return process.stdout
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    try:
+        process = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"slurm: no command {argv[0]!r} on PATH; launch on a login node, or use --launcher local"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
+        ) from None
+    except OSError as error:
+        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
+    if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
+        answer = _error_text(process.stderr)[-200:]
+        raise LaunchError(
+            f"slurm: this host has Slurm's commands, but no cluster configuration (slurm.conf; {argv[0]}: "
+            f"{answer}); launch on a login node, set SLURM_CONF, or use --launcher local"
+        )
+    return process
+
+
+def _error_text(stderr: str) -> str:
+    """Return the lines of an error message, without the command's name at their start."""
+    lines = [re.sub(r"^(\w+: )?(error: |fatal: )?", "", line).strip() for line in stderr.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line)) or "refused without a word"
+
+
+FOLDER = "_slurm"  # folder in an experiment; no arm can have this name
+RECORD = "jobs.json"
+WARM_START_TASK = "warm-start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationRequest:
+    """Resources for the runs of one allocation: the same nodes, with a share of every node for each run."""
+
+    nodes: int
+    runs: int
+    cpus: int  # per run and node, for the largest run
+    gpus: int  # per node, for all runs
+    runs_per_gpu: int = 1
+
+    def options(self) -> list[str]:
+        gpus = [f"--gres=gpu:{self.gpus}"] if self.gpus else []
+        tasks = [f"--ntasks-per-node={self.runs}", f"--cpus-per-task={self.cpus}"]
+        return [f"--nodes={self.nodes}", *tasks, *gpus]
+
+
+def combine_requests(configs: Sequence[RunConfig], settings: Slurm) -> AllocationRequest | None:
+    """Return the combined request of these runs, or None if their numbers of nodes differ."""
+    nodes = {config.cluster.nodes for config in configs}
+    if len(nodes) > 1:
+        return None
+    cpus = max(config.devices_per_node for config in configs) * settings.cpus_per_rank
+    gpus, runs_per_gpu = [gpus_per_node(config) for config in configs], configs[0].cluster.runs_per_gpu
+    return AllocationRequest(
+        nodes=nodes.pop(),
+        runs=len(configs),
+        cpus=cpus,
+        gpus=max(*gpus, math.ceil(sum(gpus) / runs_per_gpu)) if runs_per_gpu > 1 else sum(gpus),
+        runs_per_gpu=runs_per_gpu,
+    )
+
+
+def gpus_per_node(config: RunConfig) -> int:
+    """Return the number of GPUs of a run on each of its nodes."""
+    return config.devices_per_node if config.cluster.gpus_per_node else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobScript:
+    """A script that is submitted as a job array; `tasks` are the names of each task's runs."""
+
+    name: str
+    need: AllocationRequest
+    tasks: tuple[tuple[str, ...], ...]
+    warm_start: bool = False
+
+
+def group_into_tasks(runs: Sequence[PlannedRun], num_jobs: int | None = None) -> list[list[PlannedRun]]:
+    """Group the arms of each seed, and further ones with them as long as all share the same GPUs.
+
+    Reruns without a GPU to share are groups of their own. `num_jobs` limits the runs of a group.
+    """
+    tasks: list[list[PlannedRun]] = []
+    for group in group_pairs(runs):
+        runs_per_gpu = group[0].config.cluster.runs_per_gpu
+        if tasks and len(tasks[-1]) + len(group) <= min(runs_per_gpu, num_jobs or runs_per_gpu):
+            tasks[-1] += group
+        else:
+            tasks.append([*group])
+    return tasks
+
+
+def group_into_scripts(
+    runs: Sequence[PlannedRun],
+    settings: Slurm,
+    fits: Mapping[AllocationRequest, bool],
+    num_jobs: int | None = None,
+) -> list[JobScript]:
+    """Group runs into tasks of one allocation if `fits` allows it, or else one task per run."""
+    tasks_by_request: dict[AllocationRequest, list[tuple[str, ...]]] = {}
+    for group in group_into_tasks(runs, num_jobs):
+        request = combine_requests([run.config for run in group], settings)
+        fits_together = request is not None and fits.get(request, True)
+        for task_runs in [group] if fits_together else [[run] for run in group]:
+            request = combine_requests([run.config for run in task_runs], settings)
+            assert request is not None
+            tasks_by_request.setdefault(request, []).append(tuple(str(run.name) for run in task_runs))
+    scripts = []
+    for request, tasks in tasks_by_request.items():
+        kind = "pairs" if request.runs > 1 else "runs"
+        num_same_kind = sum(script.name.startswith(kind) for script in scripts)
+        name = f"{kind}-{num_same_kind + 1}" if num_same_kind else kind
+        scripts.append(JobScript(name=name, need=request, tasks=tuple(tasks)))
+    return scripts
+
+
+def render_script(
+    script: JobScript, experiment_dir: Path, settings: Slurm, *, max_parallel: int | None = None
+) -> str:
+    options = [
+        *script.need.options(),
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{settings.save_s}",
+        f"--output={_log_pattern(experiment_dir, script.name)}{'' if script.warm_start else '-%a'}.log",
+    ]
+    argv = [settings.python if settings.python and not settings.container else sys.executable]
+    argv += [*MODULE_OPTIONS, "abrun.launch.slurm.allocation", str(experiment_dir)]
+    if script.warm_start:
+        lines = [f"exec {shlex.join([*argv, *script.tasks[0]])}"]
+        return _render_lines(experiment_dir, script.name, options, settings, lines)
+    if max_parallel and script.need.runs_per_gpu > 1:
+        max_parallel = max(max_parallel // script.need.runs, 1)
+    options.insert(0, f"--array=0-{len(script.tasks) - 1}{f'%{max_parallel}' if max_parallel else ''}")
+    lines = ["# The runs of each task of the array: side by side, on the same nodes", "tasks=("]
+    lines += [f"  {shlex.quote(' '.join(task))}  # {index}" for index, task in enumerate(script.tasks)]
+    lines += [")", 'read -ra runs <<< "${tasks[$SLURM_ARRAY_TASK_ID]}"']
+    lines += [f'exec {shlex.join(argv)} "${{runs[@]}}"']
+    return _render_lines(experiment_dir, script.name, options, settings, lines)
+
+
+def render_compare(experiment_dir: Path, settings: Slurm) -> str:
+    """Return the text of the job that compares the arms once all others have ended."""
+    options = ["--nodes=1", "--ntasks=1", "--open-mode=append"]
+    options.append(f"--output={_log_pattern(experiment_dir, 'compare')}.log")
+    report = str(experiment_dir / REPORT)
+    argv = [sys.executable, *MODULE_OPTIONS, "abrun", "compare", str(experiment_dir), "--output", report]
+    return _render_lines(experiment_dir, "compare", options, settings, [f"exec {shlex.join(argv)}"])
+
+
+def cluster_options(settings: Slurm) -> list[str]:
+    """Return the user's choice of account, partition and kinds of nodes as options of sbatch."""
+    chosen = {name: getattr(settings, name) for name in ("account", "partition", "qos", "constraint", "time")}
+    options = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    for name, value in settings.sbatch.items():
+        if value is not False:
+            options.append(f"--{name}" if value is True else f"--{name}={value}")
+    return options
+
+
+def _render_lines(
+    experiment_dir: Path, name: str, options: Sequence[str], settings: Slurm, lines: Sequence[str]
+) -> str:
+    job_name = f"--job-name={experiment_dir.name}-{name}"
+    header = [
+        f"#SBATCH {_quote_option(option)}" for option in (job_name, *cluster_options(settings), *options)
+    ]
+    path = os.environ.get("PYTHONPATH")
+    setup = [f"export PYTHONPATH={shlex.quote(path)}"] if path else []
+    body = [f"cd {shlex.quote(os.getcwd())} || exit", *setup, *settings.setup, *lines]
+    return "\n".join(["#!/bin/bash", *header, "", *body, ""])
+
+
+def _log_pattern(experiment_dir: Path, name: str) -> str:
+    """Return a log path without extension for --output, in which Slurm expands '%'."""
+    return str(experiment_dir / FOLDER / name).replace("%", "%%")
+
+
+def _quote_option(option: str) -> str:
+    """Quote an option for an #SBATCH line, which takes double quotes."""
+    name, equals, value = option.partition("=")
+    return option if shlex.quote(value) in (value, "''") or not equals else f'{name}="{value}"'
+
+
+# --- what was submitted ---
+
+
+def script_path(experiment_dir: Path, name: str) -> str:
+    """Return the path of a script, as given to Slurm and reported by it."""
+    return os.path.realpath(experiment_dir / FOLDER / f"{name}.sh")
+
+
+JobId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # cannot be mistaken for an option of scancel
+Tasks = Items[Texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobsRecord:
+    """Fields of the record."""
+
+    jobs: Mapping[JobId, Tasks] = field(default_factory=dict)
+    submitting: Mapping[str, Tasks] = field(default_factory=dict)
+    compare: JobId | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    git: Git | None = None
+    user: str = ""
+    cancelled: Flag = False
+
+
+def write_record(experiment_dir: Path, content: Mapping[str, Any]) -> None:
+    write_json(experiment_dir / FOLDER / RECORD, content)
+
+
+def read_record(experiment_dir: Path) -> dict[str, Any]:
+    """Return the record of submitted jobs, or {} if nothing was submitted. Raises StoreError if unreadable.
+
+    `jobs`: for each job id, the runs of each task. `compare`: a job id. `submitting`: for each script that is
+    being submitted, its tasks; removed once all have ids. Also `settings`, `git` and `user`.
+    """
+    path = experiment_dir / FOLDER / RECORD
+    content = read_json_or_empty(path)
+    checked(_JobsRecord, content, path)
+    return content
+
 
 # A job that starts right after its requeue is killed ("Job credential revoked").
 RELEASE_AFTER_S = 10.0
@@ -28,8 +359,8 @@ RELEASE_AFTER_S = 10.0
 class SlurmCluster(ClusterJobs):
     """The Slurm jobs of an experiment."""
 
-    query_interval_s, folder, cleared_fields = 5.0, jobs.FOLDER, {"jobs": {}, "compare": None}
-    read, write = staticmethod(jobs.read_record), staticmethod(jobs.write_record)
+    query_interval_s, folder, cleared_fields = 5.0, FOLDER, {"jobs": {}, "compare": None}
+    read, write = staticmethod(read_record), staticmethod(write_record)
 
     def __init__(self, experiment_dir: Path, settings: Any = None, num_jobs: int | None = None) -> None:
         super().__init__(experiment_dir, settings, num_jobs)
@@ -62,13 +393,13 @@ class SlurmCluster(ClusterJobs):
         Call `find_problems` first.
         """
         texts = {
-            script.name: jobs.render_script(
+            script.name: render_script(
                 script, self._experiment_dir, self._settings, max_parallel=self._num_jobs
             )
             for script in self._scripts(plan)
         }
         if compare:
-            texts["compare"] = jobs.render_compare(self._experiment_dir, self._settings)
+            texts["compare"] = render_compare(self._experiment_dir, self._settings)
         return texts
 
     def submit(self, plan: ExperimentPlan, git: Mapping[str, Any] | None, *, compare: bool) -> list[str]:
@@ -77,19 +408,19 @@ class SlurmCluster(ClusterJobs):
         If Slurm refuses one of them, raises LaunchError and leaves no job in the queue.
         """
         experiment_dir, scripts = self._experiment_dir, self._scripts(plan)
-        folder = experiment_dir / jobs.FOLDER
+        folder = experiment_dir / FOLDER
         for name, text in self.render_scripts(plan, compare=compare).items():
             write_file(folder / f"{name}.sh", text.encode(), mode=0o644)
         record: dict[str, Any] = {"settings": self._settings.model_dump(mode="json"), "git": git, "jobs": {}}
         record["user"] = getpass.getuser()
         # Written before the first job: if this process is killed, unrecorded jobs are found by their scripts.
         record["submitting"] = {script.name: [list(task) for task in script.tasks] for script in scripts}
-        jobs.write_record(experiment_dir, record)
+        write_record(experiment_dir, record)
         submitted: list[str] = []
 
         def add(name: str, after_jobs: list[str]) -> str:
             options = [f"--dependency=afterany:{':'.join(after_jobs)}"] if after_jobs else []
-            submitted.append(commands.submit_script(jobs.script_path(experiment_dir, name), *options))
+            submitted.append(submit_script(script_path(experiment_dir, name), *options))
             return submitted[-1]
 
         try:
@@ -98,28 +429,25 @@ class SlurmCluster(ClusterJobs):
                 job = add(script.name, [] if script.warm_start else warm_starts)
                 warm_starts += [job] if script.warm_start else []
                 record["jobs"][job] = [list(task) for task in script.tasks]
-                jobs.write_record(experiment_dir, record)
+                write_record(experiment_dir, record)
             if compare:
                 record["compare"] = add("compare", list(submitted))
             del record["submitting"]
-            jobs.write_record(experiment_dir, record)
+            write_record(experiment_dir, record)
         except BaseException as error:
             with contextlib.suppress(LaunchError):  # include a job that was just being submitted
                 self.load()
                 submitted += self.active_job_ids
             try:
                 if submitted:
-                    commands.kill_jobs(list(dict.fromkeys(submitted)))
+                    kill_jobs(list(dict.fromkeys(submitted)))
             except LaunchError as refused:  # the record still lists them
                 raise LeftInQueueError(
-                    Code.JOBS_LEFT_IN_QUEUE(
-                        error=str(error) or type(error).__name__,
-                        jobs=[*dict.fromkeys(submitted)],
-                        problem=refused.reason,
-                        directory=experiment_dir,
-                    )
+                    f"{str(error) or type(error).__name__}; the jobs submitted before "
+                    f"({listed([*dict.fromkeys(submitted)])}) are still in the queue ({refused}); cancel "
+                    f"them: abrun stop {experiment_dir}"
                 ) from error
-            jobs.write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
+            write_record(experiment_dir, {**record, "submitting": {}, "jobs": {}, "compare": None})
             raise
         return submitted
 
@@ -129,46 +457,37 @@ class SlurmCluster(ClusterJobs):
         warm_starts = []
         for job in queue.jobs:
             if job.is_warm_start and not job.run.finished:
-                need = jobs.combine_requests([job.config], self._settings)
+                need = combine_requests([job.config], self._settings)
                 assert need is not None
-                name, task = f"{jobs.WARM_START}-{len(warm_starts)}", f"{jobs.WARM_START}/{job.run.path.name}"
+                name, task = f"{WARM_START_TASK}-{len(warm_starts)}", f"{WARM_START_TASK}/{job.run.path.name}"
                 warm_starts.append(JobScript(name=name, need=need, tasks=((task,),), warm_start=True))
         runs = [run for run in plan.runs if str(run.name) in to_run]
-        return warm_starts + jobs.group_into_scripts(runs, self._settings, self._fits, self._num_jobs)
+        return warm_starts + group_into_scripts(runs, self._settings, self._fits, self._num_jobs)
 
     def _find_slurm_problems(self, plan: ExperimentPlan) -> list[Reason]:
         container = self._settings.container
         if container:
             try:
-                commands.run_slurm("srun", f"--container-image={container.image}", "--help")
+                run_slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
                 if "container-image" not in error.reason.values.get("answer", ""):
                     return [error.reason]
                 return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
-        cluster_options = jobs.cluster_options(self._settings)
-        for group in jobs.group_into_tasks(plan.runs, self._num_jobs):
+        options = cluster_options(self._settings)
+        for group in group_into_tasks(plan.runs, self._num_jobs):
             configs = [run.config for run in group]
-            pair_request = jobs.combine_requests(configs, self._settings)
-            if pair_request is None or self._fits.get(pair_request) is False:
+            together = combine_requests(configs, self._settings)
+            if together is None or together in self._fits:
                 continue
-            if pair_request not in self._fits:
-                self._fits[pair_request] = (
-                    commands.find_refusal([*cluster_options, *pair_request.options()]) is None
-                )
-            if self._fits[pair_request]:
-                continue
-            for config in configs:
-                run_request = jobs.combine_requests([config], self._settings)
-                assert run_request is not None
-                refusal = (
-                    None
-                    if self._fits.get(run_request)
-                    else commands.find_refusal([*cluster_options, *run_request.options()])
-                )
+            self._fits[together] = find_refusal([*options, *together.options()]) is None
+            for config in () if self._fits[together] else configs:
+                alone = combine_requests([config], self._settings)
+                assert alone is not None
+                run_options = [*options, *alone.options()]
+                refusal = None if self._fits.get(alone) else find_refusal(run_options)
                 if refusal:
-                    command_options = " ".join([*cluster_options, *run_request.options()])
-                    return [Code.SLURM_REFUSES_JOB(answer=refusal, options=command_options)]
-                self._fits[run_request] = True
+                    return [Code.SLURM_REFUSES_JOB(answer=refusal, options=" ".join(run_options))]
+                self._fits[alone] = True
         return []
 
     # --- state of the jobs ---
@@ -177,18 +496,18 @@ class SlurmCluster(ClusterJobs):
     def job_ids(self) -> list[str]:
         return [*self._jobs, *([self._compare] if self._compare else [])]
 
-    def _adopt_unrecorded(self, tasks: Sequence[commands.SlurmTask]) -> None:
+    def _adopt_unrecorded(self, tasks: Sequence[SlurmTask]) -> None:
         """Adopt jobs that a killed launcher has submitted but not recorded.
 
         While a launcher is still submitting, this may find a job before it is recorded; it is the same job.
         """
         recorded = [*self._jobs.values()]
         for name, names in self._record.get("submitting", {}).items():
-            path = jobs.script_path(self._experiment_dir, name)
+            path = script_path(self._experiment_dir, name)
             job_ids = [task.job for task in tasks if task.script == path and not task.is_over]
             if job_ids and names not in recorded:
                 self._jobs[job_ids[0]] = names
-        path = jobs.script_path(self._experiment_dir, "compare")
+        path = script_path(self._experiment_dir, "compare")
         for task in tasks:
             if "submitting" in self._record and task.script == path and not task.is_over:
                 self._compare = task.job
@@ -199,64 +518,65 @@ class SlurmCluster(ClusterJobs):
 
     def state_of(self, state: RunState) -> RunState:
         """Return a run's state, corrected if Slurm knows more than its directory."""
-        warm_start = state.name.arm == jobs.WARM_START
-        name = f"{jobs.WARM_START}/{state.directory.name}" if warm_start else str(state.name)
         if state.status == "finished":
             return state
         try:
-            known_tasks = self._query_cached()
+            known_tasks = self._query_cached()  # which may also find jobs that were not recorded
         except LaunchError:  # no Slurm on this host, or its controller does not answer
             return state
-        tasks = (
-            (job, index, names)
-            for job, job_tasks in self._jobs.items()
-            for index, names in enumerate(job_tasks)
-        )
-        job, index = next(((job, index) for job, index, names in tasks if name in names), (None, None))
-        if job is None:
+        is_warm_start = state.name.arm == WARM_START_TASK
+        name = f"{WARM_START_TASK}/{state.directory.name}" if is_warm_start else str(state.name)
+        places = [
+            (job, tasks.index(names)) for job, tasks in self._jobs.items() for names in tasks if name in names
+        ]
+        if not places:
             return state
+        job, index = places[0]
         task = known_tasks.get((job, index)) or known_tasks.get((job, None))
-        if task and not task.is_over:
-            if task.state in ("RUNNING", "COMPLETING", "STOPPED", "SUSPENDED"):
-                if state.status not in ("pending", "interrupted"):
-                    return state
-                if not warm_start and not RunDir(state.directory).exists:
-                    run_removed = Code.RUN_REMOVED(directory=state.directory, job=task.name)
-                    return replace(state, status="failed", reason=run_removed)
-                reason = Code.JOB_BEGINS_OR_ENDS(job=task.name, nodes=task.nodes)
-            else:
-                reason = Code.JOB_WAITS(job=task.name, why=task.reason)
-            return replace(state, status="waiting", reason=reason)
-        if state.status not in ACTIVE_STATUSES:
-            return state
-        if task is None and state.status == "pending" and self._record.get("cancelled"):
-            return replace(state, status="interrupted", reason=Code.JOB_CANCELLED(job=job))
+        is_removed = not is_warm_start and not RunDir(state.directory).exists
         ended = Code.JOB_ENDED(job=task.name, state=task.state) if task else Code.JOB_NOT_IN_QUEUE(job=job)
-        if task and task.state == "CANCELLED":
-            return replace(state, status="interrupted", reason=Code.RESUMABLE(ending=ended))
-        if state.status == "pending":
-            folder = self._experiment_dir / jobs.FOLDER
-            ended = Code.JOB_LEFT_NOTHING(ending=ended, directory=state.directory, folder=folder, job=job)
-        elif task and task.state == "FAILED":
-            ended = Code.JOB_RUN_SILENT(ending=ended)
-        return replace(state, status="failed", reason=ended)
+
+        match (task.phase if task else "FORGOTTEN", state.status):
+            case ("QUEUED", _):
+                status, reason = "waiting", Code.JOB_WAITS(job=task.name, why=task.reason)
+            case ("RUNNING", "pending" | "interrupted") if is_removed:
+                status, reason = "failed", Code.RUN_REMOVED(directory=state.directory, job=task.name)
+            case ("RUNNING", "pending" | "interrupted"):
+                status, reason = "waiting", Code.JOB_BEGINS_OR_ENDS(job=task.name, nodes=task.nodes)
+            case (phase, status) if phase == "RUNNING" or status not in ACTIVE_STATUSES:
+                return state
+            case ("FORGOTTEN", "pending") if self._record.get("cancelled"):
+                status, reason = "interrupted", Code.JOB_CANCELLED(job=job)
+            case ("CANCELLED", _):
+                status, reason = "interrupted", Code.RESUMABLE(ending=ended)
+            case (_, "pending"):
+                folder = self._experiment_dir / FOLDER
+                status, reason = (
+                    "failed",
+                    Code.JOB_LEFT_NOTHING(ending=ended, directory=state.directory, folder=folder, job=job),
+                )
+            case ("FAILED", _):
+                status, reason = "failed", Code.JOB_RUN_SILENT(ending=ended)
+            case _:
+                status, reason = "failed", ended
+        return replace(state, status=status, reason=reason)
 
     def stop_jobs(self) -> None:
         self._query_cached()
-        commands.cancel_jobs(self.job_ids)
+        cancel_jobs(self.job_ids)
 
-    def query_jobs(self) -> dict[tuple[str, int | None], commands.SlurmTask]:
-        all_tasks = commands.list_tasks(self._record.get("user", ""))
+    def query_jobs(self) -> dict[tuple[str, int | None], SlurmTask]:
+        all_tasks = list_tasks(self._record.get("user", ""))
         self._adopt_unrecorded(all_tasks)
         tasks = {(task.job, task.index): task for task in all_tasks if task.job in self.job_ids}
         self._release_held(tasks.values(), time.monotonic())
         return tasks
 
-    def _release_held(self, tasks: Iterable[commands.SlurmTask], now: float) -> None:
+    def _release_held(self, tasks: Iterable[SlurmTask], now: float) -> None:
         """Start requeued jobs, once their nodes have cleaned up after the previous start."""
         for task in tasks:
             if task.state != "PENDING" or task.reason != "BeginTime":
                 self._held_since_s.pop(task.name, None)
             elif now - self._held_since_s.setdefault(task.name, now) >= RELEASE_AFTER_S:
                 with contextlib.suppress(LaunchError):  # another user's job
-                    commands.release_job(task.name)
+                    release_job(task.name)

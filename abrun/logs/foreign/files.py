@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from abrun.errors import StoreError
-from abrun.runs.access import unreadable_error
+from abrun.runs.files import (
+    exists,
+    is_directory,
+    is_file,
+    iter_lines,
+    open_regular,
+    read_regular,
+    unreadable_error,
+)
 from abrun.runs.redaction import list_names, printable
-from abrun.runs.regular_files import exists, is_directory, is_file, iter_lines, open_regular, read_regular
 
 MAX_FOLDER_DEPTH = 50
 MAX_ENTRIES = 1_000_000  # files and folders of a source

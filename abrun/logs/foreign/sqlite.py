@@ -15,8 +15,8 @@ from urllib.parse import quote
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import open_file, wrap_read_errors
 from abrun.logs.foreign.values import MAX_RECORD_BYTES
+from abrun.runs.files import is_file
 from abrun.runs.redaction import printable
-from abrun.runs.regular_files import is_file
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
 JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"

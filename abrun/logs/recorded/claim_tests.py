@@ -15,8 +15,7 @@ from typing import Any
 from abrun.errors import StoreError
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.recipe.claims import Claim
-from abrun.runs.files import read_json
-from abrun.runs.regular_files import is_directory
+from abrun.runs.files import is_directory, read_json
 
 STAMP_FILE = ".report.json"  # in a report's folder: the claim tests behind the report
 MAX_FOLDERS = 2000  # of a folder's subfolders, searched for stamps

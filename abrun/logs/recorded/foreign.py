@@ -25,9 +25,9 @@ from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reas
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
+from abrun.runs.files import exists, is_directory
 from abrun.runs.layout import RunName
 from abrun.runs.redaction import list_names, printable
-from abrun.runs.regular_files import exists, is_directory
 
 T = TypeVar("T")
 NAMED_SOURCE = r"([^/:=]+)=(.+)"  # ARM=SOURCE

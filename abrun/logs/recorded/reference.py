@@ -25,14 +25,20 @@ from abrun.logs.recorded.ledger import Ledger, append_entry, read_ledger
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare
 from abrun.recipe.refusals import shortened
-from abrun.runs.access import PUBLIC_MODE
-from abrun.runs.files import decode_non_finite, encode_non_finite, read_json, write_file
+from abrun.runs.files import (
+    PUBLIC_MODE,
+    decode_non_finite,
+    encode_non_finite,
+    exists,
+    is_file,
+    read_json,
+    write_file,
+)
 from abrun.runs.layout import EXPERIMENT
 from abrun.runs.lock import file_lock
 from abrun.runs.metric_names import STEP_ONE, STEP_TIME, is_peak_memory
 from abrun.runs.migrations import migrate, migrate_dotted
 from abrun.runs.records import Environment
-from abrun.runs.regular_files import exists, is_file
 from abrun.runs.schemas import checked
 from abrun.stats.series import Series, Steps, window_bounds
 

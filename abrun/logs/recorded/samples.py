@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.logs.completions import read_completions
-from abrun.runs.regular_files import is_directory
+from abrun.runs.files import is_directory
+from abrun.runs.lines import Sample
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
 
 SamplesByStep = Mapping[int, tuple[Sample, ...]]  # samples of one run
 

@@ -13,7 +13,7 @@ from abrun.logs.recorded.stored import choose_baseline, load_experiment
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, is_interim_schedule
 from abrun.runs.experiment import find_experiment, is_experiment
-from abrun.runs.regular_files import exists
+from abrun.runs.files import exists
 
 
 def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | None:

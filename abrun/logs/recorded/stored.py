@@ -14,7 +14,6 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
-from abrun.runs.access import UnreadableError
 from abrun.runs.experiment import (
     EXPERIMENT,
     REFERENCE,
@@ -22,13 +21,13 @@ from abrun.runs.experiment import (
     planned_runs,
     run_dir,
 )
-from abrun.runs.files import wrap_read_errors
+from abrun.runs.files import UnreadableError, is_directory, wrap_read_errors
 from abrun.runs.layout import RunName
 from abrun.runs.migrations import migrate_dotted
-from abrun.runs.records import RunRecord, RunState
+from abrun.runs.records import RunRecord
 from abrun.runs.redaction import display_safe, display_safe_tree, printable
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import RunState, read_state
 from abrun.runs.traces import FOLDER, StoredTrace, read_trace
 
 URL_PATTERN = r"https?://[A-Za-z0-9._:-]+(/[A-Za-z0-9._~%-]+)+"
@@ -150,7 +149,7 @@ def _load_run(run: RunDir, name: RunName) -> RecordedRun:
 
 def _read_run(run: RunDir, name: RunName) -> RecordedRun:
     metrics = run.metrics()
-    state = run.state(name)
+    state = read_state(run, name)
     record, launches, result = run.record() if run.exists else None, run.launches(), run.result
     return RecordedRun(
         name=name,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from abrun.runs.access import PUBLIC_MODE
-from abrun.runs.files import write_file
+from abrun.runs.files import PUBLIC_MODE, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,9 +18,8 @@ from abrun.messages.codes import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, parse_stored_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
-from abrun.runs.files import read_as, write_json
+from abrun.runs.files import is_file, read_as, write_json
 from abrun.runs.layout import RunName
-from abrun.runs.regular_files import is_file
 from abrun.tools.bisect.candidates import Candidate
 from abrun.tools.bisect.environments import Environments, SetupError
 from abrun.tools.bisect.search import Answer, Design, SearchResult, search

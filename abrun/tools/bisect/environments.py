@@ -15,10 +15,9 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe
-from abrun.runs.files import make_folder, open_log, write_json
+from abrun.runs.files import exists, is_directory, is_file, make_folder, open_log, write_json
 from abrun.runs.lock import launcher_lock
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import exists, is_directory, is_file
 from abrun.tools.bisect.candidates import Candidate
 
 FOLDER = ".environments"  # in the runs directory; not a valid name of an experiment

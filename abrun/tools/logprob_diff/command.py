@@ -16,14 +16,20 @@ from abrun.messages.codes import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.experiment import BASELINE, parse_stored_run
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
-from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments, planned_runs, run_dir
-from abrun.runs.files import decode_non_finite, wrap_read_errors, wrap_write_errors, write_json
+from abrun.runs.files import (
+    PUBLIC_MODE,
+    decode_non_finite,
+    is_directory,
+    is_file,
+    wrap_read_errors,
+    wrap_write_errors,
+    write_json,
+)
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
 from abrun.runs.records import SAVED_STATE, list_checkpoints, read_saved_state
-from abrun.runs.regular_files import is_directory, is_file
 from abrun.runs.rundir import RunDir
 from abrun.tools.logprob_diff.findings import Budget, MeasuredRun, Scored, budget_of
 from abrun.tools.logprob_diff.variations import Scoring, on_one_rank, variations_of

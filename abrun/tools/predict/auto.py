@@ -20,7 +20,7 @@ from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.settings import triton_refusal
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, percent_text

@@ -15,8 +15,7 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused
-from abrun.launch.memory.cells import GIB, Point
-from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
+from abrun.launch.memory.profile import COMMAND, GIB, MASTER_DTYPE, Point, SweepPlan
 from abrun.messages.codes import Code
 from abrun.messages.numbers import percent_text
 from abrun.recipe.algorithms import Ppo
@@ -27,7 +26,7 @@ from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
-from abrun.runs.rundir import SCHEMA_VERSION
+from abrun.runs.records import SCHEMA_VERSION
 from abrun.tools.predict.facts import Answer
 from abrun.tools.predict.probes import Probe, ProbePool, TracingProcesses, ask_longest, ask_predicted
 

@@ -26,8 +26,7 @@ from abrun.experiment.preflight.hub import hub_refusal
 from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.model_files import hub_model_refusal
 from abrun.experiment.probe import LOG, ProbeRefused, collect_rows, is_never_cancelled
-from abrun.launch.memory.cells import Point
-from abrun.launch.memory.profile import measure_cell
+from abrun.launch.memory.profile import Point, measure_cell
 from abrun.messages.codes import Code
 from abrun.processes import MODULE_OPTIONS, Popen, find_run_processes, kill_all, poll_interval
 from abrun.recipe.run import OwnRunConfig

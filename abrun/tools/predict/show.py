@@ -2,8 +2,7 @@
 
 from rich.text import Text
 
-from abrun.launch.memory.cells import GIB, choose_unit
-from abrun.launch.memory.show import format_bytes
+from abrun.launch.memory.profile import GIB, choose_unit, format_bytes
 from abrun.report.present.tables import Table, columns
 from abrun.tools.predict.peaks import SweepPrediction
 

@@ -8,7 +8,7 @@ import typer
 
 from abrun.cli.app import console, make_group, print_json, survive_output_errors
 from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument, typed_command
-from abrun.runs.regular_files import is_directory
+from abrun.runs.files import is_directory
 
 Dumps = Annotated[
     list[Path] | None,

@@ -26,14 +26,19 @@ from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
 from abrun.recipe.extras import missing_package
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
-from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.captures import is_capture, read_capture
 from abrun.runs.experiment import run_dir
-from abrun.runs.files import encode_non_finite, read_json, wrap_write_errors, write_json
+from abrun.runs.files import (
+    PUBLIC_MODE,
+    encode_non_finite,
+    is_directory,
+    read_json,
+    wrap_write_errors,
+    write_json,
+)
 from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.redaction import shortened
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.runs.traces import FOLDER, RESULT, StoredTrace, TraceResult, read_trace, write_trace
 from abrun.tools.trace.judge import NUM_REPLICAS, TensorError, errors_from_json, judge_trace

@@ -30,9 +30,8 @@ from abrun.errors import AbrunError, StoreError
 from abrun.experiment.probe import report_refusal
 from abrun.processes import run_to_end
 from abrun.runs.captures import EXACT, MANTISSA_BITS, CapturedTensor, Kind
-from abrun.runs.files import read_json, read_json_or_empty, wrap_read_errors
+from abrun.runs.files import exists, is_file, read_json, read_json_or_empty, wrap_read_errors
 from abrun.runs.redaction import display_safe
-from abrun.runs.regular_files import exists, is_file
 from abrun.runs.traces import write_trace
 from abrun.tools.trace.judge import judge_trace, measure_errors
 

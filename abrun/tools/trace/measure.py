@@ -27,9 +27,8 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import read_job, report_refusal
 from abrun.processes import progress, run_to_end
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.captures import EXACT, Capture, Kind, write_capture
-from abrun.runs.files import make_folder, read_json, write_json
+from abrun.runs.files import PUBLIC_MODE, make_folder, read_json, write_json
 from abrun.tools.trace.command import SCRATCH, write_replicas
 from abrun.tools.trace.judge import errors_to_json, measure_errors
 from abrun.tools.trace.observe import (

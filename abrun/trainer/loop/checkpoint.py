@@ -25,11 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from abrun.errors import AbrunError, StoreError
-from abrun.runs.access import share_new_folder
 from abrun.runs.files import (
     find_damage,
     fingerprint,
+    is_directory,
+    is_file,
     make_folder,
+    share_new_folder,
     share_written_file,
     sync_file,
     sync_folder,
@@ -37,7 +39,6 @@ from abrun.runs.files import (
     write_json,
 )
 from abrun.runs.records import SAVED_STATE, SavedState, list_checkpoints, read_saved_state
-from abrun.runs.regular_files import is_directory, is_file
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks

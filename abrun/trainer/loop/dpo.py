@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from abrun.recipe.algorithms import Dpo
+from abrun.runs.lines import Sample
 from abrun.runs.rollouts import RecordedStep
-from abrun.runs.samples import Sample
 from abrun.trainer.backends.head import EntropyMode
 from abrun.trainer.loop.data import PrefetchedBatches, Texts
 from abrun.trainer.loop.setup import RunSetup, make_reference

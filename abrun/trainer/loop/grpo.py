@@ -23,9 +23,9 @@ from torch import Tensor
 
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.recipe.run import KeptSamples
+from abrun.runs.lines import Sample
 from abrun.runs.metric_names import AGAINST_SAMPLER, REWARD
 from abrun.runs.rollouts import RecordedStep
-from abrun.runs.samples import Sample
 from abrun.trainer.loop.policy_objective import PolicyObjective, with_old_logprobs
 from abrun.trainer.loop.rollouts import Rollouts
 from abrun.trainer.loop.setup import RunSetup, make_reference

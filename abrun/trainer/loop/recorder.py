@@ -24,9 +24,9 @@ from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS, count_oom_kills, ending_reason, find_descendants, kill_all
 from abrun.recipe.extras import installed_version
 from abrun.recipe.run import OwnRunConfig
+from abrun.runs.lines import Sample
 from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends import Backend
 from abrun.trainer.loop.recordings import RecordedRollouts

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from abrun.runs.lines import Sample
 from abrun.runs.rollouts import RecordedStep
-from abrun.runs.samples import Sample
 from abrun.trainer.backends.head import EntropyMode
 from abrun.trainer.loop.data import PrefetchedBatches, Texts
 from abrun.trainer.loop.setup import RunSetup

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from abrun.runs.regular_files import exists
+from abrun.runs.files import exists
 from abrun.trainer.models.sources import checkpoint_file, weight_files
 
 DTYPES = ("dtype", "torch_dtype")  # names of a configuration's dtype field

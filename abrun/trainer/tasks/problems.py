@@ -14,7 +14,7 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
 from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask
-from abrun.runs.regular_files import open_regular
+from abrun.runs.files import open_regular
 from abrun.trainer.tasks import Example
 from abrun.trainer.tasks.final_answers import number
 from abrun.trainer.tasks.values import check_reference

@@ -2,8 +2,7 @@
 
 import pytest
 
-from abrun.launch.memory.cells import Cell, Point
-from abrun.launch.memory.profile import RESOLUTION, search_size_limit
+from abrun.launch.memory.profile import RESOLUTION, Cell, Point, search_size_limit
 
 
 def cell(size: int, num_bytes: float, capacity: int | None) -> Cell:

@@ -40,7 +40,8 @@ MODULES = {
     "orjson",
     "json",
     "google.protobuf",
-    "abrun.runs.regular_files",
+    *(f"abrun.runs.files.{name}" for name in ("open_regular", "read_regular", "read_tail", "iter_lines")),
+    *(f"abrun.runs.files.{name}" for name in ("exists", "is_file", "is_directory")),
     "gzip",
     "shutil",
     "tempfile",
@@ -56,7 +57,7 @@ def forbidden_uses(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
             if any(name == module or name.startswith(f"{module}.") for module in MODULES):
                 yield name

@@ -20,6 +20,7 @@ from abrun.report.present.terminal import terminal
 from abrun.runs.experiment import is_experiment, read_run_state
 from abrun.runs.layout import RunName
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.tools.bisect.candidates import commits, refs, versions
 from abrun.tools.bisect.cli import _search
 from abrun.tools.bisect.command import Bisection, BisectionOutcome, StoppedError, bisect_recipe
@@ -136,7 +137,7 @@ class Inline:
         config = run.record().config
         out = run.path / "scores.jsonl"
         trainer = Path(config["trainer"]["parameters"]["checkout"]) / "train.py"
-        writer = run.begin_attempt()
+        writer = begin_attempt(run)
         writer.environment({"python": "3", "versions": {}, "devices": ["cpu"], "hosts": ["here"]})
         if name.arm in self.killed:
             (attempt,) = (run.path / "attempts").iterdir()

@@ -10,6 +10,7 @@ import pytest
 from abrun.errors import AbrunError
 from abrun.messages.codes import Code
 from abrun.runs.files import read_json, write_json
+from abrun.runs.launches import write_config
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineWriter
 from abrun.runs.records import RunRecord
@@ -91,8 +92,8 @@ def test_what_has_no_weights_of_an_engine_s_policy_is_refused(tmp_path: Path, sn
         },
         "steps": 3,
     }
-    RunDir(foreign).write_record(
-        RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
+    write_config(
+        RunDir(foreign), RunRecord(experiment="x", name=record.name, initial_weights=None, config=config)
     )
     snapshot(refused(foreign, tmp_path))
     gone = make_run(tmp_path / "gone", run_config(), initial_weights=tmp_path / "warm")
@@ -153,7 +154,6 @@ def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path, snapsh
     (run / "mismatch").write_text("in the way")
     with pytest.raises(AbrunError) as raised:
         measure_run(str(run), tmp_path)
-    assert raised.value.code is Code.UNWRITABLE
     snapshot(raised.value)
     assert os.linesep not in str(raised.value)
 
@@ -171,7 +171,6 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
             scratch(tmp_path / "mismatch"),
         ):
             pass
-        assert refusal.value.code is Code.FOLDER_LOCKED
         snapshot(refusal.value)
         assert folder.is_dir()
     assert not list((tmp_path / "mismatch").iterdir())

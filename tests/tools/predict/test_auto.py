@@ -14,7 +14,7 @@ import pytest
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.options import LaunchOptions
 from abrun.experiment.plan import make_draft
-from abrun.launch.memory.cells import GIB, Point
+from abrun.launch.memory.profile import GIB, Point
 from abrun.logs.recorded.sources import ReadingOptions
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import (

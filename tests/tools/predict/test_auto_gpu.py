@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import abrun
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.recipe.experiment import CHECKPOINTING, MICRO_BATCH_TOKENS, load_recipe
 from abrun.runs.experiment import open_experiment
 from abrun.runs.metric_names import peak_memory_phase

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from abrun.errors import LaunchError
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig

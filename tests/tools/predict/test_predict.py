@@ -16,9 +16,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import LaunchError, RecipeError
-from abrun.launch.memory.cells import Point
-from abrun.launch.memory.profile import measure_recipe
-from abrun.launch.memory.sweep import SweepPlan, Variant
+from abrun.launch.memory.profile import Point, SweepPlan, Variant, measure_recipe
 from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe

@@ -29,7 +29,6 @@ from abrun.messages.codes import Code, Reason
 from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes, progress
 from abrun.processes.scratch import SCRATCH
-from abrun.runs.endings import read_endings
 from abrun.runs.failures import (
     ERROR_FILE,
     Failure,
@@ -39,9 +38,12 @@ from abrun.runs.failures import (
     record_failure,
 )
 from abrun.runs.failures import _read_error_file as recorded
+from abrun.runs.launches import read_endings, write_config
 from abrun.runs.layout import RunName
 from abrun.runs.records import NodeStatus, RunRecord, recorded_reason
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
+from abrun.runs.writer import begin_attempt, write_node
 
 NAME = RunName(arm="baseline", seed=0)
 
@@ -69,7 +71,7 @@ def start(
 
 def run_in(directory: Path) -> RunDir:
     run = RunDir(directory)
-    run.write_record(RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 9}))
+    write_config(run, RunRecord(experiment="e", name=NAME, initial_weights=None, config={"steps": 9}))
     return run
 
 
@@ -118,8 +120,8 @@ def test_a_silence_of_more_than_ten_steps_is_told_by_the_status(
     run = run_in(tmp_path)
     agent = start(tmp_path, rank_1="hang")
     try:
-        until(lambda: run.state(NAME).status == "stalled")
-        reason = run.state(NAME).reason
+        until(lambda: read_state(run, NAME).status == "stalled")
+        reason = read_state(run, NAME).reason
         assert reason is not None and reason.code == Code.RANKS_SILENT
         assert [(rank["rank"], rank["doing"]) for rank in reason["ranks"]] == [
             (0, "policy_training"),
@@ -128,7 +130,7 @@ def test_a_silence_of_more_than_ten_steps_is_told_by_the_status(
         assert {rank["host"] for rank in reason["ranks"]} == {socket.gethostname()}
         assert reason["ranks"][0]["place"].startswith("main (")
         (tmp_path / "go-on").touch()
-        until(lambda: run.state(NAME).status == "running")
+        until(lambda: read_state(run, NAME).status == "running")
     finally:
         agent.terminate()
         agent.communicate(timeout=60)
@@ -165,17 +167,17 @@ def test_a_node_that_waits_for_another_is_not_taken_for_one_that_hangs(tmp_path:
 def notes_of(directory: Path, num_nodes: int) -> tuple[RunDir, Notes]:
     run = RunDir(directory)
     config: dict[str, Any] = {"steps": 9}
-    run.write_record(
-        RunRecord(experiment="e", name=RunName(arm="a", seed=0), initial_weights=None, config=config)
+    write_config(
+        run, RunRecord(experiment="e", name=RunName(arm="a", seed=0), initial_weights=None, config=config)
     )
-    run.begin_attempt()
+    begin_attempt(run)
     return run, Notes(run, 0, 0, num_nodes, limit_s=math.inf)
 
 
 def test_an_attempt_that_begins_just_now_has_not_been_silent_since_1970(tmp_path: Path) -> None:
     run, _ = notes_of(tmp_path, 1)
     (tmp_path / "attempts" / "0002.json").touch()  # and is about to be written
-    assert run.state(RunName(arm="a", seed=0)).status == "running"
+    assert read_state(run, RunName(arm="a", seed=0)).status == "running"
 
 
 def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
@@ -186,7 +188,9 @@ def test_what_another_node_says_counts_for_a_minute_by_this_ones_clock(
     monkeypatch.setattr(agents.time, "monotonic", lambda: now[0])
     notes.write(0.0, None, "", is_in_steps=True)
     assert notes.other_nodes() == []
-    run.write_node(NodeStatus(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0))  # its clock is far off
+    write_node(
+        run, NodeStatus(attempt=1, node=1, host="n2", time_s=5.0, silent_s=2.0)
+    )  # its clock is far off
     now[0] += 2
     assert [note.host for note in notes.other_nodes()] == ["n2"]
     now[0] += 59
@@ -204,9 +208,9 @@ def test_a_machine_that_has_slept_says_at_once_that_it_is_there(
     notes.write(0.0, None, "", is_in_steps=True)
     late = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: late)
-    assert run.state(name).status == "stalled"
+    assert read_state(run, name).status == "stalled"
     notes.write(0.0, None, "", is_in_steps=True)
-    assert run.state(name).status == "running"
+    assert read_state(run, name).status == "running"
 
 
 def test_what_a_rank_does_is_noted_at_once_while_it_starts(
@@ -227,7 +231,7 @@ def test_what_a_rank_does_is_noted_at_once_while_it_starts(
     assert noted(0.5, "generation", is_in_steps=False) == "generation"
     assert noted(14, "logprobs", is_in_steps=True) == "generation"
     assert noted(1, "logprobs", is_in_steps=True) == "logprobs"
-    progress = run.state(RunName(arm="a", seed=0)).progress
+    progress = read_state(run, RunName(arm="a", seed=0)).progress
     assert progress and (progress.activity, progress.limit_s) == ("logprobs", None)
 
 
@@ -406,7 +410,7 @@ def test_what_a_rank_could_not_say_to_the_end_is_told_by_its_status(tmp_path: Pa
 
 def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.begin_attempt().interrupt(exit_code=3)
+    begin_attempt(run).interrupt(exit_code=3)
     limit = Code.TIME_LIMIT_REACHED(limit_s=3.0)
     conclude(run, 0, 0, TIMED_OUT, limit, None)
     assert (run.attempt().status, recorded_reason(run.attempt())) == ("failed", limit)
@@ -414,7 +418,7 @@ def test_a_run_that_took_too_long_has_failed_though_it_saved_a_checkpoint(tmp_pa
 
 def test_a_rank_without_a_word_leaves_the_path_of_what_it_printed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.begin_attempt()
+    begin_attempt(run)
     wordless = rank_failed(0, Code.EXIT_CODE(exit_code=7, last_line=None), num_ranks=1)
     conclude(run, 0, 0, 7, wordless, None)
     assert recorded_reason(run.attempt()) == Code.SEE_LOG(ending=wordless, log=run.log)
@@ -422,7 +426,7 @@ def test_a_rank_without_a_word_leaves_the_path_of_what_it_printed(tmp_path: Path
 
 def test_a_node_that_is_not_the_first_leaves_a_note_for_the_launcher(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    run.begin_attempt()
+    begin_attempt(run)
     reason = rank_failed(1, Code.KILLED(signal="SIGKILL"))
     conclude(run, 1, 0, -9, reason, None)
     assert (run.attempt().status, read_endings(run, 0, ""), read_endings(run, 1, "")) == (

@@ -11,10 +11,18 @@ import torch
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.command import run_environment
 from abrun.experiment.probe import _run_command, is_never_cancelled
-from abrun.launch.memory.cells import Cell, MemoryProfile, Point, SizeLimit
-from abrun.launch.memory.profile import measure_recipe
-from abrun.launch.memory.show import describe_files, format_progress, make_tables
-from abrun.launch.memory.sweep import SweepPlan, Variant, expand_sweep
+from abrun.launch.memory.profile import (
+    Cell,
+    MemoryProfile,
+    Point,
+    SizeLimit,
+    SweepPlan,
+    Variant,
+    expand_sweep,
+    format_progress,
+    measure_recipe,
+)
+from abrun.launch.memory.show import describe_files, make_tables
 from abrun.messages.codes import Code
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import ExperimentDeclaration, load_recipe
@@ -177,7 +185,6 @@ def test_a_budget_ends_a_step_with_its_phase_and_how_far_it_came(tmp_path: Path,
     assert json.loads((tmp_path / "peaks.json").read_text())["longest"][0]["fits"] == longest.fits
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(lengths=[32], searched_size="length"), tmp_path)
-    assert refusal.value.code is Code.SEARCH_NEEDS_BUDGET
     snapshot(refusal.value)
 
 
@@ -317,7 +324,6 @@ def test_what_is_not_built_is_refused_before_any_arm_is_measured(tmp_path: Path,
     recipe = load_recipe(SMALL, ["arms.treatment.rollout={engine: vllm, devices: 1}", "cluster.nodes=2"])
     with pytest.raises(LaunchError) as refusal:
         measure_recipe(plan(recipe, lengths=[32]), tmp_path)
-    assert refusal.value.code is Code.OF_SUBJECT
     snapshot(refusal.value)
     assert not any(tmp_path.iterdir())
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from abrun.launch.memory.cells import Cell
-from abrun.launch.memory.profile import measure_recipe
-from abrun.launch.memory.sweep import SweepPlan, Variant
+from abrun.launch.memory.profile import Cell, SweepPlan, Variant, measure_recipe
 from abrun.recipe.experiment import load_recipe
 from abrun.tools.predict.fake_device import CUBLAS_WORKSPACE_BYTES
 from abrun.trainer.memory.measure import SNAPSHOT

@@ -9,6 +9,7 @@ import pytest
 
 from abrun.logs.wandb_files import read_wandb_files
 from abrun.messages.codes import Code
+from abrun.runs.writer import begin_attempt
 from tests.snapshot import Snapshot
 from tests.wandb_sync.server import Server
 from tests.wandb_sync.test_mirror import _home, mirrored, run_of, server
@@ -24,7 +25,7 @@ def test_a_server_that_falls_silent_is_left_behind(
     from abrun.trainer.loop.recorder import WandbSync
 
     run = run_of(tmp_path / "x")
-    writer, said = run.begin_attempt(), list[str]()
+    writer, said = begin_attempt(run), list[str]()
     mirror = WandbSync(run, said.append, finish_s=5.0)
     writer.metrics(1, {"train/reward": 1.0})
     until = time.monotonic() + 60

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError
-from abrun.launch.memory.cells import GIB
+from abrun.launch.memory.profile import GIB
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.processes import progress

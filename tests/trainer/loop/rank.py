@@ -10,6 +10,7 @@ from pathlib import Path
 
 from abrun.processes import progress
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 
 # torch's own wording
 WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
@@ -45,7 +46,7 @@ def main(directory: Path) -> None:
         os.abort()
     if (directory / "config.json").exists():
         if rank == "0":
-            RunDir(directory).begin_attempt()
+            begin_attempt(RunDir(directory))
         for _ in range(4):
             progress.report_step()
     progress.report("generation" if does == "hang" else "policy_training")

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.experiment.plan import ExperimentPlan
-from abrun.launch.prepare import warm_start_dir, write_run_record
+from abrun.launch.prepare import write_run_record
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.experiment import run_dir
+from abrun.runs.experiment import run_dir, warm_start_dir
 from abrun.runs.metric_names import find_metric
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from tests.spawn import processes
 from tests.written_runs import make_run
 
@@ -61,7 +62,7 @@ def train_here(directory: Path) -> Rows:
 
     run = RunDir(directory)
     gc.freeze()  # else the trainer's own collection goes through all of pytest: 0.3 s a run
-    train(run, run.record(), run.begin_attempt(), torch.device("cpu"))
+    train(run, run.record(), begin_attempt(run), torch.device("cpu"))
     return metrics_by_step(directory)
 
 

@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from abrun.errors import RecipeError
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import fingerprint
+from abrun.runs.launches import reopen
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop import checkpoint
 from abrun.trainer.loop.branch import start_from
@@ -93,7 +95,7 @@ def test_a_stopped_branch_goes_on_from_its_own_checkpoint(
     run = RunDir(branch(tmp_path / "branch", trunk, 2, weights=warm_weights))
     train_here(run.path)
     whole = metric_values(run.path)
-    run.reopen("a test")
+    reopen(run, "a test")
     lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))
     train_here(run.path)
@@ -153,7 +155,7 @@ def taken_and_saved(
     setup = make_setup(config, 0, None, torch.device("cpu"))
     start_from(folder, setup.learner, setup.ranks, 99)
     run = RunDir(path)
-    writer = run.begin_attempt() if rank == 0 else None
+    writer = begin_attempt(run) if rank == 0 else None
     checkpoint.save(run.checkpoints, setup.learner, setup.ranks, step=2, keep=1, writer=writer)
     state, pieces = setup.learner.local_state(), setup.learner.shard_specs()
     assert state.keys() == pieces.keys()

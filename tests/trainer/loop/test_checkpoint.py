@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
 from abrun.runs.files import fingerprint, read_json, write_json
+from abrun.runs.launches import write_config
 from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
-from abrun.runs.writer import FencedError, RunWriter
+from abrun.runs.writer import FencedError, RunWriter, begin_attempt
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop import checkpoint
@@ -58,7 +59,7 @@ class OneTensor:
 
 def save(run: RunDir, trained: OneTensor, step: int, writer: RunWriter | None = None) -> None:
     """A step as the loop takes it: its row, then the checkpoint."""
-    writer = writer or run.begin_attempt()
+    writer = writer or begin_attempt(run)
     recorded = run.step_attempts()
     for each in range(1, step + 1):
         if each not in recorded:
@@ -69,7 +70,7 @@ def save(run: RunDir, trained: OneTensor, step: int, writer: RunWriter | None = 
 
 def restore(run: RunDir, trained: OneTensor) -> int:
     ranks = make_ranks(torch.device("cpu"), {})
-    return checkpoint.restore(run.checkpoints, trained, ranks, run.begin_attempt())
+    return checkpoint.restore(run.checkpoints, trained, ranks, begin_attempt(run))
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_full_disk_is_one_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_older_attempt_saves_no_checkpoint_over_a_newer_ones(run: RunDir) -> None:
-    older = run.begin_attempt()
+    older = begin_attempt(run)
     older.metrics(1, {"x": 1.0})
     save(run, OneTensor(2.0), 1)
     ranks = make_ranks(torch.device("cpu"), {})
@@ -169,7 +170,7 @@ def test_an_older_attempt_saves_no_checkpoint_over_a_newer_ones(run: RunDir) -> 
 
 
 def test_the_newest_is_the_one_of_the_highest_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     monkeypatch.setattr(RunDir, "step_attempts", lambda run: dict.fromkeys(range(1, 1_000_002), 1))
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
         ranks = make_ranks(torch.device("cpu"), {})
@@ -274,7 +275,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage: str, run: Run
 def configured(path: Path, seed: int, **config: Any) -> RunDir:
     run = RunDir(path)
     name = RunName(arm="baseline", seed=seed)
-    run.write_record(RunRecord(experiment="x", name=name, initial_weights=None, config=config))
+    write_config(run, RunRecord(experiment="x", name=name, initial_weights=None, config=config))
     return run
 
 
@@ -326,7 +327,7 @@ def test_a_folder_that_cannot_be_listed_is_one_line_and_no_start_from_step_0(
     def fail(path: Any) -> list[str]:
         raise OSError(5, "Input/output error")
 
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     monkeypatch.setattr(checkpoint.os, "listdir", fail)
     with pytest.raises(StoreError, match="Input/output error"):
         checkpoint.restore(run.checkpoints, OneTensor(0.0), make_ranks(torch.device("cpu"), {}), writer)
@@ -349,7 +350,7 @@ def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir) -> No
     assert restore(run, OneTensor(0.0)) == 5
     ((step, said),) = told(run, "checkpoint_passed_over")
     assert step == 7 and said.startswith("step 7 is not recorded")
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     for step in (6, 7):  # goes on from step 5 and dies before it saves: the checkpoint is of another past
         writer.metrics(step, {"x": 0.0})
     assert restore(run, OneTensor(0.0)) == 5
@@ -364,7 +365,7 @@ def test_a_checkpoint_is_not_restored_beyond_what_is_recorded(run: RunDir) -> No
 def on_two_ranks(rank: int, world_size: int, directory: Path) -> list[Any]:
     """What each rank has of a fallback that rank 1 alone has reason for, then of a disk that fails there."""
     run, ranks, trained = RunDir(directory), make_ranks(torch.device("cpu"), {}), OneTensor(0.0)
-    writer = run.begin_attempt() if rank == 0 else None
+    writer = begin_attempt(run) if rank == 0 else None
     for step in (1, 2):
         trained.weights.fill_(10 * step + rank)
         if writer:
@@ -399,7 +400,7 @@ def test_what_a_failed_save_wrote_is_removed(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, attempt_at: str
 ) -> None:
     """A full disk gets its space back at once, not at a resume that may never come."""
-    ranks, writer = make_ranks(torch.device("cpu"), {}), run.begin_attempt()
+    ranks, writer = make_ranks(torch.device("cpu"), {}), begin_attempt(run)
 
     def fill_disk(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -422,7 +423,7 @@ def test_what_a_failed_save_wrote_is_removed(
 
 
 def test_checkpoints_of_a_shared_run_are_shared(run: RunDir) -> None:
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     (run.path / "config.json").write_text("{}")
     (run.path / "config.json").chmod(0o640)
     before = os.umask(0o077)
@@ -455,7 +456,7 @@ def test_a_turned_bit_gives_no_other_weights_and_no_other_random_numbers(run: Ru
     rounds, seed = (
         int(os.environ.get(f"ABRUN_FUZZ_{name}", of)) for name, of in (("ROUNDS", rounds), ("SEED", 0))
     )
-    ranks, writer = make_ranks(torch.device("cpu"), {}), run.begin_attempt()
+    ranks, writer = make_ranks(torch.device("cpu"), {}), begin_attempt(run)
     drawn: dict[int, float] = {}
     for path in (5, 7):
         tensors = load_file(rank_file(run.checkpoints / f"step-{path:06d}"))

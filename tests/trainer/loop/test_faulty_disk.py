@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import RunName
+from abrun.runs.launches import reopen
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
+from abrun.runs.writer import begin_attempt
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop import checkpoint
@@ -47,7 +50,7 @@ class Walk:
 def train(run: RunDir, during: Callable[[int], object] = lambda step: None) -> None:
     """What abrun.trainer.training does with the store, around a trainer that takes no time."""
     torch.manual_seed(0)
-    walk, ranks, writer = Walk(), make_ranks(torch.device("cpu"), {}), run.begin_attempt()
+    walk, ranks, writer = Walk(), make_ranks(torch.device("cpu"), {}), begin_attempt(run)
 
     def write(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -97,11 +100,11 @@ def undisturbed(tmp_path: Path, group: None) -> tuple[list[str], list[str], byte
 
 def ends_as(run: RunDir, undisturbed: object, what: object) -> None:
     """Started again, on a disk that works, a run ends as if nothing had been, and can be read meanwhile."""
-    state = run.state(RunName(arm="baseline", seed=0))
+    state = read_state(run, RunName(arm="baseline", seed=0))
     assert state.message is None or "\n" not in state.message, what
     if not (run.finished and run.describe_missing_steps(NUM_STEPS) is None):
         if run.finished:
-            run.reopen("its rows are gone")
+            reopen(run, "its rows are gone")
         train(run)
     assert numbers(run) == undisturbed, what
 
@@ -203,5 +206,5 @@ def test_rows_that_are_lost_while_a_run_writes_them_end_it_in_one_line(
     with pytest.raises(StoreError) as refusal:
         train(run, spoil)
     snapshot(refusal.value)
-    assert run.state(RunName(arm="baseline", seed=0)).status == "failed"
+    assert read_state(run, RunName(arm="baseline", seed=0)).status == "failed"
     ends_as(run, undisturbed, how)

@@ -14,8 +14,8 @@ from abrun.experiment.command import ranks_command, run_environment
 from abrun.messages.codes import Code, Reason
 from abrun.processes import find_run_processes
 from abrun.recipe.run import OwnRunConfig
-from abrun.runs.endings import read_endings
 from abrun.runs.failures import GRACE_S
+from abrun.runs.launches import read_endings
 from abrun.runs.rundir import RunDir
 from tests.trainer.loop.runs import last_step
 from tests.written_runs import events, make_run, metric_values, run_config

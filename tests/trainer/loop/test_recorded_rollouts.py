@@ -33,6 +33,7 @@ from abrun.runs.layout import RunName
 from abrun.runs.metric_names import AGAINST_SAMPLER
 from abrun.runs.rollouts import read_step, step_path
 from abrun.runs.rundir import RunDir
+from abrun.runs.state import read_state
 from abrun.trainer.loop.recordings import RecordedRollouts
 from abrun.trainer.models import load_text
 from tests.bench.launches import clockless_rows
@@ -317,7 +318,7 @@ def test_a_run_is_not_started_without_its_recording(
     plan = make_plan(load_recipe(recipe_file, ["seeds=[0]", "compare.claims=[]"]))
     assert run_to_end(plan, tmp_path).exit_code == 1
     name = RunName(arm="treatment", seed=0)
-    state = RunDir(run_dir(tmp_path / "pair", name)).state(name)
+    state = read_state(RunDir(run_dir(tmp_path / "pair", name)), name)
     assert state.status != "finished" and state.reason
     assert "baseline/seed-0, whose rollouts it trains on, failed" in sentence(state.reason)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.recorder import Recorder
 from tests.written_runs import make_run, run_config
@@ -55,5 +56,5 @@ def precision(directory: Path, *overrides: str, device: str = "cpu") -> dict[str
     here = RunDir(run)
     ranks = replace(make_ranks(torch.device("cpu"), {}), device=torch.device(device))
     policy: Any = SimpleNamespace(ranks=ranks, gather_weights=lambda: iter([("weight", torch.ones(2, 3))]))
-    Recorder(here.begin_attempt(), config).environment(config, policy, [], None)
+    Recorder(begin_attempt(here), config).environment(config, policy, [], None)
     return (here.environment() or {})["precision"]

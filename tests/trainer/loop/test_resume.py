@@ -13,6 +13,7 @@ import pytest
 
 from abrun.errors import RecipeError
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from tests.snapshot import Snapshot
 from tests.trainer.loop.runs import Trainer, last_step, run_to_end, train_here
 from tests.written_runs import events, make_run, metric_values, run_config
@@ -138,7 +139,7 @@ def test_a_superseded_attempt_stops_and_writes_nothing_more(
     directory = make_run(tmp_path / "run", run_config("steps=500"), initial_weights=warm_weights)
     trainer = Trainer(directory)
     trainer.wait_for_step(2)
-    RunDir(directory).begin_attempt()
+    begin_attempt(RunDir(directory))
     before = {
         name: (directory / name).read_bytes() for name in ("metrics.jsonl", "events.jsonl", "heartbeat.json")
     }

@@ -9,9 +9,9 @@ from abrun.cli import app
 from abrun.errors import StoreError
 from abrun.logs.recorded.samples import pair_samples
 from abrun.runs import layout
-from abrun.runs.lines import LineWriter, read_json_lines
+from abrun.runs.lines import LineWriter, Sample, read_json_lines
 from abrun.runs.rundir import RunDir
-from abrun.runs.samples import Sample
+from abrun.runs.writer import begin_attempt
 from abrun.trainer.loop import grpo
 from abrun.trainer.loop.grpo import MAX_TEXT_LENGTH, _shorten
 from tests.snapshot import Snapshot
@@ -94,7 +94,7 @@ def test_a_file_and_its_texts_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     assert _shorten(text) == text
     assert len(_shorten(text + "b")) < MAX_TEXT_LENGTH + 10 and _shorten(text + "b").endswith("ab")
     run = RunDir(make_run(tmp_path / "run", run_config()))
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     one = Sample(prompt="p", text="t", reward=1.0, logprob_error=0.0, num_tokens=1, truncated=False)
     monkeypatch.setattr("abrun.runs.writer.MAX_SAMPLES_BYTES", 200)
     for step in range(1, 9):

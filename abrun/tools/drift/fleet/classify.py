@@ -9,7 +9,7 @@ from typing import Literal
 
 from abrun.messages.codes import Code, Reason
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.false_discovery import benjamini_hochberg, p_of_failures
+from abrun.stats.many_tests import benjamini_hochberg, p_of_failures
 from abrun.tools.drift.fleet.evidence import FleetNoise, Judgement, RecipeEvidence, fit_noise
 from abrun.verdict.decide import FAILING, PASSING
 

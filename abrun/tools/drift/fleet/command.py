@@ -14,10 +14,8 @@ from typing import Any
 from abrun.errors import ComparisonError, StoreError
 from abrun.messages import sentence
 from abrun.messages.codes import Code
-from abrun.runs.access import PUBLIC_MODE, share_new_folder
-from abrun.runs.files import read_json, write_file, write_json
+from abrun.runs.files import PUBLIC_MODE, is_file, read_json, share_new_folder, write_file, write_json
 from abrun.runs.redaction import hide_secrets_of
-from abrun.runs.regular_files import is_file
 from abrun.stats.equivalence import ALPHA
 from abrun.tools.drift.fleet.classify import STATUSES, EarlierRow, Fleet, classify
 from abrun.tools.drift.fleet.evidence import RecipeEvidence, gather_evidence

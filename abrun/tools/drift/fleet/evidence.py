@@ -20,11 +20,11 @@ from abrun.recipe.claims import ClaimKind
 from abrun.report.comparing import Comparison, compare, with_options
 from abrun.report.write import PAGE
 from abrun.runs.experiment import is_experiment
+from abrun.runs.files import is_directory
 from abrun.runs.layout import REPORT, RunName
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
-from abrun.stats.shared_variance import VariancePrior, fit_prior
+from abrun.stats.many_tests import VariancePrior, fit_prior
 from abrun.tools.drift.fleet.recipes import FleetOptions, FleetRecipe, problem_of_file
 from abrun.tools.drift.ledger.drift import is_over_budget
 from abrun.verdict.decide import PASSING, Verdict

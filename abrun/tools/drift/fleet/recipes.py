@@ -8,7 +8,7 @@ from abrun.logs.recorded.reference import load_reference
 from abrun.logs.recorded.sources import ReadingOptions
 from abrun.messages.codes import Code, Reason
 from abrun.runs.experiment import REFERENCE
-from abrun.runs.regular_files import exists, is_directory, is_file
+from abrun.runs.files import exists, is_directory, is_file
 
 FLEET_FILE = "fleet.json"
 _SUFFIX = ".json"

@@ -18,7 +18,7 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
-from abrun.runs.access import PUBLIC_MODE
+from abrun.runs.files import PUBLIC_MODE
 from abrun.runs.layout import RunName
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.runs.lock import file_lock

@@ -21,7 +21,7 @@ from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.report.comparing import compare_sources, freeze_arm
 from abrun.runs.files import read_json
-from abrun.runs.lock import file_lock
+from abrun.runs.lock import LockedError, file_lock
 from abrun.stats.equivalence import welch_interval
 from abrun.tools.drift.ledger.command import add_to_ledger, ledger_maker, render_reference
 from abrun.tools.drift.ledger.drift import anchor_levels, drift_of, is_over_budget, ledger_state
@@ -301,7 +301,7 @@ def test_adds_at_once_are_one_after_the_other(tmp_path, reference):
 
 
 def test_a_file_that_another_holds_is_waited_for_and_then_refused(reference, tmp_path):
-    with file_lock(reference), refused(Code.FILE_LOCKED, path=str(reference)):
+    with file_lock(reference), pytest.raises(LockedError, match="another process is changing it"):
         file_lock(reference, wait_s=0.2).__enter__()
     with file_lock(reference):
         pass
