@@ -135,10 +135,10 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            raise StoreError(Code.CHECKPOINT_FILE_UNREADABLE(file=name, error=error.strerror)) from None
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
         if size != recorded.get("bytes"):
             expected = recorded.get("bytes")
-            raise StoreError(Code.CHECKPOINT_FILE_TRUNCATED(file=name, bytes=size, expected=expected))
+            raise StoreError(f"{name} has {size} bytes, but {expected} were written")
 
 
 def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
@@ -239,4 +239,4 @@ def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
     for run in runs:
         unset = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
         if unset:
-            raise LaunchError(Code.OF_SUBJECT(subject=f"arms.{run.name.arm}", problem=unset[0]))
+            raise LaunchError(f"arms.{run.name.arm}: {unset[0]}")
