@@ -81,7 +81,7 @@ KIND_QUESTIONS = {
 def kind_question(kind: str) -> Question:
     """Return the last question for a kind. Raises RecipeError for an unknown kind."""
     if kind not in KIND_QUESTIONS:
-        raise RecipeError(f"--kind: got {repr(kind)}; allowed: {listed([*KINDS])}")
+        raise RecipeError(f"--kind: got {kind!r}; allowed: {listed([*KINDS])}")
     return KIND_QUESTIONS[kind]
 
 
@@ -113,9 +113,7 @@ def default_name(kind: str) -> str:
 def check_name(name: str) -> str:
     """Return the name. Raises RecipeError if it cannot be a file name."""
     if not re.fullmatch(NAME_PATTERN, name):
-        raise RecipeError(
-            f"--name: got {repr(name)}; allowed: letters, digits, '.', '_' and '-', at most 100"
-        )
+        raise RecipeError(f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
     return name
 
 
@@ -169,9 +167,7 @@ def _external_files(name: str, trainer: str) -> dict[str, str]:
         return {f"{name}.yaml": _add_schema_line(recipe), script: _read_template("train.py")}
     shipped = {path.stem: path for path in (recipes_folder() / "external").glob("*.yaml")}
     if trainer not in shipped:
-        raise RecipeError(
-            f"--trainer: got {repr(trainer)}; allowed: {listed([*sorted(shipped), OTHER_TRAINER])}"
-        )
+        raise RecipeError(f"--trainer: got {trainer!r}; allowed: {listed([*sorted(shipped), OTHER_TRAINER])}")
     text = shipped[trainer].read_text()
     scripts = {script: (recipes_folder() / "external" / script).read_text() for script in _script_names(text)}
     return {f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)), **scripts}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from abrun.errors import RecipeError
-from abrun.messages import sentence
 from abrun.recipe.merging import apply_override, merge
 from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
@@ -188,7 +187,7 @@ def _engines(config: OwnRunConfig) -> Iterator[Variation]:
         if invariant and not on_gpu:
             reason = "vLLM has batch-invariant kernels only for GPUs"
         else:
-            reason = sentence(refusal) if refusal else _unscorable(config)
+            reason = refusal or _unscorable(config)
         rollout = {"engine": "vllm", "batch_invariant": invariant}
         is_control = (engine, config.rollout.batch_invariant) == ("vllm", invariant)
         yield Variation(

@@ -56,7 +56,7 @@ def resolve_auto(
     recipe: Recipe | CommandRecipe,
     draft: ExperimentPlan,
     options: LaunchOptions,
-    find_problems: Callable[[ExperimentPlan], list[Reason]],
+    find_problems: Callable[[ExperimentPlan], list[str]],
     *,
     is_local: bool,
     dry_run: bool = False,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.messages.texts import listed
+from abrun.recipe.extras import needs_package
 from abrun.recipe.tasks import ReasoningGym
 from abrun.runs.redaction import shortened
 from abrun.trainer.tasks import Example
@@ -39,13 +39,7 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RecipeError(
-            Code.SETTING_NEEDS_PACKAGE(
-                field="task.type",
-                got="reasoning_gym",
-                package="reasoning-gym",
-                install="pip install 'abrun[reasoning]'",
-                instead=None,
-            )
+            needs_package("task.type", "reasoning_gym", "reasoning-gym", "pip install 'abrun[reasoning]'")
         ) from error
     if config.name not in DATASETS:
         raise RecipeError(
