@@ -4,6 +4,7 @@ The same for every engine and cluster. `--resume` does the same after every faul
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,9 +19,7 @@ from abrun.experiment.plan import ExperimentPlan, RunName, compare_hash, describ
 from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
-from abrun.messages import sentences
-from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.texts import listed, plural
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run
@@ -66,7 +65,7 @@ class PreparedExperiment:
 
 @contextlib.contextmanager
 def prepare_experiment(
-    plan: ExperimentPlan, options: LaunchOptions, problems: list[Reason], say: Say
+    plan: ExperimentPlan, options: LaunchOptions, problems: list[str], say: Say
 ) -> Iterator[PreparedExperiment]:
     """Own the directory of a plan without problems. Raises the same errors as `own_experiment`."""
     experiment_dir = resolve_experiment_dir(plan.recipe.name, options)
@@ -89,7 +88,7 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
-def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
+def refuse_impossible(plan: ExperimentPlan, problems: list[str]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
         omitted = f" (and {len(problems) - 1} more: see --dry-run)" if len(problems) > 1 else ""
@@ -150,7 +149,7 @@ def own_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in (*describe_decisions(plan.decided), *sentences(find_ineffective_settings(plan))):
+                for line in (*describe_decisions(plan.decided), *find_ineffective_settings(plan)):
                     say(line)
             if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
                 write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)
@@ -317,8 +316,8 @@ RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their 
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
-def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
-    """Return a reason for each setting without effect, with the arms that have it.
+def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
+    """Return a line for each setting without effect, with the arms that have it.
 
     With one update per step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
     For the default loss and clip range that is common and not reported. It is reported for a loss that is
@@ -334,16 +333,25 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
         for arm, settings in algorithms.items()
         if isinstance(settings, PolicyGradientSettings) and settings.num_updates == 1
     }
-    arms_of: dict[Reason, list[str]] = {}
+    arms_of: dict[str, list[str]] = {}
     for arm, settings in one_update.items():
         loss, fields = getattr(settings, "loss", None), type(settings).model_fields
         stated = {name: getattr(settings, name) for name in CLIPPING if name in fields}
         stated = {name: value for name, value in stated.items() if value != fields[name].default}
         if loss in RATIO_LOSSES:
-            arms_of.setdefault(Code.LOSS_NEVER_CLIPS(loss=loss), []).append(arm)
+            line = (
+                f"algorithm.loss: got '{loss}', but with one update per step the importance ratio is 1 and "
+                "nothing is ever clipped; use algorithm.minibatches_per_step: 2 or more"
+            )
+            arms_of.setdefault(line, []).append(arm)
         elif stated:
-            arms_of.setdefault(Code.CLIPPING_WITHOUT_EFFECT(settings=stated), []).append(arm)
-    reasons = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
+            got = ", ".join(f"{name} {json.dumps(value)}" for name, value in stated.items())
+            line = (
+                f"algorithm.{next(iter(stated))}: got {got}, but with one update per step nothing is ever "
+                "clipped; use algorithm.minibatches_per_step: 2 or more, or drop it"
+            )
+            arms_of.setdefault(line, []).append(arm)
+    found = [f"{plural(arms, 'arm')} {', '.join(arms)}: {line}" for line, arms in arms_of.items()]
 
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():
@@ -351,11 +359,17 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
         baseline, keys = one_update[BASELINE], {f"algorithm.{name}" for name in CLIPPING}
         is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
         if changes.keys() <= (keys if is_per_token else keys | {"algorithm.loss"}):
-            reasons.append(Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes]))
+            found.append(
+                f"arm {arm}: differs from the baseline only in {', '.join(changes)}, but with one update per "
+                "step this changes no gradient; use algorithm.minibatches_per_step: 2 or more"
+            )
 
     configs = {run.name.arm: run.config for run in plan.runs}
     commands = {arm: config for arm, config in configs.items() if isinstance(config, CommandRunConfig)}
     arms = [arm for arm, config in commands.items() if not config.trainer.uses_seed]
     if arms and len(plan.recipe.seeds) > 1:
-        reasons.append(Code.COMMANDS_WITHOUT_SEED(arms=arms))
-    return reasons
+        found.append(
+            f"{plural(arms, 'arm')} {', '.join(arms)}: trainer.argv and trainer.env do not use {{seed}}, so "
+            "all seeds run the same command unless it reads ABRUN_SEED"
+        )
+    return found

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from abrun.messages.codes import Code, Reason
-
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -50,7 +48,7 @@ def installed_packages() -> dict[str, str]:
     return {package: version for package, version in packages.items() if version}
 
 
-def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
+def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> str | None:
     """Return the reason for the first missing package of an extra; None if all are installed.
 
     `packages`: the result of `installed_packages` on a machine; None: this machine.
@@ -59,20 +57,26 @@ def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Re
         name = module.replace("_", "-")
         is_installed = importlib.util.find_spec(module) if packages is None else name in packages
         if not is_installed:
-            return Code.PACKAGE_MISSING(package=name, extra=extra)
+            return f"needs {name}: pip install 'abrun[{extra}]'"
     return None
 
 
-def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> Reason:
+def needs_package(field: str, got: str | bool, package: str, install: str, instead: str | None = None) -> str:
+    """Return that a setting needs a package, and how to install it or what to set `instead`."""
+    got_text = str(got).lower() if isinstance(got, bool) else repr(got)
+    remedy = f"{install}, or use {instead}" if instead else install
+    return f"{field}: got {got_text}, but the package {package} is missing; {remedy}"
+
+
+def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> str:
     """Return the reason that a setting needs a package; without a wheel it names the right Python."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
-        return Code.SETTING_NEEDS_PACKAGE(
-            field=field, got=got, package=package, install=install, instead=instead
-        )
+        return needs_package(field, got, package, install, instead)
     python, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
-    return Code.PACKAGE_WITHOUT_WHEEL(
-        field=field, got=got, package=package, python=python, newest=supported, instead=instead
+    return (
+        f"{field}: got {got!r}, but the package {package} has no wheel for Python {python}; use Python "
+        f"{supported}, or use {instead}"
     )
 
 
@@ -113,7 +117,7 @@ def install_command(package: str, *options: str) -> str:
     return " ".join(words)
 
 
-def untested_version(package: str, version: str | None) -> Reason | None:
+def untested_version(package: str, version: str | None) -> str | None:
     """Return a reason if the version is outside the tested range; None if it is inside or unknown."""
     from packaging.version import InvalidVersion, Version
 
@@ -125,7 +129,7 @@ def untested_version(package: str, version: str | None) -> Reason | None:
             return None
     except InvalidVersion:
         return None
-    return Code.VERSION_UNTESTED(package=package, version=version, install=install_command(package))
+    return f"{package} {version}: not tested with abrun; if runs fail: {install_command(package)}"
 
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:

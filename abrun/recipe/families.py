@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.policy import Policy
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -21,23 +21,29 @@ MULTIMODAL, ENCODER_DECODERS, BIASED_HEADS, STREAMLESS, MIXED, WINDOWED = (
 SAMPLING_ROUTERS = frozenset({"phimoe"})
 SHARED_LAYERS = frozenset({"zamba", "zamba2"})
 
+# Obstacles that a configuration shows here, and a network at loading
+ENCODER_DECODER = "an encoder-decoder model"
+HEAD_BIASED = "an LM head with a bias, which the log-prob kernels do not support"
+ROUTER_SAMPLES = "whose router samples experts in training"
+LAYERS_SHARED = "whose layers share weights, so that they cannot be sharded one by one"
+
 # Names in `layer_types` of layers that mix packed sequences or do not attend to all tokens.
 PARTIAL_LAYER_PATTERN = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index|hybrid")
 
 
-def family_refusal(model: Mapping[str, Any]) -> Reason | None:
+def family_refusal(model: Mapping[str, Any]) -> str | None:
     """Return why a model with this `config.json` cannot be trained; None if nothing prevents it."""
     family = model.get("model_type")
     if not isinstance(family, str):
         return None
-    families_by_code = {
-        Code.FAMILY_ENCODER_DECODER: ENCODER_DECODERS,
-        Code.FAMILY_MULTIMODAL: MULTIMODAL,
-        Code.FAMILY_HEAD_BIASED: BIASED_HEADS,
-        Code.FAMILY_ROUTER_SAMPLES: SAMPLING_ROUTERS,
-        Code.FAMILY_SHARES_LAYERS: SHARED_LAYERS,
+    families_by_obstacle = {
+        ENCODER_DECODER: ENCODER_DECODERS,
+        "a multimodal model for which transformers has no causal LM": MULTIMODAL,
+        HEAD_BIASED: BIASED_HEADS,
+        ROUTER_SAMPLES: SAMPLING_ROUTERS,
+        LAYERS_SHARED: SHARED_LAYERS,
     }
-    return next((code() for code, families in families_by_code.items() if family in families), None)
+    return next((why for why, families in families_by_obstacle.items() if family in families), None)
 
 
 def stream_setting(policy: Policy) -> tuple[str, str] | None:
@@ -50,7 +56,7 @@ def stream_setting(policy: Policy) -> tuple[str, str] | None:
     return None
 
 
-def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
+def stream_misfit(model: Mapping[str, Any], policy: Policy) -> str | None:
     """Return why a model cannot use packing or context parallelism; None if nothing prevents it.
 
     `model`: fields of a Hugging Face configuration; missing fields are not checked.
@@ -59,27 +65,25 @@ def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
     if setting is None or obstacle is None:
         return None
     field_and_value, instead = setting
-    return Code.STREAM_NEEDS_FULL_ATTENTION(
-        setting=field_and_value, family=model.get("model_type"), obstacle=obstacle, instead=instead
-    )
+    return f"{field_and_value} with a {model.get('model_type')} model, {obstacle}; use {instead}"
 
 
-def attention_obstacle(model: Mapping[str, Any]) -> Reason | None:
+def attention_obstacle(model: Mapping[str, Any]) -> str | None:
     """Return why a model lacks full causal attention in every layer; None if it seems to have it."""
     nested = model.get("text_config")
     text = nested if isinstance(nested, Mapping) else model
     families = {name for name in (model.get("model_type"), text.get("model_type")) if isinstance(name, str)}
     if families & STREAMLESS:
-        return Code.LAYERS_REFUSE_PACKING()
+        return "whose layers do not support packed sequences"
     layer_types, window = text.get("layer_types"), text.get("sliding_window")
     if isinstance(layer_types, list):
         kinds = sorted({str(kind) for kind in layer_types if PARTIAL_LAYER_PATTERN.search(str(kind))})
-        return Code.LAYERS_NOT_FULL_ATTENTION(kinds=kinds) if kinds else None
+        return f"which has layers of {listed(kinds)}" if kinds else None
     no_window = "sliding_window" in text and window is None
     if families & MIXED and not no_window:
-        return Code.SOME_LAYERS_PARTIAL()
+        return "some of whose layers lack full attention"
     if isinstance(window, int) and window and _uses_window(text, families):
-        return Code.LAYERS_WINDOWED(tokens=window)
+        return f"whose layers attend to windows of {window} tokens"
     return None
 
 

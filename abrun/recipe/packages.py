@@ -7,8 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-from abrun.messages.codes import Code, Reason
-from abrun.recipe.extras import installed_packages, missing_package_reason
+from abrun.recipe.extras import installed_packages, missing_package_reason, needs_package
 
 MIN_MEGATRON, MEGATRON_UPPER_BOUND = (0, 16, 1), (0, 20, 0)
 MIN_MEGATRON_IMPORTING_TRITON = (0, 18, 0)  # from here on it fails without Triton
@@ -32,7 +31,7 @@ MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG = (0, 31)
 MIN_CPU_BUILD_WITH_TRITON = (0, 32)
 
 
-def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None:
+def megatron_refusal(packages: Mapping[str, str] | None = None) -> str | None:
     """Return why the megatron backend cannot run with these packages, by default the installed ones."""
     packages = installed_packages() if packages is None else packages
     field, package, install = "policy.backend.type", "megatron-core", "pip install 'abrun[megatron]'"
@@ -41,64 +40,70 @@ def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None
         return missing_package_reason(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
     if not MIN_MEGATRON <= numbers < MEGATRON_UPPER_BOUND:
-        return Code.PACKAGE_VERSION_UNSUPPORTED(
-            field=field,
-            got="megatron",
-            package=package,
-            version=version,
-            supported=MEGATRON_VERSIONS,
-            install=install,
-            instead=None,
+        return (
+            f"{field}: got 'megatron' with {package} {version}, but supported are {MEGATRON_VERSIONS}; "
+            f"{install}"
         )
     if numbers >= MIN_MEGATRON_IMPORTING_TRITON and "triton" not in packages:
-        return Code.PACKAGE_OF_PACKAGE_MISSING(
-            field=field, got="megatron", package=package, version=version, missing="triton", install=install
+        return (
+            f"{field}: got 'megatron' with {package} {version}, which needs the missing package triton; "
+            f"{install}"
         )
     return None
 
 
-def vllm_refusal(packages: Mapping[str, str] | None = None, *, on_gpu: bool) -> Reason | None:
+def vllm_refusal(packages: Mapping[str, str] | None = None, *, on_gpu: bool) -> str | None:
     """Return why `rollout.engine: vllm` cannot run with these packages, by default the installed ones."""
     field, instead = "rollout.engine", "engine: torch"
     package, install = ("vllm", INSTALL_VLLM) if on_gpu else (CPU_BUILD, INSTALL_VLLM_FOR_CPU)
     installed = _installed_vllm(packages)
     if not installed:
-        return Code.SETTING_NEEDS_PACKAGE(
-            field=field, got="vllm", package=package, install=install, instead=instead
-        )
+        return needs_package(field, "vllm", package, install, instead)
     name, version = next(iter(installed.items()))
     if any(build == CPU_BUILD or "cpu" in number for build, number in installed.items()) == on_gpu:
-        return Code.VLLM_OF_OTHER_DEVICE(package=name, version=version, on_gpu=on_gpu, install=install)
+        built_for_other = (
+            "which is built for CPUs, but cluster.gpus_per_node is above 0"
+            if on_gpu
+            else "which needs a GPU, but cluster.gpus_per_node is 0"
+        )
+        return (
+            f"rollout.engine: got 'vllm' with {name} {version}, {built_for_other}; pip uninstall {name}, "
+            f"then {install}, or use engine: torch"
+        )
     unsupported = next((pair for pair in installed.items() if vllm_release(pair[1]) is None), None)
     if unsupported is None:
         return None
-    return Code.PACKAGE_VERSION_UNSUPPORTED(
-        field=field,
-        got="vllm",
-        package=unsupported[0],
-        version=unsupported[1],
-        supported=VLLM_VERSIONS,
-        install=install,
-        instead=instead,
+    return (
+        f"{field}: got 'vllm' with {unsupported[0]} {unsupported[1]}, but supported are {VLLM_VERSIONS}; "
+        f"{install}, or use {instead}"
     )
 
 
-def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> Reason | None:
+def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> str | None:
     """Return why vLLM of these (or the installed) packages cannot report sampling masks; None if it can."""
     installed = _installed_vllm(packages)
     if not installed:
-        return Code.VLLM_ABSENT()
+        return "without vLLM"
     name, version = next(iter(installed.items()))
     release = vllm_release(version)
     if release is None or release < MIN_VLLM_WITH_SAMPLING_MASKS:
         oldest = "{}.{}".format(*MIN_VLLM_WITH_SAMPLING_MASKS)
-        return Code.VLLM_WITHOUT_SAMPLING_MASKS(package=name, version=version, oldest=oldest)
+        return (
+            f"with {name} {version}, which does not report the tokens it samples from (vLLM does from "
+            f"{oldest})"
+        )
     if name == CPU_BUILD and release < MIN_CPU_BUILD_WITH_TRITON:
         oldest = "{}.{}".format(*MIN_CPU_BUILD_WITH_TRITON)
-        return Code.VLLM_FINDS_NO_TRITON(package=name, version=version, oldest=oldest)
+        return (
+            f"with {name} {version}, which finds no Triton for CPUs and so does not report the tokens it "
+            f"samples from ({name} does from {oldest})"
+        )
     backends = importlib.metadata.entry_points(group="triton.backends")
     if (name == CPU_BUILD or "cpu" in version) and not any(entry.name == "cpu" for entry in backends):
-        return Code.TRITON_FOR_CPUS_MISSING(package=name, version=version)
+        return (
+            f"with {name} {version} but without Triton for CPUs, so vLLM does not report the tokens it "
+            "samples from (install triton-cpu)"
+        )
     return None
 
 

@@ -229,21 +229,24 @@ def recorded_source(config: RunConfig) -> str | None:
     return None
 
 
-def unsupported_settings(config: OwnRunConfig) -> list[Reason]:
-    """Return a reason for each setting that is valid in a recipe but not implemented in this version."""
-    backend, engine, reasons = config.policy.backend, config.rollout.engine, list[Reason]()
+def unsupported_settings(config: OwnRunConfig) -> list[str]:
+    """Return why, for each setting that is valid in a recipe but not implemented in this version."""
+    backend, engine, reasons = config.policy.backend, config.rollout.engine, list[str]()
     if backend.type not in BACKENDS:
         reasons.append(_unsupported_value("policy.backend.type", backend.type, BACKENDS))
     if config.rollout.devices and config.cluster.nodes > 1:
         devices, nodes = config.rollout.devices, config.cluster.nodes
-        reasons.append(Code.ENGINE_DEVICES_NEED_ONE_NODE(devices=devices, nodes=nodes))
+        reasons.append(
+            f"rollout.devices: got {devices} with cluster.nodes {nodes}, which is not supported yet; use "
+            "nodes: 1, or devices: null"
+        )
     if engine not in ENGINES:
         reasons.append(_unsupported_value("rollout.engine", engine, ENGINES))
     return reasons
 
 
-def _unsupported_value(field: str, value: str, built: Iterable[str]) -> Reason:
-    return Code.NOT_BUILT(field=field, got=value, allowed=[*built])
+def _unsupported_value(field: str, value: str, built: Iterable[str]) -> str:
+    return f"{field}: got {value!r}, which is not supported yet; allowed: {[*built]}"
 
 
 HEAD_LABELS = {

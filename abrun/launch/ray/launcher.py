@@ -18,7 +18,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.experiment.preflight.settings import ray_refusal
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.runs.experiment import WARM_START
@@ -229,14 +229,15 @@ class RayCluster(ClusterJobs):
     def is_submitted(self) -> bool:
         return bool(self._record.get("job"))
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
         for cluster in (run.config.cluster for run in plan.runs):
             if cluster.runs_per_gpu > 1 and cluster.gpus_per_node > 1:
                 why = f"it divides GPUs only among runs of one GPU (gpus_per_node is {cluster.gpus_per_node})"
                 reasons.append(
-                    Code.GPUS_NOT_SHARED(runs_per_gpu=cluster.runs_per_gpu, launcher="ray", why=why)
+                    f"cluster.runs_per_gpu: got {cluster.runs_per_gpu}, but runs cannot share GPUs on ray: "
+                    f"{why}; use 1"
                 )
                 break
         if not reasons:

@@ -24,14 +24,14 @@ from abrun.experiment.plan import ExperimentPlan, PlannedRun, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.messages.texts import listed
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm, parse_time_limit
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import read_json_or_empty, write_file, write_json
 from abrun.runs.layout import REPORT
-from abrun.runs.records import Git
+from abrun.runs.records import Git, RunState
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Flag, Items, Texts, checked
 from abrun.runs.state import RunState
@@ -379,12 +379,15 @@ class SlurmCluster(ClusterJobs):
 
     # --- submission ---
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan or Slurm never would; notes if pairs fit an allocation."""
         reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
-            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
+            reasons.append(
+                f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only "
+                f"{parse_time_limit(time):.0f} s; lower launcher.save_s, or ask for more time"
+            )
         return reasons or self._find_slurm_problems(plan)
 
     def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
@@ -464,15 +467,17 @@ class SlurmCluster(ClusterJobs):
         runs = [run for run in plan.runs if str(run.name) in to_run]
         return warm_starts + group_into_scripts(runs, self._settings, self._fits, self._num_jobs)
 
-    def _find_slurm_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def _find_slurm_problems(self, plan: ExperimentPlan) -> list[str]:
         container = self._settings.container
         if container:
             try:
                 run_slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
                 if "container-image" not in error.reason.values.get("answer", ""):
-                    return [error.reason]
-                return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
+                    return [str(error)]
+                return [
+                    f"launcher.container: got {container.image!r}, but Slurm has no pyxis plugin: {error}"
+                ]
         options = cluster_options(self._settings)
         for group in group_into_tasks(plan.runs, self._num_jobs):
             configs = [run.config for run in group]
@@ -486,7 +491,7 @@ class SlurmCluster(ClusterJobs):
                 run_options = [*options, *alone.options()]
                 refusal = None if self._fits.get(alone) else find_refusal(run_options)
                 if refusal:
-                    return [Code.SLURM_REFUSES_JOB(answer=refusal, options=" ".join(run_options))]
+                    return [f"slurm: {refusal} (requested: {' '.join(run_options)})"]
                 self._fits[alone] = True
         return []
 
