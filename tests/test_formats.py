@@ -207,7 +207,7 @@ def test_settings_that_went_are_ignored_in_what_is_stored_and_refused_in_new_rec
             section = section[step]
         section[name] = value
         assert migrations.migrate_dotted({key: migrations.REMOVED[key], "steps": 1}) == {"steps": 1}
-        with pytest.raises(RecipeError, match=rf"{re.escape(key)}: unknown key; allowed: "):
+        with pytest.raises(RecipeError, match=rf"{re.escape(key)}: was removed; "):
             load_recipe(path, ["policy.backend={type: megatron}", f"{key}={json.dumps(value)}"])
     content["arms"]["treatment"] |= REMOVED_VALUES
     assert parse_stored_recipe(content) == recipe

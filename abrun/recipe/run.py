@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -11,11 +12,10 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.implementations import BACKENDS, ENGINES
-from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout
-from abrun.recipe.refusals import shortened
-from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, Section
+from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout, check_vllm_temperature
+from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, RuleError, Section, rule
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
-from abrun.runs.redaction import REFERENCE
+from abrun.runs.redaction import REFERENCE, shortened, yaml_text
 
 
 class WarmStart(Section):
@@ -61,6 +61,24 @@ class ClusterConfig(Section):
     cpu_ranks: Count = 1
     # Runs that share each GPU, with an equal share of its memory; times are then not compared
     runs_per_gpu: Count = 1
+
+    @rule
+    def _check_devices(self) -> None:
+        if self.gpus_per_node and self.cpu_ranks > 1:
+            raise RuleError(
+                f"cluster.cpu_ranks: got {self.cpu_ranks} with gpus_per_node {self.gpus_per_node}; a run "
+                "trains on GPUs or on CPU cores: drop one of the two"
+            )
+        if self.runs_per_gpu > 1 and not self.gpus_per_node:
+            raise RuleError(
+                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with gpus_per_node 0, which leaves no GPU to "
+                "share; use 1 (--jobs sets the number of parallel runs on CPU cores)"
+            )
+        if self.runs_per_gpu > 1 and self.nodes > 1:
+            raise RuleError(
+                f"cluster.runs_per_gpu: got {self.runs_per_gpu} with nodes {self.nodes}, but only runs of "
+                "one node share GPUs; use 1"
+            )
 
     @property
     def ranks_per_node(self) -> int:
@@ -149,6 +167,16 @@ class OwnTrainer(Section):
         return env
 
 
+def _check_divides(field: str, size: int, whole: int, of: str) -> None:
+    if whole % size:
+        raise RuleError(f"{field}: got {size} for {of}; use a divisor of {whole}")
+
+
+def _check_multiple(field: str, number: int, unit: int, of: str, other: str = "") -> None:
+    if number % unit:
+        raise RuleError(f"{field}: got {number} for {of}; use a multiple of {unit}{other}")
+
+
 class OwnRunConfig(RunConfig):
     """Configuration of one run of abrun's own trainer, as stored resolved in its `config.json`."""
 
@@ -165,6 +193,181 @@ class OwnRunConfig(RunConfig):
     keep_samples: KeptSamples | None = KeptSamples()  # with a policy gradient; null: no samples
     # Fault for the verdict to detect: a name of docs/reference/faults.md, or a section
     injected_fault: Annotated[InjectedFault | None, ACCEPT_FAULT_NAME_OR_NONE] = None
+
+    @rule
+    def _check_sharing(self) -> None:
+        runs = self.cluster.runs_per_gpu
+        if runs > 1 and self.engine_devices:
+            raise RuleError(
+                f"cluster.runs_per_gpu: got {runs} with rollout.devices {self.rollout.devices}, whose "
+                "engines take whole GPUs; use 1, or rollout.devices: null"
+            )
+        if runs > 1 and (share := self.rollout.gpu_memory_utilization):
+            raise RuleError(
+                f"rollout.gpu_memory_utilization: got {share} with cluster.runs_per_gpu {runs}, whose runs "
+                "get equal shares; use null, or cluster.runs_per_gpu: 1"
+            )
+
+    @rule
+    def _check_ranks(self) -> None:
+        backend, ranks, ranks_per_node = self.policy.backend, self.cluster.ranks, self.cluster.ranks_per_node
+        replica = math.prod(backend.shape.values())
+        if ranks % replica:
+            sizes = " x ".join(f"{name} {size}" for name, size in backend.shape.items())
+            raise RuleError(
+                f"policy.backend: got {sizes} = {replica} ranks per replica, for {ranks} ranks; use sizes "
+                f"whose product divides {ranks}, or other cluster sizes"
+            )
+        of_node = f"{ranks_per_node} ranks per node, but such a group must fit one node"
+        _check_divides("policy.backend.tensor_parallel", backend.tensor_parallel, ranks_per_node, of_node)
+        if not self.rollout.devices:
+            engine_ranks = self.rollout.tensor_parallel
+            _check_divides("rollout.tensor_parallel", engine_ranks, ranks_per_node, of_node)
+        available = backend.ranks_of_experts(ranks)
+        of_experts = f"{available} ranks available to a layer's experts"
+        _check_divides("policy.backend.expert_parallel", backend.expert_parallel, available, of_experts)
+
+    @rule
+    def _check_batches(self) -> None:
+        algorithm, replicas = self.algorithm, self.data_parallel
+        ranks, other = f"{replicas} data-parallel ranks", ", or other cluster sizes"
+        if isinstance(algorithm, PolicyGradientSettings):
+            unit = replicas * algorithm.minibatches_per_step
+            shares = f"{ranks} and minibatches_per_step {algorithm.minibatches_per_step}"
+            _check_multiple("algorithm.prompts_per_step", algorithm.prompts_per_step, unit, shares, other)
+            if algorithm.selects_groups and algorithm.documents_per_step:
+                unit *= algorithm.group_size
+                shares = f"groups of {algorithm.group_size}, {shares}"
+                _check_multiple("algorithm.documents_per_step", algorithm.documents_per_step, unit, shares)
+        else:
+            _check_multiple("algorithm.batch_size", algorithm.batch_size, replicas, ranks, other)
+        if self.warm_start:
+            _check_multiple("warm_start.batch_size", self.warm_start.batch_size, replicas, ranks)
+
+    @rule
+    def _check_precision(self) -> None:
+        (_, filters), logprobs = self.trained_distribution, self.policy.logprobs
+        if filters.drop_tokens and logprobs.impl != "logits":
+            changed = (
+                (name, value) for name, value in asdict(NO_FILTERS).items() if getattr(filters, name) != value
+            )
+            name, off = next(changed)
+            one_pass = " with one_pass: false" if logprobs.one_pass else ""
+            raise RuleError(
+                f"rollout.{name}: got {getattr(filters, name)} with policy.logprobs.impl {logprobs.impl!r}, "
+                f"which never holds the logits to filter; use {name}: {yaml_text(off)}, or impl: "
+                f"logits{one_pass}"
+            )
+        if self.rollout.head_dtype == "bfloat16" and self.policy.dtype == "float32":
+            raise RuleError(
+                "rollout.head_dtype: got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or "
+                "policy.dtype: bfloat16"
+            )
+        longest, punishment = (
+            self.rollout.max_new_tokens,
+            getattr(self.algorithm, "overlong_punishment", None),
+        )
+        if punishment and punishment.buffer > longest:
+            raise RuleError(
+                f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
+                f"rollout.max_new_tokens {longest}; use {longest} or less"
+            )
+        value_dtype = getattr(self.algorithm, "value_head_dtype", "float32")
+        if value_dtype != "float32" and self.policy.backend.type == "megatron":
+            raise RuleError(
+                f"algorithm.value_head_dtype: got {value_dtype!r} with policy.backend.type 'megatron', whose "
+                "masters are float32; use float32"
+            )
+
+    @rule
+    def _check_fault(self) -> None:
+        if self.injected_fault and (need := self.unmet_fault_need):
+            got = shortened(self.injected_fault.name)
+            raise RuleError(f"injected_fault: got {got}, which {need}, or injected_fault: null")
+
+    @rule
+    def _check_validation(self) -> None:
+        if self.validation is None:
+            return
+        ranks, temperature = f"{self.data_parallel} data-parallel ranks", self.validation.temperature
+        _check_multiple("validation.num_prompts", self.validation.num_prompts, self.data_parallel, ranks)
+        if self.rollout.engine == "recorded" and self.samples_completions:
+            raise RuleError(
+                "validation: got 'a validation by completions' with rollout.engine 'recorded', which samples "
+                "none; use validation: null"
+            )
+        if not hasattr(self.task, "path"):
+            generated = f"with task.type {self.task.type!r}, whose prompts are generated"
+            self.validation.require_default("validation.path", generated, "")
+        if temperature and self.rollout.engine == "vllm":
+            check_vllm_temperature("validation.temperature", temperature, "0, or engine: torch")
+
+    @rule
+    def _check_algorithm(self) -> None:
+        algorithm, task, one_pass = self.algorithm, self.task.type, self.policy.logprobs.one_pass
+        if self.rollout.batch_invariant and not self.cluster.gpus_per_node:
+            raise RuleError(
+                "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, but vLLM has no such "
+                "kernels for CPUs; use batch_invariant: false, or GPUs"
+            )
+        whole = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
+        if one_pass and isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
+            raise RuleError(
+                f"algorithm.loss: got 'gspo' {whole} GSPO depends on the whole sequence; use one_pass: false"
+            )
+        if one_pass and algorithm.type == "dpo":
+            raise RuleError(
+                f"algorithm.type: got 'dpo' {whole} DPO depends on both completions of a pair; use one_pass: "
+                "false"
+            )
+        if isinstance(algorithm, PolicyGradientSettings) and task in ("completions", "preferences"):
+            raise RuleError(
+                f"task.type: got {task!r} with algorithm.type {algorithm.type!r}, which needs a task that "
+                "scores completions; use arithmetic, word_problems, reasoning_gym, gsm8k or jsonl"
+            )
+        if algorithm.type == "dpo" and task not in ("arithmetic", "preferences"):
+            raise RuleError(
+                f"task.type: got {task!r} with algorithm.type 'dpo', which needs pairs of completions; use "
+                "preferences or arithmetic"
+            )
+        if algorithm.type == "dpo" and (self.policy.micro_batch_size or 0) % 2:
+            raise RuleError(
+                f"policy.micro_batch_size: got {self.policy.micro_batch_size} with algorithm.type 'dpo', "
+                "which keeps pairs together; use an even number of sequences"
+            )
+
+    @rule
+    def _check_experts(self) -> None:
+        policy, preset = self.policy, self.model.preset
+        experts = self.model.architecture.get("num_experts")
+        if preset is not None and experts is None:
+            reason = f"with model.preset {preset!r}, which has no experts"
+            policy.backend.require_default("policy.backend.expert_parallel", reason, "")
+            policy.require_default("policy.router_aux_loss_coefficient", reason, "")
+            policy.require_default("policy.replay_routing", reason, "")
+        if experts is not None:
+            of_preset = f"{experts} experts"
+            if experts % policy.backend.expert_parallel:
+                raise RuleError(
+                    f"policy.backend.expert_parallel: got {policy.backend.expert_parallel} with model.preset "
+                    f"{preset!r}, whose layers have {of_preset}; use a divisor of {experts}"
+                )
+        if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
+            raise RuleError(
+                f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
+                "old log-prob pass to record routes in; use replay_routing: false"
+            )
+
+    def find_new_problem(self) -> str | None:
+        """Return the rule that this run breaks but those of earlier versions may; None if there is none."""
+        algorithm = self.algorithm
+        has_penalty = isinstance(algorithm, PolicyGradientSettings) and algorithm.kl_coefficient > 0
+        if has_penalty and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1"):
+            return (
+                "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
+                "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
+            )
+        return None
 
     @property
     def engine_devices(self) -> int:

@@ -30,8 +30,7 @@ from abrun.experiment.plan import diff_configs
 from abrun.experiment.starter.shipped import recipe_files
 from abrun.launch.memory.cells import GIB
 from abrun.recipe.experiment import BASELINE, Recipe, load_recipe
-from abrun.recipe.policy import Dtensor, Megatron
-from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.policy import ARCHITECTURES, Dtensor, Megatron
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import list_experiments, run_dir
 from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR

@@ -34,7 +34,7 @@ from typing import Any
 from abrun.errors import AbrunError
 from abrun.launch.memory.cells import GIB
 from abrun.messages.codes import Code
-from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.policy import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.peaks import predict_steps, query_gpus, resolve_device_memory
 from tests.bench.bench_step import SHAPES, Bench, Shapes
