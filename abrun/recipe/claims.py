@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import shortened, suggest_name, validated
 from abrun.recipe.section import Count, FieldError, PathText, Positive, Section, rule
@@ -462,9 +461,15 @@ def parse_claim(text: str) -> Claim:
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin.strip()):
-        raise RecipeError(Code.SETTING_REFUSED(field="--claim", got=shortened(text)))
+        raise RecipeError(
+            f"--claim: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last "
+            "20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
+        )
     if window[:1] in ("<", ">"):
-        raise RecipeError(Code.CLAIM_LIMIT_SYNTAX(got=shortened(text)))
+        raise RecipeError(
+            f"--claim: got {shortened(text)}, a limit with a colon; write '<0.9x' for a ratio to the "
+            "baseline, or '<0.9' for a level"
+        )
     values: dict[str, Any] = {"metric": metric, "window": window}
     margin = margin.strip()
     for suffix, higher_is_better in DIRECTIONS.items():

@@ -263,7 +263,9 @@ def build_invocation(
         if _mentioned_run_file(word, str(run_dir))
     ]
     if reserved_paths:
-        raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(reserved_paths[0])))
+        raise RecipeError(
+            f"trainer: got {shortened(reserved_paths[0])}, which is reserved for abrun; choose another name"
+        )
     return invocation
 
 

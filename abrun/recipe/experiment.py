@@ -16,7 +16,6 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare, Controls
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, unmet_need
@@ -30,10 +29,9 @@ from abrun.recipe.merging import (
     type_lacks_key,
 )
 from abrun.recipe.policy import RecipePolicy
-from abrun.recipe.reading import dotted, nested, read_launched_recipe
+from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
 from abrun.recipe.refusals import describe_unknown_key, shortened, validated
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, recorded_source
-from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import FieldError, RuleError, Section, rule
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.migrations import drop_removed, migrate
@@ -149,7 +147,9 @@ class ExperimentDeclaration(Section):
         if open_keys := self.auto_keys:
             key = open_keys[0]
             raise RecipeError(
-                Code.AUTO_NEEDS_LAUNCH(recipe=self.name, field=key, instead=AUTO_SETTINGS[key].instead)
+                f"{self.name}: {key}: got 'auto', which only abrun launch resolves; give "
+                f"{AUTO_SETTINGS[key].instead} (to see which fit: abrun launch RECIPE --dry-run "
+                "--device-memory 80GiB)"
             )
         base, change = (
             self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
@@ -190,12 +190,18 @@ class ExperimentDeclaration(Section):
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=injected.name))
+            raise RecipeError(
+                f"{source}: got {injected.name!r} with a foreign trainer, but faults can only be injected "
+                "into abrun's own; drop it"
+            )
         if baseline.injected_fault is not None:
-            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=injected.name))
+            raise RecipeError(
+                f"{source}: got {injected.name!r}, but the baseline already has an injected fault; drop one "
+                "of them"
+            )
         lacks = unmet_need(LIBRARY[injected.name], baseline)
         if lacks:
-            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=injected.name, needs=lacks))
+            raise RecipeError(f"{source}: got {injected.name!r}, which {lacks}, or drop the fault")
         content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
@@ -260,7 +266,7 @@ def load_recipe(
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
     except RecursionError:
-        raise RecipeError(Code.RECIPE_TOO_DEEP(source=path)) from None
+        raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))
     resolved = recipe.with_auto_values()
     for arm, change in recipe.arms.items():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model, field_validator
 
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.packages import missing_sampling_masks
+from abrun.recipe.extras import missing_sampling_masks
 from abrun.recipe.section import (
     Count,
     FieldError,

@@ -18,7 +18,7 @@ from abrun.errors import AbrunError, ComparisonError
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe import extras
-from abrun.recipe.packages import megatron_refusal
+from abrun.recipe.extras import megatron_refusal
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
 from tests.snapshot import Snapshot

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.extras import installed_packages
-from abrun.recipe.packages import megatron_refusal, vllm_refusal
+from abrun.recipe.extras import installed_packages, megatron_refusal, vllm_refusal
 
 Packages = Mapping[str, str]  # installed package -> version
 

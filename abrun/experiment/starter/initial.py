@@ -10,7 +10,7 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.experiment.starter.schema import recipe_schema
 from abrun.experiment.starter.shipped import PACKAGE, recipe_files, recipes_folder
-from abrun.messages.codes import Code
+from abrun.messages.texts import listed
 from abrun.recipe.policy import ARCHITECTURES
 from abrun.runs.layout import NAME_PATTERN
 from abrun.runs.regular_files import exists, is_file
@@ -58,9 +58,7 @@ class Question:
         """Raise RecipeError for an answer to the last question of another kind."""
         for option, value in answers.items():
             if value is not None and option != self.option:
-                raise RecipeError(
-                    Code.OPTION_OF_OTHER_KIND(option=option, got=value, kind=kind, takes=self.option)
-                )
+                raise RecipeError(f"{option}: got {value!r}, but --kind {kind} takes {self.option}")
 
 
 KIND_QUESTIONS = {
@@ -83,7 +81,7 @@ KIND_QUESTIONS = {
 def kind_question(kind: str) -> Question:
     """Return the last question for a kind. Raises RecipeError for an unknown kind."""
     if kind not in KIND_QUESTIONS:
-        raise RecipeError(Code.NOT_ALLOWED(field="--kind", got=repr(kind), allowed=[*KINDS]))
+        raise RecipeError(f"--kind: got {kind!r}; allowed: {listed([*KINDS])}")
     return KIND_QUESTIONS[kind]
 
 
@@ -101,7 +99,10 @@ def require_options(kind: str | None, name: str | None, answers: Mapping[str, st
     missing = [option for option, value in values.items() if value is None]
     if missing:
         words = [word for option, value in values.items() for word in (option, value or defaults[option])]
-        raise RecipeError(Code.OPTIONS_NOT_ASKED(missing=missing, example=shlex.join(words)))
+        raise RecipeError(
+            f"{listed(missing)}: missing, and there is no terminal to ask on; give all, such as abrun init "
+            f"{shlex.join(words)}"
+        )
 
 
 def default_name(kind: str) -> str:
@@ -112,7 +113,7 @@ def default_name(kind: str) -> str:
 def check_name(name: str) -> str:
     """Return the name. Raises RecipeError if it cannot be a file name."""
     if not re.fullmatch(NAME_PATTERN, name):
-        raise RecipeError(Code.SETTING_REFUSED(field="--name", got=repr(name)))
+        raise RecipeError(f"--name: got {name!r}; allowed: letters, digits, '.', '_' and '-', at most 100")
     return name
 
 
@@ -132,14 +133,15 @@ def write_files(files: dict[str, str], into: Path) -> list[Path]:
     """
     conflicts = [path for path in files if exists(into / path) and (into / path).read_text() != files[path]]
     if conflicts:
-        raise RecipeError(Code.FILE_EXISTS(path=into / conflicts[0]))
+        raise RecipeError(f"{into / conflicts[0]}: already exists; choose another --name or --to")
     for path, text in files.items():
         try:
             (into / path).parent.mkdir(parents=True, exist_ok=True)
             (into / path).write_text(text)
         except OSError as error:
             raise RecipeError(
-                Code.STARTER_UNWRITABLE(path=into / path, problem=error.strerror or str(error))
+                f"{into / path}: cannot be written: {error.strerror or str(error)}; choose another folder "
+                "with --to"
             ) from None
     return [into / path for path in files]
 
@@ -165,9 +167,7 @@ def _external_files(name: str, trainer: str) -> dict[str, str]:
         return {f"{name}.yaml": _add_schema_line(recipe), script: _read_template("train.py")}
     shipped = {path.stem: path for path in (recipes_folder() / "external").glob("*.yaml")}
     if trainer not in shipped:
-        raise RecipeError(
-            Code.NOT_ALLOWED(field="--trainer", got=repr(trainer), allowed=[*sorted(shipped), OTHER_TRAINER])
-        )
+        raise RecipeError(f"--trainer: got {trainer!r}; allowed: {listed([*sorted(shipped), OTHER_TRAINER])}")
     text = shipped[trainer].read_text()
     scripts = {script: (recipes_folder() / "external" / script).read_text() for script in _script_names(text)}
     return {f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)), **scripts}
@@ -176,12 +176,15 @@ def _external_files(name: str, trainer: str) -> dict[str, str]:
 def _regression_files(name: str, recipe: str) -> dict[str, str]:
     path = recipe_files().get(recipe, Path(recipe))
     if not is_file(path):
-        raise RecipeError(Code.RECIPE_NOT_FOUND(got=recipe))
+        raise RecipeError(f"--recipe: got {recipe!r}, which is neither a file here nor a built-in recipe")
     text = path.read_text()
     match = re.search(r"^compare: \{reference: (\S+)\}$", text, re.M)
     reference = path.parent / match[1] if match else None
     if match is None or reference is None or not is_file(reference):
-        raise RecipeError(Code.RECIPE_WITHOUT_REFERENCE(got=recipe))
+        raise RecipeError(
+            f"--recipe: got {recipe!r}, which has no compare.reference; make one (abrun reference save "
+            "EXPERIMENT --output FILE), and add compare: {reference: FILE}"
+        )
     text = text.replace(match[0], f"compare: {{reference: {name}.json}}")
     return {
         f"{name}.yaml": _add_schema_line(_set_recipe_name(text, name)),

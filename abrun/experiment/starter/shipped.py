@@ -8,7 +8,6 @@ from typing import Literal
 
 from abrun.errors import RecipeError
 from abrun.experiment.plan import make_draft
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, load_recipe
 from abrun.runs.experiment import find_experiment, is_experiment, list_experiments
 from abrun.runs.regular_files import exists, is_directory, is_file
@@ -72,7 +71,7 @@ def find_recipe(path: Path, runs_dir: Path = Path("runs")) -> Path:
     names |= {file.stem: file.name for file in sorted(Path().glob("*.yaml"))}
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {names[close[0]]!r}?" if close else "run abrun recipes for the built-in ones"
-    raise RecipeError(Code.NO_SUCH_RECIPE(got=name, hint=hint))
+    raise RecipeError(f"{name}: no such recipe, neither a file here nor built in; {hint}")
 
 
 def list_shipped_recipes() -> list[ShippedRecipe]:

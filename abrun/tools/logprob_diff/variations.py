@@ -7,8 +7,8 @@ from typing import Any, Literal
 from abrun.errors import RecipeError
 from abrun.messages import sentence
 from abrun.messages.codes import Code
+from abrun.recipe.extras import vllm_refusal
 from abrun.recipe.merging import apply_override, merge
-from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig

@@ -18,8 +18,7 @@ from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.messages.codes import Code
 from abrun.processes import run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
-from abrun.recipe.microbatches import largest_microbatch, set_microbatch_size
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, largest_microbatch, set_microbatch_size
 from abrun.tools.predict.allocations import AllocationTracker
 from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
 from abrun.trainer.backends import make_backend

@@ -23,8 +23,7 @@ from abrun.launch.memory.sweep import SweepPlan, Variant
 from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.microbatches import set_microbatch_size
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, set_microbatch_size
 from abrun.tools.predict import fake_device, probes
 from abrun.tools.predict import peaks as predict
 from abrun.tools.predict.peaks import (

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
-from abrun.recipe.packages import megatron_refusal
+from abrun.recipe.extras import megatron_refusal
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.megatron import library
 from abrun.trainer.backends.ranks import make_ranks
