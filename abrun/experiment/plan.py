@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
@@ -101,11 +100,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     num_runs = num_arms * len(recipe.seeds) + controls.aa_reruns + controls.ulp_reruns
     if num_runs > MAX_RUNS:
         raise RecipeError(
-            Code.NOT_ALLOWED(
-                field=recipe.name,
-                got=f"{num_runs} runs ({num_arms} arms and faults x {len(recipe.seeds)} seeds, plus reruns)",
-                allowed=f"at most {MAX_RUNS} per experiment; remove some, or split the experiment",
-            )
+            f"{recipe.name}: got {num_runs} runs ({num_arms} arms and faults x {len(recipe.seeds)} seeds, "
+            f"plus reruns); allowed: at most {MAX_RUNS} per experiment; remove some, or split the experiment"
         )
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
@@ -115,9 +111,15 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
-            raise RecipeError(Code.ARM_CHANGES_NOTHING(recipe=recipe.name, arm=arm, changes=recipe.arms[arm]))
+            raise RecipeError(
+                f"{recipe.name}: arms.{arm}: got {recipe.arms[arm]}, which resolves to the baseline's "
+                "configuration; change at least one value (controls.aa_reruns repeats the baseline)"
+            )
         if any(key.split(".")[0] == "validation" for key in diff):
-            raise RecipeError(Code.ARM_VALIDATION_DIFFERS(recipe=recipe.name, arm=arm))
+            raise RecipeError(
+                f"{recipe.name}: arms.{arm}.validation: differs from the baseline's, but all arms are "
+                "validated alike; set validation outside of arms"
+            )
     for arm in recipe.control_arms:
         configs[arm] = recipe.control_config(arm)
         treatment_diff[arm] = _diff_flat_configs(base, _flatten_config(configs[arm]))
@@ -189,7 +191,10 @@ def _check_recordings(
         source = recorded_source(config)
         recorder = configs.get(source or "")
         if isinstance(recorder, OwnRunConfig) and not recorder.records_rollouts:
-            raise RecipeError(Code.ROLLOUTS_NOT_RECORDED(recipe=recipe.name, arm=arm, got=source))
+            raise RecipeError(
+                f"{recipe.name}: arms.{arm}.rollout.from: got {source!r}, an arm that does not record its "
+                "rollouts; set rollout.record: true"
+            )
 
 
 def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig | CommandRunConfig]) -> None:
@@ -201,7 +206,7 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     if tolerance == {} or (tolerance is not None and not recipe.compare.step_one):
         reason_text = "which names no metric" if tolerance == {} else "with step_one: false, which uses none"
         raise RecipeError(
-            Code.TOLERANCE_WITHOUT_STEP_ONE(recipe=recipe.name, got=tolerance, problem=reason_text)
+            f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {reason_text}; drop it"
         )
     base = configs[BASELINE]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
@@ -212,23 +217,19 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
     ]
     for key, metric in required_metrics:
         if isinstance(base, OwnRunConfig) and (problem := _metric_problem(metric, base)):
-            raise RecipeError(Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key=key, problem=problem))
+            raise RecipeError(f"{recipe.name}: compare.{key}: {problem}; or drop it")
     if recipe.compare.guards.step_time_ratio is not None and base.cluster.runs_per_gpu > 1:
         problem = _shared_time_problem(recipe.compare.guards.step_time_ratio, base)
-        raise RecipeError(
-            Code.COMPARE_KEY_UNUSABLE(recipe=recipe.name, key="guards.step_time_ratio", problem=problem)
-        )
+        raise RecipeError(f"{recipe.name}: compare.guards.step_time_ratio: {problem}; or drop it")
     claims = recipe.compare.claims
     for index, claim in enumerate(claims):
         if claim in claims[:index]:
-            raise RecipeError(Code.RECIPE_CLAIM_TWICE(recipe=recipe.name, index=index))
+            raise RecipeError(f"{recipe.name}: compare.claims.{index}: repeats an earlier claim; drop it")
         samples_alike = len({recorded_source(config) is None for config in configs.values()}) == 1
         for config in configs.values():
             field, problem = _claim_problem(claim, config, samples_alike=samples_alike)
             if problem:
-                raise RecipeError(
-                    Code.CLAIM_UNUSABLE(recipe=recipe.name, index=index, field=field, problem=problem)
-                )
+                raise RecipeError(f"{recipe.name}: compare.claims.{index}.{field}: {problem}")
 
 
 def _claim_problem(claim: Claim, config: RunConfig, *, samples_alike: bool) -> tuple[str, str | None]:

@@ -105,7 +105,7 @@ def _run_and_read_rows(
     is_cancelled: Callable[[], bool],
 ) -> list[dict[str, Any]]:
     if missing := missing_package("train"):
-        raise LaunchError(Code.OF_SUBJECT(subject=module.split(".")[-2], problem=missing))
+        raise LaunchError(f"{module.split('.')[-2]}: {missing}")
     log = directory / LOG
     with wrap_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -124,13 +124,10 @@ def require_devices(config: OwnRunConfig) -> Machine:
     """Return this machine. Raises LaunchError if it lacks the devices of a run."""
     machine, cluster = this_machine(), config.cluster
     if cluster.nodes > 1 or (cluster.gpus_per_node and config.devices_per_node > len(machine.gpus)):
+        config_text = f" and rollout.devices {config.engine_devices}" if config.engine_devices else ""
         raise LaunchError(
-            Code.NOT_MEASURED_HERE(
-                nodes=cluster.nodes,
-                gpus_per_node=cluster.gpus_per_node,
-                engines=config.engine_devices,
-                machine=str(machine),
-            )
+            f"cluster: got {cluster.nodes} node(s) x {cluster.gpus_per_node} GPU(s){config_text}, but this "
+            f"machine, which measures it, has {machine}; use --set cluster.gpus_per_node=..."
         )
     return machine
 

@@ -188,7 +188,10 @@ class _Run:
             process = start_process(self._call.argv, self._env, death_signal=signal.SIGKILL, process_group=0)
         except OSError as error:
             command = self._call.argv[0]
-            raise LaunchError(Code.COMMAND_NOT_STARTED(command=command, error=str(error.strerror))) from None
+            raise LaunchError(
+                f"trainer.argv: got {command!r}, which cannot be started: {error.strerror}; give the path of "
+                "an executable file"
+            ) from None
         try:
             yield process
         finally:
@@ -410,7 +413,10 @@ class MetricsFollower:
             # The recipe's path does not name a run file, but a link may lead to one.
             if self._run.is_run_file(self._path):
                 target = os.path.realpath(self._path)
-                raise StoreError(Code.METRICS_LEAD_TO_RUN_FILE(path=self._path, target=target))
+                raise StoreError(
+                    f"{self._path}: points to {target}, which is reserved for abrun; write to a file of your "
+                    "own"
+                )
             rows = self._read()
         except AbrunError as error:  # perhaps a half-written file that the next read finds complete
             self.problem = error.reason

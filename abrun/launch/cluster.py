@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from abrun.errors import AbrunError, LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.messages.numbers import count_text
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.launcher import LauncherSettings
@@ -52,7 +52,7 @@ class ClusterJobs(ABC):
         self._record = self.read(self._experiment_dir)
 
     @abstractmethod
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return the reasons why the plan could never run there."""
 
     @abstractmethod

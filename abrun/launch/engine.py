@@ -9,7 +9,7 @@ from typing import Protocol
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.recipe.implementations import LOCAL_LAUNCHERS, load_implementation, scheduler_names
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir
@@ -42,7 +42,7 @@ class StartedRun(Protocol):
 class Engine(Protocol):
     """A launcher's engine, constructed with the maximum number of parallel runs (`--jobs`) or None."""
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return the reasons why the plan cannot run here."""
         ...
 

@@ -1,9 +1,10 @@
 """Settings of a plan that are allowed but have no effect, and commands that are the same for every seed."""
 
+import json
 from collections.abc import Iterator
 
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import plural
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE
@@ -12,8 +13,8 @@ RATIO_LOSSES = ("gspo", "cispo")  # differ from a policy gradient only by their 
 CLIPPING = ("clip_low", "clip_high", "dual_clip", "value_clip_range")
 
 
-def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
-    """Return a reason for each setting without effect, with the arms that have it.
+def find_ineffective_settings(plan: ExperimentPlan) -> list[str]:
+    """Return a line for each setting without effect, with the arms that have it.
 
     With one update per step, the importance ratio is 1 where the gradient is taken, and nothing is clipped.
     For the default loss and clip range that is common and not reported. It is reported for a loss that is
@@ -21,16 +22,16 @@ def find_ineffective_settings(plan: ExperimentPlan) -> list[Reason]:
     to rounding, all losses of the GRPO family then have the same gradient, if the tokens of a sequence share
     one advantage and weight.
     """
-    arms_of: dict[Reason, list[str]] = {}
+    arms_of: dict[str, list[str]] = {}
     for arm, settings in _select_one_update(plan).items():
         for reason in _find_ineffective_clipping(settings):
             arms_of.setdefault(reason, []).append(arm)
-    inert = [Code.ARMS_WITHOUT_EFFECT(arms=arms, problem=reason) for reason, arms in arms_of.items()]
+    inert = [f"{plural(arms, 'arm')} {', '.join(arms)}: {reason}" for reason, arms in arms_of.items()]
     return [*inert, *_find_equal_arms(plan), *_find_commands_without_seed(plan)]
 
 
-def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[Reason]:
-    """Yield a reason for the arms whose command line is the same for every seed."""
+def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[str]:
+    """Yield a line for the arms whose command line is the same for every seed."""
     configs = {run.name.arm: run.config for run in plan.runs}
     arms = [
         arm
@@ -38,7 +39,10 @@ def _find_commands_without_seed(plan: ExperimentPlan) -> Iterator[Reason]:
         if isinstance(config, CommandRunConfig) and not config.trainer.uses_seed
     ]
     if arms and len(plan.recipe.seeds) > 1:
-        yield Code.COMMANDS_WITHOUT_SEED(arms=arms)
+        yield (
+            f"{plural(arms, 'arm')} {', '.join(arms)}: trainer.argv and trainer.env do not use {{seed}}, so "
+            "all seeds run the same command unless it reads ABRUN_SEED"
+        )
 
 
 def _select_one_update(plan: ExperimentPlan) -> dict[str, PolicyGradientSettings]:
@@ -52,20 +56,25 @@ def _select_one_update(plan: ExperimentPlan) -> dict[str, PolicyGradientSettings
     }
 
 
-def _find_ineffective_clipping(settings: PolicyGradientSettings) -> Iterator[Reason]:
+def _find_ineffective_clipping(settings: PolicyGradientSettings) -> Iterator[str]:
     loss, fields = getattr(settings, "loss", None), type(settings).model_fields
     changed_fields = [
         name for name in CLIPPING if name in fields and getattr(settings, name) != fields[name].default
     ]
     if loss in RATIO_LOSSES:
-        yield Code.LOSS_NEVER_CLIPS(loss=loss)
+        yield (
+            f"algorithm.loss: got '{loss}', but with one update per step the importance ratio is 1 and "
+            "nothing is ever clipped; use algorithm.minibatches_per_step: 2 or more"
+        )
     elif changed_fields:
-        yield Code.CLIPPING_WITHOUT_EFFECT(
-            settings={name: getattr(settings, name) for name in changed_fields}
+        got = ", ".join(f"{name} {json.dumps(getattr(settings, name))}" for name in changed_fields)
+        yield (
+            f"algorithm.{changed_fields[0]}: got {got}, but with one update per step nothing is ever "
+            "clipped; use algorithm.minibatches_per_step: 2 or more, or drop it"
         )
 
 
-def _find_equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
+def _find_equal_arms(plan: ExperimentPlan) -> Iterator[str]:
     one_update = _select_one_update(plan)
     for arm, changes in plan.treatment_diff.items():
         if not {arm, BASELINE} <= one_update.keys():
@@ -74,4 +83,7 @@ def _find_equal_arms(plan: ExperimentPlan) -> Iterator[Reason]:
         baseline = one_update[BASELINE]
         is_per_token = baseline.importance_correction or baseline.kl_in == "reward_to_go"
         if changes.keys() <= (clipping_keys if is_per_token else clipping_keys | {"algorithm.loss"}):
-            yield Code.ARM_EQUALS_BASELINE(arm=arm, keys=[*changes])
+            yield (
+                f"arm {arm}: differs from the baseline only in {', '.join(changes)}, but with one update per "
+                "step this changes no gradient; use algorithm.minibatches_per_step: 2 or more"
+            )

@@ -15,7 +15,6 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.engine import Devices
 from abrun.launch.hosts import EngineHosts, engine_hosts_for
 from abrun.launch.mps import NO_DAEMON, PIPE_VARIABLE, MpsService, is_served, mps_for, shares_by_mps
-from abrun.messages.codes import Reason
 from abrun.processes import (
     Popen,
     find_descendants,
@@ -93,8 +92,8 @@ class LocalEngine:
         self._hosts: EngineHosts | None = None
         self._mps: MpsService | None = None
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
-        return [problem.reason for problem in find_problems(plan, self._machine, self._num_jobs)]
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
+        return [problem.text for problem in find_problems(plan, self._machine, self._num_jobs)]
 
     @contextlib.contextmanager
     def prepare_for(

@@ -19,8 +19,7 @@ from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
 from abrun.launch.ineffective_settings import find_ineffective_settings
-from abrun.messages import sentences
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import parse_stored_run
 from abrun.recipe.run import RunConfig
@@ -62,7 +61,7 @@ class PreparedExperiment:
 
 @contextlib.contextmanager
 def prepare_experiment(
-    plan: ExperimentPlan, options: LaunchOptions, problems: list[Reason], say: Say
+    plan: ExperimentPlan, options: LaunchOptions, problems: list[str], say: Say
 ) -> Iterator[PreparedExperiment]:
     """Own the directory of a plan without problems. Raises the same errors as `own_experiment`."""
     experiment_dir = resolve_experiment_dir(plan.recipe.name, options)
@@ -82,7 +81,7 @@ def resolve_experiment_dir(recipe_name: str, options: LaunchOptions) -> Path:
     return Path(os.path.realpath(options.runs_dir)) / name
 
 
-def refuse_impossible(plan: ExperimentPlan, problems: list[Reason]) -> None:
+def refuse_impossible(plan: ExperimentPlan, problems: list[str]) -> None:
     """Raise LaunchError, in one line, if there are reasons why a plan cannot run."""
     if problems:
         raise LaunchError(Code.PLAN_CANNOT_RUN(recipe=plan.recipe.name, problems=problems))
@@ -138,7 +137,7 @@ def own_experiment(
                 except StoreError:
                     shutil.rmtree(experiment_dir, ignore_errors=True)
                     raise
-                for line in (*describe_decisions(plan.decided), *sentences(find_ineffective_settings(plan))):
+                for line in (*describe_decisions(plan.decided), *find_ineffective_settings(plan)):
                     say(line)
             if experiment_dir.parent in new_folders:  # keeps `git add` from adding runs
                 write_file(experiment_dir.parent / ".gitignore", b"*\n", mode=0o644)

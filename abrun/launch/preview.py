@@ -14,8 +14,8 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.ineffective_settings import find_ineffective_settings
 from abrun.launch.local import count_parallel_runs
-from abrun.messages import sentence, sentences
-from abrun.messages.codes import Reason
+from abrun.messages import sentence
+from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
 from abrun.recipe.claims import Compare, describe_claim
@@ -35,7 +35,7 @@ class Feasibility:
     """Problems that would stop a launch on this machine or on a cluster."""
 
     machine: Machine | None  # None on a cluster
-    problems: list[Reason]
+    problems: list[str]
     is_refused: bool  # no other machine could run the plan, or the cluster's scheduler refuses it
 
 
@@ -50,7 +50,7 @@ def check_feasibility(
     problems = find_problems(plan, machine := this_machine(), num_jobs)
     is_refused = any(problem.is_final for problem in problems)
     return Feasibility(
-        machine=machine, problems=[problem.reason for problem in problems], is_refused=is_refused
+        machine=machine, problems=[problem.text for problem in problems], is_refused=is_refused
     )
 
 
@@ -75,7 +75,7 @@ def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: Cl
         return Group(
             *_render_plan(plan),
             _heading("Why it cannot run on the cluster"),
-            *_bullet_list(sentences(reasons)),
+            *_bullet_list(reasons),
         )
     texts = cluster.render_scripts(plan, compare=True)
     jobs = [
@@ -104,13 +104,13 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         ],
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
-        "notes": sentences(inert),
-        "note_codes": encode_reasons(inert),
+        "notes": inert,
+        "note_codes": [encode_reasons(Code.FOREIGN_TEXT(text=text)) for text in inert],
         "decided": plan.decided,
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
-        "refusals": sentences(reasons),
-        "refusal_codes": encode_reasons(reasons),
+        "refusals": reasons,
+        "refusal_codes": [encode_reasons(Code.FOREIGN_TEXT(text=text)) for text in reasons],
     }
 
 
@@ -130,7 +130,7 @@ def _render_plan(
         *_render_commands(plan),
         _heading("Resolved differences from the baseline"),
         *_render_diff(plan),
-        *([_heading("Settings without effect"), *_bullet_list(sentences(inert))] if inert else []),
+        *([_heading("Settings without effect"), *_bullet_list(inert)] if inert else []),
         *([_heading("Values chosen for auto")] if plan.decided else []),
         *map(Text, describe_decisions(plan.decided)),
         _heading("Expected power of the comparison"),
@@ -204,7 +204,7 @@ def _render_machine(
     if reasons:
         return [
             _heading(f"Problems on this machine ({machine})"),
-            *_bullet_list(sentences(reasons)),
+            *_bullet_list(reasons),
             Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above."),
         ]
     return [Text(f"\nThis machine ({machine}) runs {_count_parallel(plan, machine, num_jobs)} at once.")]

@@ -109,8 +109,8 @@ def run_plan(
     with prepare_experiment(plan, options, problems, observer.say) as prepared:
         experiment_dir = prepared.experiment_dir
         observer.follow(experiment_dir)
-        for reason in untested:
-            _ignore_io_errors(observer.say)(sentence(reason))
+        for line in untested:
+            _ignore_io_errors(observer.say)(line)
         selected_runs = [run for run in plan.runs if only is None or run.name in only]
         queue = LaunchQueue(replace(plan, runs=tuple(selected_runs)), experiment_dir)
         arguments = queue, engine, prepared.lease, grace_s, prepared.git

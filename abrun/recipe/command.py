@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code, Reason
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
 from abrun.recipe.section import Env, FieldError, RuleError, Section, rule
@@ -203,17 +202,18 @@ class Invocation:
     python: str  # value of the placeholder {python}
 
 
-def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[Reason]:
+def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[str]:
     """Return a reason for each variable that a run's `env` refers to and the environment lacks."""
-    placeholders = {*PLACEHOLDERS, *run.trainer.parameters}
-    return [
-        Code.VARIABLE_UNSET(
-            field=f"trainer.env.{variable}", variable=name, is_placeholder=name in placeholders
-        )
-        for variable, template in run.trainer.env.items()
-        for name in REFERENCE.findall(template)
-        if name not in environment
-    ]
+    placeholders, reasons = {*PLACEHOLDERS, *run.trainer.parameters}, list[str]()
+    for variable, template in run.trainer.env.items():
+        for name in REFERENCE.findall(template):
+            if name not in environment:
+                hint = f" (the placeholder is {{{name}}}, without $)" if name in placeholders else ""
+                reasons.append(
+                    f"trainer.env.{variable}: got ${{{name}}}, but {name} is not set here; "
+                    f"export {name} first{hint}"
+                )
+    return reasons
 
 
 def referenced_values(run: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from abrun.messages.codes import Code, Reason
-
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
@@ -75,7 +73,7 @@ def installed_packages() -> dict[str, str]:
     return {package: version for package, version in packages.items() if version}
 
 
-def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Reason | None:
+def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> str | None:
     """Return the reason for the first missing package of an extra; None if all are installed.
 
     `packages`: the result of `installed_packages` on a machine; None: this machine.
@@ -84,20 +82,26 @@ def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> Re
         name = module.replace("_", "-")
         is_installed = importlib.util.find_spec(module) if packages is None else name in packages
         if not is_installed:
-            return Code.PACKAGE_MISSING(package=name, extra=extra)
+            return f"needs {name}: pip install 'abrun[{extra}]'"
     return None
 
 
-def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> Reason:
+def needs_package(field: str, got: str | bool, package: str, install: str, instead: str | None = None) -> str:
+    """Return that a setting needs a package, and how to install it or what to set `instead`."""
+    got_text = str(got).lower() if isinstance(got, bool) else repr(got)
+    remedy = f"{install}, or use {instead}" if instead else install
+    return f"{field}: got {got_text}, but the package {package} is missing; {remedy}"
+
+
+def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> str:
     """Return the reason that a setting needs a package; without a wheel it names the right Python."""
     newest = NEWEST_PYTHON.get(package)
     if newest is None or sys.version_info[:2] <= newest:
-        return Code.SETTING_NEEDS_PACKAGE(
-            field=field, got=got, package=package, install=install, instead=instead
-        )
+        return needs_package(field, got, package, install, instead)
     python, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
-    return Code.PACKAGE_WITHOUT_WHEEL(
-        field=field, got=got, package=package, python=python, newest=supported, instead=instead
+    return (
+        f"{field}: got {got!r}, but the package {package} has no wheel for Python {python}; use Python "
+        f"{supported}, or use {instead}"
     )
 
 
@@ -138,7 +142,7 @@ def install_command(package: str, *options: str) -> str:
     return " ".join(words)
 
 
-def untested_version(package: str, version: str | None) -> Reason | None:
+def untested_version(package: str, version: str | None) -> str | None:
     """Return a reason if the version is outside the tested range; None if it is inside or unknown."""
     from packaging.version import InvalidVersion, Version
 
@@ -150,7 +154,7 @@ def untested_version(package: str, version: str | None) -> Reason | None:
             return None
     except InvalidVersion:
         return None
-    return Code.VERSION_UNTESTED(package=package, version=version, install=install_command(package))
+    return f"{package} {version}: not tested with abrun; if runs fail: {install_command(package)}"
 
 
 def is_imported(package: str, config: Mapping[str, Any]) -> bool:
@@ -163,7 +167,7 @@ def is_imported(package: str, config: Mapping[str, Any]) -> bool:
     return config.get(key) == value
 
 
-def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None:
+def megatron_refusal(packages: Mapping[str, str] | None = None) -> str | None:
     """Return why the megatron backend cannot run with these packages, by default the installed ones."""
     packages = installed_packages() if packages is None else packages
     field, package, install = "policy.backend.type", "megatron-core", "pip install 'abrun[megatron]'"
@@ -172,64 +176,70 @@ def megatron_refusal(packages: Mapping[str, str] | None = None) -> Reason | None
         return missing_package_reason(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
     if not MIN_MEGATRON <= numbers < MEGATRON_UPPER_BOUND:
-        return Code.PACKAGE_VERSION_UNSUPPORTED(
-            field=field,
-            got="megatron",
-            package=package,
-            version=version,
-            supported=MEGATRON_VERSIONS,
-            install=install,
-            instead=None,
+        return (
+            f"{field}: got 'megatron' with {package} {version}, but supported are {MEGATRON_VERSIONS}; "
+            f"{install}"
         )
     if numbers >= MIN_MEGATRON_IMPORTING_TRITON and "triton" not in packages:
-        return Code.PACKAGE_OF_PACKAGE_MISSING(
-            field=field, got="megatron", package=package, version=version, missing="triton", install=install
+        return (
+            f"{field}: got 'megatron' with {package} {version}, which needs the missing package triton; "
+            f"{install}"
         )
     return None
 
 
-def vllm_refusal(packages: Mapping[str, str] | None = None, *, on_gpu: bool) -> Reason | None:
+def vllm_refusal(packages: Mapping[str, str] | None = None, *, on_gpu: bool) -> str | None:
     """Return why `rollout.engine: vllm` cannot run with these packages, by default the installed ones."""
     field, instead = "rollout.engine", "engine: torch"
     package, install = ("vllm", INSTALL_VLLM) if on_gpu else (CPU_BUILD, INSTALL_VLLM_FOR_CPU)
     installed = _installed_vllm(packages)
     if not installed:
-        return Code.SETTING_NEEDS_PACKAGE(
-            field=field, got="vllm", package=package, install=install, instead=instead
-        )
+        return needs_package(field, "vllm", package, install, instead)
     name, version = next(iter(installed.items()))
     if any(build == CPU_BUILD or "cpu" in number for build, number in installed.items()) == on_gpu:
-        return Code.VLLM_OF_OTHER_DEVICE(package=name, version=version, on_gpu=on_gpu, install=install)
+        built_for_other = (
+            "which is built for CPUs, but cluster.gpus_per_node is above 0"
+            if on_gpu
+            else "which needs a GPU, but cluster.gpus_per_node is 0"
+        )
+        return (
+            f"rollout.engine: got 'vllm' with {name} {version}, {built_for_other}; pip uninstall {name}, "
+            f"then {install}, or use engine: torch"
+        )
     unsupported = next((pair for pair in installed.items() if vllm_release(pair[1]) is None), None)
     if unsupported is None:
         return None
-    return Code.PACKAGE_VERSION_UNSUPPORTED(
-        field=field,
-        got="vllm",
-        package=unsupported[0],
-        version=unsupported[1],
-        supported=VLLM_VERSIONS,
-        install=install,
-        instead=instead,
+    return (
+        f"{field}: got 'vllm' with {unsupported[0]} {unsupported[1]}, but supported are {VLLM_VERSIONS}; "
+        f"{install}, or use {instead}"
     )
 
 
-def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> Reason | None:
+def missing_sampling_masks(packages: Mapping[str, str] | None = None) -> str | None:
     """Return why vLLM of these (or the installed) packages cannot report sampling masks; None if it can."""
     installed = _installed_vllm(packages)
     if not installed:
-        return Code.VLLM_ABSENT()
+        return "without vLLM"
     name, version = next(iter(installed.items()))
     release = vllm_release(version)
     if release is None or release < MIN_VLLM_WITH_SAMPLING_MASKS:
         oldest = "{}.{}".format(*MIN_VLLM_WITH_SAMPLING_MASKS)
-        return Code.VLLM_WITHOUT_SAMPLING_MASKS(package=name, version=version, oldest=oldest)
+        return (
+            f"with {name} {version}, which does not report the tokens it samples from (vLLM does from "
+            f"{oldest})"
+        )
     if name == CPU_BUILD and release < MIN_CPU_BUILD_WITH_TRITON:
         oldest = "{}.{}".format(*MIN_CPU_BUILD_WITH_TRITON)
-        return Code.VLLM_FINDS_NO_TRITON(package=name, version=version, oldest=oldest)
+        return (
+            f"with {name} {version}, which finds no Triton for CPUs and so does not report the tokens it "
+            f"samples from ({name} does from {oldest})"
+        )
     backends = importlib.metadata.entry_points(group="triton.backends")
     if (name == CPU_BUILD or "cpu" in version) and not any(entry.name == "cpu" for entry in backends):
-        return Code.TRITON_FOR_CPUS_MISSING(package=name, version=version)
+        return (
+            f"with {name} {version} but without Triton for CPUs, so vLLM does not report the tokens it "
+            "samples from (install triton-cpu)"
+        )
     return None
 
 

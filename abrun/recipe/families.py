@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.policy import Dtensor, Megatron, Policy
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -22,36 +22,42 @@ MULTIMODAL, ENCODER_DECODERS, BIASED_HEADS, STREAMLESS, MIXED, WINDOWED = (
 SAMPLING_ROUTERS = frozenset({"phimoe"})
 SHARED_LAYERS = frozenset({"zamba", "zamba2"})
 
+# Obstacles that a configuration shows here, and a network at loading
+ENCODER_DECODER = "an encoder-decoder model"
+HEAD_BIASED = "an LM head with a bias, which the log-prob kernels do not support"
+ROUTER_SAMPLES = "whose router samples experts in training"
+LAYERS_SHARED = "whose layers share weights, so that they cannot be sharded one by one"
+
 # Families with the same structure: an embedding; layers of norms, self_attn (q_proj ... o_proj) and mlp
 # (gate_proj, up_proj, down_proj, or experts); a norm and a head; no buffers but the rotary embedding's.
 # Tensor parallelism supports these, and megatron-core's GPTModel computes the same; remaining differences are
 # checked at loading.
 PLAIN_DECODERS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-MEGATRON_DIVISIONS = (  # number of ranks, and the model dimension that must be its multiple
-    ("tensor_parallel", "num_attention_heads"),
-    ("tensor_parallel", "num_key_value_heads"),
-    ("tensor_parallel", "intermediate_size"),
-    ("pipeline_parallel", "num_hidden_layers"),
-    ("expert_parallel", "num_experts"),
-    ("expert_parallel", "num_local_experts"),  # name in transformers 5
+MEGATRON_DIVISIONS = (  # number of ranks, the model dimension that must be its multiple, what it counts
+    ("tensor_parallel", "num_attention_heads", "attention heads"),
+    ("tensor_parallel", "num_key_value_heads", "key and value heads"),
+    ("tensor_parallel", "intermediate_size", "columns of its MLP"),
+    ("pipeline_parallel", "num_hidden_layers", "layers"),
+    ("expert_parallel", "num_experts", "experts"),
+    ("expert_parallel", "num_local_experts", "experts"),  # name in transformers 5
 )
 # Names in `layer_types` of layers that mix packed sequences or do not attend to all tokens.
 PARTIAL_LAYER_PATTERN = re.compile(r"sliding|chunk|linear|conv|mamba|recurrent|compress|index|hybrid")
 
 
-def family_refusal(model: Mapping[str, Any]) -> Reason | None:
+def family_refusal(model: Mapping[str, Any]) -> str | None:
     """Return why a model with this `config.json` cannot be trained; None if nothing prevents it."""
     family = model.get("model_type")
     if not isinstance(family, str):
         return None
-    families_by_code = {
-        Code.FAMILY_ENCODER_DECODER: ENCODER_DECODERS,
-        Code.FAMILY_MULTIMODAL: MULTIMODAL,
-        Code.FAMILY_HEAD_BIASED: BIASED_HEADS,
-        Code.FAMILY_ROUTER_SAMPLES: SAMPLING_ROUTERS,
-        Code.FAMILY_SHARES_LAYERS: SHARED_LAYERS,
+    families_by_obstacle = {
+        ENCODER_DECODER: ENCODER_DECODERS,
+        "a multimodal model for which transformers has no causal LM": MULTIMODAL,
+        HEAD_BIASED: BIASED_HEADS,
+        ROUTER_SAMPLES: SAMPLING_ROUTERS,
+        LAYERS_SHARED: SHARED_LAYERS,
     }
-    return next((code() for code, families in families_by_code.items() if family in families), None)
+    return next((why for why, families in families_by_obstacle.items() if family in families), None)
 
 
 def stream_setting(policy: Policy) -> tuple[str, str] | None:
@@ -64,33 +70,31 @@ def stream_setting(policy: Policy) -> tuple[str, str] | None:
     return None
 
 
-def stream_misfit(model: Mapping[str, Any], policy: Policy) -> Reason | None:
+def stream_misfit(model: Mapping[str, Any], policy: Policy) -> str | None:
     """Return why a model cannot use packing or context parallelism; None if nothing prevents it."""
     setting, obstacle = stream_setting(policy), attention_obstacle(model)
     if setting is None or obstacle is None:
         return None
     field_and_value, instead = setting
-    return Code.STREAM_NEEDS_FULL_ATTENTION(
-        setting=field_and_value, family=model.get("model_type"), obstacle=obstacle, instead=instead
-    )
+    return f"{field_and_value} with a {model.get('model_type')} model, {obstacle}; use {instead}"
 
 
-def attention_obstacle(model: Mapping[str, Any]) -> Reason | None:
+def attention_obstacle(model: Mapping[str, Any]) -> str | None:
     """Return why a model lacks full causal attention in every layer; None if it seems to have it."""
     nested = model.get("text_config")
     text = nested if isinstance(nested, Mapping) else model
     families = {name for name in (model.get("model_type"), text.get("model_type")) if isinstance(name, str)}
     if families & STREAMLESS:
-        return Code.LAYERS_REFUSE_PACKING()
+        return "whose layers do not support packed sequences"
     layer_types, window = text.get("layer_types"), text.get("sliding_window")
     if isinstance(layer_types, list):
         kinds = sorted({str(kind) for kind in layer_types if PARTIAL_LAYER_PATTERN.search(str(kind))})
-        return Code.LAYERS_NOT_FULL_ATTENTION(kinds=kinds) if kinds else None
+        return f"which has layers of {listed(kinds)}" if kinds else None
     no_window = "sliding_window" in text and window is None
     if families & MIXED and not no_window:
-        return Code.SOME_LAYERS_PARTIAL()
+        return "some of whose layers lack full attention"
     if isinstance(window, int) and window and _uses_window(text, families):
-        return Code.LAYERS_WINDOWED(tokens=window)
+        return f"whose layers attend to windows of {window} tokens"
     return None
 
 
@@ -103,21 +107,27 @@ def _uses_window(text: Mapping[str, Any], families: set[str]) -> bool:
     )
 
 
-def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> Reason | None:
+def dtensor_misfit(model: Mapping[str, Any], settings: Dtensor) -> str | None:
     """Return why the dtensor backend cannot shard a model so; None if nothing prevents it."""
     size, experts = settings.tensor_parallel, settings.expert_parallel
     family = model.get("model_type")
     if size > 1 and family is not None and family not in PLAIN_DECODERS:
-        return Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN(got=size, family=family, allowed=PLAIN_DECODERS)
+        return (
+            f"policy.backend.tensor_parallel: got {size} with a {family} model, which has no tensor-parallel "
+            f"plan; use 1, or a model of {listed(PLAIN_DECODERS)}"
+        )
     if misfit := heads_misfit(model, size):
         return misfit
     number = model.get("num_experts") or model.get("num_local_experts")  # the latter in transformers 5
     if isinstance(number, int) and number % experts:
-        return Code.EXPERTS_CUT_UNEVENLY(got=experts, experts=number)
+        return (
+            f"policy.backend.expert_parallel: got {experts} with a model whose layers have {number} experts; "
+            f"use a divisor of {number}"
+        )
     return None
 
 
-def vllm_misfit(model: Mapping[str, Any], size: int) -> Reason | None:
+def vllm_misfit(model: Mapping[str, Any], size: int) -> str | None:
     """Return why vLLM cannot shard a model over `size` ranks; None if nothing prevents it."""
     field = "rollout.tensor_parallel"
     if misfit := heads_misfit(model, size, field):
@@ -125,37 +135,51 @@ def vllm_misfit(model: Mapping[str, Any], size: int) -> Reason | None:
     for name in ("intermediate_size", "moe_intermediate_size"):
         width = model.get(name)
         if isinstance(width, int) and width % size:
-            return Code.WIDTH_CUT_UNEVENLY(field=field, got=size, dimension=name, size=width)
+            return f"{field}: got {size} with {name} {width}; use a divisor of {width}"
     return None
 
 
 def heads_misfit(
     model: Mapping[str, Any], size: int, field: str = "policy.backend.tensor_parallel"
-) -> Reason | None:
+) -> str | None:
     """Return why a model's attention heads cannot be sharded over `size` ranks; None if they can."""
     heads, shared = model.get("num_attention_heads"), model.get("num_key_value_heads")
     if not isinstance(heads, int) or not isinstance(shared, int) or shared < 1:
         return None
     if heads % size or (shared % size and size % shared):
-        return Code.HEADS_CUT_UNEVENLY(field=field, got=size, heads=heads, key_value_heads=shared)
+        return (
+            f"{field}: got {size} with {heads} attention heads and {shared} key-value heads; use a divisor "
+            f"of {heads} that divides {shared} or is a multiple of it"
+        )
     return None
 
 
-def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> Reason | None:
+def megatron_misfit(model: Mapping[str, Any], settings: Megatron) -> str | None:
     """Return why megatron-core cannot build and shard a model so; None if nothing prevents it."""
     family, experts = model.get("model_type"), settings.expert_parallel
     if family is not None and family not in PLAIN_DECODERS:
-        return Code.BACKEND_LACKS_FAMILY(backend="megatron", family=family, allowed=PLAIN_DECODERS)
+        return (
+            f"policy.backend.type: got 'megatron' with a {family} model, which it does not support; use "
+            f"type: dtensor, or a model of {listed(PLAIN_DECODERS)}"
+        )
     if (obstacle := attention_obstacle(model)) is not None:
-        return Code.BACKEND_NEEDS_FULL_ATTENTION(backend="megatron", family=family, obstacle=obstacle)
+        return (
+            f"policy.backend.type: got 'megatron' with a {family} model, {obstacle}, but it only supports "
+            "full attention; use type: dtensor"
+        )
     if family == "qwen3_moe" and settings.tensor_parallel > 1 and experts == 1:
-        return Code.EXPERTS_STAY_WHOLE(tensor_parallel=settings.tensor_parallel)
+        return (
+            f"policy.backend.expert_parallel: got 1 with tensor_parallel {settings.tensor_parallel}, but "
+            "experts are not sharded by tensor parallelism; use 2 or more, or tensor_parallel: 1"
+        )
     if family not in (None, "qwen3_moe") and experts > 1:
-        return Code.MODEL_HAS_NO_EXPERTS(got=experts, family=family)
-    for field, dimension in MEGATRON_DIVISIONS:
-        ranks, size = getattr(settings, field), model.get(dimension)
+        return (
+            f"policy.backend.expert_parallel: got {experts} with a {family} model, which has no experts; use "
+            "1"
+        )
+    for name, dimension, units in MEGATRON_DIVISIONS:
+        ranks, size = getattr(settings, name), model.get(dimension)
         if isinstance(size, int) and size % ranks:
-            return Code.MODEL_CUT_UNEVENLY(
-                field=f"policy.backend.{field}", got=ranks, size=size, dimension=dimension
-            )
+            field = f"policy.backend.{name}"
+            return f"{field}: got {ranks} with a model of {size} {units}; use a divisor of {size}"
     return None

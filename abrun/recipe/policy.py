@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from abrun.messages.codes import Code, Reason
 from abrun.recipe.extras import missing_sampling_masks
 from abrun.recipe.section import (
     Count,
@@ -457,8 +456,12 @@ class Rollout(_Source):
             return self.engine == "torch" or self.exact_support is True
         return missing_sampling_masks() is None
 
-    def support_refusal(self, packages: Mapping[str, str] | None = None) -> Reason | None:
+    def support_refusal(self, packages: Mapping[str, str] | None = None) -> str | None:
         """Return why the installed vLLM cannot record the required token sets; None if it can."""
         demanded = self.engine == "vllm" and self.exact_support and self.filters.drop_tokens
         missing = missing_sampling_masks(packages) if demanded else None
-        return Code.EXACT_SUPPORT_UNAVAILABLE(problem=missing) if missing else None
+        return (
+            f"rollout.exact_support: got true {missing}; use engine: torch, or exact_support: false"
+            if missing
+            else None
+        )

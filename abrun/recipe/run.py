@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Literal
 
@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.algorithms import Dpo, Grpo, PolicyGradientSettings, Ppo, Sft
 from abrun.recipe.faults import ACCEPT_FAULT_NAME_OR_NONE, LIBRARY, InjectedFault, unmet_need
-from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import NO_FILTERS, Filters, Model, Policy, Rollout, check_vllm_temperature
 from abrun.recipe.section import Count, Env, FieldError, PathText, Positive, RuleError, Section, rule
 from abrun.recipe.tasks import CompletionsTask, PreferencesTask, TaskConfig, Validation
@@ -248,14 +247,12 @@ class OwnRunConfig(RunConfig):
     def _check_precision(self) -> None:
         (_, filters), logprobs = self.trained_distribution, self.policy.logprobs
         if filters.drop_tokens and logprobs.impl != "logits":
-            changed = (
-                (name, value) for name, value in asdict(NO_FILTERS).items() if getattr(filters, name) != value
-            )
-            name, off = next(changed)
+            off = asdict(NO_FILTERS)
+            name = next(name for name in off if getattr(filters, name) != off[name])
             one_pass = " with one_pass: false" if logprobs.one_pass else ""
             raise RuleError(
                 f"rollout.{name}: got {getattr(filters, name)} with policy.logprobs.impl {logprobs.impl!r}, "
-                f"which never holds the logits to filter; use {name}: {yaml_text(off)}, or impl: "
+                f"which never holds the logits to filter; use {name}: {yaml_text(off[name])}, or impl: "
                 f"logits{one_pass}"
             )
         if self.rollout.head_dtype == "bfloat16" and self.policy.dtype == "float32":
@@ -263,11 +260,8 @@ class OwnRunConfig(RunConfig):
                 "rollout.head_dtype: got 'bfloat16' with policy.dtype 'float32'; use head_dtype: null, or "
                 "policy.dtype: bfloat16"
             )
-        longest, punishment = (
-            self.rollout.max_new_tokens,
-            getattr(self.algorithm, "overlong_punishment", None),
-        )
-        if punishment and punishment.buffer > longest:
+        punishment = getattr(self.algorithm, "overlong_punishment", None)
+        if punishment and punishment.buffer > (longest := self.rollout.max_new_tokens):
             raise RuleError(
                 f"algorithm.overlong_punishment.buffer: got {punishment.buffer}, more than "
                 f"rollout.max_new_tokens {longest}; use {longest} or less"
@@ -345,13 +339,11 @@ class OwnRunConfig(RunConfig):
             policy.backend.require_default("policy.backend.expert_parallel", reason, "")
             policy.require_default("policy.router_aux_loss_coefficient", reason, "")
             policy.require_default("policy.replay_routing", reason, "")
-        if experts is not None:
-            of_preset = f"{experts} experts"
-            if experts % policy.backend.expert_parallel:
-                raise RuleError(
-                    f"policy.backend.expert_parallel: got {policy.backend.expert_parallel} with model.preset "
-                    f"{preset!r}, whose layers have {of_preset}; use a divisor of {experts}"
-                )
+        if experts is not None and experts % (ranks := policy.backend.expert_parallel):
+            raise RuleError(
+                f"policy.backend.expert_parallel: got {ranks} with model.preset {preset!r}, whose layers "
+                f"have {experts} experts; use a divisor of {experts}"
+            )
         if policy.replay_routing and not isinstance(self.algorithm, PolicyGradientSettings):
             raise RuleError(
                 f"policy.replay_routing: got true with algorithm.type {self.algorithm.type!r}, which has no "
@@ -432,21 +424,15 @@ def recorded_source(config: RunConfig) -> str | None:
     return None
 
 
-def unsupported_settings(config: OwnRunConfig) -> list[Reason]:
-    """Return a reason for each setting that is valid in a recipe but not implemented in this version."""
-    backend, engine, reasons = config.policy.backend, config.rollout.engine, list[Reason]()
-    if backend.type not in BACKENDS:
-        reasons.append(_unsupported_value("policy.backend.type", backend.type, BACKENDS))
-    if config.rollout.devices and config.cluster.nodes > 1:
-        devices, nodes = config.rollout.devices, config.cluster.nodes
-        reasons.append(Code.ENGINE_DEVICES_NEED_ONE_NODE(devices=devices, nodes=nodes))
-    if engine not in ENGINES:
-        reasons.append(_unsupported_value("rollout.engine", engine, ENGINES))
-    return reasons
-
-
-def _unsupported_value(field: str, value: str, built: Iterable[str]) -> Reason:
-    return Code.NOT_BUILT(field=field, got=value, allowed=[*built])
+def unsupported_settings(config: OwnRunConfig) -> list[str]:
+    """Return why, for each setting that is valid in a recipe but not implemented in this version."""
+    devices, nodes = config.rollout.devices, config.cluster.nodes
+    if not devices or nodes == 1:
+        return []
+    return [
+        f"rollout.devices: got {devices} with cluster.nodes {nodes}, which is not supported yet; use nodes: "
+        "1, or devices: null"
+    ]
 
 
 HEAD_LABELS = {

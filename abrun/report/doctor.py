@@ -129,7 +129,9 @@ def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str,
         versions={name: packages.get(name) for name in PACKAGES},
         parts=tuple(_check_items(imported, machine.packages, bool(gpus))),
         warnings=tuple(
-            filter(None, (untested_version(name, packages.get(name)) for name in TRAINER_PACKAGES))
+            Code.FOREIGN_TEXT(text=untested)
+            for name in TRAINER_PACKAGES
+            if (untested := untested_version(name, packages.get(name)))
         ),
     )
 
@@ -149,7 +151,8 @@ def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool
             refusal = None
             if kind != "launcher":
                 refusal = triton_refusal if name == "triton" else trainer_problem
-            refusal = refusal or setting_refusal(field, name, packages, on_gpu=no_gpu is None)
+            unusable = setting_refusal(field, name, packages, on_gpu=no_gpu is None)
+            refusal = refusal or (Code.FOREIGN_TEXT(text=unusable) if unusable else None)
             yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
 

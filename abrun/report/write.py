@@ -352,7 +352,7 @@ def render_terminal(
     ]
     facts += [("next", f"{step.text}: {step.command}") for step in next_steps]
     if files and (missing := missing_package("figures")):
-        facts.append(("figures", f"PNG and SVG: {sentence(missing)}"))
+        facts.append(("figures", f"PNG and SVG: {missing}"))
     renderables.append(Table((), [(Text(display_safe(label), style="bold"), text) for label, text in facts]))
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))

@@ -30,7 +30,7 @@ JOB_TYPE = "compare"
 def upload_report(verdict: "VerdictFile", files: Sequence[Path], experiment_dir: Path | None) -> str:
     """Upload a report and return a sentence: where it is, or why it was not uploaded."""
     if missing := missing_package("wandb"):
-        return f"--wandb: the report was not uploaded: {sentence(missing)}"
+        return f"--wandb: the report was not uploaded: {missing}"
     folder = str(files[0].parent.resolve()) if files else os.getcwd()
     name = verdict.experiment
     request = {

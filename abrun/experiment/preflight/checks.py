@@ -19,6 +19,8 @@ from abrun.experiment.preflight.machine import Machine
 from abrun.experiment.preflight.model_files import folder_refusal, hub_model_refusal, model_shape
 from abrun.experiment.preflight.settings import SETTINGS
 from abrun.messages.codes import Code, Reason
+from abrun.messages.numbers import count_text
+from abrun.messages.texts import plural
 from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import dtensor_misfit, family_refusal, megatron_misfit, stream_misfit, vllm_misfit
@@ -36,41 +38,50 @@ class Check:
     """Check of runs of one kind; `find` yields reasons why a machine cannot run one of them."""
 
     runs: type[RunConfig]
-    find: Callable[[Any, Machine], Iterable[Reason]]
+    find: Callable[[Any, Machine], Iterable[str | Reason]]
     # What has to change: the recipe (also checked on a login node), a file that it names, or the machine.
     cause: Literal["recipe", "file", "machine"] = "machine"
 
 
-def _find_model_misfits(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_model_misfits(config: OwnRunConfig, _: Machine) -> Iterator[str]:
     """Yield why no machine can train the model with these settings, judging by its configuration."""
     backend, shape = config.policy.backend, model_shape(config.model)
     if obstacle := family_refusal(shape):
-        yield Code.MODEL_FAMILY_NOT_TRAINED(path=config.model.path, obstacle=obstacle)
+        yield (
+            f"model.path: got {config.model.path!r}, {obstacle}; use a causal language model of another "
+            "family"
+        )
     elif isinstance(backend, Megatron):
         yield from filter(None, [megatron_misfit(shape, backend)])
     else:
         yield from filter(None, [dtensor_misfit(shape, backend), stream_misfit(shape, config.policy)])
 
 
-def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
     if config.cluster.nodes > 1:
-        yield Code.COMMAND_NEEDS_ONE_NODE(nodes=config.cluster.nodes)
+        yield (
+            f"cluster.nodes: got {config.cluster.nodes} with trainer.type 'command', which is not supported "
+            "yet; use nodes: 1"
+        )
 
 
-def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
     """Yield a reason if the command is not found; arm and seed do not change where it is searched."""
     filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
     path = filled.env.get("PATH", os.environ.get("PATH"))
     if shutil.which(filled.argv[0], path=path) is None:
-        yield Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(filled.argv[0]))
+        yield (
+            f"trainer.argv.0: got {filled.argv[0]!r}, which is not on PATH; install it, or give the path "
+            "of an executable file"
+        )
 
 
-def _find_missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_missing_extras(config: OwnRunConfig, machine: Machine) -> Iterator[str]:
     extras = ["train", *(["wandb"] if config.wandb else [])]
     yield from filter(None, (missing_package(extra, machine.packages) for extra in extras))
 
 
-def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterator[str]:
     """Yield settings whose package, version or device the machine lacks."""
     on_gpu = config.cluster.gpus_per_node > 0
     for (field, value), refusal in SETTINGS.items():
@@ -89,11 +100,11 @@ def _find_unsupported_settings(config: OwnRunConfig, machine: Machine) -> Iterat
         yield from [problem] if problem else []
 
 
-def _find_bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_bad_folder(config: OwnRunConfig, _: Machine) -> Iterator[str]:
     yield from filter(None, [folder_refusal(config.model)])
 
 
-def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_missing_hub_model(config: OwnRunConfig, machine: Machine) -> Iterator[str]:
     yield from filter(None, [hub_model_refusal(config, machine.ask_hub)])
 
 
@@ -102,17 +113,20 @@ def _find_bad_task_files(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
     yield from load_implementation(TASK_CHECK)(config)
 
 
-def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_missing_verifier(config: OwnRunConfig, _: Machine) -> Iterator[str]:
     """Yield a reason if a verifier's module is not on the trainer's path; only the trainer imports it."""
     verifier = getattr(config.task, "verifier", None)
     package = (verifier or "").partition(":")[0].partition(".")[0]
     if not verifier or package in sys.builtin_module_names:
         return
     if importlib.machinery.PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
-        yield Code.VERIFIER_NOT_FOUND(verifier=verifier, package=package)
+        yield (
+            f"task.verifier: got {verifier!r}, but module {package} does not exist here; name an installed "
+            "module, or one in the directory where abrun is started"
+        )
 
 
-def _find_bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
+def _find_bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[str]:
     from abrun.runs.records import read_saved_state
 
     if (folder := config.checkpoint.start_from) is None:
@@ -122,10 +136,16 @@ def _find_bad_checkpoint(config: OwnRunConfig, _: Machine) -> Iterator[Reason]:
         state = read_saved_state(path)
         _check_sizes(path, state.files)
     except StoreError as error:
-        yield Code.START_NOT_A_CHECKPOINT(folder=folder, problem=error.reason)
+        yield (
+            f"checkpoint.start_from: got {folder!r}, which is not a checkpoint ({error}); give a folder such "
+            "as runs/EXPERIMENT/ARM/seed-0/checkpoints/step-000050"
+        )
         return
     if state.step >= config.steps:
-        yield Code.START_AFTER_LAST_STEP(folder=folder, step=state.step, steps=config.steps)
+        yield (
+            f"checkpoint.start_from: got {folder!r} of step {state.step}, but steps is {config.steps} and "
+            f"counts from the start of that run; use steps: {state.step + 1} or more"
+        )
 
 
 def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -134,21 +154,33 @@ def _check_sizes(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             size = (path / name).stat().st_size
         except OSError as error:
-            raise StoreError(Code.CHECKPOINT_FILE_UNREADABLE(file=name, error=error.strerror)) from None
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from None
         if size != recorded.get("bytes"):
             expected = recorded.get("bytes")
-            raise StoreError(Code.CHECKPOINT_FILE_TRUNCATED(file=name, bytes=size, expected=expected))
+            raise StoreError(f"{name} has {size} bytes, but {expected} were written")
 
 
-def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[Reason]:
+def _find_missing_devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster, engines, count = config.cluster, config.engine_devices, config.devices_per_node
     ranks, gpus = cluster.ranks_per_node, len(machine.gpus)
     if cluster.nodes > 1 and not isinstance(config, CommandRunConfig):
-        yield Code.SETTING_REFUSED(field="cluster.nodes", got=cluster.nodes)
+        yield (
+            f"cluster.nodes: got {cluster.nodes}, but the local launcher has only this machine; use nodes: 1"
+        )
+    devices, in_total = f"{ranks}", ""
+    if engines:
+        devices, in_total = f"{ranks} and rollout.devices {engines}", " in total"
     if cluster.gpus_per_node and count > gpus:
-        yield Code.TOO_FEW_GPUS(ranks=ranks, engines=engines, gpus=gpus)
+        remedy = f"use at most {gpus}{in_total}" if gpus else "use a machine with GPUs"
+        yield (
+            f"cluster.gpus_per_node: got {devices}, but this machine has {count_text(gpus, 'visible GPU')}; "
+            f"{remedy} (0 trains on CPU cores)"
+        )
     if not cluster.gpus_per_node and count > machine.cores:
-        yield Code.TOO_FEW_CORES(ranks=ranks, engines=engines, cores=machine.cores)
+        yield (
+            f"cluster.cpu_ranks: got {devices}, but this machine has "
+            f"{count_text(machine.cores, 'usable CPU core')}; use at most {machine.cores}{in_total}"
+        )
 
 
 CHECKS = (
@@ -165,14 +197,13 @@ CHECKS = (
     Check(OwnRunConfig, _find_unsupported_settings),
     Check(RunConfig, _find_missing_devices),
 )
-CODES_OF_OTHER_MACHINES = frozenset({Code.PROBLEMS_UNREADABLE})  # files that another machine may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem:
     """Problem that prevents arms of a plan from running on a machine."""
 
-    reason: Reason
+    text: str
     is_final: bool  # another machine would not help
 
 
@@ -181,51 +212,71 @@ def find_problems(
 ) -> list[PlanProblem]:
     """Return why a machine cannot run the plan, `num_jobs` runs at once; first what no machine could run."""
     configs = {run.name.arm: run.config for run in plan.runs}
-    arms_of: dict[tuple[Reason, bool], list[str]] = {}
+    arms_of: dict[tuple[str, bool], list[str]] = {}
     for check in checks:
         for arm, config in configs.items():
-            for reason in check.find(config, machine) if isinstance(config, check.runs) else ():
-                is_final = check.cause != "machine" and reason.code not in CODES_OF_OTHER_MACHINES
-                arms_of.setdefault((reason, is_final), []).append(arm)
+            for problem in check.find(config, machine) if isinstance(config, check.runs) else ():
+                is_final = check.cause != "machine" and not _is_unreadable_here(problem)
+                arms_of.setdefault((str(problem), is_final), []).append(arm)
     for arm, config in configs.items():
         count, gpus, shared_by = config.devices_per_node, len(machine.gpus), config.cluster.runs_per_gpu
         if num_jobs and config.cluster.gpus_per_node and count <= gpus < count * num_jobs / shared_by:
-            reason = Code.TOO_MANY_JOBS(jobs=num_jobs, gpus_per_run=count, gpus=gpus, runs_per_gpu=shared_by)
-            arms_of.setdefault((reason, False), []).append(arm)
+            shared = f" and {shared_by} runs to a GPU" if shared_by > 1 else ""
+            problem = (
+                f"--jobs: got {num_jobs} runs at once with {count_text(count, 'GPU')} each{shared}, but this "
+                f"machine has {gpus}; use at most {gpus * shared_by // count}"
+            )
+            arms_of.setdefault((problem, False), []).append(arm)
     problems = [
-        PlanProblem(reason=Code.ARMS_CANNOT_RUN(arms=arms, problem=reason), is_final=is_final)
-        for (reason, is_final), arms in arms_of.items()
+        PlanProblem(text=f"{plural(arms, 'arm')} {', '.join(arms)}: {problem}", is_final=is_final)
+        for (problem, is_final), arms in arms_of.items()
     ]
     reference = plan.recipe.compare.reference
     if reference and not is_file(Path(reference).expanduser()):
-        missing = Code.SETTING_REFUSED(field="compare.reference", got=repr(reference))
-        problems.append(PlanProblem(reason=missing, is_final=False))
+        missing = (
+            f"compare.reference: got {reference!r}, which is not a file here; make one with abrun "
+            "reference save"
+        )
+        problems.append(PlanProblem(text=missing, is_final=False))
     return problems
 
 
-def separate_job_refusals(plan: ExperimentPlan) -> list[Reason]:
+def _is_unreadable_here(problem: str | Reason) -> bool:
+    """Return whether a task's file cannot be read, which another machine may have."""
+    return isinstance(problem, Reason) and problem.code is Code.PROBLEMS_UNREADABLE
+
+
+def separate_job_refusals(plan: ExperimentPlan) -> list[str]:
     """Return why runs cannot be separate jobs: none waits for another run's rollouts."""
     recorders = (run.trains_on(plan.recipe.arms) for run in plan.runs)
-    return [Code.RECORDING_NOT_AWAITED(got=name.arm) for name in recorders if name][:1]
+    for name in filter(None, recorders):
+        return [
+            f"rollout.from: got {name.arm!r}, an arm of the recipe, but separate jobs do not wait for each "
+            "other; launch the recording arms first, and give the path of their experiment"
+        ]
+    return []
 
 
-def anywhere_refusals(plan: ExperimentPlan) -> list[Reason]:
+def anywhere_refusals(plan: ExperimentPlan) -> list[str]:
     """Return what no machine could run: all that a login node can say of nodes that it does not know."""
     nowhere = Machine(gpus=(), cores=0, packages={}, ask_hub=lambda _: None)
     checks = [check for check in CHECKS if check.cause == "recipe"]
-    return [problem.reason for problem in find_problems(plan, nowhere, checks=checks)]
+    return [problem.text for problem in find_problems(plan, nowhere, checks=checks)]
 
 
-def node_refusals(config: RunConfig, machine: Machine) -> list[Reason]:
+def node_refusals(config: RunConfig, machine: Machine) -> list[str]:
     """Return why a machine cannot be one of the nodes of a run."""
     node = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": 1})})
     return [
-        reason for check in CHECKS if isinstance(node, check.runs) for reason in check.find(node, machine)
+        str(problem)
+        for check in CHECKS
+        if isinstance(node, check.runs)
+        for problem in check.find(node, machine)
     ]
 
 
-def untested_packages(plan: ExperimentPlan, packages: Mapping[str, str] | None = None) -> list[Reason]:
-    """Return a reason for each package that abrun's trainer imports in a version that was not tested."""
+def untested_packages(plan: ExperimentPlan, packages: Mapping[str, str] | None = None) -> list[str]:
+    """Return a line for each package that abrun's trainer imports in a version that was not tested."""
     packages = installed_packages() if packages is None else packages
     configs = [run.config for run in plan.runs if isinstance(run.config, OwnRunConfig)]
     values = [dotted(config.model_dump(mode="json")) for config in configs]
@@ -238,4 +289,4 @@ def refuse_unset_variables(runs: Iterable[PlannedRun]) -> None:
     for run in runs:
         unset = unset_variables(run.config, os.environ) if isinstance(run.config, CommandRunConfig) else []
         if unset:
-            raise LaunchError(Code.OF_SUBJECT(subject=f"arms.{run.name.arm}", problem=unset[0]))
+            raise LaunchError(f"arms.{run.name.arm}: {unset[0]}")

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 from abrun.experiment.preflight.hub import hub_refusal
-from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text
 from abrun.recipe.extras import installed_packages
 
@@ -22,7 +21,7 @@ class Machine:
     gpus: tuple[str, ...]  # names as in CUDA_VISIBLE_DEVICES
     cores: int
     packages: Mapping[str, str]  # installed packages of abrun.recipe.extras.MODULES -> version
-    ask_hub: Callable[[str], Reason | None]  # returns why a hub model is unavailable, or None
+    ask_hub: Callable[[str], str | None]  # returns why a hub model is unavailable, or None
 
     def __str__(self) -> str:
         return f"{count_text(len(self.gpus), 'GPU')} and {count_text(self.cores, 'usable CPU core')}"

@@ -107,7 +107,7 @@ class GangEngine:
         self._capacity_checked_s = 0.0
         self._report_waiting()
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         return []  # nodes report their own problems
 
     def prepare_for(

@@ -40,14 +40,15 @@ class RayCluster(ClusterJobs):
     def is_submitted(self) -> bool:
         return bool(self._record.get("job"))
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan. Raises LaunchError if no Ray answers."""
         reasons = anywhere_refusals(plan)
         for cluster in (run.config.cluster for run in plan.runs):
             if cluster.runs_per_gpu > 1 and cluster.gpus_per_node > 1:
                 why = f"it divides GPUs only among runs of one GPU (gpus_per_node is {cluster.gpus_per_node})"
                 reasons.append(
-                    Code.GPUS_NOT_SHARED(runs_per_gpu=cluster.runs_per_gpu, launcher="ray", why=why)
+                    f"cluster.runs_per_gpu: got {cluster.runs_per_gpu}, but runs cannot share GPUs on ray: "
+                    f"{why}; use 1"
                 )
                 break
         if not reasons:

@@ -15,7 +15,7 @@ from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.launch.slurm import commands, jobs
 from abrun.launch.slurm.jobs import AllocationRequest, JobScript
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.recipe.launcher import parse_time_limit
 from abrun.runs.files import write_file
 from abrun.runs.records import RunState
@@ -48,12 +48,15 @@ class SlurmCluster(ClusterJobs):
 
     # --- submission ---
 
-    def find_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def find_problems(self, plan: ExperimentPlan) -> list[str]:
         """Return why no machine could run the plan or Slurm never would; notes if pairs fit an allocation."""
         reasons = [*anywhere_refusals(plan), *separate_job_refusals(plan)]
         time, save_s = self._settings.time, self._settings.save_s
         if time and save_s >= parse_time_limit(time):  # every start would be asked to stop at once
-            reasons.append(Code.SAVE_TIME_TOO_LONG(save_s=save_s, time=time, limit_s=parse_time_limit(time)))
+            reasons.append(
+                f"launcher.save_s: got {save_s}, but launcher.time {time!r} is only "
+                f"{parse_time_limit(time):.0f} s; lower launcher.save_s, or ask for more time"
+            )
         return reasons or self._find_slurm_problems(plan)
 
     def render_scripts(self, plan: ExperimentPlan, *, compare: bool) -> dict[str, str]:
@@ -136,15 +139,17 @@ class SlurmCluster(ClusterJobs):
         runs = [run for run in plan.runs if str(run.name) in to_run]
         return warm_starts + jobs.group_into_scripts(runs, self._settings, self._fits, self._num_jobs)
 
-    def _find_slurm_problems(self, plan: ExperimentPlan) -> list[Reason]:
+    def _find_slurm_problems(self, plan: ExperimentPlan) -> list[str]:
         container = self._settings.container
         if container:
             try:
                 commands.run_slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
                 if "container-image" not in error.reason.values.get("answer", ""):
-                    return [error.reason]
-                return [Code.PYXIS_MISSING(image=container.image, problem=error.reason)]
+                    return [str(error)]
+                return [
+                    f"launcher.container: got {container.image!r}, but Slurm has no pyxis plugin: {error}"
+                ]
         cluster_options = jobs.cluster_options(self._settings)
         for group in jobs.group_into_tasks(plan.runs, self._num_jobs):
             configs = [run.config for run in group]
@@ -167,7 +172,7 @@ class SlurmCluster(ClusterJobs):
                 )
                 if refusal:
                     command_options = " ".join([*cluster_options, *run_request.options()])
-                    return [Code.SLURM_REFUSES_JOB(answer=refusal, options=command_options)]
+                    return [f"slurm: {refusal} (requested: {command_options})"]
                 self._fits[run_request] = True
         return []
 

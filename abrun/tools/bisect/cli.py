@@ -11,7 +11,6 @@ import typer
 from abrun.cli.app import console, make_group, survive_output_errors
 from abrun.cli.arguments import DryRun, Jobs, NewSeeds, Overrides, RecipeFile, RunsDir, add_seeds
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
     from abrun.experiment.plan import ExperimentPlan
@@ -92,7 +91,9 @@ def bisect(
     candidates = _find_candidates(repo, good, bad, refs, package, versions)
     num_seeds = len(loaded.seeds)
     if max_seeds is not None and max_seeds < num_seeds:
-        raise RecipeError(Code.MAX_SEEDS_BELOW_FIRST(got=max_seeds, first=num_seeds))
+        raise RecipeError(
+            f"--max-seeds: got {max_seeds} with {num_seeds} seeds; allowed: {num_seeds} or more"
+        )
     design = Design(
         num_candidates=len(candidates) - 1,
         alpha=alpha,

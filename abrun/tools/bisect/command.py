@@ -14,7 +14,6 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.plan import ExperimentPlan, compare_hash, make_plan
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, CommandRecipe, load_recipe, parse_stored_recipe
 from abrun.runs.experiment import is_experiment, planned_runs, read_run_state
@@ -69,15 +68,29 @@ def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
     """Return the recipe whose baseline command all candidates run. Raises RecipeError for abrun's trainer."""
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
     if not (isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(BASELINE), CommandRunConfig)):
-        raise RecipeError(Code.BISECT_NEEDS_COMMAND(recipe=path))
+        raise RecipeError(
+            f"{path}: trainer.type: got 'abrun', but a bisection runs a command in each checkout or "
+            "environment; use trainer: {type: command, ...} (docs/tutorials/own-trainer.md)"
+        )
     if not recipe.compare.claims:
-        raise RecipeError(Code.BISECT_NEEDS_CLAIM(recipe=path))
+        raise RecipeError(
+            f"{path}: compare.claims: empty, but a bisection needs a claim that broke; declare one"
+        )
     if recipe.compare.reference is not None:
-        raise RecipeError(Code.BISECT_REFUSES_REFERENCE(recipe=path, reference=recipe.compare.reference))
+        raise RecipeError(
+            f"{path}: compare.reference: got {recipe.compare.reference!r}, but a bisection compares with the "
+            "good candidate; --set compare.reference=null"
+        )
     if not recipe.compare.paired:
-        raise RecipeError(Code.BISECT_NEEDS_PAIRS(recipe=path))
+        raise RecipeError(
+            f"{path}: compare.paired: got false, but a bisection pairs candidates by seed; --set "
+            "compare.paired=true"
+        )
     if recipe.launcher is not None and recipe.launcher.type != "local":
-        raise RecipeError(Code.BISECT_RUNS_HERE(recipe=path, launcher=recipe.launcher.type))
+        raise RecipeError(
+            f"{path}: launcher.type: got {recipe.launcher.type!r}, but candidates run only on this machine; "
+            "--set launcher=null"
+        )
     return recipe
 
 
@@ -260,7 +273,7 @@ class Bisection:
         arms = [arm for arm in dict.fromkeys(name.arm for name in run_names) if arm != BASELINE]
         unknown_arm = next((arm for arm in arms if arm not in candidates), None)
         if unknown_arm:
-            raise LaunchError(Code.BISECTION_OF_OTHER_NAME(directory=self._dir, other=unknown_arm))
+            raise LaunchError(f"{self._dir}: holds {unknown_arm} of another bisection; choose another --name")
         base = self._recipe.arms[BASELINE]
         good = base | self._environments.changes(self.candidates[0])
         # A plan needs a treatment: the bad candidate, which is tested first.
@@ -344,7 +357,10 @@ class Bisection:
         recorded = read_as(_Stored, self._dir / FILE).declared
         changed = [key for key, value in self._declared().items() if recorded.get(key) != value]
         if changed:
-            raise LaunchError(Code.BISECTION_CHANGED(directory=self._dir, changed=changed[0], file=FILE))
+            raise LaunchError(
+                f"{self._dir}: {changed[0]}: differs from the value this bisection began with; restore it "
+                f"(see its {FILE}), or choose another --name"
+            )
 
     def _write(self, outcome: BisectionOutcome | None) -> None:
         """Write levels, tests and the result so far; nothing before the first run has made the folder."""

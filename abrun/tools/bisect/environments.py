@@ -13,7 +13,6 @@ from typing import Any
 
 from abrun.errors import LaunchError, RecipeError
 from abrun.launch.git import GIT, git_environment, git_output
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe
 from abrun.runs.files import make_folder, open_log, write_json
 from abrun.runs.lock import launcher_lock
@@ -136,10 +135,13 @@ def environments_for(
     """Return a recipe's environments. Raises RecipeError if its command does not depend on the candidate."""
     trainer = recipe.trainer
     if repo is not None and setup is None and "checkout" not in trainer.parameters:
-        raise RecipeError(Code.BISECT_NEEDS_CHECKOUT(recipe=recipe.name))
+        raise RecipeError(
+            f"{recipe.name}: trainer.parameters.checkout: missing, but each candidate's checkout replaces "
+            "it; add it and write {checkout} into argv, or install a checkout with --setup"
+        )
     python = shutil.which(trainer.python or sys.executable)
     if python is None:
-        raise RecipeError(Code.PYTHON_NOT_FOUND(recipe=recipe.name, python=trainer.python))
+        raise RecipeError(f"{recipe.name}: trainer.python: got {trainer.python!r}, which does not exist")
     return Environments(
         runs_dir=runs_dir,
         repo=repo,

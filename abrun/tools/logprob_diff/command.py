@@ -12,7 +12,6 @@ import numpy as np
 
 from abrun.errors import LaunchError, RecipeError, StoreError
 from abrun.experiment.probe import run_probe
-from abrun.messages.codes import Code
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.experiment import BASELINE, parse_stored_run
 from abrun.recipe.run import OwnRunConfig, unsupported_settings
@@ -194,12 +193,15 @@ def choose_run(run: str, runs_dir: Path, step: int | None) -> ChosenRun:
             if names_of_experiments
             else "launch a recipe first"
         )
-        raise StoreError(Code.NO_RUN(run=run, runs_dir=runs_dir, runs=there))
+        raise StoreError(
+            f"{run}: no such run; give a run's folder, such as {runs_dir}/EXPERIMENT/baseline/seed-0, or an "
+            f"experiment ({there})"
+        )
     names = sorted(planned_runs(experiment), key=lambda name: name.arm != BASELINE)
     runs = [RunDir(run_dir(experiment, name)) for name in names]
     started = [candidate for candidate in runs if candidate.exists]
     if not started:
-        raise StoreError(Code.NO_RUN_STARTED(experiment=experiment))
+        raise StoreError(f"{experiment}: no run has started yet; launch it first")
     return _checked_choice(
         next((candidate for candidate in started if _checkpoints(candidate)), started[0]), step
     )
@@ -209,29 +211,41 @@ def _checked_choice(run: RunDir, step: int | None) -> ChosenRun:
     record = run.record()
     config = parse_stored_run(record.config, str(run.path))
     if not isinstance(config, OwnRunConfig):
-        raise RecipeError(Code.WEIGHTS_NOT_KNOWN(run=run.path))
+        raise RecipeError(
+            f"{run.path}: was made by a foreign trainer, whose weights abrun cannot read; give a run of "
+            "abrun's own trainer"
+        )
     if not isinstance(config.algorithm, PolicyGradientSettings):
-        raise RecipeError(Code.ALGORITHM_WITHOUT_ENGINE(run=run.path, algorithm=config.algorithm.type))
+        raise RecipeError(
+            f"{run.path}: algorithm.type: got {config.algorithm.type!r}, which does not use a rollout "
+            "engine; give a run of grpo or ppo"
+        )
     for line in unsupported_settings(config):
-        raise RecipeError(Code.OF_SUBJECT(subject=run.path, problem=line))
+        raise RecipeError(f"{run.path}: {line}")
     checkpoints = _checkpoints(run)
     if step is None and not checkpoints and run.step_attempts():
-        raise StoreError(Code.NO_CHECKPOINT(run=run.path))
+        raise StoreError(
+            f"{run.path}: has no checkpoint; use its initial weights with --step 0, or launch it again with "
+            "checkpoint.every below its number of steps"
+        )
     start_step = run.start_step
     chosen_step = (max(checkpoints) if checkpoints else start_step) if step is None else step
     if chosen_step not in checkpoints and chosen_step != start_step:
         steps_text = ", ".join(map(str, sorted({start_step, *checkpoints})))
-        raise StoreError(Code.STEP_WITHOUT_CHECKPOINT(got=step, run=run.path, steps=steps_text))
+        raise StoreError(
+            f"--step: got {step}; {run.path} has the weights after steps {steps_text}; give one of them"
+        )
     checkpoint = checkpoints.get(chosen_step)
     if checkpoint is not None and (writer := read_saved_state(checkpoint).run) not in run.identities():
-        raise StoreError(
-            Code.CHECKPOINT_OF_OTHER_RUN(checkpoint=checkpoint, written_by=writer, run=run.identity())
-        )
+        raise StoreError(f"{checkpoint}: was written by {writer!r}, not by this run, {run.identity()!r}")
     if checkpoint is None and config.checkpoint.start_from:
         checkpoint = Path(config.checkpoint.start_from).expanduser()
     weights = run.initial_weights
     if checkpoint is None and weights is not None and not is_directory(weights):
-        raise StoreError(Code.FIRST_WEIGHTS_GONE(weights=weights, run=run.path))
+        raise StoreError(
+            f"{weights}: the initial weights of {run.path} are missing; launch it again with --resume, or "
+            "give the step of a checkpoint"
+        )
     return ChosenRun(
         run=run,
         name=record.name,

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from abrun.errors import RecipeError
-from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.recipe.extras import vllm_refusal
 from abrun.recipe.merging import apply_override, merge
 from abrun.recipe.policy import Megatron
@@ -189,7 +187,7 @@ def _engines(config: OwnRunConfig) -> Iterator[Variation]:
         if invariant and not on_gpu:
             reason = "vLLM has batch-invariant kernels only for GPUs"
         else:
-            reason = sentence(refusal) if refusal else _unscorable(config)
+            reason = refusal or _unscorable(config)
         rollout = {"engine": "vllm", "batch_invariant": invariant}
         is_control = (engine, config.rollout.batch_invariant) == ("vllm", invariant)
         yield Variation(
@@ -223,9 +221,14 @@ def _override(config: OwnRunConfig, index: int, override: str) -> Variation:
     tree = apply_override(config.model_dump(mode="json"), override)
     overridden_config = validated(OwnRunConfig, tree, f"--set {override.partition('=')[0]}")
     if overridden_config.cluster != config.cluster:
-        raise RecipeError(Code.SCORED_ON_ONE_RANK(got=override))
+        raise RecipeError(
+            f"--set: got {override!r}, but tokens are scored on one rank; leave cluster as it is"
+        )
     if _scoring_keys(overridden_config) == _scoring_keys(config):
-        raise RecipeError(Code.SCORES_NOT_CHANGED(got=override))
+        raise RecipeError(
+            f"--set: got {override!r}, which does not change how this trainer scores tokens; set a key of "
+            "policy or model, or rollout.temperature, min_p, top_k, top_p or exact_support"
+        )
     same_filters = (
         overridden_config.rollout.filters == config.rollout.filters
         and overridden_config.rollout.records_support

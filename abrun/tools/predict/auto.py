@@ -24,6 +24,7 @@ from abrun.launch.memory.cells import GIB
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, percent_text
+from abrun.messages.texts import listed
 from abrun.recipe.experiment import (
     AUTO_SETTINGS,
     CHECKPOINTING,
@@ -54,7 +55,7 @@ def resolve_auto(
     recipe: Recipe | CommandRecipe,
     draft: ExperimentPlan,
     options: LaunchOptions,
-    find_problems: Callable[[ExperimentPlan], list[Reason]],
+    find_problems: Callable[[ExperimentPlan], list[str]],
     *,
     is_local: bool,
     dry_run: bool = False,
@@ -71,7 +72,10 @@ def resolve_auto(
         resolve_device_memory(requested_memory)  # raises for an invalid value, even if it is not needed
     if not recipe.auto_keys:
         if requested_memory is not None and not dry_run:
-            raise RecipeError(Code.DEVICE_MEMORY_WITHOUT_USE(keys=[*AUTO_SETTINGS]))
+            raise RecipeError(
+                f"--device-memory: requires --dry-run, or auto for one of {listed([*AUTO_SETTINGS])}; add "
+                "one of them, or drop it"
+            )
         return draft
     experiment_dir = resolve_experiment_dir(recipe.name, options)
     if options.resume:
@@ -105,8 +109,10 @@ def decide_values(
     if device_bytes is not None:
         device_bytes = share_of_device(device_bytes, recipe.cluster.runs_per_gpu)
     if device_bytes is None:
+        is_local_text = "this machine has no GPU" if is_local else "the cluster's GPUs are unknown here"
         raise LaunchError(
-            Code.AUTO_NEEDS_DEVICE_MEMORY(asked=request, here=is_local, instead=_format_alternatives(keys))
+            f"{request}, but {is_local_text}; add --device-memory with the memory of one, such as 80GiB or "
+            f"h200, or give values: {_format_alternatives(keys)}"
         )
     why_not_measured = _reason_not_to_measure(own_bytes, device_bytes, is_local=is_local, dry_run=dry_run)
     candidates = _search(recipe, request, configs, device_bytes, measures=why_not_measured is None, say=say)
@@ -114,9 +120,10 @@ def decide_values(
     memory_text = f"and a device has {device_bytes / GIB:.1f} GiB"
     if choice.is_hopeless:
         raise LaunchError(
-            Code.AUTO_FITS_NOWHERE(
-                asked=request, tried=_describe_trials([choice]), device_gib=device_bytes / GIB
-            )
+            f"{request}, but nothing fits: {_describe_trials([choice])}, and a device has "
+            f"{device_bytes / GIB:.1f} GiB; use smaller micro-batches (policy.micro_batch_tokens or "
+            "micro_batch_size), more ranks, more of policy.backend's parallelism or a fused "
+            "policy.logprobs.impl"
         )
     free = percent_text(choice.margin)
     margin_text = f": nothing leaves {free} of it free, and runs may run out of memory"
@@ -214,13 +221,12 @@ def _refuse_unpredictable(request: Reason, keys: Iterable[str], configs: Mapping
         if config.policy.backend.type != "dtensor":
             backend = config.policy.backend.type
             raise LaunchError(
-                Code.AUTO_BACKEND_NOT_PREDICTED(
-                    asked=request, arm=arm, backend=backend, instead=_format_alternatives(keys)
-                )
+                f"{request}, but the memory of arms.{arm} cannot be predicted with policy.backend.type "
+                f"{backend!r}; give values: {_format_alternatives(keys)}"
             )
         problem = triton_refusal(on_gpu=True) if config.policy.logprobs.impl == "triton" else None
         if problem:  # reported before predictions take time
-            raise LaunchError(Code.AUTO_NOT_PREDICTED(asked=request, arm=arm, problem=problem))
+            raise LaunchError(f"{request}, but the memory of arms.{arm} cannot be predicted here: {problem}")
 
 
 def _reason_not_to_measure(
@@ -327,9 +333,8 @@ def _read_decided_values(experiment_dir: Path, keys: Sequence[str]) -> Values:
         value = stored.get(key)
         if value is None or value == "auto":
             raise LaunchError(
-                Code.RESUME_VALUE_NOT_AUTO(
-                    directory=experiment_dir, field=key, got=value, instead=AUTO_SETTINGS[key].instead
-                )
+                f"{experiment_dir}: --resume: it was launched without {key} (got {value!r}), but this recipe "
+                f"says auto; give the value that it was launched with: {AUTO_SETTINGS[key].instead}"
             )
         values[key] = value
     return values

@@ -17,8 +17,8 @@ from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused, run_probe_on_cpu
 from abrun.launch.memory.cells import GIB, Point
 from abrun.launch.memory.sweep import COMMAND, MASTER_DTYPE, SweepPlan
-from abrun.messages.codes import Code
 from abrun.messages.numbers import percent_text
+from abrun.messages.texts import listed
 from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
@@ -252,9 +252,15 @@ def _run_traces(
 def check_predictable(config: OwnRunConfig, master_dtype: str = MASTER_DTYPE) -> None:
     """Raise LaunchError if an arm cannot be predicted."""
     if config.policy.backend.type != "dtensor":
-        raise LaunchError(Code.BACKEND_NOT_PREDICTED(backend=config.policy.backend.type))
+        raise LaunchError(
+            f"policy.backend.type: got {config.policy.backend.type!r}, whose memory cannot be predicted; use "
+            "type: dtensor, or measure it on GPUs without --predict"
+        )
     if master_dtype not in (MASTER_DTYPE, config.policy.dtype):
-        raise LaunchError(Code.MASTER_DTYPE_DIFFERS(master_dtype=master_dtype, dtype=config.policy.dtype))
+        raise LaunchError(
+            f"--master-dtype: got {master_dtype} with policy.dtype {config.policy.dtype}; add --set "
+            f"policy.dtype={master_dtype}"
+        )
 
 
 def describe_predicted_memory(
@@ -316,7 +322,10 @@ def resolve_device_memory(size: str | None) -> int | None:
         return card_mib * 2**20
     parsed = re.fullmatch(r"([0-9]{1,5}(\.[0-9]{1,3})?)\s*(GiB|GB)?", size)
     if parsed is None or not float(parsed[1]):
-        raise RecipeError(Code.DEVICE_MEMORY_SYNTAX(got=size, cards=[*DEVICE_MEMORY_MIB]))
+        raise RecipeError(
+            f"--device-memory: got {size!r}; allowed: a size such as 80GiB, or one of "
+            f"{listed([*DEVICE_MEMORY_MIB])}"
+        )
     return int(float(parsed[1]) * (10**9 if parsed[3] == "GB" else GIB))
 
 

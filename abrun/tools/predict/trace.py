@@ -15,7 +15,6 @@ import torch
 
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import open_row_writer, read_job, report_refusal
-from abrun.messages.codes import Code
 from abrun.processes import run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.run import OwnRunConfig, largest_microbatch, set_microbatch_size
@@ -74,7 +73,10 @@ def trace(
     """
     max_positions = max_positions_of(config_of(config.model))
     if max_positions and max(lengths) > max_positions:
-        raise RecipeError(Code.LENGTHS_TOO_LONG(got=max(lengths), max_tokens=max_positions))
+        raise RecipeError(
+            f"--lengths: got {max(lengths)}; allowed: at most {max_positions} tokens, the model's context "
+            "length"
+        )
     run_config, config = config, set_microbatch_size(config, num_sequences)
     with fake_gpu(config.cluster.ranks, DTYPES[master_dtype]) as allocations:
         setup, phases = _make_setup(config, allocations)

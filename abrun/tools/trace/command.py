@@ -19,7 +19,6 @@ from typing import Any
 from abrun.errors import ComparisonError, LaunchError, RecipeError, StoreError
 from abrun.experiment.plan import make_draft
 from abrun.experiment.probe import run_probe
-from abrun.messages.codes import Code
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
@@ -113,7 +112,7 @@ def trace_dumps(
     Without repeats the result has no limit. Raises AbrunError for dumps that cannot be read or compared.
     """
     if missing := missing_package("train"):
-        raise LaunchError(Code.OF_SUBJECT(subject="trace", problem=missing))
+        raise LaunchError(f"trace: {missing}")
     paths = [baseline, treatment, *repeats]
     for path in paths:
         if not is_directory(path):

@@ -228,7 +228,10 @@ def limit_memory(device: torch.device, runs_per_gpu: int, *, unmapped_bytes: int
     share = share_of_device(device_bytes, runs_per_gpu)
     if share <= 0:
         gib = device_bytes / 2**30
-        raise LaunchError(Code.SHARE_EMPTY(runs_per_gpu=runs_per_gpu, device_gib=gib))
+        raise LaunchError(
+            f"cluster.runs_per_gpu: got {runs_per_gpu}, but a GPU of {gib:.0f} GiB has no memory for so many "
+            "shares; use fewer"
+        )
     fraction = min(max((share + unmapped_bytes) / device_bytes, 0.0), 1.0)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from abrun.errors import AbrunError, RecipeError, StoreError
-from abrun.messages.codes import Code
 from abrun.runs.files import find_damage, fingerprint
 from abrun.runs.records import SAVED_STATE, SavedState, StartCheckpoint, read_saved_state
 from abrun.trainer.backends.ranks import Ranks
@@ -51,7 +50,9 @@ def start_from(
         (rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem), None
     )
     if first_problem:
-        raise RecipeError(Code.START_DOES_NOT_FIT(field=field, folder=folder, problem=first_problem))
+        raise RecipeError(
+            f"{field}: got {folder!r}: {first_problem}; give a checkpoint of a run of the same model"
+        )
     assert tensors is not None
     trained.load_local_state(tensors)
     return origin

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.redaction import printable
 from abrun.runs.rollouts import (
@@ -137,7 +136,7 @@ class RecordedRollouts:
         )
 
     def _unfit(self, problem: str, remedy: str) -> StoreError:
-        return StoreError(Code.ROLLOUTS_UNFIT(path=self.folder, problem=printable(problem), remedy=remedy))
+        return StoreError(f"rollout.from: {self.folder}: {printable(problem)}; {remedy}")
 
 
 def origin_of(config: OwnRunConfig, text: Text, seed: int) -> Origin:

@@ -14,9 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from abrun.errors import RecipeError
-from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
-from abrun.recipe.families import SAMPLING_ROUTERS
+from abrun.recipe.families import (
+    ENCODER_DECODER,
+    HEAD_BIASED,
+    LAYERS_SHARED,
+    ROUTER_SAMPLES,
+    SAMPLING_ROUTERS,
+)
 
 # Fields of a text configuration that multiply or divide the head's logits.
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -57,10 +61,10 @@ class Facts:
 def facts_of(network: Any) -> Facts:
     """Return the facts of a transformers network. Raises RecipeError for a family that cannot be trained."""
     if network.config.is_encoder_decoder:
-        raise refused(network, Code.FAMILY_ENCODER_DECODER())
+        raise refused(network, ENCODER_DECODER)
     config = network.config.get_text_config(decoder=True)
     if config.model_type in SAMPLING_ROUTERS:
-        raise refused(network, Code.FAMILY_ROUTER_SAMPLES())
+        raise refused(network, ROUTER_SAMPLES)
     base = _base(network)
     return Facts(
         base=base,
@@ -71,10 +75,9 @@ def facts_of(network: Any) -> Facts:
     )
 
 
-def refused(network: nn.Module, why: Reason | str) -> RecipeError:
+def refused(network: nn.Module, obstacle: str) -> RecipeError:
     """Return the error, one line, for a network of a family that cannot be trained."""
     kind = type(network).__name__.removeprefix("FSDP")
-    obstacle = sentence(why) if isinstance(why, Reason) else why
     return RecipeError(f"model: got {kind}, {obstacle}; use a causal language model of another family")
 
 
@@ -174,7 +177,7 @@ def _head(network: Any) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise refused(network, f"whose LM head is {type(head).__name__} and not one matrix")
     if head.bias is not None:
-        raise refused(network, Code.FAMILY_HEAD_BIASED())
+        raise refused(network, HEAD_BIASED)
     return head
 
 
@@ -190,7 +193,7 @@ def _layers(network: nn.Module, base: Any, config: Any) -> nn.ModuleList:
         raise refused(network, "which has no list of layers to shard")
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     if len(parameters) != len(set(parameters)):
-        raise refused(network, Code.FAMILY_SHARES_LAYERS())
+        raise refused(network, LAYERS_SHARED)
     return layers
 
 

@@ -12,8 +12,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from abrun.errors import RecipeError
-from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.recipe.families import family_refusal
 from abrun.recipe.policy import Model
 
@@ -46,10 +44,11 @@ def read_config(source: str) -> Any:
     with loading(source):
         config = AutoConfig.from_pretrained(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        obstacle = family_refusal({"model_type": config.model_type}) or Code.FAMILY_WITHOUT_CAUSAL_LM()
+        obstacle = (
+            family_refusal({"model_type": config.model_type}) or "which transformers has no causal LM for"
+        )
         raise RecipeError(
-            f"model.path: got {source!r} of type {config.model_type}, {sentence(obstacle)}; "
-            "use a causal language model"
+            f"model.path: got {source!r} of type {config.model_type}, {obstacle}; use a causal language model"
         )
     return config
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.trainer.tasks import Example
 
 # With 40 draws per prompt, a task of 2n equally likely prompts misses some of them once in 10^8 cases.
@@ -44,7 +43,8 @@ class Generated:
             if i - last_new_draw > DRAWS_A_PROMPT * len(examples):
                 break
         raise RecipeError(
-            Code.TOO_FEW_PROMPTS(got=count, prompts=len(examples), most=max(1, len(examples) // 2))
+            f"validation.num_prompts: got {count}, but the task has about {len(examples)} different prompts "
+            f"and at most half can be held out; use {max(1, len(examples) // 2)}, or a larger task"
         )
 
     def without(self, prompts: frozenset[str]) -> "Generated":

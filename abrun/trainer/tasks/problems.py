@@ -13,6 +13,7 @@ from pathlib import Path
 
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
+from abrun.messages.texts import counted
 from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask
 from abrun.runs.regular_files import open_regular
 from abrun.trainer.tasks import Example
@@ -65,16 +66,18 @@ class ProblemFile:
         """Return the last `count` problems of the file."""
         if count > len(self.problems):
             raise RecipeError(
-                Code.TOO_FEW_PROBLEMS(
-                    got=count, field=self.field, path=self.path, problems=len(self.problems)
-                )
+                f"validation.num_prompts: got {count}, but {self.field} ({self.path}) has only "
+                f"{counted(len(self.problems), 'problem')}; use at most that many"
             )
         return self.problems[-count:]
 
     def without(self, prompts: frozenset[str]) -> "ProblemFile":
         remaining_problems = [problem for problem in self.problems if problem.prompt not in prompts]
         if not remaining_problems:
-            raise RecipeError(Code.VALIDATION_TAKES_ALL(field=self.field, path=self.path))
+            raise RecipeError(
+                f"validation: holds out every problem of {self.field} ({self.path}); use a smaller "
+                "num_prompts, or another file for validation.path"
+            )
         return replace(self, problems=remaining_problems)
 
 
@@ -206,14 +209,16 @@ def _parse_lines(
             if not example.prompt:
                 raise ValueError("the prompt is empty; a completion needs at least one token before it")
         except RecursionError:
-            raise RecipeError(Code.PROBLEM_TOO_DEEP(field=field, path=path, line=line_number)) from None
+            raise RecipeError(f"{field}: {path}, line {line_number}: nested too deeply") from None
         except ValueError as error:
             raise RecipeError(
-                Code.PROBLEM_INVALID(field=field, path=path, line=line_number, problem=str(error))
+                f"{field}: {path}, line {line_number}: {error}; correct or remove the line"
             ) from None
         problems.append(replace(example, source=f"{path}, line {line_number}"))
     if not problems:
-        raise RecipeError(Code.PROBLEMS_EMPTY(field=field, path=path))
+        raise RecipeError(
+            f"{field}: got {path!r}, which has no problems; give a JSON-lines file with problems"
+        )
     return problems
 
 

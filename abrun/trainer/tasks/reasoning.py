@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
+from abrun.messages.texts import listed
+from abrun.recipe.extras import needs_package
 from abrun.recipe.tasks import ReasoningGym
 from abrun.runs.redaction import shortened
 from abrun.trainer.tasks import Example
@@ -38,19 +39,12 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RecipeError(
-            Code.SETTING_NEEDS_PACKAGE(
-                field="task.type",
-                got="reasoning_gym",
-                package="reasoning-gym",
-                install="pip install 'abrun[reasoning]'",
-                instead=None,
-            )
+            needs_package("task.type", "reasoning_gym", "reasoning-gym", "pip install 'abrun[reasoning]'")
         ) from error
     if config.name not in DATASETS:
         raise RecipeError(
-            Code.REASONING_TASK_UNKNOWN(
-                got=config.name, version=package.__version__, allowed=sorted(DATASETS)
-            )
+            f"task.name: got {config.name!r}; reasoning-gym {package.__version__} has "
+            f"{listed(sorted(DATASETS))}"
         )
 
     def draw_problem(seed: int) -> tuple[Any, dict[str, Any]]:
@@ -60,11 +54,8 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
             return problems, problems[0]
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RecipeError(
-                Code.REASONING_PARAMETERS_REFUSED(
-                    got=shortened(config.parameters),
-                    task=config.name,
-                    error=" ".join(str(error).split()) or type(error).__name__,
-                )
+                f"task.parameters: got {shortened(config.parameters)} with task.name {config.name!r}, which "
+                f"refuses them: {' '.join(str(error).split()) or type(error).__name__}"
             ) from error
 
     def draw(generator: random.Random) -> Example:
@@ -74,7 +65,10 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
 
     scorer, _ = draw_problem(0)
     if config.answer == "text" and EVALUATES_ANSWER.search(inspect.getsource(type(scorer).score_answer)):
-        raise RecipeError(Code.REASONING_SCORER_RUNS_CODE(task=config.name))
+        raise RecipeError(
+            f"task.name: got {config.name!r}, whose scorer runs completions as Python; use another task, or "
+            "answer: final_number"
+        )
     _check_reproducible(config.name, draw, scorer)
 
     def judge(example: Example, completion: str) -> float:
@@ -93,7 +87,13 @@ def _check_reproducible(name: str, draw: Callable[[random.Random], Example], sco
     for seed in range(2):
         example, repeated_example = draw(random.Random(seed)), draw(random.Random(seed))
         if example != repeated_example:
-            raise RecipeError(Code.REASONING_TASK_NOT_REPEATABLE(task=name))
+            raise RecipeError(
+                f"task.name: got {name!r}, which does not repeat its problems with the same seed; use "
+                "another task"
+            )
         assert isinstance(example, Reasoning)
         if example.entry["answer"] is None or scorer.score_answer(example.answer, example.entry) < 1:
-            raise RecipeError(Code.REASONING_TASK_WITHOUT_ANSWER(task=name))
+            raise RecipeError(
+                f"task.name: got {name!r}, whose problems have no answer that its scorer accepts; use "
+                "another task"
+            )

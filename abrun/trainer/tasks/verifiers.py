@@ -8,7 +8,6 @@ from numbers import Real
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.trainer.tasks import Example
 from abrun.trainer.tasks.expressions import final_answer
 from abrun.trainer.tasks.final_answers import last_box, last_number, number
@@ -69,11 +68,13 @@ def load_verifier(name: str) -> Callable[[Example, str], float]:
             reward = function(example.prompt, completion, example.answer)
         except Exception as error:  # a user's code may raise anything
             raise RecipeError(
-                Code.VERIFIER_RAISED(verifier=name, error=_one_line(error), prompt=example.source)
+                f"task.verifier: {name!r} raised {_one_line(error)} for the prompt at {example.source}; it "
+                "must return a number for every completion"
             ) from error
         if not isinstance(reward, Real) or not _is_float32(reward):
             raise RecipeError(
-                Code.VERIFIER_RETURNED(verifier=name, returned=repr(reward)[:60], prompt=example.source)
+                f"task.verifier: {name!r} returned {repr(reward)[:60]} for the prompt at {example.source}; "
+                "it must return a finite number"
             )
         return float(reward)
 
@@ -88,7 +89,8 @@ def _import_function(name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's code may raise anything
         raise RecipeError(
-            Code.VERIFIER_IMPORT_FAILED(verifier=name, module=module_name, error=_one_line(error))
+            f"task.verifier: got {name!r}, but importing {module_name} raised {_one_line(error)}; name an "
+            "installed module, or one in the directory where abrun is started"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -97,7 +99,9 @@ def _import_function(name: str) -> Callable[..., Any]:
             if function
             else (f"{module_name} has no {function_name}")
         )
-        raise RecipeError(Code.VERIFIER_INVALID(verifier=name, problem=problem))
+        raise RecipeError(
+            f"task.verifier: got {name!r}; {problem}; name a function (prompt, completion, answer) -> number"
+        )
     return function
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.messages import sentence
-from abrun.messages.codes import Code
+from abrun.messages.texts import counted
 from abrun.runs.access import PUBLIC_MODE, share_new_folder
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.runs.redaction import hide_secrets_of
@@ -45,14 +45,15 @@ def compare_fleet(options: FleetOptions) -> FleetComparison:
     earlier = None if options.earlier is None else read_earlier(options.earlier)
     recipes = find_recipes(options)
     if options.output is not None and os.path.realpath(options.output) == os.path.realpath(options.folder):
-        raise ComparisonError(Code.FLEET_OUTPUT_HOLDS_RUNS(folder=options.output))
+        raise ComparisonError(
+            f"--output: {options.output} holds the runs of the fleet; choose another folder"
+        )
     evidence = _gather_all(recipes, options)
     if all(recipe.judgement is None for recipe in evidence):
         problem = evidence[0].problem
         raise ComparisonError(
-            Code.FLEET_NOT_JUDGED(
-                num=len(evidence), folder=options.folder, recipe=evidence[0].name, problem=problem
-            )
+            f"--fleet: none of the {counted(len(evidence), 'recipe')} in {options.folder} can be judged; the "
+            f"first is {evidence[0].name}: {problem}"
         )
     fleet = classify(evidence, earlier)
     content = fleet_json(fleet, summarize(fleet), options.command)
@@ -71,7 +72,10 @@ def _gather_all(recipes: Sequence[FleetRecipe], options: FleetOptions) -> list[R
         with ProcessPoolExecutor(num_processes, context, _start_worker) as pool:
             return list(pool.map(gather, recipes, chunksize=4))
     except BrokenProcessPool:
-        raise ComparisonError(Code.FLEET_PROCESS_DIED(num=num_processes)) from None
+        raise ComparisonError(
+            f"--fleet: one of {num_processes} processes was killed, perhaps for lack of memory; judge fewer "
+            "recipes at a time"
+        ) from None
 
 
 def _start_worker() -> None:
@@ -91,7 +95,9 @@ def _write_report(output: Path, fleet: Fleet, content: dict[str, Any], command: 
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         problem = getattr(cause, "strerror", None) or str(cause)
-        raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=problem)) from None
+        raise ComparisonError(
+            f"--output: {output} cannot be written: {problem}; choose another folder"
+        ) from None
     return page
 
 
@@ -124,17 +130,23 @@ def read_earlier(path: Path) -> dict[str, EarlierRow]:
     """Return the rows of an earlier fleet by recipe. Raises ComparisonError for any other file."""
     path = path if is_file(path) else path / FLEET_FILE
     if not is_file(path):
-        raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem="no such file"))
+        raise ComparisonError(
+            f"--before: {path}: no such file; give the --output folder of an earlier abrun compare --fleet"
+        )
     try:
         content = read_json(path)
         version = content.get("schema_version")
         if version != _SCHEMA_VERSION or "recipes" not in content:
             problem = f"not a fleet.json of schema_version {_SCHEMA_VERSION}"
-            raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem))
+            raise ComparisonError(
+                f"--before: {path}: {problem}; give the --output folder of an earlier abrun compare --fleet"
+            )
         return parse_rows(content["recipes"])
     except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
         problem = str(error) if isinstance(error, StoreError) else "a row is damaged"
-        raise ComparisonError(Code.FLEET_FILE_REFUSED(path=path, problem=problem)) from None
+        raise ComparisonError(
+            f"--before: {path}: {problem}; give the --output folder of an earlier abrun compare --fleet"
+        ) from None
 
 
 def parse_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, EarlierRow]:

@@ -16,6 +16,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, Reference, Sides
 from abrun.logs.recorded.reference import REFERENCE_ARM, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import read_sources
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.claims import ClaimKind
 from abrun.report.comparing import Comparison, compare, with_options
 from abrun.report.write import PAGE
@@ -193,7 +194,10 @@ def _open_runs(folder: Path, reference: Reference, options: FleetOptions) -> Rec
     contents = read_sources([str(folder)], options.reading)
     experiment = contents.experiment(allows_one_arm=True, may_unpair=True)
     if options.arm is None and len(experiment.arms) > 1:
-        raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
+        raise ComparisonError(
+            f"--reference: {experiment.name} has several arms; choose one with --arm: "
+            f"{listed(experiment.arms)}"
+        )
     arm = options.arm or experiment.baseline
     experiment = make_regression_experiment(experiment, reference, arm)
     return with_options(experiment, step_one=options.step_one, unpaired=options.reading.unpaired)

@@ -53,11 +53,15 @@ def find_recipes(options: FleetOptions) -> list[FleetRecipe]:
     ):
         if folder is not None and not is_directory(folder):
             problem = "not a folder" if exists(folder) else "no such folder"
-            raise ComparisonError(Code.FLEET_FOLDER_MISSING(option=option, folder=folder, problem=problem))
+            raise ComparisonError(
+                f"{option}: got {folder}, {problem}; give a folder with a subfolder for each recipe"
+            )
     folders = {path.name: path for path in sorted(options.folder.iterdir()) if _holds_runs(path)}
     names = sorted({*folders, *_names_without_runs(options, folders)})
     if not names:
-        raise ComparisonError(Code.FLEET_EMPTY(folder=options.folder))
+        raise ComparisonError(
+            f"--fleet: {options.folder} has no recipe; give a folder with a subfolder of runs for each recipe"
+        )
     return [_find_recipe(options, name, options.folder / name) for name in names]
 
 

@@ -116,7 +116,7 @@ def gate(
     reasons: Sequence[Reason] = ()
     if start:
         if candidate is None or claim is None:
-            raise RecipeError(Code.START_NEEDS(missing="CANDIDATE" if candidate is None else "--claim"))
+            raise RecipeError(f"--start requires {'CANDIDATE' if candidate is None else '--claim'}; add it")
         options = {"worth": worth, "alpha": alpha}
         levels = {option: value for option, value in options.items() if value is not None}
         declared = parse_claim(claim)

@@ -13,6 +13,7 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import counted
 from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import default_transform
 from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
@@ -57,7 +58,8 @@ def start_gate(
     num_runs = len(incumbent.values)
     if num_runs < MIN_SEEDS or len({*incumbent.values}) == 1:
         raise ComparisonError(
-            Code.GATE_INCUMBENT_REFUSED(incumbent=incumbent.name, num_runs=num_runs, minimum=MIN_SEEDS)
+            f"{incumbent.name}: got {counted(num_runs, 'run')} as the incumbent; allowed: at least "
+            f"{MIN_SEEDS} that differ, so that the noise is known"
         )
     start = Start(
         time_s=time.time(),
@@ -171,10 +173,14 @@ def _judge(state: State, candidate: Runs) -> Answer:
         num_missing = max(0, INCUMBENT_SEEDS - num_runs)
         return replace(answer, outcome="INCUMBENT", num_incumbent_runs=num_runs, seeds_to_add=num_missing)
     if name in state.superseded:
-        raise ComparisonError(Code.GATE_SUPERSEDED(candidate=name, incumbent=state.incumbent.name))
+        raise ComparisonError(
+            f"{name}: new runs of an earlier incumbent; to judge it against {state.incumbent.name}, run it "
+            "anew and give another --name"
+        )
     if candidate.num_runs > start.max_seeds:
         raise ComparisonError(
-            Code.GATE_TOO_MANY_SEEDS(candidate=name, num_seeds=candidate.num_runs, maximum=start.max_seeds)
+            f"{name}: got {candidate.num_runs} seeds; allowed: at most {start.max_seeds}, chosen in advance "
+            f"(--seeds 0-{start.max_seeds})"
         )
     is_unfinished = candidate.num_diverged or candidate.failed
     return answer if is_unfinished else replace(answer, **_test_candidate(state, candidate))
@@ -211,7 +217,8 @@ def _refuse_unfinished(incumbent: Runs) -> None:
     num_diverged = incumbent.num_diverged + len(incumbent.failed)
     if num_diverged:
         raise ComparisonError(
-            Code.GATE_INCUMBENT_DIVERGED(incumbent=incumbent.name, num_diverged=num_diverged)
+            f"{incumbent.name}: {counted(num_diverged, 'run')} failed or became NaN or infinite; an "
+            "incumbent needs runs that end; leave the run out with --exclude"
         )
 
 
@@ -219,15 +226,21 @@ def _refuse_copies(candidate: str, sides: Sides, metric: str) -> None:
     """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
     problem = check_distinct_seeds(sides, metric)
     if problem:
-        raise ComparisonError(Code.GATE_COPIES(candidate=candidate, problem=problem))
+        raise ComparisonError(f"{problem}; run {candidate} with seeds that no other run has")
 
 
 def _check_claim(claim: Claim) -> Claim:
     """Return the claim. Raises ComparisonError unless it is a superiority with an absolute margin."""
     if claim.kind != "better" or claim.margin_in[1]:
-        raise ComparisonError(Code.GATE_CLAIM_REFUSED(metric=claim.metric))
+        raise ComparisonError(
+            f"--claim: got another kind of claim on {claim.metric}; allowed: METRIC:WINDOW:better NUMBER, in "
+            "the metric's unit, such as 'train/reward:last 20%:better 0'"
+        )
     if claim.better_direction is None:
-        raise ComparisonError(Code.GATE_DIRECTION_UNKNOWN(metric=claim.metric))
+        raise ComparisonError(
+            f"--claim: whether higher is better is unknown for {claim.metric}; add ', higher is better' or "
+            "', lower is better'"
+        )
     return claim
 
 
@@ -240,7 +253,10 @@ def _parse_worth(worth: str, claim: Claim) -> tuple[float, bool]:
         amount = float("nan")
     margin = claim.margin_in[0]
     if not 0 < amount < float("inf") or (not in_sds and amount <= margin):
-        raise ComparisonError(Code.GATE_WORTH_REFUSED(worth=worth, margin=margin))
+        raise ComparisonError(
+            f"--worth: got {worth!r}; allowed: a number above the claim's {margin:g}, or standard deviations "
+            "such as '2 sigma'"
+        )
     return amount, in_sds
 
 
@@ -286,10 +302,14 @@ def _reduce_run(run: RecordedRun, claim: Claim, steps: tuple[int, int]) -> float
     """Return the claim's value of a run. Raises ComparisonError if it has not finished, or lacks steps."""
     grid = run.series(claim.metric).steps
     if not run.finished:
-        raise ComparisonError(Code.GATE_RUN_NOT_FINISHED(run=str(run), status=run.status))
+        raise ComparisonError(
+            f"{run}: is {run.status}, so the candidate cannot be judged; wait or run it again"
+        )
     if not len(grid) or grid[0] > steps[0] or grid[-1] < steps[1]:
         recorded = [int(grid[0]), int(grid[-1])] if len(grid) else None
+        recorded_text = f"covers steps {recorded[0]}-{recorded[1]}" if recorded else "is not recorded"
         raise ComparisonError(
-            Code.GATE_RUN_SHORT(run=str(run), metric=claim.metric, recorded=recorded, steps=steps)
+            f"{run}: {claim.metric} {recorded_text}, but the gate reads steps {steps[0]}-{steps[1]}; run it "
+            "to the end"
         )
     return float(summarize_runs(run.series(claim.metric).values[None, in_window(grid, steps)], claim)[0])

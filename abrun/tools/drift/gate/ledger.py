@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.experiment import RecordedRun
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.runs.access import PUBLIC_MODE
 from abrun.runs.layout import RunName
@@ -210,10 +209,14 @@ def create_ledger(path: Path, start: Start) -> None:
     """Write the first line. Raises StoreError if the file exists or cannot be written."""
     with suppress(FileNotFoundError):
         if path.lstat().st_size:
-            raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
+            raise StoreError(
+                f"--start: {path} already exists; drop --start to ask it, or choose another file"
+            )
     with closing(LineWriter(path, PUBLIC_MODE)) as writer, file_lock(path):
         if read_json_lines(path):  # another gate was faster
-            raise StoreError(Code.GATE_LEDGER_EXISTS(path=path))
+            raise StoreError(
+                f"--start: {path} already exists; drop --start to ask it, or choose another file"
+            )
         writer.write(asdict(start))
         writer.sync()
 
@@ -221,22 +224,28 @@ def create_ledger(path: Path, start: Start) -> None:
 def read_state(path: Path) -> State:
     """Return the state of a gate. Raises StoreError if there is no such file, or if a line is damaged."""
     if not path.is_file():
-        raise StoreError(Code.GATE_LEDGER_MISSING(path=path))
+        raise StoreError(
+            f"--against: {path} is not a file; start a ledger: abrun gate INCUMBENT --start --against {path} "
+            "--claim 'train/reward:last 20%:better 0'"
+        )
     rows = read_json_lines(path)
     if not rows or rows[0].get("kind") != "start":
-        raise StoreError(Code.GATE_LEDGER_INVALID(path=path))
+        raise StoreError(f"--against: {path} is not a ledger of abrun gate; start one with --start")
     start = checked(Start, rows[0], path)
     try:
         start.claim()
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise StoreError(Code.RECORD_FIELD_INVALID(path=path, field="window", problem=problem)) from None
+        raise StoreError(f"{path}: window: {problem}; restore the file, or remove it") from None
     state = State(start=start, incumbent=start.incumbent)
     for row in read_json_lines(path, has_checksums=True)[1:]:
         answer = checked(Answer, row, path)
         expected = state.num_answers + 1
         if answer.number != expected:
-            raise StoreError(Code.GATE_LINE_LOST(path=path, number=answer.number, expected=expected))
+            raise StoreError(
+                f"--against: {path}: answer {answer.number} stands where answer {expected} should; restore "
+                "the file"
+            )
         state.add(answer)
     return state
 
@@ -257,7 +266,8 @@ def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
     num_missing += len({*earlier.failed} - {run.name for run in runs.runs})
     if num_missing:
         raise ComparisonError(
-            Code.GATE_RUNS_CHANGED(candidate=runs.name, num_missing=num_missing, num_earlier=earlier.num_runs)
+            f"{runs.name}: {num_missing} of the {earlier.num_runs} runs that were judged are missing or "
+            "changed; give all earlier runs with the new ones, or another --name"
         )
 
 

@@ -13,7 +13,6 @@ from abrun.logs.recorded.ledger import Ledger
 from abrun.logs.recorded.reference import add_entry
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.messages.numbers import bound_text, difference_text
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.report.comparing import find_post_hoc_reason
@@ -34,7 +33,9 @@ def add_to_ledger(path: Path, experiment_dir: Path, arm: str | None, tried: int)
     experiment = load_experiment(experiment_dir)
     late = find_post_hoc_reason(experiment, experiment.compare)
     if late:
-        raise ComparisonError(Code.LEDGER_OF_POST_HOC(experiment=experiment.name, why=late))
+        raise ComparisonError(
+            f"{experiment.name}: post hoc: {late}; a ledger takes only comparisons declared before the runs"
+        )
     commits = {arm_name: commit_of(experiment_dir, experiment, arm_name) for arm_name in experiment.arms}
     return add_entry(
         path, lambda reference: next_entry(reference, experiment, arm, tried=tried, commits=commits)

@@ -84,7 +84,7 @@ def new_ledger(
         amount = float("nan")
     if not 0 < amount < float("inf") or len(fitting) != 1:
         metrics = [claim.metric for claim in claims.claims if claim.difference_kind is not None]
-        raise ComparisonError(Code.BUDGET_REFUSED(budget=shortened(budget), metrics=metrics))
+        raise ComparisonError(_budget_refused(budget=shortened(budget), metrics=metrics))
     (claim,) = fitting
     runs = [run for name, run in experiment.runs.items() if name.arm == arm]
     return Ledger(
@@ -156,7 +156,7 @@ def next_entry(
     runs_sha256 = _sha256({**runs, "levels": levels, "differences": result.estimate.differences})
     for number, entry in enumerate(ledger.entries, 1):
         if entry.runs_sha256 == runs_sha256:
-            raise ComparisonError(Code.LEDGER_HAS_RUNS(experiment=experiment.name, arm=arm, entry=number))
+            raise ComparisonError(f"{experiment.name}: {arm} is already entry {number}, so nothing was added")
     content: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "experiment": experiment.name,
@@ -225,9 +225,14 @@ def _ledger_and_arm(
     """Return the ledger and the arm to add. Raises ComparisonError if there is no such ledger or arm."""
     ledger = reference.ledger
     if ledger is None:
-        raise ComparisonError(Code.NO_LEDGER(reference=reference.name))
+        raise ComparisonError(
+            f"{reference.name}: has no ledger; save a reference with one: abrun reference save SOURCE -o "
+            "FILE --budget 0.05"
+        )
     if experiment.treatment_diff is None or experiment.launched_compare_sha256 is None:
-        raise ComparisonError(Code.NO_TREATMENT_DECLARED(experiment=experiment.name))
+        raise ComparisonError(
+            f"{experiment.name}: declares no treatment; a ledger takes only experiments that abrun launched"
+        )
     return ledger, experiment.choose_arm(arm, experiment.treatments)
 
 
@@ -235,12 +240,8 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) 
     """Return the result of the ledger's claim. Raises ComparisonError if the experiment did not match."""
     if judged.verdict not in PASSING:
         raise ComparisonError(
-            Code.LEDGER_TAKES_MATCHES(
-                experiment=experiment.name,
-                arm=judged.arm,
-                verdict=judged.verdict,
-                reason=judged.reasons[0],
-            )
+            f"{experiment.name}: {judged.arm}: the verdict is {judged.verdict}, but a ledger takes only "
+            f"matches: {judged.reasons[0]}"
         )
     for result in judged.claims:
         claim = result.claim
@@ -255,14 +256,8 @@ def _result(judged: ArmVerdict, ledger: Ledger, experiment: RecordedExperiment) 
     claims = [result.claim for result in judged.claims]
     claimed = ", ".join(f"{claim.metric} over {claim.window} ({claim.steps})" for claim in claims)
     raise ComparisonError(
-        Code.LEDGER_OF_OTHER_CLAIM(
-            experiment=experiment.name,
-            arm=judged.arm,
-            claims=claimed,
-            metric=ledger.metric,
-            first=ledger.steps[0],
-            last=ledger.steps[1],
-        )
+        f"{experiment.name}: {judged.arm}: claims {claimed}, but the ledger tracks {ledger.metric} over "
+        f"steps {ledger.steps[0]}-{ledger.steps[1]}, with a margin"
     )
 
 
@@ -274,7 +269,10 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Rec
     config = public_config(list(experiment.arm(experiment.baseline).values()))
     link_text = f"entry {len(ledger.entries)}'s treatment" if ledger.entries else "the anchor"
     if not config:
-        raise ComparisonError(Code.BASELINE_WITHOUT_CONFIG(experiment=experiment.name, link=link_text))
+        raise ComparisonError(
+            f"{experiment.name}: its baseline records no configuration, so it cannot be checked against "
+            f"{link_text}"
+        )
     for key in sorted(link):
         if config.get(key) != link[key]:
             entry_numbers = [
@@ -282,16 +280,16 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Rec
                 for number, entry in enumerate(ledger.entries, 1)
                 if entry.experiment == experiment.name
             ]
+            entry_text = entry_numbers[0] if entry_numbers else None
+            entry_clause_text = (
+                f" (entry {entry_numbers[0] if entry_numbers else None} is an experiment of this name)"
+                if entry_text
+                else ""
+            )
             raise ComparisonError(
-                Code.BASELINE_NOT_THE_LINK(
-                    experiment=experiment.name,
-                    baseline=experiment.baseline,
-                    key=key,
-                    value=shortened(config.get(key)),
-                    expected=shortened(link[key]),
-                    link=link_text,
-                    entry=entry_numbers[0] if entry_numbers else None,
-                )
+                f"{experiment.name}: {experiment.baseline}: {key} is {shortened(config.get(key))}, but "
+                f"{shortened(link[key])} in {link_text}{entry_clause_text}; compare the change with "
+                f"{link_text}"
             )
 
 
@@ -350,3 +348,11 @@ def _largest_distance(interval: tuple[float, float]) -> float:
 
 def _sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _budget_refused(budget: str, metrics: list[str]) -> str:
+    examples = ", ".join(f"{metric}=0.05" for metric in metrics)
+    return (
+        f"--budget: got {budget}; allowed: a number above 0 in units of the claim, for a claim with a "
+        f"margin: {examples or 'none is declared (--claim)'}"
+    )

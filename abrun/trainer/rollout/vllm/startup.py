@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
 
 from abrun.errors import LaunchError
-from abrun.messages.codes import Code
 from abrun.processes import progress
 from abrun.recipe.extras import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
@@ -273,7 +272,7 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
     if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
         raise LaunchError(
-            Code.ENGINE_NOT_SHARED(
+            _engine_not_shared(
                 runs_per_gpu=config.cluster.runs_per_gpu,
                 cache_bytes=cache,
                 share_bytes=None if is_sized_by_gpu else share_bytes,
@@ -418,3 +417,17 @@ def _packed_rows(tensors: Any, num_sampled: Any = None) -> Any:
 
 def _switch_sampler(worker: Any, on: bool) -> None:
     worker.model_runner.sampler.return_sampling_mask = on
+
+
+def _engine_not_shared(runs_per_gpu: int, cache_bytes: int | None, share_bytes: int | None) -> str:
+    """vLLM's cache does not fit a run's share; `share_bytes` None: alone, vLLM would size it by the GPU."""
+    got = f"cluster.runs_per_gpu: got {runs_per_gpu}, but"
+    if cache_bytes is None or share_bytes is None:
+        return f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1"
+    return (
+        f"{got} vLLM's cache of {cache_bytes / GIB:.1f} GiB takes most of a run's share of "
+        f"{share_bytes / GIB:.1f} GiB; use fewer, or auto"
+    )
+
+
+GIB = 2**30
