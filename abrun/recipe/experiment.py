@@ -31,10 +31,11 @@ from abrun.recipe.merging import (
 from abrun.recipe.policy import RecipePolicy
 from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
 from abrun.recipe.refusals import describe_unknown_key, shortened, validated
-from abrun.recipe.run import ClusterConfig, OwnRunConfig, recorded_source
+from abrun.recipe.run import ClusterConfig, OwnRunConfig, can_change_numbers, recorded_source
 from abrun.recipe.section import FieldError, RuleError, Section, rule
 from abrun.runs.layout import NAME_PATTERN
-from abrun.runs.migrations import drop_removed, migrate
+from abrun.runs.migrations import REMOVED, drop_removed, migrate
+from abrun.runs.redaction import yaml_text
 from abrun.runs.regular_files import is_directory
 
 BASELINE = "baseline"
@@ -330,6 +331,16 @@ def parse_stored_run(content: Any, source: str = "config") -> OwnRunConfig | Com
     content = drop_removed(migrate(content))
     kind = _trainer_type(content, source) if isinstance(content, Mapping) else None
     return validated(RUN_CONFIGS[kind or "abrun"], content, source)
+
+
+def refuse_removed_settings(content: Mapping[str, Any], source: str) -> None:
+    """Raise RecipeError if a stored run has a setting that this version lacks and would train without."""
+    for key, value in dotted(content).items():
+        if key in REMOVED and value != REMOVED[key] and can_change_numbers(key):
+            raise RecipeError(
+                f"{source}: the run was launched with {key}: {yaml_text(value)}, a setting that was removed "
+                "since; resume with the version of abrun that launched it, or choose another --name"
+            )
 
 
 def parse_stored_own_run(content: Any) -> OwnRunConfig:

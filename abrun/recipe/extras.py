@@ -87,22 +87,17 @@ def missing_package(extra: str, packages: Mapping[str, str] | None = None) -> st
 
 
 def needs_package(field: str, got: str | bool, package: str, install: str, instead: str | None = None) -> str:
-    """Return that a setting needs a package, and how to install it or what to set `instead`."""
+    """Return that a setting needs a package, and how to install it or what to set `instead`.
+
+    Without a wheel for this Python, it names the newest one with a wheel.
+    """
+    problem, newest = "is missing", NEWEST_PYTHON.get(package)
+    if newest and sys.version_info[:2] > newest:
+        python, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
+        problem, install = f"has no wheel for Python {python}", f"use Python {supported}"
     got_text = str(got).lower() if isinstance(got, bool) else repr(got)
     remedy = f"{install}, or use {instead}" if instead else install
-    return f"{field}: got {got_text}, but the package {package} is missing; {remedy}"
-
-
-def missing_package_reason(field: str, got: str, package: str, install: str, instead: str) -> str:
-    """Return the reason that a setting needs a package; without a wheel it names the right Python."""
-    newest = NEWEST_PYTHON.get(package)
-    if newest is None or sys.version_info[:2] <= newest:
-        return needs_package(field, got, package, install, instead)
-    python, supported = (".".join(map(str, version[:2])) for version in (sys.version_info, newest))
-    return (
-        f"{field}: got {got!r}, but the package {package} has no wheel for Python {python}; use Python "
-        f"{supported}, or use {instead}"
-    )
+    return f"{field}: got {got_text}, but the package {package} {problem}; {remedy}"
 
 
 def installed_version(package: str) -> str | None:
@@ -173,7 +168,7 @@ def megatron_refusal(packages: Mapping[str, str] | None = None) -> str | None:
     field, package, install = "policy.backend.type", "megatron-core", "pip install 'abrun[megatron]'"
     version = packages.get(package)
     if version is None:
-        return missing_package_reason(field, "megatron", package, install, instead="type: dtensor")
+        return needs_package(field, "megatron", package, install, instead="type: dtensor")
     numbers = tuple(int(digits) for digits in re.findall(r"\d+", version)[:3])
     if not MIN_MEGATRON <= numbers < MEGATRON_UPPER_BOUND:
         return (
