@@ -20,7 +20,7 @@ RENAMED_KEYS = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in R
 REMOVED_SETTINGS = {
     "cluster.runs_per_gpu: auto": "write a number (abrun memory-profile shows what a run takes)",
     "keep_samples.every": "drop it (samples of the first and of every tenth step are kept)",
-    "launcher.type: jobset": "run abrun launch in a SkyPilot task or in a job of your own",
+    "launcher.type: jobset": "run abrun launch in a SkyPilot task",
     "launcher.type: skypilot": "run abrun launch in a SkyPilot task",
     "policy.backend.distributed_optimizer": "drop it (the optimizer is always distributed)",
     "policy.logprobs.memory_budget_mib": "set policy.logprobs.chunk_size",

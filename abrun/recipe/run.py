@@ -353,8 +353,11 @@ class OwnRunConfig(RunConfig):
     def find_new_problem(self) -> str | None:
         """Return the rule that this run breaks but those of earlier versions may; None if there is none."""
         algorithm = self.algorithm
-        has_penalty = isinstance(algorithm, PolicyGradientSettings) and algorithm.kl_coefficient > 0
-        if has_penalty and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1"):
+        if (
+            isinstance(algorithm, PolicyGradientSettings)
+            and algorithm.kl_coefficient > 0
+            and (algorithm.kl_in, algorithm.kl_estimator) == ("loss", "k1")
+        ):
             return (
                 "algorithm.kl_estimator: got 'k1' with kl_in 'loss', where its expected gradient is zero; "
                 "use kl_estimator: k2, k3 or k3+, or kl_in: reward"
