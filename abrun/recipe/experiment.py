@@ -82,8 +82,8 @@ class ExperimentDeclaration(Section):
                 f"arms: got {shortened([*arms])}; an experiment needs an arm named 'baseline' and at least "
                 "one other arm, or a frozen reference (compare.reference)"
             )
-        if of_controls := arms.keys() & self.control_arms.keys():
-            name = shortened(min(of_controls))
+        if reserved := arms.keys() & self.control_arms.keys():
+            name = shortened(min(reserved))
             raise RuleError(f"arms: got {name}, which is the name of a control arm; choose another name")
         if compare.interim and compare.interim[-1] != len(seeds):
             raise RuleError(

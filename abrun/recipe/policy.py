@@ -406,13 +406,13 @@ class Rollout(_Source):
 
     @rule
     def _check_engine(self) -> None:
-        lacking = {
+        unsupported = {
             "tensor_parallel": "which samples on every rank with unsharded weights",
             "devices": "which samples from the policy's own modules",
             "gpu_memory_utilization": "which reserves no memory",
             "batch_invariant": "which has no such kernels",
         }
-        for name, reason in lacking.items() if self.engine == "torch" else ():
+        for name, reason in unsupported.items() if self.engine == "torch" else ():
             self.require_default(f"rollout.{name}", f"with engine 'torch', {reason}", "engine: vllm")
         if self.devices is not None and self.devices % self.tensor_parallel:
             raise RuleError(

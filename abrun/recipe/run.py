@@ -166,14 +166,14 @@ class OwnTrainer(Section):
         return env
 
 
-def _check_divides(field: str, size: int, whole: int, of: str) -> None:
-    if whole % size:
-        raise RuleError(f"{field}: got {size} for {of}; use a divisor of {whole}")
+def _check_divides(field: str, size: int, ranks: int, available: str) -> None:
+    if ranks % size:
+        raise RuleError(f"{field}: got {size} for {available}; use a divisor of {ranks}")
 
 
-def _check_multiple(field: str, number: int, unit: int, of: str, other: str = "") -> None:
+def _check_multiple(field: str, number: int, unit: int, shares: str, remedy: str = "") -> None:
     if number % unit:
-        raise RuleError(f"{field}: got {number} for {of}; use a multiple of {unit}{other}")
+        raise RuleError(f"{field}: got {number} for {shares}; use a multiple of {unit}{remedy}")
 
 
 class OwnRunConfig(RunConfig):
@@ -217,29 +217,29 @@ class OwnRunConfig(RunConfig):
                 f"policy.backend: got {sizes} = {replica} ranks per replica, for {ranks} ranks; use sizes "
                 f"whose product divides {ranks}, or other cluster sizes"
             )
-        of_node = f"{ranks_per_node} ranks per node, but such a group must fit one node"
-        _check_divides("policy.backend.tensor_parallel", backend.tensor_parallel, ranks_per_node, of_node)
+        local_ranks = f"{ranks_per_node} ranks per node, but such a group must fit one node"
+        _check_divides("policy.backend.tensor_parallel", backend.tensor_parallel, ranks_per_node, local_ranks)
         if not self.rollout.devices:
             engine_ranks = self.rollout.tensor_parallel
-            _check_divides("rollout.tensor_parallel", engine_ranks, ranks_per_node, of_node)
+            _check_divides("rollout.tensor_parallel", engine_ranks, ranks_per_node, local_ranks)
         available = backend.ranks_of_experts(ranks)
-        of_experts = f"{available} ranks available to a layer's experts"
-        _check_divides("policy.backend.expert_parallel", backend.expert_parallel, available, of_experts)
+        expert_ranks = f"{available} ranks available to a layer's experts"
+        _check_divides("policy.backend.expert_parallel", backend.expert_parallel, available, expert_ranks)
 
     @rule
     def _check_batches(self) -> None:
         algorithm, replicas = self.algorithm, self.data_parallel
-        ranks, other = f"{replicas} data-parallel ranks", ", or other cluster sizes"
+        ranks, remedy = f"{replicas} data-parallel ranks", ", or other cluster sizes"
         if isinstance(algorithm, PolicyGradientSettings):
             unit = replicas * algorithm.minibatches_per_step
             shares = f"{ranks} and minibatches_per_step {algorithm.minibatches_per_step}"
-            _check_multiple("algorithm.prompts_per_step", algorithm.prompts_per_step, unit, shares, other)
+            _check_multiple("algorithm.prompts_per_step", algorithm.prompts_per_step, unit, shares, remedy)
             if algorithm.selects_groups and algorithm.documents_per_step:
                 unit *= algorithm.group_size
                 shares = f"groups of {algorithm.group_size}, {shares}"
                 _check_multiple("algorithm.documents_per_step", algorithm.documents_per_step, unit, shares)
         else:
-            _check_multiple("algorithm.batch_size", algorithm.batch_size, replicas, ranks, other)
+            _check_multiple("algorithm.batch_size", algorithm.batch_size, replicas, ranks, remedy)
         if self.warm_start:
             _check_multiple("warm_start.batch_size", self.warm_start.batch_size, replicas, ranks)
 
@@ -304,14 +304,14 @@ class OwnRunConfig(RunConfig):
                 "rollout.batch_invariant: got true with cluster.gpus_per_node: 0, but vLLM has no such "
                 "kernels for CPUs; use batch_invariant: false, or GPUs"
             )
-        whole = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
+        conflict = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
         if one_pass and isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
             raise RuleError(
-                f"algorithm.loss: got 'gspo' {whole} GSPO depends on the whole sequence; use one_pass: false"
+                f"algorithm.loss: got 'gspo' {conflict} GSPO depends on the whole sequence; use one_pass: false"
             )
         if one_pass and algorithm.type == "dpo":
             raise RuleError(
-                f"algorithm.type: got 'dpo' {whole} DPO depends on both completions of a pair; use one_pass: "
+                f"algorithm.type: got 'dpo' {conflict} DPO depends on both completions of a pair; use one_pass: "
                 "false"
             )
         if isinstance(algorithm, PolicyGradientSettings) and task in ("completions", "preferences"):
