@@ -16,7 +16,6 @@ from abrun.api.demo import ARCHIVE, EXPERIMENTS, render_demo, unpack_runs
 from abrun.api.demo import run_demo as run_demo_here
 from abrun.errors import RecipeError
 from abrun.experiment.starter.shipped import find_recipe
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe, parse_stored_recipe
 from abrun.report import commands
 from abrun.report.present.terminal import Terminal
@@ -171,7 +170,7 @@ def test_next_commands_of_the_demo_can_work_on_its_runs(
     """The demo's runs come without the weights that a trace starts from; faults need none of them."""
     monkeypatch.chdir(tmp_path)
     unpack_runs(Path("abrun-demo"))
-    lacking = None if packages else Code.PACKAGE_MISSING(package="torch", extra="train")
+    lacking = None if packages else "needs torch: pip install 'abrun[train]'"
     monkeypatch.setattr(commands, "missing_package", lambda extra: lacking)
     texts = [abrun("compare", f"abrun-demo/{name}")[1] for name in EXPERIMENTS]
     match, mismatch = (" ".join(text.partition("\nnext ")[2].split()) for text in texts)

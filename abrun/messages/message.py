@@ -15,8 +15,19 @@ class of records with these values as fields, whose text is the sentence.
 
 
 def render(message: Message, values: Mapping[str, Any]) -> str:
-    """Return the sentence of a message with these values."""
-    return str(message(**values)) if callable(message) else _fill_template(message, values)
+    """Return the sentence of a message with these values; reasons among them become sentences first."""
+    texts = {name: _word_reasons(value) for name, value in values.items()}
+    return str(message(**texts)) if callable(message) else _fill_template(message, texts)
+
+
+def _word_reasons(value: Any) -> Any:
+    """Return a value with each reason in it, at any depth, as its sentence."""
+    if isinstance(value, list):
+        return [_word_reasons(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _word_reasons(item) for name, item in value.items()}
+    # Besides reasons, the values of a reason are only plain ones
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def value_names(message: Message) -> list[str]:

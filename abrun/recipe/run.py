@@ -307,12 +307,13 @@ class OwnRunConfig(RunConfig):
         conflict = "with policy.logprobs.one_pass, which needs a per-token loss, but a token's loss in"
         if one_pass and isinstance(algorithm, Grpo) and algorithm.loss == "gspo":
             raise RuleError(
-                f"algorithm.loss: got 'gspo' {conflict} GSPO depends on the whole sequence; use one_pass: false"
+                f"algorithm.loss: got 'gspo' {conflict} GSPO depends on the whole sequence; use one_pass: "
+                "false"
             )
         if one_pass and algorithm.type == "dpo":
             raise RuleError(
-                f"algorithm.type: got 'dpo' {conflict} DPO depends on both completions of a pair; use one_pass: "
-                "false"
+                f"algorithm.type: got 'dpo' {conflict} DPO depends on both completions of a pair; use "
+                "one_pass: false"
             )
         if isinstance(algorithm, PolicyGradientSettings) and task in ("completions", "preferences"):
             raise RuleError(

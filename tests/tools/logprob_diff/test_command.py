@@ -138,7 +138,6 @@ def test_what_a_change_asks_to_be_scored(snapshot: Snapshot) -> None:
         assert found == shapes
     with pytest.raises(AbrunError) as refusal:
         variations_of(config, ["cluster.cpu_ranks=2"])
-    assert refusal.value.code is Code.SCORED_ON_ONE_RANK
     snapshot(refusal.value)
     with pytest.raises(AbrunError) as refusal:
         variations_of(config, ["policy.dtyp=float32"])
@@ -180,5 +179,4 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
 def test_a_change_that_changes_no_scoring_is_refused(override: str, snapshot: Snapshot) -> None:
     with pytest.raises(AbrunError) as refusal:
         variations_of(on_one_rank(run_config()), [override])
-    assert refusal.value.code is Code.SCORES_NOT_CHANGED
     snapshot(refusal.value)

@@ -182,7 +182,6 @@ def test_what_cannot_fit_is_refused_and_what_is_too_close_to_tell_is_said(
     snapshot(decision["why"])
     with pytest.raises(LaunchError) as refused:
         decide_values(recipe(), "98GiB", is_local=True)
-    assert refused.value.code is Code.AUTO_FITS_NOWHERE
     snapshot(refused.value)
 
 
@@ -460,7 +459,6 @@ def test_an_arm_of_another_backend_has_nothing_to_keep_gathered(
     )
     with pytest.raises(LaunchError) as refusal:
         decide_values(recipe(*ALL, megatron), "200GiB", is_local=True)
-    assert refusal.value.code is Code.AUTO_BACKEND_NOT_PREDICTED
     snapshot(refusal.value)
 
 
@@ -470,7 +468,6 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
     monkeypatch.setattr(auto, "triton_refusal", lambda **_: "no triton: pip install 'abrun[triton]'")
     with pytest.raises(LaunchError) as refusal:
         decide_values(recipe(*ALL, "arms.treatment.policy.logprobs.impl=triton"), "200GiB", is_local=True)
-    assert refusal.value.code is Code.AUTO_NOT_PREDICTED
     snapshot(refusal.value)
     assert not made_up
 
@@ -584,7 +581,6 @@ def test_where_all_that_is_measured_is_too_much_it_is_refused_or_said(
     measures({8192: "optimizer"})
     with pytest.raises(LaunchError) as refusal:
         decide_values(only, None, is_local=True)
-    assert refusal.value.code is Code.AUTO_FITS_NOWHERE
     snapshot(refusal.value)
 
 

@@ -354,7 +354,6 @@ def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
 def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refusal:
         resolve_device_memory(asked)
-    assert refusal.value.code is Code.DEVICE_MEMORY_SYNTAX
     snapshot(refusal.value)
 
 
@@ -370,7 +369,6 @@ def test_lengths_that_the_model_does_not_take(snapshot: Snapshot) -> None:
     assert isinstance(config, OwnRunConfig)
     with pytest.raises(RecipeError) as refusal:
         next(trace(config, [64, 5000], 1))
-    assert refusal.value.code is Code.LENGTHS_TOO_LONG
     snapshot(refusal.value)
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.extras import megatron_refusal
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.megatron import library
@@ -316,12 +315,11 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda _: None)
         refusal = megatron_refusal()
-        assert refusal and (refusal.code, refusal["missing"]) == (Code.PACKAGE_OF_PACKAGE_MISSING, "triton")
+        assert refusal and "which needs the missing package triton" in refusal
     for version in ("0.16.0", "0.20.0", "0.20.0rc0"):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
         refusal = megatron_refusal()
-        assert refusal and refusal.code is Code.PACKAGE_VERSION_UNSUPPORTED
-        assert (refusal["version"], refusal["supported"]) == (version, ">=0.16.1,<0.20")
+        assert refusal and f"megatron-core {version}, but supported are >=0.16.1,<0.20;" in refusal
 
     def missing(_: str) -> str:
         raise importlib.metadata.PackageNotFoundError

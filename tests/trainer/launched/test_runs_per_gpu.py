@@ -6,7 +6,6 @@ import torch
 from abrun.errors import LaunchError
 from abrun.launch.memory.cells import GIB
 from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.processes import progress
 from abrun.recipe.run import CONTEXT_BYTES, share_of_device
 from abrun.trainer.__main__ import out_of_memory_reason
@@ -35,7 +34,7 @@ def test_shares_and_contexts_fill_the_device_at_most(
     assert [round(fraction * device_bytes) for fraction in fractions] == [share, share + GIB]
     with pytest.raises(LaunchError) as refused:
         ranks.limit_memory(device, 200)
-    assert refused.value.code is Code.SHARE_EMPTY and "200" in str(refused.value)
+    assert "cluster.runs_per_gpu: got 200, but a GPU of" in str(refused.value)
 
 
 def test_a_run_without_memory_names_its_share(monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot) -> None:

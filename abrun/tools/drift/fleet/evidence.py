@@ -131,7 +131,7 @@ class Judgement:
     breaks_exact_rule: bool  # step one or an exact claim, which no noise breaks
     num_runs: int
     failed_seeds: tuple[int, ...]  # seeds whose run failed or became NaN alone
-    reference_problem: Reason | None  # why the reference itself is red
+    reference_problem: str | None  # why the reference itself is red
     report: Path | None  # the page of its report
 
     @property
@@ -150,7 +150,7 @@ class RecipeEvidence:
     rerun: Judgement | None = None  # of the runs in which reruns replace the runs of their seeds
     rerun_problem: Reason | None = None
     num_rerun: int = 0
-    retried: tuple[Reason, ...] = ()  # failed attempts of runs that finished later
+    retried: tuple[str, ...] = ()  # failed attempts of runs that finished later
 
 
 def gather_evidence(recipe: FleetRecipe, options: FleetOptions) -> RecipeEvidence:
@@ -221,7 +221,7 @@ def _replace_runs(first: RecordedExperiment, rerun: RecordedExperiment) -> tuple
     return replace(first, runs={**first.runs, **renamed}), len(renamed)
 
 
-def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
+def _failed_attempts(experiment: RecordedExperiment) -> Iterator[str]:
     """Yield the failed attempts of runs of abrun's that finished in a later one."""
     directory = experiment.directory
     if directory is None or not is_experiment(directory):
@@ -231,7 +231,7 @@ def _failed_attempts(experiment: RecordedExperiment) -> Iterator[Reason]:
             for attempt in RunDir(Path(run.place)).attempts():
                 if attempt.status == "failed":
                     message = attempt.message or f"exit code {attempt.exit_code}"
-                    yield Code.FLEET_ATTEMPT_FAILED(run=str(run), attempt=attempt.number, message=message)
+                    yield f"attempt {attempt.number} of {run} failed: {message}"
 
 
 def _judge(
@@ -353,13 +353,13 @@ def _failed_seeds(experiment: RecordedExperiment, claims: list[ClaimResult]) -> 
 
 def _find_reference_problem(
     experiment: RecordedExperiment, reference: Reference, comparison: Comparison
-) -> Reason | None:
+) -> str | None:
     """Return why the reference is red by the rules that its recipe is held to; None if it is not."""
     if is_over_budget(reference):
-        return Code.FLEET_DRIFT_USED_UP()
+        return "the accepted changes in its ledger have drifted beyond the budget"
     for guard in comparison.content.guards:
         if guard.result == "baseline too":
-            return guard.reason
+            return str(guard.reason)
     baselines = experiment.sides(comparison.arms[0].arm).baselines
     sides = Sides(baselines=baselines, treatments=baselines, paired=True)
     for claim, result in zip(experiment.compare.claims, comparison.content.claims, strict=True):
@@ -368,5 +368,5 @@ def _find_reference_problem(
             itself = judge_limit(REFERENCE_ARM, sides, claim, grid)
             p_value = itself.estimate.p_beyond
             if p_value is not None and p_value < ALPHA:
-                return Code.FLEET_REFERENCE_BREAKS_LIMIT(metric=claim.metric, limit=result.claim.margin_text)
+                return f"its own runs break the limit {result.claim.margin_text} on {claim.metric}"
     return None

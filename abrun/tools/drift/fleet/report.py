@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import display_safe
 from abrun.stats.equivalence import ALPHA
@@ -34,20 +33,29 @@ _CHIPS: dict[Status, str] = {
     "green": "good",
 }
 _TONES = {0: "MATCH", 3: "MISMATCH", 4: "INCONCLUSIVE", 5: "INVALID"}
+_OTHERS = {
+    "red before": "{num} {past} red before",
+    "flaked": "{num} flaked",
+    "open": "{num} {verb} open",
+    "not judged": "{num} could not be judged",
+    "green": "{num} {verb} green",
+}
 _COLUMNS = ("recipe", "status", "why", "runs", "p", "FDR")
 
 
 def summarize(fleet: Fleet) -> str:
-    """Return the fleet in one sentence."""
+    """Return the fleet in one sentence: how many recipes regressed here, and where all others stand."""
     names = [row.name for row in fleet.rows if row.status == "regressed here"]
     num_more = len(names) - _MAX_NAMES
-    return sentence(
-        Code.FLEET_SUMMARY(
-            num_recipes=len(fleet.rows),
-            counts={status: fleet.counts[status] for status in STATUSES},
-            names=names[:_MAX_NAMES] + [f"{num_more} more"] * (num_more > 0),
-        )
-    )
+    head = f"{len(names)} of {len(fleet.rows)} recipes" if names else "no recipe"
+    others = [
+        template.format(num=num, verb="is" if num == 1 else "are", past="was" if num == 1 else "were")
+        for status, template in _OTHERS.items()
+        if (num := fleet.counts[status]) or status == "green"
+    ]
+    text = f"{head} regressed here; {', '.join(others)}"
+    named = ", ".join(names[:_MAX_NAMES] + [f"{num_more} more"] * (num_more > 0))
+    return f"{text}. Look at {named}" if names else text
 
 
 def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":

@@ -121,14 +121,14 @@ def test_a_kept_candidate_is_answered_as_before_and_its_new_runs_join_the_baseli
     assert extended.outcome == "INCUMBENT" and len(read_state(ledger).incumbent.values) == 7
     ask(ledger, write_runs(tmp_path / "next", [0.9, 0.91, 0.89, 0.9]))
     assert read_state(ledger).incumbent.name == "next"
-    with refused(Code.GATE_SUPERSEDED, incumbent="next"):
+    with refused("new runs of an earlier incumbent; to judge it against next"):
         ask(ledger, write_runs(idea, [*levels, 0.61, 0.62, 0.66, 0.7]))
 
 
 def test_runs_that_were_judged_cannot_be_taken_back(tmp_path):
     ledger = start(tmp_path)
     ask(ledger, write_runs(tmp_path / "idea", [0.45, 0.56]))
-    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=2):
+    with refused("1 of the 2 runs that were judged are missing or changed"):
         ask(ledger, write_runs(tmp_path / "idea", [0.58, 0.56, 0.59]))
 
 
@@ -262,11 +262,11 @@ def test_a_candidate_with_a_diverged_run_is_worse(tmp_path):
     levels = [0.9, 0.9, float("nan")]
     result = typed(write_runs(tmp_path / "wild", levels), "--against", ledger)
     assert result.exit_code == 3 and "NaN or infinite in 1 run" in result.stdout
-    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=3):
+    with refused("1 of the 3 runs that were judged are missing or changed"):
         ask(ledger, write_runs(tmp_path / "wild", [0.9, 0.9, 0.9]))
     answer = ask(ledger, write_runs(tmp_path / "wild", [*levels, 0.91]))
     assert answer.outcome == "WORSE" and answer.candidate.num_runs == 4
-    with refused(Code.GATE_INCUMBENT_DIVERGED, num_diverged=1):
+    with refused("1 run failed or became NaN or infinite"):
         ask(ledger, write_runs(tmp_path / "base", [*BASE, float("nan")]))
 
 
@@ -295,7 +295,7 @@ def test_a_failed_run_is_a_result_that_cannot_be_taken_back(tmp_path):
     (answer,) = read_state(ledger).candidates.values()
     earlier = answer.candidate
     hidden = replace(earlier, failed=(), runs=tuple(run for run in earlier.runs if run.seed != 1))
-    with refused(Code.GATE_RUNS_CHANGED, num_missing=1, num_earlier=5):
+    with refused("1 of the 5 runs that were judged are missing or changed"):
         refuse_changed_runs(earlier, replace(hidden, values=(*hidden.values, 0.9)))
     shutil.rmtree(failed_run)
     shutil.copytree(kept, failed_run)  # it was run again
@@ -326,11 +326,11 @@ def test_copies_are_no_seeds(tmp_path):
     assert result.exit_code == 2 and "copies/seed-1 repeats the numbers of copies/seed-0" in result.stderr
     assert typed(base, *words, "--start", "--claim", CLAIM).exit_code == 0
     before = (tmp_path / "gate.jsonl").read_bytes()
-    with refused(Code.GATE_COPIES, candidate="copies"):
+    with refused("run copies with seeds that no other run has"):
         ask(tmp_path / "gate.jsonl", copies)
     rng = np.random.default_rng(1)
     noisy = {f"seed-{seed}": BASE_CURVE + 1e-5 * rng.standard_normal(80) for seed in range(3)}
-    with refused(Code.GATE_COPIES, candidate="noisy"):
+    with refused("run noisy with seeds that no other run has"):
         ask(tmp_path / "gate.jsonl", write_curves(tmp_path / "noisy", noisy))
     assert (tmp_path / "gate.jsonl").read_bytes() == before
 
@@ -357,7 +357,7 @@ def test_runs_that_the_ledger_knows_are_refused_under_another_name(tmp_path, cha
         if change == "another seed":
             assert ask(ledger, folder).candidate.name == folder.name
             continue
-        with refused(Code.GATE_COPIES, candidate=folder.name) as error:
+        with refused(f"run {folder.name} with seeds that no other run has") as error:
             ask(ledger, folder)
         assert f"of {name}/seed-" in str(error.value) or f"as in {name}/seed-" in str(error.value)
 
@@ -384,7 +384,7 @@ def test_a_coarse_metric_is_recognised_by_the_rest_of_the_log(tmp_path):
     for seed, original in enumerate([2, 8]):
         write_log(tmp_path / f"best/seed-{seed}.csv", losses[original], 0.75)
     assert ask(ledger, tmp_path / "idea").candidate.values == (0.5, 0.5, 0.5)
-    with refused(Code.GATE_COPIES, candidate="best") as error:
+    with refused("run best with seeds that no other run has") as error:
         ask(ledger, tmp_path / "best")
     assert "best/seed-0 repeats the numbers of base/seed-2" in str(error.value)
 
