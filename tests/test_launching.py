@@ -13,7 +13,6 @@ from abrun.api import launching
 from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
 from abrun.launch.supervisor import LaunchOutcome
-from abrun.messages.codes import Code
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.report.comparing import compare_sources
 from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
@@ -151,9 +150,8 @@ def test_python_stops_once_it_is_decided_as_the_command_does(
     assert printed.count("not decided yet") == (2 if len(seeds) == 5 else 0)
     with pytest.raises(abrun.errors.RecipeError, match="requires --until-decided"):
         abrun.launch("curves.yaml", name="third", max_seeds=5)
-    with pytest.raises(abrun.errors.RecipeError) as refused:
+    with pytest.raises(abrun.errors.RecipeError, match="allowed: a list of at most"):
         abrun.launch("curves.yaml", name="third", until_decided=True, max_seeds=10**12)
-    assert refused.value.code == Code.LENGTH_NOT_ALLOWED
 
 
 CHECKPOINTING = "policy.activation_checkpointing"

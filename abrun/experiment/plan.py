@@ -13,7 +13,6 @@ from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
 from abrun.recipe.merging import implied_by_types
-from abrun.recipe.presets import EXPERTS_BY_PRESET
 from abrun.recipe.reading import dotted
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import OwnRunConfig, RunConfig, recorded_source
@@ -318,7 +317,7 @@ def _unmet_metric_need(need: Need | None, config: OwnRunConfig) -> str | None:
             "runs without dynamic sampling; set algorithm.dynamic_sampling",
         ),
         "experts": (
-            config.model.preset is not None and config.model.preset not in EXPERTS_BY_PRESET,
+            config.model.preset is not None and "num_experts" not in config.model.architecture,
             f"runs of model.preset {config.model.preset!r}, which has no experts; use another model",
         ),
         "validation by completions": (by_loss, f"runs of task.type {config.task.type!r}, validated by loss"),

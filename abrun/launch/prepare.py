@@ -22,7 +22,7 @@ from abrun.launch.git import record_checkout
 from abrun.messages.texts import listed, plural
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import BASELINE, parse_stored_run
+from abrun.recipe.experiment import BASELINE, parse_stored_run, refuse_removed_settings
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import (
     REFERENCE,
@@ -268,6 +268,7 @@ def _refuse_other_recipe(plan: ExperimentPlan, experiment_dir: Path) -> None:
     weights: dict[str, Path] = {}
     for name, run in recorded.items():
         with contextlib.suppress(StoreError), wrap_read_errors(run.path):
+            refuse_removed_settings(run.record().config, f"{run.path}: --resume")
             if difference := _describe_difference(
                 run, planned[name].config, can_rename_aliases=can_rename_aliases
             ):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from abrun.recipe.policy import Optimizer
-from abrun.recipe.section import Count, FieldError, NonNegative, Positive, Section
+from abrun.recipe.section import Count, FieldError, NonNegative, Positive, RuleError, Section, rule
 
 
 def _refuse_document_mean(value: object) -> object:
@@ -46,6 +46,14 @@ class ImportanceCorrection(Section):
     type: Literal["truncated", "icepop", "sequence_mask"]
     low: NonNegative = 0.0
     high: Positive
+
+    @rule
+    def _check_bounds(self) -> None:
+        if self.low > self.high:
+            raise RuleError(
+                f"algorithm.importance_correction.low: got {self.low} above high, {self.high}; use a low "
+                "bound below the high one"
+            )
 
 
 class DynamicSampling(Section):
@@ -95,6 +103,27 @@ class PolicyGradientSettings(Section):
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = "k3"
     entropy_coefficient: NonNegative = 0.0
     metrics: Literal["none", "basic", "full"] = "basic"
+
+    @rule
+    def _check_step(self) -> None:
+        if self.kl_in != "loss" and self.kl_estimator == "k3+":
+            raise RuleError(
+                f"algorithm.kl_estimator: got 'k3+' with kl_in {self.kl_in!r}, but it differs from k3 only "
+                "in its gradient, which a reward does not have; use kl_estimator: k3, or kl_in: loss"
+            )
+        if self.ratio == "on_policy" and self.num_updates > 1:
+            raise RuleError(
+                f"algorithm.ratio: got 'on_policy' with {self.num_updates} optimizer steps per rollout "
+                "batch, of which only the first is on policy; use ratio: old, or epochs_per_step: 1 and "
+                "minibatches_per_step: 1"
+            )
+        documents, draw = self.documents_per_step, self.prompts_per_step * self.group_size
+        if documents is not None and documents < draw and not self.selects_groups:
+            raise RuleError(
+                f"algorithm.documents_per_step: got {documents}, less than the {draw} completions of one "
+                f"draw (prompts_per_step {self.prompts_per_step} x group_size {self.group_size}); use {draw} "
+                "or more, or smaller draws"
+            )
 
     @property
     def groups_per_step(self) -> int:
@@ -146,6 +175,53 @@ class Grpo(PolicyGradientSettings):
     normalize_over: Literal["group", "batch", "leave_one_out"] = "group"
     loss: Literal["clipped", "gspo", "reinforce", "cispo"] = "clipped"
 
+    @rule
+    def _check_groups(self) -> None:
+        baseline_of_group = self.advantage_baseline in ("group_mean", "leave_one_out")
+        scaled_by_group = self.normalize_advantages and self.normalize_over == "group"
+        if self.group_size == 1 and (baseline_of_group or scaled_by_group):
+            raise RuleError(
+                "algorithm.group_size: got 1 with group-relative advantages, which would all be zero; use 2 "
+                "or more, or set advantage_baseline: none and normalize_advantages: false, or batch_mean "
+                "with normalize_over: batch"
+            )
+        if self.kl_in == "reward_to_go" and baseline_of_group:
+            raise RuleError(
+                "algorithm.kl_in: got 'reward_to_go', which gives each token its own reward, with "
+                f"advantage_baseline {self.advantage_baseline!r} of a group's sequences; use "
+                "advantage_baseline: batch_mean or none, or kl_in: reward"
+            )
+        if self.kl_in == "reward_to_go" and scaled_by_group:
+            raise RuleError(
+                "algorithm.kl_in: got 'reward_to_go', which gives each token its own reward, with "
+                "normalize_over 'group'; use normalize_over: batch, or normalize_advantages: false, or "
+                "kl_in: reward"
+            )
+        if not self.normalize_advantages:
+            self.require_default(
+                "algorithm.normalize_over", "with normalize_advantages false", "normalize_advantages: true"
+            )
+        if self.normalize_over == "leave_one_out" and self.advantage_baseline != "leave_one_out":
+            raise RuleError(
+                "algorithm.normalize_over: got 'leave_one_out' with advantage_baseline "
+                f"{self.advantage_baseline!r}; use advantage_baseline: leave_one_out, or normalize_over: "
+                "group"
+            )
+        if self.normalize_over == "leave_one_out" and self.group_size < 3:
+            raise RuleError(
+                f"algorithm.group_size: got {self.group_size} with normalize_over 'leave_one_out', but the "
+                "std of a single other completion is undefined; use 3 or more, or normalize_over: group"
+            )
+        if self.loss not in ("clipped", "gspo"):
+            without = f"with loss {self.loss!r}, which has no dual clip"
+            self.require_default("algorithm.dual_clip", without, "loss: clipped or gspo")
+        if self.dynamic_sampling is not None and not baseline_of_group:
+            raise RuleError(
+                f"algorithm.dynamic_sampling: set with advantage_baseline {self.advantage_baseline!r}, where "
+                "groups of equal rewards do have a signal; use group_mean or leave_one_out, or "
+                "dynamic_sampling: null"
+            )
+
     @property
     def selects_groups(self) -> bool:
         return self.dynamic_sampling is not None
@@ -173,6 +249,15 @@ class Ppo(PolicyGradientSettings):
     # A token's value is predicted from the state before it. False: from the state after it, so the baseline
     # depends on the token.
     right_shift: bool = True
+
+    @rule
+    def _check_value_coefficient(self) -> None:
+        if self.value_coefficient is not None and self.value_backbone == "own":
+            raise RuleError(
+                f"algorithm.value_coefficient: got {self.value_coefficient} with value_backbone 'own', where "
+                "the optimizer (Adam) almost cancels a loss factor; use value_optimizer.learning_rate and "
+                "value_coefficient: null, or value_backbone: shared"
+            )
 
 
 class Sft(Section):

@@ -5,15 +5,14 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.faults import ACCEPT_FAULT_NAME, ONE_ULP, InjectedFault
 from abrun.recipe.refusals import shortened, suggest_name, validated
-from abrun.recipe.section import Count, FieldError, PathText, Positive, Section
+from abrun.recipe.section import Count, FieldError, PathText, Positive, Section, rule
 from abrun.runs.metric_names import (
     FINAL_WEIGHTS,
     MEMORY_PEAK,
@@ -146,8 +145,8 @@ class Claim(Section):
             )
         return limit
 
-    @model_validator(mode="after")
-    def _check_single_claim(self) -> Self:
+    @rule
+    def _check_single_claim(self) -> None:
         fields = self._declared_fields()
         if len(fields) != 1:
             raise FieldError(
@@ -171,7 +170,6 @@ class Claim(Section):
             )
         if self.improvement is not None and self.better is None:
             raise FieldError("got improvement without better; drop it")
-        return self
 
     def _declared_fields(self) -> list[ClaimField]:
         fields: tuple[ClaimField, ...] = ("margin", "not_worse", "better", "below", "above", "exact")
@@ -331,6 +329,14 @@ class Compare(Section):
     # File of abrun reference save; path relative to the working directory or the recipe's folder
     reference: PathText | None = None
 
+    @rule
+    def _check_pairs(self) -> None:
+        exact = any(claim.exact for claim in self.claims)
+        weights = any(claim.metric == FINAL_WEIGHTS for claim in self.claims)
+        needing = "interim" if self.interim else "exact" if exact else FINAL_WEIGHTS if weights else ""
+        if needing and not self.paired:
+            raise FieldError(f"got paired: false with {needing}, which needs pairs; drop one of the two")
+
     @field_validator("step_one_tolerance", mode="before")
     @classmethod
     def _check_tolerances(cls, tolerance: Any) -> Any:
@@ -455,9 +461,15 @@ def parse_claim(text: str) -> Claim:
     """
     metric, window, margin = ["", "", "", *text.rsplit(":", 2)][-3:]
     if not (metric and margin.strip()):
-        raise RecipeError(Code.SETTING_REFUSED(field="--claim", got=shortened(text)))
+        raise RecipeError(
+            f"--claim: got {shortened(text)}; allowed: METRIC:WINDOW:MARGIN, such as 'train/reward:last "
+            "20%:0.05', 'train/reward:all:1.5 sigma' or 'memory:all:<0.6x'"
+        )
     if window[:1] in ("<", ">"):
-        raise RecipeError(Code.CLAIM_LIMIT_SYNTAX(got=shortened(text)))
+        raise RecipeError(
+            f"--claim: got {shortened(text)}, a limit with a colon; write '<0.9x' for a ratio to the "
+            "baseline, or '<0.9' for a level"
+        )
     values: dict[str, Any] = {"metric": metric, "window": window}
     margin = margin.strip()
     for suffix, higher_is_better in DIRECTIONS.items():

@@ -7,15 +7,14 @@ import string
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.refusals import shortened
 from abrun.recipe.run import RunConfig
-from abrun.recipe.section import Env, FieldError, Section
+from abrun.recipe.section import Env, FieldError, RuleError, Section, rule
 from abrun.runs.layout import RUN_FILES
 from abrun.runs.redaction import REFERENCE
 
@@ -83,23 +82,22 @@ class Command(Section):
                 )
         return parameters
 
-    @model_validator(mode="after")
-    def _check_templates(self) -> Self:
+    @rule
+    def _check_templates(self) -> None:
         used: set[str] = set()
         for field, template in self._templates():
             used |= self._names_in(field, template)
         for name in self.parameters:
             # A misspelt parameter would change nothing, so the arms would match
             if name not in used:
-                raise FieldError(
-                    f"not used; write {{{name}}} into argv, env or metrics.path, or drop it",
-                    f"trainer.parameters.{name}",
+                raise RuleError(
+                    f"trainer.parameters.{name}: not used; write {{{name}}} into argv, env or metrics.path, "
+                    "or drop it"
                 )
         self._refuse_run_files()
-        return self
 
     def _refuse_run_files(self) -> None:
-        """Raise FieldError if a template names one of abrun's own files: they record what a run did."""
+        """Raise RuleError if a template names one of abrun's own files: they record what a run did."""
         values = dict.fromkeys(PLACEHOLDERS, "x") | {"run_dir": SAMPLE_RUN_DIR}
         values |= {name: _format_scalar(value) for name, value in self.parameters.items()}
         path = self.metrics.path
@@ -112,20 +110,20 @@ class Command(Section):
             f"{SAMPLE_RUN_DIR}/"
         )
         if _is_reserved_path(filled, SAMPLE_RUN_DIR):
-            raise FieldError(_describe_reserved(path, path), "trainer.metrics.path")
+            raise RuleError(f"trainer.metrics.path: {_describe_reserved(path, path)}")
         if not (is_inside_run_dir or is_own_absolute_path):
-            raise FieldError(
-                f"got {shortened(path)}, but every run needs a file of its own; write inside {{run_dir}}/, "
-                f"such as {_suggest_path(path)}, or use an absolute path that contains {{arm}}, {{seed}} "
-                "and {rerun}",
-                "trainer.metrics.path",
+            raise RuleError(
+                f"trainer.metrics.path: got {shortened(path)}, but every run needs a file of its own; write "
+                f"inside {{run_dir}}/, such as {_suggest_path(path)}, or use an absolute path that contains "
+                "{arm}, {seed} and {rerun}"
             )
         for field, template in self._templates():
             filled = (
                 _fill_template(template, values) if field.startswith("env.") else template.format_map(values)
             )
             if run_file := _mentioned_run_file(filled, SAMPLE_RUN_DIR):
-                raise FieldError(_describe_reserved(template, f"{{run_dir}}/{run_file}"), f"trainer.{field}")
+                problem = _describe_reserved(template, f"{{run_dir}}/{run_file}")
+                raise RuleError(f"trainer.{field}: {problem}")
 
     def _templates(self) -> Iterator[tuple[str, str]]:
         yield from ((f"argv.{index}", word) for index, word in enumerate(self.argv))
@@ -134,15 +132,15 @@ class Command(Section):
 
     def _names_in(self, field: str, template: str) -> set[str]:
         template = REFERENCE.sub("", template) if field.startswith("env.") else template
-        got, place = f"got {shortened(template)}", f"trainer.{field}"
+        got = f"trainer.{field}: got {shortened(template)}"
         texts = (template, *(text for text in self.parameters.values() if isinstance(text, str)))
         if any("\0" in text for text in texts):
-            raise FieldError(f"{got}; a NUL character cannot be passed to a command: drop it", place)
+            raise RuleError(f"{got}; a NUL character cannot be passed to a command: drop it")
         try:
             fields = list(string.Formatter().parse(template))
         except ValueError:
-            raise FieldError(
-                f"{got}, which has a single brace; write literal braces as {{{{ and }}}}", place
+            raise RuleError(
+                f"{got}, which has a single brace; write literal braces as {{{{ and }}}}"
             ) from None
         names = set()
         for _, name, format_spec, conversion in fields:
@@ -164,16 +162,15 @@ class Command(Section):
                     hint = (
                         f"environment variables are read only in trainer.env; add {name}: ${{{name}}} there"
                     )
-                raise FieldError(
-                    f"got the placeholder {{{shortened(placeholder)[1:-1]}}}; allowed: {allowed}; {hint}",
-                    place,
+                raise RuleError(
+                    f"trainer.{field}: got the placeholder {{{shortened(placeholder)[1:-1]}}}; allowed: "
+                    f"{allowed}; {hint}"
                 )
             names.add(name)
         if dollar := re.search(r"\$\{(\w+)\}", template.replace("{{", "\0").replace("}}", "\0")):
-            raise FieldError(
+            raise RuleError(
                 f"{got}, which would leave a $ before the value; write {{{dollar[1]}}} (for a shell "
-                "variable: ${{NAME}})",
-                place,
+                "variable: ${{NAME}})"
             )
         return names
 
@@ -266,7 +263,9 @@ def build_invocation(
         if _mentioned_run_file(word, str(run_dir))
     ]
     if reserved_paths:
-        raise RecipeError(Code.SETTING_REFUSED(field="trainer", got=shortened(reserved_paths[0])))
+        raise RecipeError(
+            f"trainer: got {shortened(reserved_paths[0])}, which is reserved for abrun; choose another name"
+        )
     return invocation
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare, Controls
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.faults import LIBRARY, ONE_ULP, InjectedFault, unmet_need
@@ -30,15 +29,14 @@ from abrun.recipe.merging import (
     type_lacks_key,
 )
 from abrun.recipe.policy import RecipePolicy
-from abrun.recipe.reading import dotted, nested, read_launched_recipe
-from abrun.recipe.refusals import shortened, unknown_key, validated
-from abrun.recipe.rules import NEW_RULES, find_broken_rule
-from abrun.recipe.run import ClusterConfig, OwnRunConfig, recorded_source
-from abrun.recipe.secrets import refuse_secrets
-from abrun.recipe.section import FieldError, Section
+from abrun.recipe.reading import dotted, nested, read_launched_recipe, refuse_secrets
+from abrun.recipe.refusals import describe_unknown_key, shortened, validated
+from abrun.recipe.run import ClusterConfig, OwnRunConfig, can_change_numbers, recorded_source
+from abrun.recipe.section import FieldError, RuleError, Section, rule
 from abrun.runs.files import is_directory
 from abrun.runs.layout import NAME_PATTERN
-from abrun.runs.migrations import drop_removed, migrate
+from abrun.runs.migrations import REMOVED, drop_removed, migrate
+from abrun.runs.redaction import yaml_text
 
 BASELINE = "baseline"
 MAX_ARMS = 1000
@@ -76,6 +74,31 @@ class ExperimentDeclaration(Section):
     launcher: Annotated[LauncherSettings, Field(discriminator="type")] | None = None  # default: local
     record_diff: bool = False  # save uncommitted changes, including any passwords in them, to git-*.diff
 
+    @rule
+    def _check_experiment(self) -> None:
+        arms, seeds, compare = self.arms, self.seeds, self.compare
+        if len(arms) < 2 and compare.reference is None and not self.controls.faults:
+            raise RuleError(
+                f"arms: got {shortened([*arms])}; an experiment needs an arm named 'baseline' and at least "
+                "one other arm, or a frozen reference (compare.reference)"
+            )
+        if reserved := arms.keys() & self.control_arms.keys():
+            name = shortened(min(reserved))
+            raise RuleError(f"arms: got {name}, which is the name of a control arm; choose another name")
+        if compare.interim and compare.interim[-1] != len(seeds):
+            raise RuleError(
+                f"compare.interim: got {compare.interim} with {len(seeds)} seeds; the last analysis uses all "
+                f"pairs: end with {len(seeds)}"
+            )
+        if len(set(seeds)) < len(seeds):
+            raise RuleError(f"seeds: got {shortened(seeds)} with a duplicate seed; list each seed once")
+        bounds = [claim.bound for claim in compare.claims if not claim.exact]
+        if bounds and len(seeds) == 1:
+            raise RuleError(
+                f"seeds: got one seed with {bounds[0]} (compare.claims), which needs the spread over seeds; "
+                "use two or more, or compare.claims: [] for the step-one check alone"
+            )
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
@@ -110,10 +133,9 @@ class ExperimentDeclaration(Section):
             raise FieldError(f"got {given_arms}; an experiment needs an arm named 'baseline'")
         for arm, change in arms.items():
             if RUNS_PER_GPU in (flat := dotted(change)):
-                raise FieldError(
-                    f"got {shortened(flat[RUNS_PER_GPU])} in an arm, but all runs of an experiment share "
-                    "GPUs alike; set it outside arms",
-                    f"arms.{arm}.{RUNS_PER_GPU}",
+                raise RuleError(
+                    f"arms.{arm}.{RUNS_PER_GPU}: got {shortened(flat[RUNS_PER_GPU])} in an arm, but all runs "
+                    "of an experiment share GPUs alike; set it outside arms"
                 )
         return arms
 
@@ -126,7 +148,9 @@ class ExperimentDeclaration(Section):
         if open_keys := self.auto_keys:
             key = open_keys[0]
             raise RecipeError(
-                Code.AUTO_NEEDS_LAUNCH(recipe=self.name, field=key, instead=AUTO_SETTINGS[key].instead)
+                f"{self.name}: {key}: got 'auto', which only abrun launch resolves; give "
+                f"{AUTO_SETTINGS[key].instead} (to see which fit: abrun launch RECIPE --dry-run "
+                "--device-memory 80GiB)"
             )
         base, change = (
             self.model_dump(exclude=set(ExperimentDeclaration.model_fields)),
@@ -167,12 +191,18 @@ class ExperimentDeclaration(Section):
         field = "ulp_reruns" if injected.name == ONE_ULP else "faults"
         source = f"{self.name}: controls.{field}"
         if not isinstance(baseline, OwnRunConfig):
-            raise RecipeError(Code.CONTROL_NEEDS_ABRUN_TRAINER(source=source, fault=injected.name))
+            raise RecipeError(
+                f"{source}: got {injected.name!r} with a foreign trainer, but faults can only be injected "
+                "into abrun's own; drop it"
+            )
         if baseline.injected_fault is not None:
-            raise RecipeError(Code.CONTROL_OF_FAULTY_BASELINE(source=source, fault=injected.name))
+            raise RecipeError(
+                f"{source}: got {injected.name!r}, but the baseline already has an injected fault; drop one "
+                "of them"
+            )
         lacks = unmet_need(LIBRARY[injected.name], baseline)
         if lacks:
-            raise RecipeError(Code.CONTROL_NEEDS(source=source, fault=injected.name, needs=lacks))
+            raise RecipeError(f"{source}: got {injected.name!r}, which {lacks}, or drop the fault")
         content = {**baseline.model_dump(), "injected_fault": injected.model_dump()}
         return validated(OwnRunConfig, content, source)
 
@@ -183,24 +213,22 @@ class Recipe(ExperimentDeclaration, OwnRunConfig):
     cluster: ClusterConfig = ClusterConfig()
     policy: RecipePolicy = RecipePolicy()
 
-    @model_validator(mode="after")
-    def _refuse_auto_in_arms(self) -> Self:
+    @rule
+    def _refuse_auto_in_arms(self) -> None:
         for arm, change in self.arms.items():
             for key in (key for key in AUTO_SETTINGS if dotted(change).get(key) == "auto"):
-                raise FieldError(
-                    "got 'auto', which is decided for all arms together; set it outside arms, or use "
-                    f"{AUTO_SETTINGS[key].instead}",
-                    f"arms.{arm}.{key}",
+                raise RuleError(
+                    f"arms.{arm}.{key}: got 'auto', which is decided for all arms together; set it outside "
+                    f"arms, or use {AUTO_SETTINGS[key].instead}"
                 )
             settings = {MICRO_BATCH_TOKENS: self.policy.micro_batch_tokens, **dotted(change)}
             padded, size = settings.get("policy.packing") is False, settings.get("policy.micro_batch_size")
             if settings[MICRO_BATCH_TOKENS] == "auto" and (padded or size):
-                raise FieldError(
-                    f"got {'false' if padded else size} with {MICRO_BATCH_TOKENS} 'auto'; in this arm "
-                    f"set {MICRO_BATCH_TOKENS}: null, too",
-                    f"arms.{arm}.policy.{'packing' if padded else 'micro_batch_size'}",
+                name, got = ("packing", "false") if padded else ("micro_batch_size", size)
+                raise RuleError(
+                    f"arms.{arm}.policy.{name}: got {got} with {MICRO_BATCH_TOKENS} 'auto'; in this arm set "
+                    f"{MICRO_BATCH_TOKENS}: null, too"
                 )
-        return self
 
 
 class CommandRecipe(ExperimentDeclaration, CommandRunConfig):
@@ -239,19 +267,18 @@ def load_recipe(
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
     except RecursionError:
-        raise RecipeError(Code.RECIPE_TOO_DEEP(source=path)) from None
+        raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))
     resolved = recipe.with_auto_values()
     for arm, change in recipe.arms.items():
         model = RUN_CONFIGS[_trainer_type(nested(change), f"{path}: arms.{arm}") or recipe.trainer.type]
         for key in change:
-            if key.split(".")[0] not in model.model_fields:
-                field, section_key = f"arms.{arm}.{key}", key.split(".")[0]
-                raise RecipeError(unknown_key(field, section_key, model, source=str(path), others=()))
-        broken = find_broken_rule(resolved.run_config(arm), {} if is_launched else NEW_RULES)
-        if broken:
-            field, problem = broken
-            raise RecipeError(Code.RULE_BROKEN(source=str(path), field=field, problem=problem, others=()))
+            section = key.split(".")[0]
+            if section not in model.model_fields:
+                raise RecipeError(f"{path}: arms.{arm}.{key}: {describe_unknown_key(section, model)}")
+        config = resolved.run_config(arm)
+        if isinstance(config, OwnRunConfig) and not is_launched and (problem := config.find_new_problem()):
+            raise RecipeError(f"{path}: {problem}")
     return recipe
 
 
@@ -306,6 +333,16 @@ def parse_stored_run(content: Any, source: str = "config") -> OwnRunConfig | Com
     return validated(RUN_CONFIGS[kind or "abrun"], content, source)
 
 
+def refuse_removed_settings(content: Mapping[str, Any], source: str) -> None:
+    """Raise RecipeError if a stored run has a setting that this version lacks and would train without."""
+    for key, value in dotted(content).items():
+        if key in REMOVED and value != REMOVED[key] and can_change_numbers(key):
+            raise RecipeError(
+                f"{source}: the run was launched with {key}: {yaml_text(value)}, a setting that was removed "
+                "since; resume with the version of abrun that launched it, or choose another --name"
+            )
+
+
 def parse_stored_own_run(content: Any) -> OwnRunConfig:
     """Parse the stored configuration of a run of abrun's own trainer, of any version. Raises RecipeError."""
     return validated(OwnRunConfig, drop_removed(migrate(content)), "config")
@@ -318,10 +355,7 @@ def _trainer_type(raw: Mapping[str, Any], source: str) -> str | None:
         return None
     kind = trainer["type"]
     if not isinstance(kind, str) or kind not in RUN_CONFIGS:
-        expected = ", ".join(repr(name) for name in RUN_CONFIGS)
         raise RecipeError(
-            Code.TYPE_UNKNOWN(
-                source=source, field="trainer.type", got=shortened(kind), expected=expected, others=()
-            )
+            f"{source}: trainer.type: got {shortened(kind)}; allowed: {', '.join(map(repr, RUN_CONFIGS))}"
         )
     return kind

@@ -8,11 +8,11 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from abrun.recipe.section import FieldError, Positive, Section
+from abrun.recipe.section import FieldError, Positive, Section, rule
 from abrun.runs.redaction import shortened
 
 ONE_ULP = "one_ulp"  # the perturbation of controls.ulp_reruns; not a fault
@@ -153,8 +153,8 @@ class InjectedFault(Section):
     size: Positive | None = None  # in the fault's unit; null: the fault's default
     draw: int = Field(default=0, ge=0, lt=2**31)  # seed of the fault's random choices
 
-    @model_validator(mode="after")
-    def _check_library(self) -> Self:
+    @rule
+    def _check_library(self) -> None:
         fault = LIBRARY.get(self.name)
         if fault is None:
             close_names = difflib.get_close_matches(self.name, LIBRARY, n=1)
@@ -167,7 +167,6 @@ class InjectedFault(Section):
                 f"got size {self.size:g} with {self.name}; allowed: above 0, at most "
                 f"{fault.most:g} {fault.unit}"
             )
-        return self
 
     @property
     def arm(self) -> str:

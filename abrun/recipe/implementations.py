@@ -52,13 +52,13 @@ def installed(group: str) -> "dict[str, EntryPoint]":
     from importlib.metadata import EntryPoint, entry_points
 
     entries = sorted(entry_points(group=group), key=lambda entry: (_owner(entry) == "abrun", entry.name))
-    found = {entry.name: entry for entry in entries}
+    entry_points_by_name = {entry.name: entry for entry in entries}
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
-        own = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
-        values = own["entry-points"].get(group, {}) if own.get("name") == "abrun" else {}
-        found |= {name: EntryPoint(name, value, group) for name, value in values.items()}
-    return dict(sorted(found.items(), key=lambda item: (_owner(item[1]) != "abrun", item[0])))
+        declared = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        values = declared["entry-points"].get(group, {}) if declared.get("name") == "abrun" else {}
+        entry_points_by_name |= {name: EntryPoint(name, value, group) for name, value in values.items()}
+    return dict(sorted(entry_points_by_name.items(), key=lambda item: (_owner(item[1]) != "abrun", item[0])))
 
 
 def load_installed(entry: "EntryPoint") -> Any:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
+from abrun.messages.texts import listed
 from abrun.recipe.implementations import find_scheduler, scheduler_names
-from abrun.recipe.reading import parse_yaml
+from abrun.recipe.reading import parse_yaml, refuse_secrets
 from abrun.recipe.refusals import shortened, type_name, validated
-from abrun.recipe.secrets import refuse_secrets
 from abrun.recipe.section import Count, FieldError, Section, check_line, check_word
 from abrun.runs.files import read_regular
 from abrun.runs.redaction import REFERENCE
@@ -188,11 +187,11 @@ def _read_profile(path: Path, kind: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(Code.UNREADABLE(path=path, error=str(error))) from None
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
     content = {} if content is None else content
     is_known = isinstance(content, dict) and content.keys() <= {*LAUNCHER_TYPES, *scheduler_names()}
     if not is_known or not all(isinstance(settings, dict) for settings in content.values()):
         raise RecipeError(
-            Code.PROFILE_INVALID(source=path, got=shortened(content), allowed=[*LAUNCHER_TYPES])
+            f"{path}: got {shortened(content)}; allowed: mappings under {listed([*LAUNCHER_TYPES])}"
         )
     return content.get(kind, {})

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.launcher import LAUNCHER_TYPES
 from abrun.recipe.reading import dotted, parse_yaml
@@ -156,30 +155,34 @@ class _RecipeFiles:
         """Return a file's tree with everything it inherits; `chain` are the files that led to it."""
         resolved = Path(os.path.realpath(path))
         if resolved in chain:
-            cycle = [file.name for file in (*chain, resolved)]
-            raise RecipeError(Code.DEFAULTS_CYCLE(source=chain[-1], cycle=cycle))
+            cycle = " > ".join(file.name for file in (*chain, resolved))
+            raise RecipeError(f"{chain[-1]}: defaults: recipes inherit in a cycle ({cycle}); drop one")
         # `defaults:` are relative to the folder of a link, not of its target
         named = Path(os.path.realpath(path.parent), path.name)
         if named not in self._trees:
             if max(len(chain), len(self._trees)) >= MAX_FILES:
-                raise RecipeError(Code.DEFAULTS_TOO_MANY_FILES(source=path, max_files=MAX_FILES))
+                raise RecipeError(
+                    f"{path}: defaults: the recipe inherits from more than {MAX_FILES} files; merge some"
+                )
             self._trees[named] = self._read(path, (*chain, resolved))
         return self._trees[named]
 
     def _read(self, path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raw = parse_yaml(self._text(path, chain[:-1]), str(path))
         if raw is None:
-            raise RecipeError(Code.RECIPE_EMPTY(source=path))
+            raise RecipeError(f"{path}: the recipe is empty; create one with abrun init")
         if not isinstance(raw, dict):
-            raise RecipeError(Code.RECIPE_NOT_A_MAPPING(source=path, got=shortened(raw)))
+            raise RecipeError(f"{path}: got {shortened(raw)}; allowed: a mapping of keys to values")
         parents = raw.pop("defaults", [])
         parents = [parents] if isinstance(parents, str) else parents
         if not isinstance(parents, list) or not all(
             isinstance(parent, str) and parent.isprintable() and len(parent) < 1000 for parent in parents
         ):
-            raise RecipeError(Code.DEFAULTS_INVALID(source=path, got=shortened(parents)))
+            raise RecipeError(
+                f"{path}: defaults: got {shortened(parents)}; allowed: a path or a list of paths"
+            )
         if len(parents) > MAX_PARENTS:
-            raise RecipeError(Code.DEFAULTS_TOO_MANY(source=path, got=len(parents), max_parents=MAX_PARENTS))
+            raise RecipeError(f"{path}: defaults: got {len(parents)} paths; allowed: at most {MAX_PARENTS}")
         merged: dict[str, Any] = {}
         for parent in parents:
             merged = merge(merged, self.tree(path.parent / parent, chain))
@@ -192,20 +195,25 @@ class _RecipeFiles:
         except FileNotFoundError:
             if chain:
                 raise RecipeError(
-                    Code.DEFAULTS_MISSING(source=chain[-1], parent=path, file=path.name)
+                    f"{chain[-1]}: defaults: {path}: no such recipe; give a path relative to that file's "
+                    f"folder (to copy a built-in recipe: abrun recipes NAME > {path.name})"
                 ) from None
             closest = suggest_path(path, _can_be_recipe)
             remedy = f"did you mean {closest}?" if closest else "check the path"
-            raise RecipeError(Code.PATH_MISSING(path=path, problem="no such recipe", remedy=remedy)) from None
+            raise RecipeError(f"{path}: no such recipe; {remedy}") from None
         except OSError as error:
-            raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=error.strerror)) from None
+            raise RecipeError(f"{path}: cannot be read as a recipe: {error.strerror}") from None
         self._bytes_left -= len(content)
         if self._bytes_left < 0:
-            raise RecipeError(Code.RECIPE_TOO_LARGE(source=path, max_kib=MAX_BYTES >> 10))
+            raise RecipeError(
+                f"{path}: the recipe and its parents exceed {MAX_BYTES >> 10} KiB; keep data in other files"
+            )
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RecipeError(Code.RECIPE_NOT_UTF8(source=path, byte=error.start + 1)) from None
+            raise RecipeError(
+                f"{path}: cannot be read as a recipe: not UTF-8 (at byte {error.start + 1}); save it as UTF-8"
+            ) from None
 
 
 def _can_be_recipe(path: Path) -> bool:
@@ -219,7 +227,9 @@ def apply_override(raw: Mapping[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")) or not key.isprintable():
-        raise RecipeError(Code.SETTING_REFUSED(field="--set", got=shortened(override)))
+        raise RecipeError(
+            f"--set: got {shortened(override)}; allowed: key=value with a dotted key, such as steps=20"
+        )
     source = f"--set {shortened(key)[1:-1]}"
     return _replace_value(raw, key.split("."), parse_yaml(text, source), source, ())
 
@@ -237,7 +247,9 @@ def refuse_shadowed(raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
         keys = dotted({key: parse_yaml(text, f"--set {shortened(key)[1:-1]}")})
         if arms and all(name in change for name in keys for change in arms.values()):
             treatment = next((arm for arm in arms if arm != "baseline"), "baseline")
-            raise RecipeError(Code.OVERRIDE_WITHOUT_EFFECT(field=key, arm=treatment))
+            raise RecipeError(
+                f"--set {key}: has no effect, because every arm sets it; use arms.{treatment}.{key}"
+            )
 
 
 def _replace_value(tree: Any, names: list[str], value: Any, source: str, above: tuple[str, ...]) -> Any:
@@ -246,10 +258,10 @@ def _replace_value(tree: Any, names: list[str], value: Any, source: str, above: 
     field = ".".join(above)
     if isinstance(tree, list):
         if not (name.isdecimal() and len(name) < 10 and int(name) < len(tree)):
+            allowed = f"0 to {len(tree) - 1}" if len(tree) > 1 else "0" if tree else "none, it is empty"
             raise RecipeError(
-                Code.OVERRIDE_INDEX_NOT_ALLOWED(
-                    source=source, field=field, got=shortened(name), length=len(tree)
-                )
+                f"{source}: got index {shortened(name)} for {field}; allowed: {allowed}; or give the whole "
+                f"list: {field}=[...]"
             )
         changed: Any = list(tree)
         key: Any = int(name)
@@ -257,11 +269,10 @@ def _replace_value(tree: Any, names: list[str], value: Any, source: str, above: 
     else:
         if name.isdecimal() and not isinstance(tree, Mapping):
             if above and above[-1] in RENAMED_KEYS:
-                raise RecipeError(Code.KEY_RENAMED(source=source, field=field, name=RENAMED_KEYS[above[-1]]))
+                raise RecipeError(f"{source}: {field}: was renamed; use {RENAMED_KEYS[above[-1]]}")
             raise RecipeError(
-                Code.OVERRIDE_INDEX_OF_NO_LIST(
-                    source=source, index=shortened(name)[1:-1], field=field, got=shortened(tree)
-                )
+                f"{source}: got index {shortened(name)[1:-1]}, but {field} is {shortened(tree)}, not a list; "
+                f"give the whole list: {field}=[...]"
             )
         changed = dict(tree) if isinstance(tree, Mapping) else {}
         key, below = name, changed.get(name)

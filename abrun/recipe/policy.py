@@ -1,22 +1,32 @@
 """Sections of the trained model: weights, parallelism, optimizer and rollouts."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from abrun.recipe.packages import missing_sampling_masks
-from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.extras import missing_sampling_masks
 from abrun.recipe.section import (
     Count,
+    FieldError,
     Fraction,
     NonNegative,
     PathText,
     Positive,
+    RuleError,
     Section,
     is_count,
     require,
+    rule,
+)
+from abrun.runs.redaction import shortened, yaml_text
+
+# Preset with random weights -> its configuration
+ARCHITECTURES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
 )
 
 
@@ -49,6 +59,20 @@ class Model(Section):
     path: PathText | None = None
     system_prompt: str | None = None  # first turn of every prompt; needs a tokenizer with a chat template
 
+    @rule
+    def _check_source(self) -> None:
+        if (self.preset is None) == (self.path is None):
+            got = "neither" if self.preset is None else "both"
+            raise RuleError(
+                f"model: got {got} of preset and path; give exactly one (and set the other to null)"
+            )
+        for name, size in self.shape.model_dump(exclude_none=True).items():
+            if self.preset is None:
+                raise RuleError(
+                    f"model.shape.{name}: got {size} with model.path, a checkpoint whose shape is fixed; use "
+                    f"{name}: null, or a preset"
+                )
+
     @property
     def architecture(self) -> dict[str, Any]:
         """Return the preset's configuration updated with `shape`; empty for a checkpoint."""
@@ -67,6 +91,14 @@ class Layout(Section):
     context_parallel: Count = 1
     expert_parallel: Count = 1  # ranks that share a layer's experts; they may belong to several replicas
     sequence_parallel: bool = False  # shard activations outside attention and MLP over tensor-parallel ranks
+
+    @rule
+    def _check_sharding(self) -> None:
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise RuleError(
+                "policy.backend.sequence_parallel: got true with tensor_parallel 1, which shards nothing; "
+                "use sequence_parallel: false, or tensor_parallel: 2 or more"
+            )
 
     @property
     def shape(self) -> dict[str, int]:
@@ -101,6 +133,15 @@ class Megatron(Layout):
     type: Literal["megatron"]
     pipeline_parallel: Count = 1
 
+    @rule
+    def _check_experts(self) -> None:
+        if self.expert_parallel > 1 and self.tensor_parallel > 1 and not self.sequence_parallel:
+            raise RuleError(
+                f"policy.backend.sequence_parallel: got false with expert_parallel {self.expert_parallel} "
+                f"and tensor_parallel {self.tensor_parallel}, which megatron-core refuses to train; use "
+                "sequence_parallel: true"
+            )
+
     @property
     def shape(self) -> dict[str, int]:
         return super().shape | {"pipeline_parallel": self.pipeline_parallel}
@@ -123,6 +164,17 @@ class Logprobs(Section):
     # Logits are rounded to this dtype before the softmax, with every impl; None: the head's dtype, as usual
     logits_dtype: Literal["float32", "bfloat16"] | None = None
 
+    @rule
+    def _check_chunks(self) -> None:
+        if self.impl == "logits":
+            fused, name = "impl: chunked or triton", "policy.logprobs"
+            self.require_default(f"{name}.chunk_size", "with impl 'logits', which has no chunks", fused)
+            computed = "with impl 'logits', which already computes one pass"
+            self.require_default(f"{name}.one_pass", computed, fused)
+        if self.one_pass:
+            tokens = "with one_pass, which chunks tokens and not the vocabulary"
+            self.require_default("policy.logprobs.chunk_size", tokens, "")
+
 
 class Optimizer(Section):
     """AdamW; weight decay on matrices only, not on norms and biases.
@@ -140,6 +192,17 @@ class Optimizer(Section):
     weight_decay: NonNegative = 0.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Positive = 1.0
+
+    @rule
+    def _check_schedule(self) -> None:
+        lowest = f"got min_learning_rate {self.min_learning_rate}"
+        if self.min_learning_rate and self.schedule == "constant":
+            raise FieldError(
+                f"{lowest} with schedule 'constant', which never decays; use schedule: linear or cosine, or "
+                "min_learning_rate: 0.0"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise FieldError(f"{lowest} above learning_rate {self.learning_rate}; use a smaller one")
 
 
 Precision = Literal["float32", "bfloat16"]
@@ -166,6 +229,64 @@ class Policy(Section):
     # Weight of a mixture of experts' load-balancing loss
     router_aux_loss_coefficient: NonNegative = 0.0
     replay_routing: bool = False  # updates reuse the expert choices of the old log-probs' forward pass
+
+    @rule
+    def _check_kernels(self) -> None:
+        backend = self.backend
+        if self.logits_dtype == "bfloat16" and self.head_dtype == "float32":
+            raise RuleError(
+                "policy.logprobs.logits_dtype: got 'bfloat16' with a head in float32; use logits_dtype: "
+                "float32, or null"
+            )
+        if self.compile and (backend.type != "dtensor" or backend.is_spread):
+            ranks = " and several ranks per replica" if backend.type == "dtensor" else ""
+            raise RuleError(
+                f"policy.compile: got true with backend {backend.type!r}{ranks}; use compile: false, or "
+                "type: dtensor without tensor, context and expert parallelism"
+            )
+        if self.liger and self.compile:
+            raise RuleError(
+                "policy.liger: got true with compile: true, which generates its own kernels; use liger: "
+                "false, or compile: false on dtensor"
+            )
+        if self.liger and backend.type != "dtensor":
+            raise RuleError(
+                f"policy.liger: got true with backend {backend.type!r}, which has its own kernels; use "
+                "liger: false, or compile: false on dtensor"
+            )
+        if self.liger and backend.tensor_parallel > 1:
+            raise RuleError(
+                f"policy.liger: got true with tensor_parallel {backend.tensor_parallel}, but Liger kernels "
+                "are untested on sharded layers; use liger: false, or tensor_parallel: 1"
+            )
+        if self.activation_checkpointing == "selective" and not self.compile:
+            raise RuleError(
+                "policy.activation_checkpointing: got 'selective' without compile; use compile: true, or "
+                "'none' or 'full'"
+            )
+
+    @rule
+    def _check_packing(self) -> None:
+        tokens, size, backend = self.micro_batch_tokens, self.micro_batch_size, self.backend
+        ranks = backend.context_parallel
+        if not self.packing:
+            self.require_default("policy.share_prompts", "without packing", "packing: true")
+        if backend.type != "dtensor":
+            self.require_default("policy.share_prompts", f"with backend {backend.type!r}", "type: dtensor")
+        if ranks > 1:
+            self.require_default(
+                "policy.share_prompts", f"with context_parallel {ranks}", "context_parallel: 1"
+            )
+        if tokens is not None and not self.packing:
+            raise RuleError(
+                f"policy.micro_batch_tokens: got {shortened(tokens)} without packing; use packing: true, or "
+                "micro_batch_size"
+            )
+        if tokens is not None and size is not None:
+            raise RuleError(
+                f"policy.micro_batch_tokens: got {shortened(tokens)} with micro_batch_size {size}; give one "
+                "of the two (the other null)"
+            )
 
     @property
     def head_dtype(self) -> Precision:
@@ -244,6 +365,19 @@ _fields: dict[str, Any] = {"from": (PathText | None, _FROM)}  # pyright: ignore[
 _Source: Any = create_model("_Source", __base__=Section, __module__=__name__, **_fields)
 
 
+# vLLM raises lower temperatures to the minimum and refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
+
+def check_vllm_temperature(field: str, temperature: float, instead: str) -> None:
+    """Raise RuleError if vLLM cannot sample at this temperature."""
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise RuleError(
+            f"{field}: got {temperature} with engine 'vllm', which samples at {MIN_TEMPERATURE} to "
+            f"{MAX_TEMPERATURE}; use a value in this range, or {instead}"
+        )
+
+
 class Rollout(_Source):
     """Sampling of completions."""
 
@@ -269,6 +403,37 @@ class Rollout(_Source):
     exact_support: bool | None = None
     max_new_tokens: Count = 512
     batch_size: Count | None = None  # sequences generated at once per rank; None: all
+
+    @rule
+    def _check_engine(self) -> None:
+        unsupported = {
+            "tensor_parallel": "which samples on every rank with unsharded weights",
+            "devices": "which samples from the policy's own modules",
+            "gpu_memory_utilization": "which reserves no memory",
+            "batch_invariant": "which has no such kernels",
+        }
+        for name, reason in unsupported.items() if self.engine == "torch" else ():
+            self.require_default(f"rollout.{name}", f"with engine 'torch', {reason}", "engine: vllm")
+        if self.devices is not None and self.devices % self.tensor_parallel:
+            raise RuleError(
+                f"rollout.tensor_parallel: got {self.tensor_parallel} with devices {self.devices}; use a "
+                f"divisor of {self.devices}"
+            )
+        if self.engine != "recorded":
+            reason = f"with engine {self.engine!r}, which samples"
+            self.require_default("rollout.from", reason, "engine: recorded")
+        elif self.source is None:
+            raise RuleError(
+                "rollout.from: got null with engine 'recorded'; give an arm that records, or the path of "
+                "recorded rollouts"
+            )
+        if (self.record or self.engine == "recorded") and self.records_support:
+            raise RuleError(
+                f"rollout.exact_support: got {yaml_text(self.exact_support)} with filters and recorded "
+                "rollouts, which do not hold the kept sets; use exact_support: false"
+            )
+        if self.engine == "vllm":
+            check_vllm_temperature("rollout.temperature", self.temperature, "engine: torch")
 
     @property
     def source(self) -> str | None:

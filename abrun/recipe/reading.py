@@ -1,21 +1,21 @@
-"""YAML reader for recipes, conversion between dotted and nested keys, and recipes of launched experiments."""
+"""YAML reader for recipes, without secrets; dotted and nested keys; recipes of launched experiments."""
 
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.recipe.refusals import shortened
 from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.runs.layout import EXPERIMENT
 from abrun.runs.migrations import drop_removed, migrate
+from abrun.runs.redaction import has_token, is_secret_variable, redacted, shortened
 
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -118,23 +118,18 @@ def parse_yaml(text: str, source: str, loader: type[Loader] = Loader) -> Any:
     try:
         return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        unquoted = line is not None and error.problem == "expected ',' or '}', but got '{'"
-        raise RecipeError(
-            Code.YAML_LINE_INVALID(source=source, line=line, unquoted=unquoted, problem=str(error.problem))
-        ) from None
+        problem = str(error.problem)
+        if error.problem_mark:
+            source += f", line {error.problem_mark.line + 1}"
+            if problem == "expected ',' or '}', but got '{'":
+                source += " ('${NAME}' inside {...} needs quotes)"
     except RecursionError:
-        raise RecipeError(
-            Code.NOT_READABLE_AS(path=source, format="YAML", problem="nested too deeply")
-        ) from None
+        problem = "nested too deeply"
     except ValueError:  # from int(): Python parses at most 4300 digits
-        raise RecipeError(
-            Code.NOT_READABLE_AS(path=source, format="YAML", problem="a number of thousands of digits")
-        ) from None
+        problem = "a number of thousands of digits"
     except yaml.YAMLError as error:
-        raise RecipeError(
-            Code.NOT_READABLE_AS(path=source, format="YAML", problem=" ".join(str(error).split()))
-        ) from None
+        problem = " ".join(str(error).split())
+    raise RecipeError(f"{source}: not readable as YAML: {problem}")
 
 
 def read_launched_recipe(experiment_dir: Path) -> dict[str, Any]:
@@ -144,6 +139,44 @@ def read_launched_recipe(experiment_dir: Path) -> dict[str, Any]:
         recipe = json.loads(read_regular(path, MAX_FILE_BYTES))["recipe"]
         return {**drop_removed(migrate(recipe)), "name": Path(os.path.realpath(experiment_dir)).name}
     except FileNotFoundError:
-        raise RecipeError(Code.FOLDER_WITHOUT_RECIPE(source=experiment_dir, file=EXPERIMENT)) from None
+        raise RecipeError(
+            f"{experiment_dir}: cannot be read as a recipe: the folder has no {EXPERIMENT}; give a recipe "
+            "file, or an experiment's folder to use the recipe it was launched with"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecipeError(Code.RECIPE_UNREADABLE(source=path, error=shortened(str(error)))) from None
+        raise RecipeError(f"{path}: cannot be read as a recipe: {shortened(str(error))}") from None
+
+
+def refuse_secrets(raw: Mapping[str, Any], source: str) -> None:
+    """Raise RecipeError for the first token of a known format, without quoting it.
+
+    Also for an environment variable of a program or a launcher whose name says that its value is a secret. A
+    recipe is copied into every run and shown in every report.
+    """
+    for names, value in _iter_texts(raw, ()):
+        field, name = redacted(".".join(names)), names[-1]
+        of_launcher = names[0] in ("launcher", "env", "setup")  # a profile has the launcher's keys at the top
+        is_variable = len(names) > 1 and names[-2] == "env" and is_secret_variable(name, value)
+        if is_variable and not of_launcher:
+            raise RecipeError(f"{source}: {field}: looks like a secret; write ${{{name}}} and export {name}")
+        if is_variable or has_token(value) or any(map(has_token, names)):
+            remedy = (
+                "scripts would contain it and clusters would show it; set it in the nodes' own environment "
+                "or files"
+                if of_launcher
+                else "pass it as an environment variable, such as trainer.env.HF_TOKEN: ${HF_TOKEN}, which "
+                "is read at every start and never stored"
+            )
+            raise RecipeError(f"{source}: {field}: looks like a secret; {remedy}")
+
+
+def _iter_texts(tree: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every text and integer of a tree (as text) with the keys that lead to it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _iter_texts(value, (*names, *str(key).split(".")))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _iter_texts(value, (*names, str(index)))
+    elif isinstance(tree, str | int) and names:
+        yield names, str(tree)

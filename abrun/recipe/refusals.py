@@ -2,23 +2,51 @@
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code, Reason
-from abrun.recipe.section import Section
+from abrun.recipe.section import RuleError, Section
 from abrun.runs.migrations import RENAMED
 from abrun.runs.redaction import shortened
 
 M = TypeVar("M", bound=BaseModel)
 
-LIMIT_KEYS = ("gt", "ge", "lt", "le", "expected")  # keys of pydantic's error context for numbers and literals
 RENAMED_KEYS = {old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in RENAMED.items()}
+# Key of an earlier version, or key and value -> what to do instead
+REMOVED_SETTINGS = {
+    "cluster.runs_per_gpu: auto": "write a number (abrun memory-profile shows what a run takes)",
+    "keep_samples.every": "drop it (samples of the first and of every tenth step are kept)",
+    "launcher.type: jobset": "run abrun launch in a SkyPilot task",
+    "launcher.type: skypilot": "run abrun launch in a SkyPilot task",
+    "policy.backend.distributed_optimizer": "drop it (the optimizer is always distributed)",
+    "policy.logprobs.memory_budget_mib": "set policy.logprobs.chunk_size",
+}
+# Allowed values by the type of pydantic's error, whose context has the numbers
+ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "int_type": "a whole number",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "string_type": "text",
+    "too_long": "a list of at most {max_length}",
+    "too_short": "a list of at least {min_length}",
+}
 # Texts that YAML reads as numbers or booleans
 SCALAR_PATTERN = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e-?[0-9]+)?|true|false"
+MAX_NAMED = 100  # characters of the names of further invalid fields
 
 
 def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
@@ -28,57 +56,61 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
     except ValidationError as error:
         # A misspelt key is the reason why the right one is missing
         errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
-        fields = dict.fromkeys(".".join(_locate_field(each["loc"], model)[0]) for each in errors)
-        raise RecipeError(_reason(errors[0], model, {"source": source, "others": [*fields][1:]})) from None
+        others = [*dict.fromkeys(".".join(_locate_field(each["loc"], model)[0]) for each in errors)][1:]
+        names = textwrap.shorten(", ".join(others), MAX_NAMED, placeholder=" ...")
+        more = f" (and {len(others)} more: {names})" if others else ""
+        raise RecipeError(f"{source}: {_describe(errors[0], model)}{more}") from None
 
 
-def _reason(error: Any, model: type[BaseModel], context: Mapping[str, Any]) -> Reason:
-    """Convert one pydantic error to a reason: field, value received, what is allowed, what to do."""
+def _describe(error: Any, model: type[BaseModel]) -> str:
+    """Describe one error of pydantic: field, value received, what is allowed, what to do."""
     names, owners, sections, siblings = _locate_field(error["loc"], model)
     field, kind, details = ".".join(names), error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        if types := _types_with_key(names[-1], siblings):
-            return Code.KEY_OF_OTHER_TYPE(**context, field=field, types=types)
-        return unknown_key(field, names[-1], owners[0], **context)
-    if kind == "missing":
-        return Code.VALUE_MISSING(**context, field=field)
-    if kind == "union_tag_not_found":
-        return Code.TYPE_MISSING(**context, field=f"{field}.type", allowed=_type_names(sections))
-    if kind == "union_tag_invalid":
-        expected = details["expected_tags"]
-        return Code.TYPE_UNKNOWN(
-            **context, field=f"{field}.type", got=shortened(details["tag"]), expected=expected
-        )
     if kind == "value_error":  # raised by one of abrun's validators, of a field or a section
         problem = details["error"]
-        refused = getattr(problem, "field", "") or field
-        return Code.RULE_BROKEN(**context, field=refused, problem=getattr(problem, "problem", str(problem)))
-    got = shortened(error["input"])
-    if kind in ("too_short", "too_long"):
-        limit = details["min_length" if kind == "too_short" else "max_length"]
-        return Code.LENGTH_NOT_ALLOWED(**context, field=field, got=got, kind=kind, limit=limit)
-    advice = _suggest_spelling(kind, error["input"], allows_sections=bool(sections))
+        return str(problem) if isinstance(problem, RuleError) or not field else f"{field}: {problem}"
+    if kind == "missing":
+        return f"{field}: missing; add it to the recipe"
+    if kind == "extra_forbidden":
+        if types := _types_with_key(names[-1], siblings):
+            allowed = ", ".join(map(repr, types))
+            return (
+                f"{field}: not a key of this type; use type: {allowed}, or drop it (null if it is inherited)"
+            )
+        return f"{field}: {describe_unknown_key(field, owners[0])}"
+    if kind == "union_tag_not_found":
+        return f"{field}.type: missing; allowed: {', '.join(map(repr, _type_names(sections)))}"
+    if kind == "union_tag_invalid":
+        field, got, allowed = f"{field}.type", details["tag"], details["expected_tags"]
+    else:
+        got = error["input"]
+        limits = {name: _drop_zero_fraction(limit) for name, limit in details.items()}
+        allowed = ALLOWED.get(kind, "another kind of value").format(**limits)
+    if isinstance(got, str) and (instead := REMOVED_SETTINGS.get(f"{field}: {got}")):
+        return f"{field}: got {got!r}, which was removed; {instead}"
     if kind == "list_type" and names and _is_list_of_integers(owners[0], names[-1]):
-        kind, advice = "number_list_type", _suggest_number_list(error["input"])
-    limits = {name: _drop_zero_fraction(limit) for name, limit in details.items() if name in LIMIT_KEYS}
-    return Code.VALUE_NOT_ALLOWED(**context, field=field, got=got, kind=kind, limits=limits, advice=advice)
+        advice = _suggest_number_list(got)
+        return f"{field}: got {shortened(got)}; allowed: a list of numbers{advice or ', such as [4, 8]'}"
+    advice = _suggest_spelling(kind, got, allows_sections=bool(sections))
+    place = f"{field}: " if field else ""
+    return f"{place}got {shortened(got)}; allowed: {allowed}{advice}"
 
 
-def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> Reason | None:
-    """Return the spelling to use instead if the value makes it clear, else None."""
+def _suggest_spelling(kind: str, got: Any, *, allows_sections: bool) -> str:
+    """Return the spelling to use instead, after a semicolon, if the value makes it clear; else nothing."""
     if kind == "int_type" and isinstance(got, float) and got.is_integer() and abs(got) < 2**31:
-        return Code.WRITE_INSTEAD(value=str(_drop_zero_fraction(got)))
+        return f"; write {_drop_zero_fraction(got)}"
     is_scalar = isinstance(got, str) and re.fullmatch(SCALAR_PATTERN, got)
     if is_scalar and kind in ("int_type", "float_type", "bool_type"):
-        return Code.WRITE_UNQUOTED()
+        return "; write it without quotes"
     if kind == "string_type" and isinstance(got, bool | int | float):
-        return Code.WRITE_QUOTED()
+        return "; put it in quotes"
     if kind == "string_type" and isinstance(got, dict) and [*got.values()] == [None]:
         (name,) = got  # YAML reads an unquoted {seed} as a mapping
-        return Code.WRITE_INSTEAD(value=f"'{{{name}}}'") if str(name).isidentifier() else None
+        return f"; write '{{{name}}}'" if str(name).isidentifier() else ""
     if kind == "list_type" and isinstance(got, str | bool | int | float) and not allows_sections:
-        return Code.WRITE_INSTEAD(value=f"[{shortened(got)}]")
-    return None
+        return f"; write [{shortened(got)}]"
+    return ""
 
 
 def _is_list_of_integers(section: type[BaseModel], name: str) -> bool:
@@ -86,14 +118,14 @@ def _is_list_of_integers(section: type[BaseModel], name: str) -> bool:
     return bool(items) and int in (items[0], *get_args(items[0]))
 
 
-def _suggest_number_list(got: Any) -> Reason | None:
-    """Return the list to write instead of `3`, `'0-3'` or `'0, 1'`."""
+def _suggest_number_list(got: Any) -> str:
+    """Return the list to write, after a semicolon, instead of `3`, `'0-3'` or `'0, 1'`."""
     if match := re.fullmatch(r"\s*(\d{1,9})\s*-\s*(\d{1,9})\s*", str(got)):
         numbers = [*range(int(match[1]), int(match[2]) + 1)[:1000]]
     else:
         words = re.split(r"[\s,]+", str(got).strip())
         numbers = [int(word) for word in words if re.fullmatch(r"\d{1,9}", word)]
-    return Code.WRITE_INSTEAD(value=str(numbers)) if 0 < len(numbers) <= 20 else None
+    return f"; write {numbers}" if 0 < len(numbers) <= 20 else ""
 
 
 def _drop_zero_fraction(limit: Any) -> Any:
@@ -146,24 +178,17 @@ def _types_with_key(key: str, siblings: Iterable[type[BaseModel]]) -> list[str |
     return _type_names(section for section in siblings if key in section.model_fields and type_name(section))
 
 
-def unknown_key(
-    field: str, key: str, section: type[BaseModel], *, source: str, others: Sequence[str]
-) -> Reason:
-    """Return the reason for an unknown key of a section, with the key that was probably meant."""
-    allowed = sorted(section.model_fields)
+def describe_unknown_key(field: str, section: type[BaseModel]) -> str:
+    """Describe a key that a section lacks, with the one to use instead or that was probably meant."""
+    key, allowed = field.rpartition(".")[2], sorted(section.model_fields)
     if RENAMED_KEYS.get(key) in allowed:
-        return Code.KEY_RENAMED(source=source, field=field, name=RENAMED_KEYS[key])
-    return Code.KEY_UNKNOWN(
-        source=source, field=field, nearest=closest_name(key, allowed), allowed=allowed, others=others
-    )
-
-
-def closest_name(name: str, allowed: Sequence[str]) -> str | None:
-    """Return the allowed name most similar to one that is not allowed, or None."""
-    return next(iter(difflib.get_close_matches(name, allowed, n=1)), None)
+        return f"was renamed; use {RENAMED_KEYS[key]}"
+    if instead := REMOVED_SETTINGS.get(field):
+        return f"was removed; {instead}"
+    return f"unknown key; {suggest_name(key, allowed)}"
 
 
 def suggest_name(name: str, allowed: Sequence[str]) -> str:
     """Return "did you mean ...?" for a name that is not allowed, or else all allowed names."""
-    close = closest_name(name, allowed)
-    return f"did you mean {close!r}?" if close else f"allowed: {', '.join(allowed)}"
+    close = difflib.get_close_matches(name, allowed, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"

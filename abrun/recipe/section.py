@@ -3,12 +3,11 @@
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from abrun.recipe.rules import find_broken_rule
-from abrun.runs.redaction import shortened
+from abrun.runs.redaction import shortened, yaml_text
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
@@ -18,11 +17,11 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FieldError(ValueError):
-    """Error of a validator: the problem of the validated field or section, or of `field`."""
+    """Problem of the field or the section that a validator checks, whose key the message adds."""
 
-    def __init__(self, problem: str, field: str = "") -> None:
-        super().__init__(f"{field}: {problem}" if field else problem)
-        self.field, self.problem = field, problem
+
+class RuleError(ValueError):
+    """Broken rule over several fields, as a sentence that begins with the dotted key of the refused one."""
 
 
 class Section(BaseModel):
@@ -30,12 +29,28 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        if broken := find_broken_rule(self):
-            field, problem = broken
-            raise FieldError(problem, field)
-        return self
+    def require_default(self, key: str, reason: str, remedy: str) -> None:
+        """Raise RuleError if a field, of this dotted key in the recipe, does not have its default."""
+        name = key.rpartition(".")[2]
+        value, default = getattr(self, name), type(self).model_fields[name].default
+        if value != default:
+            remedy = f"{remedy}, or " if remedy else ""
+            raise RuleError(
+                f"{key}: got {shortened(value)} {reason}; use {remedy}{name}: {yaml_text(default)}"
+            )
+
+
+def rule(check: Callable[[Any], None]) -> Any:
+    """Decorate a method of a Section that raises RuleError or FieldError for values that do not combine.
+
+    It is called once each field is valid by itself; rules of base classes come first.
+    """
+
+    def check_section(section: Any) -> Any:
+        check(section)
+        return section
+
+    return model_validator(mode="after")(check_section)
 
 
 def require(is_allowed: Callable[[Any], bool], allowed: str) -> BeforeValidator:

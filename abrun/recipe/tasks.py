@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from abrun.recipe.section import Count, FieldError, NonNegative, PathText, Section
+from abrun.recipe.section import Count, FieldError, NonNegative, PathText, RuleError, Section, rule
+from abrun.runs.redaction import shortened
 
 
 class Arithmetic(Section):
@@ -62,6 +63,14 @@ class Problems(Section):
     path: PathText
     answer: Literal["final_number", "boxed", "math_verify"] | None = None
     verifier: Verifier | None = None
+
+    @rule
+    def _check_single_judge(self) -> None:
+        if self.answer is not None and self.verifier is not None:
+            raise RuleError(
+                f"task.answer: got {self.answer!r} with verifier {shortened(self.verifier)}, which replaces "
+                "it; use answer: null, or verifier: null"
+            )
 
     @property
     def judged_by(self) -> str | None:

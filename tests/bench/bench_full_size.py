@@ -22,8 +22,7 @@ from abrun.errors import AbrunError
 from abrun.experiment.starter.shipped import recipe_files
 from abrun.launch.memory.profile import GIB
 from abrun.recipe.experiment import BASELINE, Recipe, load_recipe
-from abrun.recipe.policy import Dtensor, Megatron
-from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.policy import ARCHITECTURES, Dtensor, Megatron
 from abrun.recipe.run import OwnRunConfig
 from abrun.tools.predict.peaks import predict_steps, resolve_device_memory
 from tests.bench.common import heading, make_parser, markdown_row, write_tokenizer

@@ -1,11 +1,12 @@
 """An experiment's directory on a disk that fails, or loses power, while a launcher prepares it."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
 
-from abrun.errors import StoreError
+from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
 from abrun.recipe.experiment import load_recipe
@@ -34,6 +35,25 @@ def check(plan: ExperimentPlan, experiment_dir: Path) -> None:
     for run in plan.runs:
         assert RunDir(run_dir(experiment_dir, run.name)).record().name == run.name
     assert not describe_launcher(experiment_dir)
+
+
+def test_a_run_with_a_setting_that_was_removed_is_not_resumed_without_it(
+    tmp_path: Path, plan: ExperimentPlan
+) -> None:
+    prepare(plan, tmp_path / "x")
+    path = run_dir(tmp_path / "x", plan.runs[-1].name) / "config.json"
+    stored = json.loads(path.read_text())
+    for name, value in (("memory_budget_mib", None), ("memory_budget_mib", 64), ("chunk_size", None)):
+        stored["config"]["policy"]["logprobs"].pop("memory_budget_mib", None)
+        stored["config"]["policy"]["logprobs"][name] = value
+        path.write_text(json.dumps(stored))
+        if value is None:
+            prepare(plan, tmp_path / "x")
+        else:
+            with pytest.raises(
+                RecipeError, match=r"seed-1: --resume: .*memory_budget_mib: 64, a setting that"
+            ):
+                prepare(plan, tmp_path / "x")
 
 
 def num_calls(plan: ExperimentPlan, root: Path) -> int:

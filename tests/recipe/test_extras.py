@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from abrun.api import compare
 from abrun.errors import AbrunError, ComparisonError
 from abrun.recipe import extras
-from abrun.recipe.packages import megatron_refusal
+from abrun.recipe.extras import megatron_refusal
 from tests.launch.test_local import SMALL
 from tests.logs.layouts import LAYOUTS
 from tests.snapshot import Snapshot

@@ -19,7 +19,6 @@ from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.checks import find_problems
 from abrun.launch.prepare import find_ineffective_settings
 from abrun.launch.preview import check_feasibility, precision_differences, render_preview
-from abrun.messages.codes import Reason
 from abrun.recipe.experiment import (
     BASELINE,
     CommandRecipe,
@@ -115,14 +114,10 @@ def problems_by_machine(plan: ExperimentPlan) -> str:
     for name, here in MACHINES.items():
         problems = find_problems(plan, here)
         assert not any(problem.is_final for problem in problems), "some machine runs it"
-        reasons = [problem.reason.values.get("problem", problem.reason) for problem in problems]
-        table.append(f"{name}: {', '.join(sorted({_shown(reason) for reason in reasons})) or 'runs'}")
+        # Each begins with the arms, then the refused field or what is missing
+        subjects = {re.split("[:;]", problem.text.partition(": ")[2])[0] for problem in problems}
+        table.append(f"{name}: {', '.join(sorted(subjects)) or 'runs'}")
     return "\n".join(table)
-
-
-def _shown(reason: Reason) -> str:
-    field = reason.values.get("field") or reason.values.get("package")
-    return f"{reason.code}({field})" if field else str(reason.code)
 
 
 def check_dry_run(plan: ExperimentPlan, name: str) -> None:

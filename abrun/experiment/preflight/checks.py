@@ -23,9 +23,8 @@ from abrun.messages.numbers import count_text
 from abrun.messages.texts import plural
 from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
-from abrun.recipe.families import family_refusal, stream_misfit
+from abrun.recipe.families import dtensor_misfit, family_refusal, megatron_misfit, stream_misfit, vllm_misfit
 from abrun.recipe.implementations import TASK_CHECK, load_implementation
-from abrun.recipe.model_fit import dtensor_misfit, megatron_misfit, vllm_misfit
 from abrun.recipe.policy import Megatron
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings

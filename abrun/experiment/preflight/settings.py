@@ -5,8 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from abrun.recipe.extras import installed_packages, needs_package
-from abrun.recipe.packages import megatron_refusal, vllm_refusal
+from abrun.recipe.extras import installed_packages, megatron_refusal, needs_package, vllm_refusal
 
 Packages = Mapping[str, str]  # installed package -> version
 

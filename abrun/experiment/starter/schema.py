@@ -1,12 +1,8 @@
 """JSON schema of recipes for editors, with the comments of the fields as descriptions."""
 
-import ast
 import functools
 import inspect
-import io
 import re
-import textwrap
-import tokenize
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -82,20 +78,11 @@ def field_comment(model: type, name: str) -> str:
 @functools.cache
 def _field_comments(model: type) -> dict[str, str]:
     """Return the comments of all fields that a class itself declares."""
-    source = textwrap.dedent(inspect.getsource(model))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comment_tokens = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-    lines = source.splitlines()
     comments: dict[str, str] = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first_line = node.lineno
-            while re.match(r"\s*#", lines[first_line - 2]):
-                first_line -= 1
-            texts = [
-                comment_tokens[line].string
-                for line in range(first_line, (node.end_lineno or first_line) + 1)
-                if line in comment_tokens
-            ]
-            comments[node.target.id] = " ".join(text.removeprefix("#").strip() for text in texts)
+    above: list[str] = []  # whole lines of comment before the next field
+    for line in inspect.getsource(model).splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r"    (\w+): ", code):
+            comments[field[1]] = " ".join([*above, comment] if comment else above)
+        above = [*above, comment] if comment and not code.strip() else []
     return comments

@@ -31,7 +31,7 @@ from abrun.recipe.launcher import Slurm, parse_time_limit
 from abrun.recipe.run import RunConfig
 from abrun.runs.files import read_json_or_empty, write_file, write_json
 from abrun.runs.layout import REPORT
-from abrun.runs.records import Git, RunState
+from abrun.runs.records import Git
 from abrun.runs.rundir import RunDir
 from abrun.runs.schemas import Flag, Items, Texts, checked
 from abrun.runs.state import RunState

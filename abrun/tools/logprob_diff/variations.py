@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from abrun.errors import RecipeError
+from abrun.recipe.extras import vllm_refusal
 from abrun.recipe.merging import apply_override, merge
-from abrun.recipe.packages import vllm_refusal
 from abrun.recipe.policy import Megatron
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig

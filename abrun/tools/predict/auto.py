@@ -32,9 +32,8 @@ from abrun.recipe.experiment import (
     CommandRecipe,
     Recipe,
 )
-from abrun.recipe.microbatches import microbatch_size
 from abrun.recipe.reading import dotted
-from abrun.recipe.run import OwnRunConfig, share_of_device
+from abrun.recipe.run import OwnRunConfig, microbatch_size, share_of_device
 from abrun.runs.experiment import open_experiment
 from abrun.tools.predict.candidates import CandidateSearch, NotMeasured, Trial, Values, format_values
 from abrun.tools.predict.facts import Answer

@@ -21,9 +21,8 @@ from abrun.messages.texts import listed
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import ExperimentDeclaration
-from abrun.recipe.microbatches import largest_microbatch
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
-from abrun.recipe.run import OwnRunConfig, share_of_device
+from abrun.recipe.run import OwnRunConfig, largest_microbatch, share_of_device
 from abrun.runs.files import write_json
 from abrun.runs.lock import folder_lock
 from abrun.runs.records import SCHEMA_VERSION

@@ -23,8 +23,7 @@ from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import LOG, open_row_writer, read_job, report_refusal
 from abrun.processes import die_with_parent, run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
-from abrun.recipe.microbatches import largest_microbatch, set_microbatch_size
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, largest_microbatch, set_microbatch_size
 from abrun.runs.files import open_log
 from abrun.tools.predict.allocations import AllocationTracker
 from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind

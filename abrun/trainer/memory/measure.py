@@ -25,8 +25,7 @@ from abrun.experiment.probe import open_row_writer, read_job, report_refusal
 from abrun.messages import sentence
 from abrun.processes import progress
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
-from abrun.recipe.microbatches import num_rows, set_microbatch_size
-from abrun.recipe.run import OwnRunConfig, share_of_device
+from abrun.recipe.run import OwnRunConfig, num_rows, set_microbatch_size, share_of_device
 from abrun.trainer.__main__ import out_of_memory_reason
 from abrun.trainer.backends.ranks import join_ranks
 from abrun.trainer.loop.data import check_length

@@ -1,6 +1,6 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
-from abrun.recipe.presets import ARCHITECTURES
+from abrun.recipe.policy import ARCHITECTURES
 from abrun.trainer.models.checks import check_decoding, check_network
 from abrun.trainer.models.content import content_of, sketch_of, weights_hash
 from abrun.trainer.models.families import (

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from abrun.recipe.model_fit import PLAIN_DECODERS
+from abrun.recipe.families import PLAIN_DECODERS
 from abrun.trainer.models.checks import check_decoding, check_network, disable_noise
 from abrun.trainer.models.families import facts_of
 from abrun.trainer.models.sources import read_config, weight_files

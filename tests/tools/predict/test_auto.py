@@ -329,7 +329,6 @@ def test_no_run_is_ever_told_auto(snapshot: Snapshot) -> None:
         OwnRunConfig.model_validate(config)
     with pytest.raises(RecipeError) as refusal:
         recipe().run_config("baseline")
-    assert refusal.value.code is Code.AUTO_NEEDS_LAUNCH
     snapshot(refusal.value)
 
 
@@ -484,7 +483,6 @@ def test_a_kernel_that_is_not_here_is_said_before_anything_is_predicted(
 def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         recipe(*TOKENS, f"arms.treatment={change}")
-    assert refused.value.code is Code.RULE_BROKEN
     snapshot(refused.value)
     padded = "{policy.packing: false, policy.micro_batch_size: 4, policy.micro_batch_tokens: null}"
     config = recipe(*TOKENS, f"arms.treatment={padded}").with_auto_values().run_config("treatment")
@@ -505,7 +503,6 @@ def test_a_padded_arm_says_that_it_has_no_budget(change: str, snapshot: Snapshot
 def test_values_are_numbers_switches_or_auto(values: dict[str, str], snapshot: Snapshot) -> None:
     with pytest.raises(RecipeError) as refused:
         load_recipe(SMALL, [f"{key}={value}" for key, value in values.items()])
-    assert refused.value.code is Code.RULE_BROKEN
     snapshot(refused.value)
 
 

@@ -20,8 +20,7 @@ from abrun.launch.memory.profile import Point, SweepPlan, Variant, measure_recip
 from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
-from abrun.recipe.microbatches import set_microbatch_size
-from abrun.recipe.run import OwnRunConfig
+from abrun.recipe.run import OwnRunConfig, set_microbatch_size
 from abrun.tools.predict import fake_device, probes
 from abrun.tools.predict.peaks import (
     PeakPrediction,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from abrun.errors import RecipeError
-from abrun.recipe.packages import megatron_refusal
+from abrun.recipe.extras import megatron_refusal
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.megatron import library
 from abrun.trainer.backends.ranks import make_ranks

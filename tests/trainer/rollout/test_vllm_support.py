@@ -16,7 +16,7 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.messages import sentence
-from abrun.recipe.packages import missing_sampling_masks
+from abrun.recipe.extras import missing_sampling_masks
 from abrun.recipe.policy import Rollout
 from abrun.trainer.rl.sampling import pack_bits, unpack_bits
 from abrun.trainer.rollout.vllm import instance

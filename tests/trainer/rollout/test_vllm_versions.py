@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from abrun.errors import LaunchError
-from abrun.recipe.packages import (
+from abrun.recipe.extras import (
     MAX_VLLM,
     MIN_VLLM,
     MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG,

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import pytest
 
-from abrun.recipe.extras import installed_packages
-from abrun.recipe.packages import CPU_BUILD, MIN_CPU_BUILD_WITH_TRITON, vllm_release
+from abrun.recipe.extras import CPU_BUILD, MIN_CPU_BUILD_WITH_TRITON, installed_packages, vllm_release
 
 
 def needs_interpreter(test: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from abrun.errors import RecipeError
-from abrun.recipe.model_fit import PLAIN_DECODERS, heads_misfit
+from abrun.recipe.families import PLAIN_DECODERS, heads_misfit
 from abrun.trainer.backends.head import pad_vocab_shard
 from abrun.trainer.backends.ranks import all_gather, all_reduce_sum, reduce_scatter
 from abrun.trainer.models import Facts

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import torch
 
 from abrun.errors import RecipeError
-from abrun.recipe.packages import MEGATRON_VERSIONS, megatron_refusal
+from abrun.recipe.extras import MEGATRON_VERSIONS, megatron_refusal
 
 # Arguments passed by keyword, and functions that are replaced. A version without them is refused.
 REQUIRED_ARGUMENTS = {

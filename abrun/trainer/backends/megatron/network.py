@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from abrun.errors import RecipeError
-from abrun.recipe.model_fit import PLAIN_DECODERS, megatron_misfit
+from abrun.recipe.families import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 from abrun.trainer.backends.attention import attend_in_stream
 from abrun.trainer.backends.megatron.groups import is_last_stage, tensor_group

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImpor
 
 from abrun.errors import LaunchError
 from abrun.processes import progress
-from abrun.recipe.packages import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
+from abrun.recipe.extras import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vllm_release, vllm_refusal
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.redaction import one_line
