@@ -14,6 +14,7 @@ from abrun.errors import ComparisonError
 from abrun.logs.log import Axis, RunRecording
 from abrun.logs.recorded.ledger import Ledger
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.extras import is_imported
 from abrun.recipe.faults import ONE_ULP, InjectedFault
@@ -220,10 +221,12 @@ class RecordedExperiment:
     def choose_arm(self, arm: str | None, arms: Sequence[str]) -> str:
         """Return the arm of `--arm`, or the only one of `arms`. Raises ComparisonError."""
         if arm is None and len(arms) != 1:
-            raise ComparisonError(Code.ARM_NOT_NAMED(experiment=self.name, treatments=arms))
+            raise ComparisonError(
+                f"--arm: missing; {self.name} has {f'{listed(arms)}' if arms else 'no treatment'}"
+            )
         arm = arm or arms[0]
         if arm not in arms:
-            raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=arms))
+            raise ComparisonError(f"--arm: got {repr(arm)}; allowed: {listed(arms)}")
         return arm
 
     @property
@@ -391,27 +394,36 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
         if experiment.axis != "steps" and claim.target:
-            raise ComparisonError(Code.TARGET_WITHOUT_STEPS(metric=claim.metric, window=claim.window))
+            raise ComparisonError(
+                f"{claim.metric}: {claim.window}: the runs have final scores but no steps; claim a margin"
+            )
         if experiment.axis != "steps":  # neither windows nor learning
             resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
-            raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
+            raise ComparisonError(f"--claim: got {claim.metric!r} twice; give every claim once")
         if resolved_claim.needs_direction and not resolved_claim.better_direction:
             kind = claim.window if claim.target else claim.kind
-            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=kind))
+            raise ComparisonError(
+                f"{claim.metric}: {kind}: whether higher is better is unknown; add ', higher is better' or "
+                "', lower is better' to --claim, or higher_is_better to the recipe's claim"
+            )
         if resolved_claim.is_on_policy_loss(policy_gradient=REWARD in recorded_metrics):
-            raise ComparisonError(Code.POLICY_LOSS(metric=claim.metric, kind=claim.kind))
+            raise ComparisonError(
+                f"{claim.metric}: {claim.kind}: the loss of a policy gradient does not measure learning; "
+                "claim a reward, or add ', lower is better' to --claim"
+            )
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
-                raise ComparisonError(Code.CLAIM_ON_TEXT(metric=claim.metric, unread=unread[0]))
-            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
-            raise ComparisonError(
-                Code.CLAIM_NOT_RECORDED(
-                    metric=claim.metric,
-                    close=close_matches[0] if close_matches else None,
-                    recorded=list_names(list(recorded_metrics), 12),
+                raise ComparisonError(
+                    f"--claim: metric {claim.metric!r} is not recorded as numbers in any run: {unread[0]}"
                 )
+            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
+            close = close_matches[0] if close_matches else None
+            close_text = f"did you mean {close_matches[0] if close_matches else None!r}? " if close else ""
+            raise ComparisonError(
+                f"--claim: metric {claim.metric!r} is not recorded in any run; {close_text}recorded: "
+                f"{list_names(list(recorded_metrics), 12)}"
             )
     return resolved

@@ -23,6 +23,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.logs.recorded.prompts import share_prompts
 from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import counted, listed
 from abrun.recipe.claims import Compare
 from abrun.recipe.experiment import BASELINE
 from abrun.runs.layout import RunName
@@ -216,7 +217,8 @@ def _merge_into_one_arm(sources: Sources) -> Sequence[tuple[str | None, str]]:
     if len(logs) > 1 and not differ_only_by_numbers(logs):
         names = list_names([log.name for log in logs])
         raise ComparisonError(
-            Code.MORE_THAN_SEEDS_DIFFERS(folder=printable(folder), num_runs=len(logs), names=names)
+            f"arms: the names of the {len(logs)} runs in {printable(folder)} give seeds but no arms, and "
+            f"other parts differ ({names}); if they are all one arm, name it: ARM={printable(folder)}"
         )
     return [(arm_from_source(folder), source) for _, source in named_sources]
 
@@ -234,7 +236,8 @@ def _refuse_mixed_names(sources: Sources) -> None:
     source = printable(sources.named_sources[0][1])
     listed = list_names([log.name for log in sources.logs])
     raise ComparisonError(
-        Code.MORE_THAN_SEEDS_DIFFERS(folder=source, num_runs=len(sources.logs), names=listed)
+        f"arms: the names of the {len(sources.logs)} runs in {source} give seeds but no arms, and other "
+        f"parts differ ({listed}); if they are all one arm, name it: ARM={source}"
     )
 
 
@@ -262,7 +265,10 @@ def _name_all_runs(sources: Sources, *, unpaired: bool, may_guess: bool = False)
     logs, pattern, run_filter = sources.logs, sources.pattern, sources.run_filter
     names_arm_and_seed = pattern is not None and has_arm_field(pattern)
     if names_arm_and_seed and sources.has_arms:
-        raise ComparisonError(Code.ARM_NAMED_TWICE(pattern=pattern))
+        raise ComparisonError(
+            f"--pattern: got {pattern!r} with {{arm}}, but the sources name their arms; drop {{arm}} or the "
+            "names"
+        )
     has_identities = pattern is None and _have_distinct_identities(sources)
     has_all_names = has_identities or names_arm_and_seed or len(sources.named_sources) == 1
     if has_all_names and not sources.has_arms:
@@ -333,7 +339,8 @@ def _source_arms(sources: Sources) -> list[str]:
         source for arm, (_, source) in zip(arms, sources.named_sources, strict=True) if arm == duplicate
     ]
     raise ComparisonError(
-        Code.SOURCES_OF_ONE_NAME(sources=list_names(same_name), arm=duplicate, first=printable(same_name[0]))
+        f"sources: {list_names(same_name)} would all be named {duplicate!r}; name the arms, such as "
+        f"baseline={printable(same_name[0])}"
     )
 
 
@@ -344,12 +351,15 @@ def _order_arms(
     arms = list(dict.fromkeys(run.arm for run in runs))
     baseline = reading.baseline
     if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
-        raise ComparisonError(Code.ONE_ARM_OF_RUNS(arms=list_names(arms), num_runs=len(runs)))
+        raise ComparisonError(
+            f"arms: found only {list_names(arms)} in {counted(len(runs), 'run')}, but a comparison needs "
+            "two; add a source, or name the arms, such as --pattern '{arm}-s{seed}'"
+        )
     guessed = []
     if baseline is not None:
         if baseline not in arms:
             raise ComparisonError(
-                Code.NOT_ALLOWED(field="--baseline", got=f"'{printable(baseline)}'", allowed=list_names(arms))
+                f"--baseline: got '{printable(baseline)}'; allowed: {listed(list_names(arms))}"
             )
         baseline_arm = baseline
     elif BASELINE in arms:
@@ -374,10 +384,14 @@ def _refuse_duplicate_runs(sources: Sequence[str], logs_by_source: Sequence[Sequ
             if (first_source, place) != (number, log.place):
                 if first_source == number:
                     places = f"{printable(place)} and {printable(log.place)}"
-                    raise ComparisonError(Code.RUN_GIVEN_TWICE(places=places))
+                    raise ComparisonError(
+                        f"sources: {places} are one file, and a run compared with itself always agrees; give "
+                        "each arm its own runs"
+                    )
                 source_names = list_names([sources[first_source], source])
                 raise ComparisonError(
-                    Code.RUN_IN_TWO_SOURCES(sources=source_names, place=printable(log.place))
+                    f"sources: {source_names} both hold {printable(log.place)}, and a run compared with "
+                    "itself always agrees; give each arm its own runs"
                 )
 
 
@@ -395,9 +409,8 @@ def _refuse_experiments_as_arms(sources: Sources) -> None:
                 f"the folder of one, such as {folder}" if is_directory(Path(source)) else "the runs of one"
             )
             raise ComparisonError(
-                Code.SOURCE_OF_SEVERAL_ARMS(
-                    source=printable(source), arms=list_names(arms), example=printable(example)
-                )
+                f"sources: {printable(source)} holds runs of several arms ({list_names(arms)}); give one of "
+                f"them, such as {printable(example)}"
             )
 
 
@@ -421,12 +434,10 @@ def _refuse_several_arms(sources: Sources) -> None:
                 ),
                 0,
             )
+            problem = shlex.quote(f"{smallest[:prefix_length]}*")
             raise ComparisonError(
-                Code.SOURCE_OF_ARMS_AND_SEEDS(
-                    source=printable(source),
-                    arms=list_names(list(names_of)),
-                    pattern=shlex.quote(f"{smallest[:prefix_length]}*"),
-                )
+                f"sources: {printable(source)} holds runs of several arms ({list_names(list(names_of))}); "
+                f"leave out all but one, such as --exclude {problem}, or give this source alone"
             )
 
 
@@ -451,7 +462,7 @@ def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) ->
         first_log = logs[0]
         note = first_log.notes[0] if first_log.notes else Code.NOTHING_NUMERIC()
         reason = next(iter(first_log.unread.values()), Code.NO_NUMBERS(place=first_log.place, note=note))
-        raise ComparisonError(Code.ARM_WITHOUT_NUMBERS(arm=arm, num_runs=len(logs), why=reason))
+        raise ComparisonError(f"arms: {arm!r} has no numbers in {counted(len(logs), 'run')}: {reason}")
 
 
 def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
@@ -474,7 +485,10 @@ def _leave_out_other_reruns(
     remaining = {run: log for run, log in runs.items() if run not in reruns}
     unrepeated = [run for run in reruns if replace(run, rerun=0) not in remaining]
     if unrepeated:
-        raise ComparisonError(Code.RERUN_WITHOUT_RUN(run=str(unrepeated[0])))
+        raise ComparisonError(
+            f"{str(unrepeated[0])}: named as an A/A rerun (-aa) of a run that is not here; add that run, or "
+            "leave this one out with --exclude"
+        )
     return remaining, [Code.RERUNS_LEFT_OUT(runs=[str(run) for run in reruns])] if reruns else []
 
 

@@ -39,7 +39,9 @@ def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list
             continue
         if not len(shared):
             places = [log.place for log in logs.values()][:2]
-            raise ComparisonError(Code.NO_SHARED_PROMPT(metric=metric, places=places))
+            raise ComparisonError(
+                f"{metric}: no prompt is in every run ({places}); score all runs on the same prompts"
+            )
         left_out.append(Code.PROMPTS_NOT_SHARED(metric=metric, shared=len(shared), total=len(all_prompts)))
         for name, log in shared_logs.items():
             prompts = log.metrics[metric]

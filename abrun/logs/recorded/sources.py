@@ -10,7 +10,6 @@ from abrun.logs.recorded.experiment import RecordedExperiment, resolve_claims
 from abrun.logs.recorded.foreign import Sources, build_foreign_experiment, read_foreign
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, is_interim_schedule
 from abrun.runs.experiment import find_experiment, is_experiment
 from abrun.runs.regular_files import exists
@@ -77,15 +76,28 @@ def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> Rec
     """Return the experiment with interim analyses. Raises ComparisonError if its runs do not fit them."""
     option, counts = reading.given_options["--interim"], reading.interim
     if not is_interim_schedule(counts):
-        raise ComparisonError(Code.INTERIM_REFUSED(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option}; allowed: two or more increasing numbers of pairs, from 2 up, such as "
+            "3,5,8"
+        )
     if reading.allows_one_arm:
-        raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option} with a reference, which allows no interim analyses; drop it"
+        )
     if not experiment.compare.paired:
-        raise ComparisonError(Code.INTERIM_UNPAIRED(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option} with unpaired runs; give both arms the same seeds, or drop it"
+        )
     num_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     if num_pairs < counts[0]:
-        raise ComparisonError(Code.INTERIM_TOO_LATE(interim=option, num_pairs=num_pairs))
+        raise ComparisonError(
+            f"--interim: got {option}, but there are only {num_pairs} pairs; train more for the first "
+            "analysis"
+        )
     if num_pairs > counts[-1]:
-        raise ComparisonError(Code.INTERIM_TOO_EARLY(interim=option, num_pairs=num_pairs))
+        raise ComparisonError(
+            f"--interim: got {option}, but there are {num_pairs} pairs, and the last analysis takes all; "
+            "choose pairs with --seeds"
+        )
     compare = experiment.compare.model_copy(update={"interim": list(counts)})
     return replace(experiment, compare=compare)
