@@ -2,8 +2,9 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -226,7 +227,7 @@ class RecordedExperiment:
             )
         arm = arm or arms[0]
         if arm not in arms:
-            raise ComparisonError(f"--arm: got {repr(arm)}; allowed: {listed(arms)}")
+            raise ComparisonError(f"--arm: got {arm!r}; allowed: {listed(arms)}")
         return arm
 
     @property
@@ -376,6 +377,49 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
     """Return the shared steps [S], baseline values [P, S] and treatment values [P, S] of a metric."""
     steps, values = stack_runs([pair.baseline for pair in pairs] + [pair.treatment for pair in pairs], metric)
     return steps, values[: len(pairs)], values[len(pairs) :]
+
+
+# --- prompts as the units of a test ---
+#
+# With several runs of an arm the seed is the unit: each run's mean over the shared prompts is one
+# observation. With one run of each arm the prompt is the unit, and the result covers these two runs only.
+# Differences are taken prompt by prompt, and the samples of a prompt were averaged before, which is the
+# clustered error of equally weighted prompts (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
+# sections 2.2 and 4).
+
+
+def has_prompts_as_units(sides: Sides) -> bool:
+    """Return True for one run of each arm, or of the only arm, scored per prompt."""
+    return sides.sizes in ((1, 1), (0, 1)) and sides.axis == "prompts"
+
+
+def select_units(sides: Sides, metric: str) -> Sides:
+    """Return the observations of a claim on a metric: the runs, or the prompts of one run of each arm.
+
+    Each prompt becomes a run with one score, at the first prompt's step.
+    """
+    if not has_prompts_as_units(sides):
+        return sides
+    shared = reduce(np.intersect1d, [run.series(metric).steps for run in sides.runs])
+    baselines, treatments = (
+        tuple(prompt_run for run in runs for prompt_run in _make_prompt_runs(run, metric, shared))
+        for runs in sides.arms
+    )
+    return Sides(baselines=baselines, treatments=treatments, paired=sides.paired or bool(baselines))
+
+
+def _make_prompt_runs(run: RecordedRun, metric: str, prompts: Steps) -> Iterator[RecordedRun]:
+    for prompt, score in zip(prompts.tolist(), run.series(metric).values_at(prompts), strict=True):
+        yield RecordedRun(
+            name=RunName(arm=run.name.arm, seed=prompt, rerun=run.name.rerun),
+            place=run.place,
+            status=run.status,
+            metrics={metric: Series(prompts[:1], np.array([score]))},
+            axis="prompts",
+        )
+
+
+# --- claims ---
 
 
 def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> list[Claim]:

@@ -81,7 +81,7 @@ def choose_baseline(experiment: RecordedExperiment, arm: str) -> RecordedExperim
     """
     launched = experiment.baseline
     if arm not in experiment.arms:
-        raise ComparisonError(f"--baseline: got {repr(arm)}; allowed: {listed(experiment.arms)}")
+        raise ComparisonError(f"--baseline: got {arm!r}; allowed: {listed(experiment.arms)}")
     if arm == launched:
         return experiment
     differences = {launched: {}, **(experiment.treatment_diff or {})}
