@@ -131,25 +131,6 @@ def _read_tensorboard_download(path: Path, name: str, content: CsvTable) -> Log:
     return replace(log, name=folder + run, is_part=True, guesses=("metric names from TensorBoard's files",))
 
 
-def merge_parts(logs: Sequence[Log]) -> list[Log]:
-    """Merge the runs whose metrics lie in several files."""
-    runs: dict[object, Log] = {}
-    for index, log in enumerate(logs):
-        key = log.name if log.is_part else index
-        if key in runs:
-            merged = runs[key]
-            notes = dict.fromkeys((*merged.notes, *log.notes))
-            log = replace(
-                merged,
-                metrics={**merged.metrics, **log.metrics},
-                notes=tuple(notes),
-                unread={**log.unread, **merged.unread},
-                dropped={**log.dropped, **merged.dropped},
-            )
-        runs[key] = log
-    return list(runs.values())
-
-
 # --- long tables ---
 
 
