@@ -16,10 +16,18 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.csv_files import CsvTable, find_ambiguous_columns, leave_out_columns, read_csv_table
 from abrun.logs.foreign.columns import Table
-from abrun.logs.key_columns import find_key_columns, group_rows, name_log
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.scores import read_scores
-from abrun.logs.tables import TORN_NOTE, log_from_table, read_json_table, read_parquet_table, widen_table
+from abrun.logs.tables import (
+    TORN_NOTE,
+    find_key_columns,
+    group_rows,
+    log_from_table,
+    name_log,
+    read_json_table,
+    read_parquet_table,
+    widen_table,
+)
 from abrun.runs.redaction import printable
 
 MAX_RUNS = 1000

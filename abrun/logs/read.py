@@ -12,7 +12,7 @@ from typing import Any
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import Folder, link_notes, path_kind, walk, wrap_exhaustion
-from abrun.logs.log import Log, sanitize_log
+from abrun.logs.log import Log, sanitize_log, unreadable_log
 from abrun.logs.mlflow_files import META
 from abrun.logs.naming import strip_suffix
 from abrun.logs.parts import merge_run_parts, merge_subfolders
@@ -27,7 +27,6 @@ from abrun.logs.readers import (
 )
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX
 from abrun.logs.trackers import complete_tracker_logs
-from abrun.runs.access import UnreadableError
 from abrun.runs.redaction import list_names, printable
 
 FORMATS = ("tensorboard", "wandb", "csv", "jsonl", "parquet")  # of one run, which read_log follows
@@ -312,8 +311,7 @@ def _read_runs(sources: Sequence[RunFiles], step_column: str | None) -> tuple[Re
             ignored[_name_without_digits(source)].append(f"{log.place}: {'; '.join(log.notes)}")
     for source, error in errors:
         if _name_without_digits(source) in names:
-            log = _unreadable_log(source, str(error))
-            logs.append((source, replace(log, forbidden=isinstance(error, UnreadableError))))
+            logs.append((source, unreadable_log(source.name, source.path, error)))
         else:
             ignored[_name_without_digits(source)].append(str(error))
     return logs, [
@@ -336,14 +334,9 @@ def _linked_runs(top: Path, links: Sequence[str], runs: ReadRuns) -> ReadRuns:
         if sibling := siblings.get((folder, _without_digits(name))):
             run = replace(sibling[0], name=link + sibling[1].rstrip("/"), path=top / link, files=())
             problem = f"a link that leads out of {printable(str(top))}; copy its target"
-            linked.append((run, _unreadable_log(run, f"{printable(str(run.path))}: {problem}")))
+            error = StoreError(f"{printable(str(run.path))}: {problem}")
+            linked.append((run, unreadable_log(run.name, run.path, error)))
     return linked
-
-
-def _unreadable_log(run: RunFiles, failure: str) -> Log:
-    return Log(
-        name=run.name, place=printable(str(run.path)), metrics={}, status="unreadable", failure=failure
-    )
 
 
 def _name_without_digits(run: RunFiles) -> str:

@@ -15,7 +15,7 @@ from abrun.errors import AbrunError, StoreError
 from abrun.logs.exports import read_csv, read_json, read_parquet
 from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
-from abrun.logs.lm_eval import is_samples_file, read_samples
+from abrun.logs.lm_eval import SAMPLES_FILE, read_samples
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.naming import SUFFIXES, strip_suffix
 from abrun.logs.stored import is_run_dir, read_run_dir
@@ -43,6 +43,9 @@ class RunFiles:
     name: str
     path: Path  # its folder, or its file for a table
     files: tuple[Path, ...]
+
+
+Places = Iterator[tuple[Path, Sequence[Path]]]  # path and files of runs
 
 
 class Reader(Protocol):
@@ -98,8 +101,10 @@ class Format:
     """A format of logs. It claims paths like a Reader, but a run of it may be several files."""
 
     name: str
-    is_table = False  # a file that cannot be read may be none of the runs
+    file_name: re.Pattern[str]  # of its files
+    is_one_run = False  # a folder's files are one run
     is_named_by_folder = False  # a run in a file has the name of its folder
+    is_table = False  # a file that cannot be read may be none of the runs
     is_fallback = False  # read only if no other format has runs
     is_installed = False  # added by an entry point: files that another format claims are not offered to it
 
@@ -108,16 +113,18 @@ class Format:
 
         `names`: of the folder's entries; empty for a file.
         """
-        raise NotImplementedError
+        return not names and self.file_name.fullmatch(path.name) is not None
 
-    def take(self, folder: Folder) -> Iterator[tuple[Path, Sequence[Path]]]:
+    def take(self, folder: Folder) -> Places:
         """Yield path and files of each run in a folder that the format claimed."""
         yield folder.path, ()
 
-    def find(self, folder: Folder, files: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path]]]:
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
         """Yield path and files of each run in any other folder; `files`: those that the format claimed."""
-        for file in files:
-            yield file, (file,)
+        if self.is_one_run:
+            yield from [(folder.path, files)] if files else []
+        else:
+            yield from ((file, (file,)) for file in files)
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         """Return the runs in these files; `one_run`: a table is one run, whatever its columns name."""
@@ -135,14 +142,8 @@ class AbrunRuns(Format):
 
 
 class TensorBoard(Format):
-    name = "tensorboard"
-
-    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
-        return not names and EVENT_FILE_PREFIX in path.name
-
-    def find(self, folder: Folder, files: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path]]]:
-        if files:
-            yield folder.path, sorted(files, key=start_key)
+    name, is_one_run = "tensorboard", True
+    file_name = re.compile(rf".*{re.escape(EVENT_FILE_PREFIX)}.*", re.DOTALL)
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return [read_event_files(sorted(run.files, key=start_key), run.name, run.path)]
@@ -151,12 +152,12 @@ class TensorBoard(Format):
 class Wandb(Format):
     """Local files of wandb. Folders below one with such a file hold copies of the run's files."""
 
-    name = "wandb"
+    name, file_name = "wandb", re.compile(r".+\.wandb", re.IGNORECASE | re.DOTALL)
 
     def claims(self, path: Path, names: Collection[str] = ()) -> bool:
-        return any(name.lower().endswith(".wandb") for name in names or (path.name,))
+        return any(map(self.file_name.fullmatch, names or (path.name,)))
 
-    def take(self, folder: Folder) -> Iterator[tuple[Path, Sequence[Path]]]:
+    def take(self, folder: Folder) -> Places:
         yield from ((folder.path, (file,)) for file in folder.files if self.claims(file))
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
@@ -164,14 +165,7 @@ class Wandb(Format):
 
 
 class LmEval(Format):
-    name = "lm-eval"
-
-    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
-        return not names and is_samples_file(path)
-
-    def find(self, folder: Folder, files: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path]]]:
-        if files:
-            yield folder.path, files
+    name, file_name, is_one_run = "lm-eval", SAMPLES_FILE, True
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return [read_samples(run.files, run.name)]
@@ -181,11 +175,9 @@ class TrainerState(Format):
     """The state of transformers' Trainer: of a run, or of the last checkpoint in its folder."""
 
     name, is_fallback, is_named_by_folder = "trainer_state", True, True
+    file_name = re.compile(re.escape(TRAINER_STATE))
 
-    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
-        return not names and path.name == TRAINER_STATE
-
-    def find(self, folder: Folder, files: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path]]]:
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
         if folder.depth and re.fullmatch(CHECKPOINT, folder.path.name):
             return  # found from the run's folder
         numbered = [(re.fullmatch(CHECKPOINT, subfolder.name), subfolder) for subfolder in folder.folders]
@@ -193,8 +185,7 @@ class TrainerState(Format):
             ((int(match[1]), subfolder) for match, subfolder in numbered if match), reverse=True
         )
         states = (*files, *(find_companion(subfolder, TRAINER_STATE) for _, subfolder in checkpoints))
-        for state in list(filter(None, states))[:1]:
-            yield state, (state,)
+        yield from [(state, (state,)) for state in states if state][:1]
 
     def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
         return [replace(read_trainer_state(run.path, step_column), name=run.name)]
@@ -207,13 +198,11 @@ class TableFormat(Format):
 
     def __init__(self, name: str, read_file: Callable[..., list[Log]], *, is_fallback: bool = False) -> None:
         self.name, self.read_file, self.is_fallback = name, read_file, is_fallback
+        suffixes = "|".join(re.escape(suffix) for suffix, form in SUFFIXES.items() if form == name)
+        packed = "" if name == "parquet" else r"(\.gz)?"
+        self.file_name = re.compile(rf".+({suffixes}){packed}", re.IGNORECASE | re.DOTALL)
 
-    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
-        name = path.name.lower()
-        suffix = Path(name if self.name == "parquet" else name.removesuffix(".gz")).suffix
-        return not names and SUFFIXES.get(suffix) == self.name
-
-    def find(self, folder: Folder, files: Sequence[Path]) -> Iterator[tuple[Path, Sequence[Path]]]:
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
         for file in files:
             is_dump = DUMP_FILE.fullmatch(strip_suffix(file.name))
             if not is_dump and (self.name != "json" or _is_json_list(file)):

@@ -407,7 +407,7 @@ def test_too_little_memory_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise MemoryError
 
     write_trackio(tmp_path / "p.db")
-    monkeypatch.setattr("abrun.logs.sqlite_files.parse_json", fill)
+    monkeypatch.setattr("abrun.logs.trackers.parse_json", fill)
     with pytest.raises(
         StoreError, match=r"p.db: out of memory while it was read; log less often, or read fewer"
     ):
