@@ -215,9 +215,7 @@ def test_in_another_order_they_are_the_same_claims(simulated, judged):
 
 
 def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
-    with pytest.raises(
-        ComparisonError, match=r"'train/rewrad' is not .* did you mean 'train/reward'"
-    ):
+    with pytest.raises(ComparisonError, match=r"'train/rewrad' is not .* did you mean 'train/reward'"):
         judged(simulated(), claims=[Claim(metric="train/rewrad", margin=0.1)])
     with pytest.raises(ComparisonError, match="'zzz' is not recorded in any run; recorded"):
         judged(simulated(), claims=[Claim(metric="zzz", margin=0.1)])
