@@ -3,9 +3,9 @@
 The table is `aliases.toml`. Only metrics with the same definition and unit are in it, under the framework's
 default settings: a probability difference is not `train/token_mult_prob_error`, a mean over sequences is not
 one over tokens, and gigabytes are not bytes. docs/reference/metrics.md lists the differences that remain
-under a shared name. Taken from the sources of TRL f2cd577, verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF
-3c3be62, slime 624b824, prime-rl 559b447, open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b,
-torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026.
+under a shared name. Taken from the sources of TRL f2cd577, verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457,
+OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447, open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM
+7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026.
 """
 
 import difflib
