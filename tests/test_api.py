@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import abrun
 from abrun.cli import app
 from abrun.errors import AbrunError, RecipeError
-from abrun.logs.recorded import foreign, sources
+from abrun.logs.recorded import sources
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
@@ -119,7 +119,7 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
         return read_and_count
 
     monkeypatch.setattr(sources, "load_experiment", counted(sources.load_experiment))
-    monkeypatch.setattr(foreign, "read_logs", counted(foreign.read_logs))
+    monkeypatch.setattr(sources, "read_logs", counted(sources.read_logs))
     logged = f"csv:{tmp_path}"
     for source, options in ((str(tmp_path / "equal"), {}), (logged, {"baseline": "old", "interim": (2, 3)})):
         readings.clear()

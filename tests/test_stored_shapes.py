@@ -18,8 +18,8 @@ from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.launch.prepare import own_experiment
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.slurm import launcher as slurm_launcher
+from abrun.logs.completions import pair_samples, read_run_samples
 from abrun.logs.recorded.reference import freeze, load_reference
-from abrun.logs.recorded.samples import pair_samples, read_run_samples
 from abrun.logs.recorded.stored import load_experiment
 from abrun.logs.stored import read_run_dir
 from abrun.messages.codes import Code

@@ -210,7 +210,7 @@ def completions(
         abrun completions quickstart/baseline/seed-0 --step 60
         abrun completions quickstart/baseline/seed-0 --against quickstart/treatment/seed-0
     """
-    from abrun.logs.recorded.samples import pair_samples, read_run_samples
+    from abrun.logs.completions import pair_samples, read_run_samples
     from abrun.report.completions import render_samples
 
     names = [run] if against is None else [run, against]

@@ -1,163 +1,27 @@
 """Names of abrun's metrics in other trainers.
 
-Only metrics with the same definition and unit are listed, under the framework's default settings: a
-probability difference is not `train/token_mult_prob_error`, a mean over sequences is not one over tokens, and
-gigabytes are not bytes. docs/reference/metrics.md lists the differences that remain under a shared name.
-Taken from the sources of TRL f2cd577, verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457, OpenRLHF 3c3be62, slime
-624b824, prime-rl 559b447, open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM 7d61a1b, torchtitan b5bcd76 and
-Megatron-LM d98e8a6, all of 2026.
+The table is `aliases.toml`. Only metrics with the same definition and unit are in it, under the framework's
+default settings: a probability difference is not `train/token_mult_prob_error`, a mean over sequences is not
+one over tokens, and gigabytes are not bytes. docs/reference/metrics.md lists the differences that remain
+under a shared name. Taken from the sources of TRL f2cd577, verl b178a3c, NeMo-RL 7ea279a, SkyRL a956457,
+OpenRLHF 3c3be62, slime 624b824, prime-rl 559b447, open-instruct e6c3044, PipelineRL 58d3934, Fast-LLM
+7d61a1b, torchtitan b5bcd76 and Megatron-LM d98e8a6, all of 2026.
 """
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from abrun.errors import ComparisonError
 from abrun.messages.numbers import more_text
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series
 
-FRAMEWORKS: dict[str, dict[str, str]] = {  # ours -> theirs
-    "trl": {  # GRPO, RLOO and DPO, as transformers logs them: train/<name>. Others are named like ours
-        "train/lr": "train/learning_rate",
-        "train/kl_penalty": "train/kl",
-        "train/clip_fraction": "train/clip_ratio/region_mean",
-        "train/mean_gen_tokens_per_sample": "train/completions/mean_length",
-        "train/truncation_rate": "train/completions/clipped_ratio",
-        "train/rewards/margin": "train/rewards/margins",
-        "train/rewards/accuracy": "train/rewards/accuracies",
-        "train/logprobs/chosen": "train/logps/chosen",
-        "train/logprobs/rejected": "train/logps/rejected",
-        "timing/train/total_step_time_s": "train/step_time",
-    },
-    "verl": {
-        "train/reward": "critic/score/mean",  # before the KL penalty, which critic/rewards/mean holds
-        "train/loss": "actor/pg_loss",
-        "train/grad_norm": "actor/grad_norm",
-        "train/lr": "actor/lr",
-        "train/entropy": "actor/entropy",
-        "train/gen_kl_error": "rollout_corr/k3_kl",
-        "train/advantages/mean": "critic/advantages/mean",
-        "train/advantages/min": "critic/advantages/min",
-        "train/advantages/max": "critic/advantages/max",
-        "train/mean_gen_tokens_per_sample": "response_length/mean",
-        "train/truncation_rate": "response_length/clip_ratio",
-        "train/mean_prompt_length": "prompt_length/mean",
-        "train/critic/loss": "critic/vf_loss",
-        "train/critic/grad_norm": "critic/grad_norm",
-        "train/critic/values_mean": "critic/values/mean",
-        "train/critic/returns_mean": "critic/returns/mean",
-        "train/critic/explained_var": "critic/vf_explained_var",
-        "train/critic/clip_fraction": "critic/vf_clipfrac",
-        "timing/train/total_step_time_s": "timing_s/step",
-        "timing/train/generation_s": "timing_s/gen",
-        "timing/train/reward_s": "timing_s/reward",
-        "timing/train/logprobs_s": "timing_s/old_log_prob",
-        "timing/train/reference_logprobs_s": "timing_s/ref",
-        "timing/train/policy_training_s": "timing_s/update_actor",
-        "timing/train/weight_sync_s": "timing_s/update_weights",
-        "timing/train/checkpointing_s": "timing_s/save_checkpoint",
-    },
-    "nemo-rl": {  # its train/ names are the same as abrun's
-        "timing/train/total_step_time_s": "timing/train/total_step_time",
-        "timing/train/generation_s": "timing/train/generation",
-        "timing/train/reward_s": "timing/train/reward_calculation",
-        "timing/train/policy_training_s": "timing/train/policy_training",
-        "timing/train/weight_sync_s": "timing/train/prepare_for_generation/transfer_and_update_weights",
-        "timing/train/checkpointing_s": "timing/train/checkpointing",
-    },
-    "skyrl": {
-        "train/reward": "reward/avg_raw_reward",
-        "train/loss": "policy/final_loss",
-        "train/grad_norm": "policy/grad_norm",
-        "train/lr": "policy/policy_lr",
-        "train/entropy": "policy/policy_entropy",
-        "train/clip_fraction": "policy/loss_metrics/clip_ratio",
-        "train/advantages/mean": "loss/avg_raw_advantages",
-        "train/mean_gen_tokens_per_sample": "generate/avg_num_tokens",
-        "train/critic/loss": "critic/critic_loss",
-        "train/critic/grad_norm": "critic/grad_norm",
-        "train/critic/values_mean": "critic/values_mean",
-        "train/critic/clip_fraction": "critic/values_clipfrac",
-        "timing/train/total_step_time_s": "timing/step",
-        "timing/train/generation_s": "timing/generate",
-        "timing/train/policy_training_s": "timing/policy_train",
-        "timing/train/weight_sync_s": "timing/sync_weights",
-        "timing/train/checkpointing_s": "timing/save_checkpoints",
-    },
-    "openrlhf": {
-        "train/reward": "train/rollout/reward_mean",
-        "train/loss": "train/policy_loss",
-        "train/grad_norm": "train/actor_grad_norm",
-        "train/lr": "train/actor_lr",
-        "train/clip_fraction": "train/ppo_clip_ratio",
-        "train/mean_gen_tokens_per_sample": "train/rollout/response_length_mean",
-        "train/truncation_rate": "train/rollout/truncated_rate",
-        "train/critic/loss": "train/critic_loss",
-    },
-    "slime": {
-        "train/reward": "rollout/raw_reward",
-        "train/lr": "train/lr-pg_0",
-        "train/mean_gen_tokens_per_sample": "rollout/response_len/mean",
-        "train/truncation_rate": "rollout/truncated_ratio",
-        "timing/train/total_step_time_s": "perf/step_time",
-    },
-    "prime-rl": {
-        "train/reward": "reward/all/mean",
-        "train/loss": "loss/mean",
-        "train/grad_norm": "optim/grad_norm",
-        "train/lr": "optim/lr",
-        "train/entropy": "entropy/all/mean",
-        "train/gen_kl_error": "mismatch_kl/all/mean",
-        "validation/loss": "val/loss",
-        "timing/train/total_step_time_s": "time/step",
-    },
-    "open-instruct": {
-        "train/reward": "scores",
-        "train/loss": "loss/mean",
-        "train/grad_norm": "optim/grad_norm",
-        "train/lr": "lr",
-        "train/entropy": "policy/entropy_avg",
-        "train/clip_fraction": "policy/clipfrac_avg",
-        "train/mean_gen_tokens_per_sample": "val/sequence_lengths",
-        "timing/train/total_step_time_s": "time/total",
-    },
-    "pipelinerl": {
-        "train/reward": "rl/reward",
-        "train/loss": "rl/loss",
-        "train/grad_norm": "stats/grad_norm",
-        "train/lr": "stats/lr",
-        "train/document_entropy": "rl/entropy",
-        "train/mean_gen_tokens_per_sample": "actor/output_tokens_mean",
-        "train/truncation_rate": "actor/overflow_mean",
-        "timing/train/total_step_time_s": "throughput/sec_per_step",
-    },
-    "fast-llm": {"train/grad_norm": "training/grad_norm", "train/lr": "training/learning_rate"},
-    "torchtitan-rl": {
-        "train/reward": "rollout_reward/_mean",
-        "train/loss": "loss/mean",
-        "train/grad_norm": "trainer/grad_norm/mean",
-        "train/lr": "trainer/lr",
-        "train/entropy": "trainer/entropy/mean",
-        "train/mean_gen_tokens_per_sample": "rollout/response_length/mean",
-        "train/truncation_rate": "rollout/truncation_rate/mean",
-        "timing/train/total_step_time_s": "timing/step/total/mean",
-    },
-    "torchtitan": {
-        "train/loss": "loss_metrics/global_avg_loss",
-        "train/grad_norm": "grad_norm",
-        "validation/loss": "validation_metrics/loss",
-        "timing/train/total_step_time_s": "time_metrics/end_to_end(s)",
-    },
-    "megatron-lm": {
-        "train/loss": "lm loss",
-        "train/grad_norm": "grad-norm",
-        "train/lr": "learning-rate",
-        "validation/loss": "lm loss validation",
-    },
-    "transformers": {"train/lr": "train/learning_rate", "validation/loss": "eval/loss"},
-}
+# abrun's name -> the trainer's name, by framework
+FRAMEWORKS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 # Metrics that only runs of a framework log; the first entry whose metrics are all present decides.
 # (TRL's also fit transformers, which comes later.)
 FRAMEWORK_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (

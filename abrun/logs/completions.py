@@ -1,4 +1,6 @@
-"""Completions written by other trainers, one file per step, with prompts, texts and rewards.
+"""Completions of runs step by step, of abrun's trainer or another: prompts, texts and rewards.
+
+Other trainers write one file per step:
 
 - verl (`trainer.rollout_data_dir`, `validation_data_dir`): `<step>.jsonl`, one object per completion with
   `input`, `output` and `score`.
@@ -10,6 +12,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from abrun.errors import StoreError
 from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
 from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
+from abrun.runs.files import is_directory
 from abrun.runs.lines import Sample
 from abrun.runs.redaction import printable
+from abrun.runs.rundir import RunDir
 
 MAX_PROMPTS = 64  # per step, with the first completion of each prompt
 _FILE = re.compile(
@@ -157,3 +162,47 @@ def _make_sample(prompt: Any, text: Any, reward: Any) -> Sample:
         num_tokens=None,
         truncated=None,
     )
+
+
+# --- pairs of completions ---
+
+SamplesByStep = Mapping[int, tuple[Sample, ...]]  # samples of one run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePair:
+    """Completions of two runs for one prompt; None if a run kept none."""
+
+    step: int
+    prompt: str
+    left: Sample | None
+    right: Sample | None
+
+
+def read_run_samples(place: Path) -> SamplesByStep:
+    """Return the samples in a run's folder, of abrun or of another trainer; empty for a single file."""
+    if not is_directory(place):
+        return {}
+    return RunDir(place).samples() or read_completions(place)
+
+
+def pair_samples(left: SamplesByStep, right: SamplesByStep, step: int | None = None) -> list[SamplePair]:
+    """Return sample pairs by step, in the order of the left run's prompts, then those only the right run has.
+
+    `step`: only this step. Raises StoreError if a file is damaged.
+    """
+    both = left, right
+    steps = sorted(both[0].keys() | both[1].keys()) if step is None else [step]
+    sample_pairs = []
+    for current_step in steps:
+        by_prompt = [{sample.prompt: sample for sample in samples.get(current_step, ())} for samples in both]
+        sample_pairs += [
+            SamplePair(
+                step=current_step,
+                prompt=prompt,
+                left=by_prompt[0].get(prompt),
+                right=by_prompt[1].get(prompt),
+            )
+            for prompt in dict.fromkeys([*by_prompt[0], *by_prompt[1]])
+        ]
+    return sample_pairs

@@ -16,10 +16,18 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.csv_files import CsvTable, find_ambiguous_columns, leave_out_columns, read_csv_table
 from abrun.logs.foreign.columns import Table
-from abrun.logs.key_columns import find_key_columns, group_rows, name_log
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.scores import read_scores
-from abrun.logs.tables import TORN_NOTE, log_from_table, read_json_table, read_parquet_table, widen_table
+from abrun.logs.tables import (
+    TORN_NOTE,
+    find_key_columns,
+    group_rows,
+    log_from_table,
+    name_log,
+    read_json_table,
+    read_parquet_table,
+    widen_table,
+)
 from abrun.runs.redaction import printable
 
 MAX_RUNS = 1000
@@ -129,25 +137,6 @@ def _read_tensorboard_download(path: Path, name: str, content: CsvTable) -> Log:
     table = content.complete(content.table_of({0: "Wall time", 1: "Step", 2: tag}))
     log = log_from_table(path, table, "Step")
     return replace(log, name=folder + run, is_part=True, guesses=("metric names from TensorBoard's files",))
-
-
-def merge_parts(logs: Sequence[Log]) -> list[Log]:
-    """Merge the runs whose metrics lie in several files."""
-    runs: dict[object, Log] = {}
-    for index, log in enumerate(logs):
-        key = log.name if log.is_part else index
-        if key in runs:
-            merged = runs[key]
-            notes = dict.fromkeys((*merged.notes, *log.notes))
-            log = replace(
-                merged,
-                metrics={**merged.metrics, **log.metrics},
-                notes=tuple(notes),
-                unread={**log.unread, **merged.unread},
-                dropped={**log.dropped, **merged.dropped},
-            )
-        runs[key] = log
-    return list(runs.values())
 
 
 # --- long tables ---

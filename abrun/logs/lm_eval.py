@@ -28,11 +28,6 @@ SAMPLES_FILE = re.compile(r"samples_(?P<task>.+)_(?P<time>\d{4}-\d\d-\d\dT\d\d-\
 GUESS = "samples of lm-evaluation-harness: scores per prompt; windows and step one do not apply"
 
 
-def is_samples_file(path: Path) -> bool:
-    """Return True for the name of a file with the samples of one task."""
-    return SAMPLES_FILE.fullmatch(path.name) is not None
-
-
 def read_samples(files: Sequence[Path], name: str) -> Log:
     """Return the scores of one model from its files of samples, as metrics `<task>/<metric>[,<filter>]`.
 

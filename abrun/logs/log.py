@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from abrun.errors import StoreError
 from abrun.messages.codes import Reason
+from abrun.runs.files import UnreadableError
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import is_clock, is_counter
 from abrun.runs.redaction import display_safe, display_safe_tree, printable
@@ -52,6 +53,19 @@ class Log(RunRecording):
     left_out: tuple[Reason, ...] = ()  # starts of the run that do not count
     is_part: bool = False  # one of several files of a run; files with the same name are merged
     notes: tuple[str, ...] = ()  # decisions while reading: a torn line skipped, a step recorded twice
+
+
+def unreadable_log(name: str, path: Path, error: StoreError, identity: RunName | None = None) -> Log:
+    """Return the log of a run whose files cannot be read."""
+    return Log(
+        name=name,
+        place=printable(str(path)),
+        metrics={},
+        status="unreadable",
+        failure=str(error),
+        forbidden=isinstance(error, UnreadableError),
+        identity=identity,
+    )
 
 
 def sanitize_log(log: Log) -> Log:

@@ -35,9 +35,9 @@ from abrun.logs.foreign.values import (
     left_out_notes,
     parse_foreign_yaml,
 )
-from abrun.logs.key_columns import ARM_COLUMNS
 from abrun.logs.log import Log, LogStatus, replaced_notes
 from abrun.logs.rows import check_number_of_metrics
+from abrun.logs.tables import ARM_COLUMNS
 from abrun.runs.files import UnreadableError
 from abrun.runs.redaction import printable
 from abrun.stats.series import Series, build_series, split_series

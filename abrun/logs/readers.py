@@ -1,30 +1,51 @@
-"""Readers of experiment trackers, which other packages add by an entry point of the group `abrun.readers`."""
+"""Readers of logs: abrun's own formats, and those that packages add by an entry point of `abrun.readers`.
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+A format claims a folder that holds nothing but its runs, or files, and says which files are one run.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from abrun.errors import AbrunError, StoreError
+from abrun.logs.exports import read_csv, read_json, read_parquet
+from abrun.logs.foreign.files import Folder, find_companion, open_file
 from abrun.logs.foreign.values import Points
+from abrun.logs.lm_eval import SAMPLES_FILE, read_samples
 from abrun.logs.log import Log, LogStatus, replaced_notes
+from abrun.logs.naming import SUFFIXES, strip_suffix
+from abrun.logs.stored import is_run_dir, read_run_dir
+from abrun.logs.tables import read_trainer_state
+from abrun.logs.tensorboard import EVENT_FILE_PREFIX, read_event_files, start_key
+from abrun.logs.wandb_files import read_wandb_files
 from abrun.recipe.implementations import READERS, installed, load_installed
 from abrun.runs.redaction import printable
 from abrun.stats.series import build_series, split_series
 
-OWN_FORMATS = (
-    "abrun",
-    "tb",
-    "tensorboard",
-    "wandb",
-    "csv",
-    "jsonl",
-    "json",
-    "parquet",
-    "trainer_state",
-    "lm-eval",
+TRAINER_STATE = "trainer_state.json"
+CHECKPOINT = r"checkpoint-(\d+)"
+JSON_LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")
+# Names of files with completions, prompts and evaluations, which trainers write next to their logs.
+DUMP_FILE = re.compile(
+    r"(completions|generated_predictions|predict|traces|eval_results|table)(_\d+)?|(train|val)_data_step\d+"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """Location of a run that has not been read yet."""
+
+    format: "Format"
+    name: str
+    path: Path  # its folder, or its file for a table
+    files: tuple[Path, ...]
+
+
+Places = Iterator[tuple[Path, Sequence[Path]]]  # path and files of runs
 
 
 class Reader(Protocol):
@@ -73,12 +94,174 @@ def make_log(
     return Log(name=name, place=place, metrics=series, config=config, status=status, notes=notes)
 
 
+# --- abrun's own formats ---
+
+
+class Format:
+    """A format of logs. It claims paths like a Reader, but a run of it may be several files."""
+
+    name: str
+    file_name: re.Pattern[str]  # of its files
+    is_one_run = False  # a folder's files are one run
+    is_named_by_folder = False  # a run in a file has the name of its folder
+    is_table = False  # a file that cannot be read may be none of the runs
+    is_fallback = False  # read only if no other format has runs
+    is_installed = False  # added by an entry point: files that another format claims are not offered to it
+
+    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
+        """Return True for a file of this format, or for a folder in which no other format has runs.
+
+        `names`: of the folder's entries; empty for a file.
+        """
+        return not names and self.file_name.fullmatch(path.name) is not None
+
+    def take(self, folder: Folder) -> Places:
+        """Yield path and files of each run in a folder that the format claimed."""
+        yield folder.path, ()
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        """Yield path and files of each run in any other folder; `files`: those that the format claimed."""
+        if self.is_one_run:
+            yield from [(folder.path, files)] if files else []
+        else:
+            yield from ((file, (file,)) for file in files)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        """Return the runs in these files; `one_run`: a table is one run, whatever its columns name."""
+        raise NotImplementedError
+
+
+class AbrunRuns(Format):
+    name = "abrun"
+
+    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
+        return bool(names) and is_run_dir(path)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_run_dir(run.path, run.name)]
+
+
+class TensorBoard(Format):
+    name, is_one_run = "tensorboard", True
+    file_name = re.compile(rf".*{re.escape(EVENT_FILE_PREFIX)}.*", re.DOTALL)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_event_files(sorted(run.files, key=start_key), run.name, run.path)]
+
+
+class Wandb(Format):
+    """Local files of wandb. Folders below one with such a file hold copies of the run's files."""
+
+    name, file_name = "wandb", re.compile(r".+\.wandb", re.IGNORECASE | re.DOTALL)
+
+    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
+        return any(map(self.file_name.fullmatch, names or (path.name,)))
+
+    def take(self, folder: Folder) -> Places:
+        yield from ((folder.path, (file,)) for file in folder.files if self.claims(file))
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_wandb_files(run.files, run.name, step_column)]
+
+
+class LmEval(Format):
+    name, file_name, is_one_run = "lm-eval", SAMPLES_FILE, True
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [read_samples(run.files, run.name)]
+
+
+class TrainerState(Format):
+    """The state of transformers' Trainer: of a run, or of the last checkpoint in its folder."""
+
+    name, is_fallback, is_named_by_folder = "trainer_state", True, True
+    file_name = re.compile(re.escape(TRAINER_STATE))
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        if folder.depth and re.fullmatch(CHECKPOINT, folder.path.name):
+            return  # found from the run's folder
+        numbered = [(re.fullmatch(CHECKPOINT, subfolder.name), subfolder) for subfolder in folder.folders]
+        checkpoints = sorted(
+            ((int(match[1]), subfolder) for match, subfolder in numbered if match), reverse=True
+        )
+        states = (*files, *(find_companion(subfolder, TRAINER_STATE) for _, subfolder in checkpoints))
+        yield from [(state, (state,)) for state in states if state][:1]
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return [replace(read_trainer_state(run.path, step_column), name=run.name)]
+
+
+class TableFormat(Format):
+    """Files with rows of metrics, by their suffix, without the completions and evaluations beside them."""
+
+    is_table = True
+
+    def __init__(self, name: str, read_file: Callable[..., list[Log]], *, is_fallback: bool = False) -> None:
+        self.name, self.read_file, self.is_fallback = name, read_file, is_fallback
+        suffixes = "|".join(re.escape(suffix) for suffix, form in SUFFIXES.items() if form == name)
+        packed = "" if name == "parquet" else r"(\.gz)?"
+        self.file_name = re.compile(rf".+({suffixes}){packed}", re.IGNORECASE | re.DOTALL)
+
+    def find(self, folder: Folder, files: Sequence[Path]) -> Places:
+        for file in files:
+            is_dump = DUMP_FILE.fullmatch(strip_suffix(file.name))
+            if not is_dump and (self.name != "json" or _is_json_list(file)):
+                yield file, (file,)
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        return self.read_file(run.path, run.name, step_column, one_run=one_run)
+
+
+def _is_json_list(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            start = file.read(64)
+    except StoreError:
+        return False
+    return start.startswith(b"\x1f\x8b") or JSON_LIST.match(start) is not None
+
+
+# --- installed readers ---
+
+
+class InstalledReader(Format):
+    """The reader of an entry point. Its errors name it."""
+
+    is_installed = True
+
+    def __init__(self, name: str, reader: Reader) -> None:
+        self.name, self.reader = name, reader
+
+    def claims(self, path: Path, names: Collection[str] = ()) -> bool:
+        with self._named(path):
+            return bool(self.reader.claims(path, names))
+
+    def read(self, run: RunFiles, step_column: str | None, *, one_run: bool = False) -> list[Log]:
+        with self._named(run.path):
+            logs = list(self.reader.read(run.path, run.name, step_column))
+            if not all(isinstance(log, Log) for log in logs):
+                raise TypeError("read returned something other than runs")
+        return logs
+
+    @contextmanager
+    def _named(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (AbrunError, MemoryError, RecursionError):
+            raise
+        except (Exception, SystemExit, GeneratorExit) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise StoreError(
+                f"{printable(str(path))}: the reader {self.name} failed: {printable(problem)}"
+            ) from error
+
+
 @cache
-def _load_readers() -> tuple[Mapping[str, Reader], list[str]]:
-    """Return the installed readers by name, and the problems of those that cannot be loaded."""
-    readers, problems = dict[str, Reader](), list[str]()
+def _load_installed() -> tuple[tuple[InstalledReader, ...], list[str]]:
+    """Return the installed readers, and the problems of those that cannot be loaded."""
+    readers, problems = list[InstalledReader](), list[str]()
     for name, entry in installed(READERS).items():
-        if name in OWN_FORMATS:
+        if name == "tb" or any(name == own.name for own in (*LOGS, *OTHERS)):
             problems.append(
                 f"{READERS}: {name}: is a format of abrun's own; {entry.value} needs another name"
             )
@@ -90,49 +273,54 @@ def _load_readers() -> tuple[Mapping[str, Reader], list[str]]:
             continue
         functions = (getattr(reader, name, None) for name in ("claims", "read"))
         if all(map(callable, functions)) and not isinstance(reader, type):
-            readers[name] = reader
+            readers.append(InstalledReader(name, reader))
         else:
             problems.append(f"{READERS}: {name}: {entry.value} is no object with functions claims and read")
-    return readers, problems
+    return tuple(readers), problems
 
 
-def all_readers() -> Mapping[str, Reader]:
-    """Return the installed readers by name, without those that cannot be loaded."""
-    return _load_readers()[0]
+def installed_readers() -> tuple[InstalledReader, ...]:
+    """Return the installed readers, without those that cannot be loaded."""
+    return _load_installed()[0]
 
 
 def reader_problems() -> list[str]:
     """Return a line for each installed reader that cannot be loaded."""
-    return _load_readers()[1]
+    return _load_installed()[1]
 
 
-def find_reader(path: Path, names: Collection[str] = ()) -> str | None:
-    """Return the name of the reader of a file or folder; None for any other path. Raises StoreError."""
-    for name, reader in all_readers().items():
-        with _named(name, path):
-            if reader.claims(path, names):
-                return name
-    return None
+# By preference among formats with equally many runs; installed readers stand between them
+LOGS: tuple[Format, ...] = (AbrunRuns(), TensorBoard(), Wandb())
+OTHERS: tuple[Format, ...] = (
+    TableFormat("jsonl", read_json),
+    TableFormat("csv", read_csv),
+    TableFormat("parquet", read_parquet),
+    LmEval(),
+    TrainerState(),
+    TableFormat("json", read_json, is_fallback=True),
+)
 
 
-def read_with(name: str, path: Path, run_name: str, step_column: str | None) -> list[Log]:
-    """Return the runs that a reader finds in a file or folder. Raises StoreError."""
-    with _named(name, path):
-        logs = list(all_readers()[name].read(path, run_name, step_column))
-        if not all(isinstance(log, Log) for log in logs):
-            raise TypeError("read returned something other than runs")
-    return logs
+def all_formats() -> tuple[Format, ...]:
+    """Return every format by preference. The fallbacks are the last."""
+    return (*LOGS, *installed_readers(), *OTHERS)
 
 
-@contextmanager
-def _named(reader: str, path: Path) -> Iterator[None]:
-    """Turn an error of another package's code into one that names it."""
-    try:
-        yield
-    except (AbrunError, MemoryError, RecursionError):
-        raise
-    except (Exception, SystemExit, GeneratorExit) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise StoreError(
-            f"{printable(str(path))}: the reader {reader} failed: {printable(problem)}"
-        ) from error
+def find_file_format(path: Path, *, own: bool = False) -> Format | None:
+    """Return the format of a file: formats with names of their own come before tables, installed ones last.
+
+    `own`: only one of abrun's own.
+    """
+    formats = (form for form in _by_claim() if not (own and form.is_installed))
+    return next((form for form in formats if form.claims(path)), None)
+
+
+@cache
+def _by_claim() -> tuple[Format, ...]:
+    return tuple(sorted(all_formats(), key=lambda form: (form.is_installed, form.is_table)))
+
+
+def find_folder_format(path: Path, names: Collection[str]) -> Format | None:
+    """Return the format that claims a whole folder with entries of these names."""
+    by_claim = (LOGS[0], *installed_readers(), *LOGS[1:])
+    return next((form for form in by_claim if names and form.claims(path, names)), None)

@@ -15,7 +15,6 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cells, Table, TableBuilder
 from abrun.logs.foreign.numbers import shorten_cell
-from abrun.logs.key_columns import find_key_columns, group_rows, key_text, name_log
 from abrun.logs.log import Log
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED
 from abrun.logs.tables import (
@@ -25,7 +24,11 @@ from abrun.logs.tables import (
     MODEL_COLUMNS,
     PROMPT_COLUMNS,
     VALUE_COLUMNS,
+    find_key_columns,
+    group_rows,
+    key_text,
     log_from_table,
+    name_log,
 )
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Series

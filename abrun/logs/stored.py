@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.logs.log import Log, LogStatus
+from abrun.logs.log import Log, LogStatus, unreadable_log
 from abrun.recipe.reading import dotted
 from abrun.runs.experiment import run_dir
-from abrun.runs.files import UnreadableError, wrap_read_errors
+from abrun.runs.files import wrap_read_errors
 from abrun.runs.layout import RunName, parse_run_folder
 from abrun.runs.redaction import printable
 from abrun.runs.rundir import RunDir
@@ -31,15 +31,7 @@ def read_run_dir(folder: Path, name: str) -> Log:
         identity = _find_identity(run)
         if identity is None:
             raise
-        return Log(
-            name=name,
-            place=printable(str(folder)),
-            metrics={},
-            status="unreadable",
-            failure=str(error),
-            forbidden=isinstance(error, UnreadableError),
-            identity=identity,
-        )
+        return unreadable_log(name, folder, error, identity)
 
 
 def _read_run(run: RunDir, name: str) -> Log:

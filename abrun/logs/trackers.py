@@ -1,16 +1,49 @@
 """Readers of experiment trackers whose local stores hold many runs: MLflow, trackio and SwanLab.
 
-Each is registered in pyproject.toml as another package's would be.
+Each is registered in pyproject.toml as another package's would be. trackio has a SQLite file per project. Its
+table `metrics` has a row of JSON per call of `trackio.log`, and `configs` one per run (gradio-app/trackio,
+`trackio/sqlite_storage.py` of 0.43; older files have no `run_id`).
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
+from abrun.errors import StoreError
+from abrun.logs.foreign.columns import TableBuilder
+from abrun.logs.foreign.files import open_file
+from abrun.logs.foreign.sqlite import SQLITE_MAGIC, Database, open_sqlite
+from abrun.logs.foreign.values import (
+    MAX_NAME_CHARACTERS,
+    as_config,
+    as_name,
+    as_step,
+    left_out_notes,
+    parse_json,
+)
 from abrun.logs.log import Log
-from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_run_folder
-from abrun.logs.sqlite_files import find_sqlite_format, read_sqlite_file
+from abrun.logs.mlflow_files import PARENT, drop_parents, is_run_folder, read_database, read_run_folder
+from abrun.logs.rows import flat_cells, series_of_table
 from abrun.logs.swanlab_files import SUFFIX, read_swanlab_file
+from abrun.runs.redaction import printable
+
+SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+# The columns of each table that are read
+TABLES = {
+    "mlflow": {
+        "metrics": {"run_uuid", "key", "value", "is_nan", "step", "timestamp"},
+        "experiments": {"experiment_id", "name"},
+        "runs": {"run_uuid", "name", "status", "experiment_id", "lifecycle_stage", "start_time"},
+        "params": {"run_uuid", "key", "value"},
+        "tags": {"run_uuid", "key", "value"},
+    },
+    "trackio": {
+        "metrics": {"id", "run_name", "step", "metrics"},
+        "configs": {"id", "run_name", "config"},
+    },
+}
 
 
 class Mlflow:
@@ -70,3 +103,79 @@ def _without_parent(log: Log) -> Log:
     if PARENT not in (log.config or {}):
         return log
     return replace(log, config={key: value for key, value in (log.config or {}).items() if key != PARENT})
+
+
+# --- SQLite ---
+
+
+def find_sqlite_format(path: Path) -> Literal["mlflow", "trackio"] | None:
+    """Return the tracker that wrote a SQLite file; None for any other file."""
+    if path.suffix.lower() not in SQLITE_SUFFIXES:
+        return None
+    for in_place in (True, False):  # a new file may have its tables in its write-ahead log only
+        try:
+            with open_file(path) as file:
+                if file.read(len(SQLITE_MAGIC)) != SQLITE_MAGIC:
+                    return None
+            with open_sqlite(path, in_place=in_place) as database:
+                for tracker in ("mlflow", "trackio"):
+                    if all(database.columns(table) >= names for table, names in TABLES[tracker].items()):
+                        return tracker
+        except StoreError:
+            continue
+    return None
+
+
+def read_sqlite_file(path: Path, tracker: str, step_column: str | None = None) -> list[Log]:
+    """Return the runs in a tracker's SQLite file. Raises StoreError."""
+    with open_sqlite(path) as database:
+        return read_database(database) if tracker == "mlflow" else _read_trackio(database, path, step_column)
+
+
+def _read_trackio(database: Database, path: Path, step_column: str | None) -> list[Log]:
+    key = "run_id" if "run_id" in database.columns("metrics") else "run_name"
+    names: dict[str, str] = {}
+    tables: dict[str, TableBuilder] = defaultdict(lambda: TableBuilder(database.place, "row"))
+    configs: dict[str, dict[str, Any]] = {}
+    left_out: Counter[str] = Counter()
+    identity = f"CAST(coalesce({key}, run_name, '') AS TEXT), CAST(run_name AS TEXT)"
+    for run, name, number, content in database.rows(
+        f"SELECT {identity}, step, CAST(metrics AS TEXT) FROM metrics ORDER BY id"
+    ):
+        step = as_step(number)
+        if not run or step is None or content is None:
+            left_out[run] += 1
+            continue
+        names[run] = as_name(name) or names.get(run) or run[:MAX_NAME_CHARACTERS]
+        cells = flat_cells(_parse_object(content, database.place))
+        rows = tables[run]
+        rows.add(len(rows.lines) + 1, {"_step": float(step), **dict(cells)})
+    for run, name, content in database.rows(
+        f"SELECT {identity}, CAST(config AS TEXT) FROM configs ORDER BY id"
+    ):
+        if run:
+            names.setdefault(run, as_name(name) or run[:MAX_NAME_CHARACTERS])
+            configs[run] = {} if content is None else _parse_object(content, database.place)
+    logs = []
+    for run, name in names.items():
+        config = configs.get(run, {})
+        table = replace(tables[run].build(), place=f"{database.place}, run {printable(name)}")
+        log = series_of_table(table, step_column).as_log(
+            name=f"{path.stem}/{name}",
+            place=database.place,
+            config=as_config({key: value for key, value in config.items() if not key.startswith("_")})
+            or None,
+            group=as_name(config.get("_Group")),
+            run_id=run,
+            notes=left_out_notes(left_out[run] + left_out[""]),
+        )
+        logs.append(log)
+    return logs
+
+
+def _parse_object(content: str, place: str) -> dict[str, Any]:
+    value = parse_json(content)
+    if not isinstance(value, dict):
+        excerpt = printable(content[:40])
+        raise StoreError(f"{place}: got '{excerpt}' as a row of trackio; expected a JSON object")
+    return value

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import yaml
 
 from abrun.errors import RecipeError
-from abrun.recipe.refusals import shortened
 from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.runs.layout import EXPERIMENT
 from abrun.runs.migrations import drop_removed, migrate

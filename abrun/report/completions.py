@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.errors import StoreError
+from abrun.logs.completions import SamplePair, SamplesByStep, read_run_samples
 from abrun.logs.recorded.experiment import RecordedExperiment
-from abrun.logs.recorded.samples import SamplePair, SamplesByStep, read_run_samples
 from abrun.report.present.tables import Table, columns
 from abrun.runs.lines import Sample
 from abrun.runs.redaction import display_safe

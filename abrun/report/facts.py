@@ -9,8 +9,8 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.experiment.plan import compare_hash
+from abrun.logs.completions import read_run_samples
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
-from abrun.logs.recorded.samples import read_run_samples
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.runs.experiment import open_experiment

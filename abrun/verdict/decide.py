@@ -6,8 +6,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, no_shared_step_reason
-from abrun.logs.recorded.prompts import has_prompts_as_units, select_units
+from abrun.logs.recorded.experiment import (
+    RecordedExperiment,
+    RecordedRun,
+    Sides,
+    has_prompts_as_units,
+    no_shared_step_reason,
+    select_units,
+)
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, is_one_sided
 from abrun.recipe.faults import ONE_ULP

@@ -13,8 +13,13 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Axis
-from abrun.logs.recorded.experiment import RecordedExperiment, Sides, stack_runs
-from abrun.logs.recorded.prompts import has_prompts_as_units, select_units
+from abrun.logs.recorded.experiment import (
+    RecordedExperiment,
+    Sides,
+    has_prompts_as_units,
+    select_units,
+    stack_runs,
+)
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import DEFAULT_WINDOW, Claim
 from abrun.runs.metric_names import (

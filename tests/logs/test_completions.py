@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import StoreError
-from abrun.logs.completions import read_completions
-from abrun.logs.recorded.samples import read_run_samples
+from abrun.logs.completions import read_completions, read_run_samples
 
 
 def verl(folder, step, answers):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from abrun.errors import StoreError
+from abrun.errors import ComparisonError, StoreError
 from abrun.logs import Log, read_log, read_logs
 from abrun.logs.foreign import files
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import open_sources
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import with_options
 from abrun.runs.files import open_regular
-from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 
@@ -152,7 +151,7 @@ def test_a_metric_of_two_columns_is_left_out_with_a_note(tmp_path: Path) -> None
     problem = f"{tmp_path}/a-s0.csv: duplicate column 'lr'; rename one of them"
     assert log.unread == {"lr": problem} and log.notes == (f"not read: {problem}",)
     experiment = open_sources([str(tmp_path)], ReadingOptions())
-    with refused(Code.CLAIM_ON_TEXT, metric="lr", unread=problem):
+    with pytest.raises(ComparisonError, match=re.escape(problem)):
         with_options(experiment, [Claim(metric="lr", margin=0.1)])
 
 

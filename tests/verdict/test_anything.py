@@ -1,6 +1,7 @@
 """Runs of other trainers as they lie on disk: one command, no flags, and what was guessed is said."""
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from abrun.recipe.claims import parse_claim
 from abrun.report.comparing import compare_sources
 from tests.commands import commands_in
 from tests.logs.layouts import ARMS, LAST, LAYOUTS, SEEDS, rows, write_csv
-from tests.reasons import refused
 from tests.snapshot import Snapshot
 
 EVERY_10TH = ("Trainer checkpoints", "LLaMA-Factory", "torchtitan")
@@ -87,7 +87,7 @@ def test_a_reference_of_one_arm_and_what_is_proposed_without_its_claim(
     write_csv(Path("b/seed-1.csv"), rows("new", 1))
     code, output, (more,) = pasted(claimed, monkeypatch)
     assert code == 4 and "(2), then compare again" in output and more == claimed
-    with refused(Code.MORE_THAN_SEEDS_DIFFERS, folder="mixed", num_runs=2):
+    with pytest.raises(ComparisonError, match="the 2 runs in mixed give seeds but no arms"):
         open_sources(["mixed"], ReadingOptions(allows_one_arm=True))
 
 
@@ -206,7 +206,7 @@ def test_seeds_can_be_chosen(tmp_path: Path) -> None:
     assert described(sources, tmp_path / "report").verdict == "INVALID"
     found = described(sources, tmp_path / "report", seeds=(1, 2))
     assert found.content.descriptions[0].num_runs == (2, 2) and found.verdict == "INCONCLUSIVE"
-    with refused(Code.SEEDS_NOT_RECORDED, seeds=[9], recorded=[1, 2, 3]):
+    with pytest.raises(ComparisonError, match="there is no run of 9; there are 1, 2, 3"):
         described(sources, tmp_path / "report", seeds=(9,))
 
 
@@ -269,6 +269,5 @@ def test_a_single_text_and_a_column_that_is_none_of_numbers(
     assert code == 4 and f": {named}" in output and after == compare
     for path in Path("b").iterdir():
         path.write_text("".join(f"{line[:-2]}\n" for line in path.read_text().splitlines()))
-    with refused(Code.ARM_WITHOUT_NUMBERS, arm="b", num_runs=2) as error:
+    with pytest.raises(ComparisonError, match=re.escape(f"'b' has no numbers in 2 runs: {named}")):
         described(["a", "b"], tmp_path / "out")
-    assert error.value.reason["why"].startswith(named)

@@ -14,7 +14,7 @@ from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
 from abrun.report.comparing import Comparison, compare, compare_sources
-from tests.reasons import reason_of, refused
+from tests.reasons import reason_of
 
 LEVELS = (0.86, 0.84, 0.87, 0.83, 0.85)
 STEPS = 50
@@ -213,7 +213,7 @@ def test_what_is_not_measured_is_named(tmp_path: Path) -> None:
     assert reason_of(found, Code.SEED_NOISE)["metric"] == "train/loss"
     with pytest.raises(ComparisonError, match="exceeds the recorded steps"):
         compared(str(folder), claims=["reward:steps 60-70:0.1"])
-    with refused(Code.INTERIM_TOO_LATE):
+    with pytest.raises(ComparisonError, match=r"there are only . pairs"):
         compared(str(folder), interim=(2, 3))
 
 

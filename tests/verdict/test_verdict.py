@@ -2,6 +2,7 @@
 
 import pytest
 
+from abrun.errors import ComparisonError
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
@@ -209,14 +210,14 @@ def test_in_another_order_they_are_the_same_claims(simulated, judged):
     found = judged(experiment_dir, claims=again)
     assert not found.content.post_hoc and found.as_json() == as_launched.as_json()
     assert found.next_steps == as_launched.next_steps
-    with refused(Code.CLAIM_TWICE, metric="entropy"):
+    with pytest.raises(ComparisonError, match="got 'entropy' twice"):
         judged(experiment_dir, claims=[entropy, entropy.model_copy(update={"metric": "entropy"})])
 
 
 def test_a_mistyped_metric_is_refused_with_the_likely_one(simulated, judged):
-    with refused(Code.CLAIM_NOT_RECORDED, metric="train/rewrad", close="train/reward"):
+    with pytest.raises(ComparisonError, match=r"'train/rewrad' is not .* did you mean 'train/reward'"):
         judged(simulated(), claims=[Claim(metric="train/rewrad", margin=0.1)])
-    with refused(Code.CLAIM_NOT_RECORDED, metric="zzz", close=None):
+    with pytest.raises(ComparisonError, match="'zzz' is not recorded in any run; recorded"):
         judged(simulated(), claims=[Claim(metric="zzz", margin=0.1)])
 
 

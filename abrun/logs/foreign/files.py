@@ -40,6 +40,7 @@ class Folder:
     files: list[Path]  # regular files, and links to them that do not lead out of the walked folder
     folders: list[Path]
     outside: list[Path]  # links that lead out of it to a file or folder; they are not followed
+    depth: int = 0  # below the walked folder
 
 
 def walk(top: Path) -> Iterator[Folder]:
@@ -48,7 +49,7 @@ def walk(top: Path) -> Iterator[Folder]:
     pending = [(top, 0)]
     while pending:
         path, depth = pending.pop()
-        folder = Folder(path, [], [], [])
+        folder = Folder(path, [], [], [], depth)
         links: list[Path] = []
         with wrap_read_errors(path), os.scandir(path) as entries:
             for entry in entries:

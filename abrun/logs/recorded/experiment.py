@@ -2,8 +2,9 @@
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from abrun.errors import ComparisonError
 from abrun.logs.log import Axis, RunRecording
 from abrun.logs.recorded.ledger import Ledger
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.extras import is_imported
 from abrun.recipe.faults import ONE_ULP, InjectedFault
@@ -220,10 +222,12 @@ class RecordedExperiment:
     def choose_arm(self, arm: str | None, arms: Sequence[str]) -> str:
         """Return the arm of `--arm`, or the only one of `arms`. Raises ComparisonError."""
         if arm is None and len(arms) != 1:
-            raise ComparisonError(Code.ARM_NOT_NAMED(experiment=self.name, treatments=arms))
+            raise ComparisonError(
+                f"--arm: missing; {self.name} has {f'{listed(arms)}' if arms else 'no treatment'}"
+            )
         arm = arm or arms[0]
         if arm not in arms:
-            raise ComparisonError(Code.NOT_ALLOWED(field="--arm", got=repr(arm), allowed=arms))
+            raise ComparisonError(f"--arm: got {arm!r}; allowed: {listed(arms)}")
         return arm
 
     @property
@@ -375,6 +379,49 @@ def stack_pairs(pairs: Sequence[Pair], metric: str) -> tuple[Steps, Array, Array
     return steps, values[: len(pairs)], values[len(pairs) :]
 
 
+# --- prompts as the units of a test ---
+#
+# With several runs of an arm the seed is the unit: each run's mean over the shared prompts is one
+# observation. With one run of each arm the prompt is the unit, and the result covers these two runs only.
+# Differences are taken prompt by prompt, and the samples of a prompt were averaged before, which is the
+# clustered error of equally weighted prompts (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640,
+# sections 2.2 and 4).
+
+
+def has_prompts_as_units(sides: Sides) -> bool:
+    """Return True for one run of each arm, or of the only arm, scored per prompt."""
+    return sides.sizes in ((1, 1), (0, 1)) and sides.axis == "prompts"
+
+
+def select_units(sides: Sides, metric: str) -> Sides:
+    """Return the observations of a claim on a metric: the runs, or the prompts of one run of each arm.
+
+    Each prompt becomes a run with one score, at the first prompt's step.
+    """
+    if not has_prompts_as_units(sides):
+        return sides
+    shared = reduce(np.intersect1d, [run.series(metric).steps for run in sides.runs])
+    baselines, treatments = (
+        tuple(prompt_run for run in runs for prompt_run in _make_prompt_runs(run, metric, shared))
+        for runs in sides.arms
+    )
+    return Sides(baselines=baselines, treatments=treatments, paired=sides.paired or bool(baselines))
+
+
+def _make_prompt_runs(run: RecordedRun, metric: str, prompts: Steps) -> Iterator[RecordedRun]:
+    for prompt, score in zip(prompts.tolist(), run.series(metric).values_at(prompts), strict=True):
+        yield RecordedRun(
+            name=RunName(arm=run.name.arm, seed=prompt, rerun=run.name.rerun),
+            place=run.place,
+            status=run.status,
+            metrics={metric: Series(prompts[:1], np.array([score]))},
+            axis="prompts",
+        )
+
+
+# --- claims ---
+
+
 def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> list[Claim]:
     """Return the claims with recorded metric names; a claim may use the trainer's name or its last part.
 
@@ -391,27 +438,36 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
         if experiment.axis != "steps" and claim.target:
-            raise ComparisonError(Code.TARGET_WITHOUT_STEPS(metric=claim.metric, window=claim.window))
+            raise ComparisonError(
+                f"{claim.metric}: {claim.window}: the runs have final scores but no steps; claim a margin"
+            )
         if experiment.axis != "steps":  # neither windows nor learning
             resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
-            raise ComparisonError(Code.CLAIM_TWICE(metric=claim.metric))
+            raise ComparisonError(f"--claim: got {claim.metric!r} twice; give every claim once")
         if resolved_claim.needs_direction and not resolved_claim.better_direction:
             kind = claim.window if claim.target else claim.kind
-            raise ComparisonError(Code.DIRECTION_UNKNOWN(metric=claim.metric, kind=kind))
+            raise ComparisonError(
+                f"{claim.metric}: {kind}: whether higher is better is unknown; add ', higher is better' or "
+                "', lower is better' to --claim, or higher_is_better to the recipe's claim"
+            )
         if resolved_claim.is_on_policy_loss(policy_gradient=REWARD in recorded_metrics):
-            raise ComparisonError(Code.POLICY_LOSS(metric=claim.metric, kind=claim.kind))
+            raise ComparisonError(
+                f"{claim.metric}: {claim.kind}: the loss of a policy gradient does not measure learning; "
+                "claim a reward, or add ', lower is better' to --claim"
+            )
         resolved.append(resolved_claim)
         if recorded_metrics and metric not in (*recorded_metrics, MEMORY_PEAK, FINAL_WEIGHTS):
             unread = [run.unread[metric] for run in experiment.runs.values() if metric in run.unread]
             if unread:
-                raise ComparisonError(Code.CLAIM_ON_TEXT(metric=claim.metric, unread=unread[0]))
-            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
-            raise ComparisonError(
-                Code.CLAIM_NOT_RECORDED(
-                    metric=claim.metric,
-                    close=close_matches[0] if close_matches else None,
-                    recorded=list_names(list(recorded_metrics), 12),
+                raise ComparisonError(
+                    f"--claim: metric {claim.metric!r} is not recorded as numbers in any run: {unread[0]}"
                 )
+            close_matches = difflib.get_close_matches(claim.metric, recorded_metrics, n=1)
+            close = close_matches[0] if close_matches else None
+            close_text = f"did you mean {close_matches[0] if close_matches else None!r}? " if close else ""
+            raise ComparisonError(
+                f"--claim: metric {claim.metric!r} is not recorded in any run; {close_text}recorded: "
+                f"{list_names(list(recorded_metrics), 12)}"
             )
     return resolved

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from abrun.errors import ComparisonError
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Spending
 from abrun.runs.metric_names import Transform
 from abrun.runs.migrations import migrate_ledger
@@ -91,17 +90,18 @@ def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
     except ValidationError as error:
         first_error = error.errors()[0]
         field = ".".join(map(str, first_error["loc"]))
-        raise ComparisonError(
-            Code.LEDGER_NOT_READ(path=path, where=field, problem=first_error["msg"])
-        ) from None
+        raise ComparisonError(f"{path}: ledger.{field}: {first_error['msg']}; restore the file") from None
     previous = hash_anchor(content)
     for number, (entry, raw) in enumerate(
         zip(ledger.entries, content["ledger"].get("entries", ()), strict=True), 1
     ):
         if entry.previous != previous:
-            raise ComparisonError(Code.LEDGER_LINK_EDITED(path=path, entry=number))
+            raise ComparisonError(_ledger_link_edited(path=path, entry=number))
         if entry.sha256 != hash_entry(raw):
-            raise ComparisonError(Code.LEDGER_ENTRY_EDITED(path=path, entry=number))
+            raise ComparisonError(
+                f"{path}: ledger: entry {number} was edited after it was written; restore the file (git log "
+                "shows it)"
+            )
         previous = entry.sha256
     return ledger
 
@@ -128,3 +128,12 @@ def append_entry(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[s
 
 def _sha256(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _ledger_link_edited(path: str, entry: int) -> str:
+    """Content below a ledger's entry was changed after the entry was added."""
+    content = f"entry {entry - 1}" if entry > 1 else "the frozen runs, or the ledger's budget or rule"
+    return f"{path}: ledger: {content} changed after entry {entry} was added; {_RESTORE}"
+
+
+_RESTORE = "restore the file (git log shows it)"

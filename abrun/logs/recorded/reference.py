@@ -67,11 +67,14 @@ def freeze(
     num_seeds = len(experiment.arm(arm))
     if num_seeds < 2:
         raise ComparisonError(
-            Code.REFERENCE_NEEDS_SEEDS(experiment=experiment.name, arm=arm, num_seeds=num_seeds)
+            f"{experiment.name}: arm {arm} has {num_seeds} seed, but a reference needs at least two to know "
+            "the spread; launch more seeds"
         )
     for run in runs:
         if not run.finished:
-            raise ComparisonError(Code.REFERENCE_NEEDS_WHOLE_RUNS(run=str(run), status=run.status))
+            raise ComparisonError(
+                f"{run} is not finished ({run.status}), but a reference needs finished runs"
+            )
     runs = [_with_largest_share(run) for run in runs]
     compare = (claims or experiment.compare).model_copy(update={"interim": [], "reference": None})
     grids = {
@@ -103,7 +106,7 @@ def freeze(
         write_file(path, _format_reference(content).encode(), mode=PUBLIC_MODE)
     except StoreError as error:
         reason = getattr(error.__cause__, "strerror", None) or str(error)
-        raise ComparisonError(Code.REFERENCE_NOT_WRITTEN(path=path, problem=reason)) from None
+        raise ComparisonError(f"--output: {path} cannot be written: {reason}; choose another file") from None
     return replaced
 
 
@@ -127,9 +130,14 @@ def _read_replaced(path: Path) -> Reference | None:
     try:
         reference = load_reference(path)
     except (ComparisonError, StoreError):
-        raise ComparisonError(Code.OUTPUT_NOT_A_REFERENCE(path=path)) from None
+        raise ComparisonError(
+            f"--output: {path} exists and is not a reference that this abrun reads; choose another file"
+        ) from None
     if reference.ledger and reference.ledger.entries:
-        raise ComparisonError(Code.OUTPUT_HAS_LEDGER(path=path, num_entries=len(reference.ledger.entries)))
+        raise ComparisonError(
+            f"--output: {path} has a ledger (entries: {len(reference.ledger.entries)}), which would be lost; "
+            "choose another file"
+        )
     return reference
 
 
@@ -156,16 +164,23 @@ def load_reference(path: Path) -> Reference:
     """Return the reference in a file. Raises ComparisonError if it is not one, or of another version."""
     if not is_file(path):
         if is_file(path / EXPERIMENT):
-            raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path))))
+            raise ComparisonError(
+                f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
+                f"reference save {shlex.quote(str(path))} --output reference.json"
+            )
         problem = "not a file" if exists(path) else "no such file"
-        raise ComparisonError(Code.NO_REFERENCE_FILE(path=path, problem=problem))
+        raise ComparisonError(f"reference: got {str(path)!r}, {problem}; make one with abrun reference save")
     content = read_json(path)
     if "recipe" in content:
-        raise ComparisonError(Code.EXPERIMENT_AS_REFERENCE(path=path, folder=shlex.quote(str(path.parent))))
+        raise ComparisonError(
+            f"{path}: belongs to an experiment and is not a reference; make one from its runs: abrun "
+            f"reference save {shlex.quote(str(path.parent))} --output reference.json"
+        )
     if content.get("schema_version") not in _READ_VERSIONS or "runs" not in content:
         version = shortened(content.get("schema_version"))
         raise ComparisonError(
-            Code.OTHER_REFERENCE_VERSION(path=path, version=version, expected=_SCHEMA_VERSION)
+            f"{path}: schema_version is {version}, but this abrun reads {_SCHEMA_VERSION}; make the "
+            "reference again with abrun reference save"
         )
     try:
         compare = Compare.model_validate(migrate({"compare": content["compare"]})["compare"])
@@ -180,7 +195,9 @@ def load_reference(path: Path) -> Reference:
             declared_s=None if content.get("declared_s") is None else float(content["declared_s"]),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ComparisonError(Code.NOT_A_REFERENCE(path=path, problem=_one_line(error))) from None
+        raise ComparisonError(
+            f"{path}: not a reference: {_one_line(error)}; make one with abrun reference save"
+        ) from None
 
 
 def make_regression_experiment(

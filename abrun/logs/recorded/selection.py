@@ -11,6 +11,7 @@ from abrun.logs import Log
 from abrun.logs.recorded.experiment import count_repeated_steps
 from abrun.logs.starts import merge_starts
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import STEP_ONE
 from abrun.runs.redaction import list_names, printable
@@ -69,7 +70,8 @@ class ReadingOptions:
         """Raise ComparisonError for any of these options but the baseline: an experiment has the others."""
         for option, value in replace(self, baseline=None).given_options.items():
             raise ComparisonError(
-                Code.OPTION_FOR_EXPERIMENT(option=option, value=value, experiment=directory)
+                f"{option}: got {value!r}, but {directory} is an experiment that already records its arms, "
+                "seeds and metrics; drop the option, or give the folders of the arms"
             )
 
 
@@ -134,9 +136,11 @@ class Selection:
     def refuse_empty_selection(self, runs: Collection[RunName]) -> NoReturn:
         """Raise ComparisonError because the options select none of these runs."""
         if any(map(self._in_seeds, runs)) or self.seeds is None or not runs:
-            raise ComparisonError(Code.ALL_EXCLUDED(patterns=list_names(list(self.exclude))))
+            raise ComparisonError(
+                f"--exclude: {list_names(list(self.exclude))} leaves no run to compare; drop one"
+            )
         seeds = sorted({run.seed for run in runs})[:MAX_SEEDS_LISTED]
-        raise ComparisonError(Code.SEEDS_NOT_RECORDED(seeds=self.seeds, recorded=seeds))
+        raise ComparisonError(f"--seeds: there is no run of {listed(self.seeds)}; there are {listed(seeds)}")
 
     def _in_seeds(self, run: RunName) -> bool:
         return self.seeds is None or run.seed in self.seeds
@@ -157,7 +161,7 @@ class Selection:
             single = Selection(exclude=(pattern,))
             if not any(map(single.excludes, excluded)) and all(map(single.includes, runs)):
                 names = list_names(list(dict.fromkeys(map(str, runs))), 8)
-                raise ComparisonError(Code.EXCLUDES_NOTHING(pattern=printable(pattern), runs=names))
+                raise ComparisonError(f"--exclude: '{printable(pattern)}' matches no run; there are {names}")
 
 
 def restarted_counter_reasons(runs: Mapping[RunName, Log]) -> list[Reason]:

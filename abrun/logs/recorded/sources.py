@@ -1,19 +1,34 @@
 """Sources of runs to compare: an experiment of the store, or logs of any framework."""
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.logs.recorded.experiment import RecordedExperiment, resolve_claims
-from abrun.logs.recorded.foreign import Sources, build_foreign_experiment, read_foreign
-from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs import Log, read_logs
+from abrun.logs.aliases import RenamedRuns, parse_aliases, recognise_metrics, rename_all
+from abrun.logs.naming import guess_baseline
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, resolve_claims
+from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs, parse_source
+from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
-from abrun.messages.codes import Code
-from abrun.recipe.claims import Claim, is_interim_schedule
+from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import counted
+from abrun.recipe.claims import Claim, Compare, is_interim_schedule
+from abrun.recipe.experiment import BASELINE
 from abrun.runs.experiment import find_experiment, is_experiment
 from abrun.runs.files import exists
+from abrun.runs.layout import RunName
+from abrun.runs.redaction import list_names, printable
+from abrun.stats.series import Series
+
+T = TypeVar("T")
 
 
 def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | None:
@@ -77,15 +92,262 @@ def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> Rec
     """Return the experiment with interim analyses. Raises ComparisonError if its runs do not fit them."""
     option, counts = reading.given_options["--interim"], reading.interim
     if not is_interim_schedule(counts):
-        raise ComparisonError(Code.INTERIM_REFUSED(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option}; allowed: two or more increasing numbers of pairs, from 2 up, such as "
+            "3,5,8"
+        )
     if reading.allows_one_arm:
-        raise ComparisonError(Code.INTERIM_WITH_REFERENCE(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option} with a reference, which allows no interim analyses; drop it"
+        )
     if not experiment.compare.paired:
-        raise ComparisonError(Code.INTERIM_UNPAIRED(interim=option))
+        raise ComparisonError(
+            f"--interim: got {option} with unpaired runs; give both arms the same seeds, or drop it"
+        )
     num_pairs = max((len(experiment.pairs(arm)) for arm in experiment.treatments), default=0)
     if num_pairs < counts[0]:
-        raise ComparisonError(Code.INTERIM_TOO_LATE(interim=option, num_pairs=num_pairs))
+        raise ComparisonError(
+            f"--interim: got {option}, but there are only {num_pairs} pairs; train more for the first "
+            "analysis"
+        )
     if num_pairs > counts[-1]:
-        raise ComparisonError(Code.INTERIM_TOO_EARLY(interim=option, num_pairs=num_pairs))
+        raise ComparisonError(
+            f"--interim: got {option}, but there are {num_pairs} pairs, and the last analysis takes all; "
+            "choose pairs with --seeds"
+        )
     compare = experiment.compare.model_copy(update={"interim": list(counts)})
     return replace(experiment, compare=compare)
+
+
+# --- runs that abrun did not launch ---
+
+
+def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
+    """Read the logs of all sources. Raises ComparisonError or StoreError."""
+    aliases = parse_aliases(reading.aliases)
+    named_sources = [parse_source(source) for source in sources]
+    logs_by_source = [
+        read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named_sources
+    ]
+    _refuse_duplicate_runs(sources, logs_by_source)
+    return Sources(
+        named_sources=named_sources, logs_by_source=logs_by_source, aliases=aliases, reading=reading
+    )
+
+
+def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> RecordedExperiment:
+    """Return the runs of some sources as an experiment, paired by seed unless `reading` is unpaired.
+
+    Each of several sources is one arm, named by `ARM=SOURCE` or after its folder or file, unless the run
+    names contain the arm; one source holds all arms. The baseline is the arm `baseline`, else one named
+    "baseline", else that of the first source. Anything else is guessed and listed in `guessed`. Runs outside
+    `seeds` or in `exclude` are dropped first and cause no error. With `allows_one_arm` no seeds are guessed;
+    with `may_be_one_arm`, runs whose names differ only by a seed are one arm.
+    Raises ComparisonError if arms or seeds cannot be determined.
+    """
+    selection, allows_one_arm = reading.selection, reading.allows_one_arm
+    logs_by_source, excluded = selection.without_excluded(sources.logs_by_source)
+    sources = replace(sources, logs_by_source=logs_by_source, reading=reading)
+    naming = identify_runs(sources)
+    paired = not reading.unpaired and naming.paired
+    named_logs = list(zip(naming.names, sources.logs, strict=True))
+    selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)
+
+    _refuse_mixed_axes(selected)
+    has_steps = any(log.axis == "steps" for log in selected.values())
+    renamed = rename_all([log.metrics for log in selected.values()], sources.aliases, may_recognise=has_steps)
+    by_name, prompts_left_out = share_prompts(_rename_logs(selected, renamed))
+    arms, baseline_guesses = _order_arms(by_name, reading, has_several_sources=len(sources.named_sources) > 1)
+    by_name, reruns_left_out = _leave_out_other_reruns(by_name, arms)
+    _refuse_without_numbers(by_name, arms)
+
+    ordered = sorted(by_name, key=lambda run: (run.seed, arms.index(run.arm), run.rerun))
+    guessed = [
+        *(Code.LOG_READ_AS(guess=text) for log in by_name.values() for text in log.guesses),
+        *naming.guessed,
+        *baseline_guesses,
+        *(Code.LOG_READ_AS(guess=text) for text in renamed.guessed),
+    ]
+    return RecordedExperiment(
+        name=_experiment_name(sources.named_sources, arms),
+        arms=arms,
+        compare=Compare(paired=paired),
+        runs={run: _make_run(run, by_name[run], seed_is_unknown=not naming.seeds_known) for run in ordered},
+        seeds_known=naming.seeds_known,
+        guessed=tuple(dict.fromkeys(guessed)),
+        renamed=renamed.names,
+        left_out=(*left_out, *prompts_left_out, *reruns_left_out, *restarted_counter_reasons(by_name)),
+        unselected=(
+            *dict.fromkeys(str(run) for run, _ in named_logs if run not in selected),
+            *(log.name for log in excluded),
+        ),
+        versions_differ=reading.versions_differ,
+    )
+
+
+def _refuse_duplicate_runs(sources: Sequence[str], logs_by_source: Sequence[Sequence[Log]]) -> None:
+    """Raise ComparisonError if two sources hold the same run, which would be compared with itself."""
+    seen_places: dict[tuple[object, str | None], tuple[int, str]] = {}
+    for number, (source, logs) in enumerate(zip(sources, logs_by_source, strict=True)):
+        for log in logs:
+            first_source, place = seen_places.setdefault(
+                (_file_identity(log.place), log.run_id), (number, log.place)
+            )
+            if (first_source, place) != (number, log.place):
+                if first_source == number:
+                    places = f"{printable(place)} and {printable(log.place)}"
+                    raise ComparisonError(
+                        f"sources: {places} are one file, and a run compared with itself always agrees; give "
+                        "each arm its own runs"
+                    )
+                source_names = list_names([sources[first_source], source])
+                raise ComparisonError(
+                    f"sources: {source_names} both hold {printable(log.place)}, and a run compared with "
+                    "itself always agrees; give each arm its own runs"
+                )
+
+
+def _file_identity(place: str) -> object:
+    """Return a key that is the same for every name and link of a file."""
+    try:
+        status = os.stat(place)
+    except (OSError, ValueError):
+        return place
+    return status.st_dev, status.st_ino
+
+
+def _rename_logs(logs: Mapping[RunName, Log], renamed: RenamedRuns) -> dict[RunName, Log]:
+    return {
+        run: replace(
+            log,
+            metrics=metrics,
+            unread=_add_renamed_keys(log.unread, renamed.names),
+            dropped=_add_renamed_keys(log.dropped, renamed.names),
+        )
+        for (run, log), metrics in zip(logs.items(), renamed.metrics, strict=True)
+    }
+
+
+def _add_renamed_keys(unread: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    """Return a mapping that also has abrun's names of its metrics, from other runs or by recognition."""
+    _, recognised = recognise_metrics(unread)
+    our_names = {**{theirs: name for name, theirs in recognised.items()}, **names}
+    return {**unread, **{our_names[name]: content for name, content in unread.items() if name in our_names}}
+
+
+def _make_run(name: RunName, log: Log, *, seed_is_unknown: bool) -> RecordedRun:
+    identity = log.identity if log.identity == name else None  # None if the user renamed the run
+    return RecordedRun(
+        **log.recording_fields(),
+        name=name,
+        status=log.status,
+        identity={"arm": identity.arm, "seed": identity.seed, "rerun": identity.rerun} if identity else None,
+        notes=(*log.notes, Code.SEED_NOT_KNOWN(place=log.place)) if seed_is_unknown else log.notes,
+    )
+
+
+def _order_arms(
+    runs: Mapping[RunName, Log], reading: ReadingOptions, *, has_several_sources: bool
+) -> tuple[tuple[str, ...], list[Reason]]:
+    """Return the arms, baseline first, and the guesses made about them."""
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    baseline = reading.baseline
+    if len(arms) < 2 and not (reading.allows_one_arm or reading.may_be_one_arm):
+        raise ComparisonError(
+            f"arms: found only {list_names(arms)} in {counted(len(runs), 'run')}, but a comparison needs "
+            "two; add a source, or name the arms, such as --pattern '{arm}-s{seed}'"
+        )
+    guessed = []
+    if baseline is not None:
+        if baseline not in arms:
+            raise ComparisonError(f"--baseline: got '{printable(baseline)}'; allowed: {list_names(arms)}")
+        baseline_arm = baseline
+    elif BASELINE in arms:
+        baseline_arm = BASELINE
+    elif has_several_sources or len(arms) == 1:
+        baseline_arm = arms[0]
+    else:
+        baseline_arm = guess_baseline(arms)
+        other_arms = list_names([arm for arm in arms if arm != baseline_arm])
+        guessed = [Code.BASELINE_GUESSED(baseline=baseline_arm, others=other_arms)]
+    return (baseline_arm, *(arm for arm in arms if arm != baseline_arm)), guessed
+
+
+def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) -> None:
+    """Raise ComparisonError for an arm without any number: these are probably the wrong files.
+
+    A single run without numbers among others is data, and so is a failed run.
+    """
+    for arm in arms:
+        logs = [log for run, log in runs.items() if run.arm == arm]
+        if any(log.metrics or log.status != "unknown" for log in logs):
+            continue
+        first_log = logs[0]
+        note = first_log.notes[0] if first_log.notes else "no metric has a number in it"
+        problem = f"{first_log.place}: {note}; give files with a metric's numbers by step"
+        reason = next(iter(first_log.unread.values()), problem)
+        raise ComparisonError(f"arms: {arm!r} has no numbers in {counted(len(logs), 'run')}: {reason}")
+
+
+def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
+    """Raise ComparisonError if some runs have curves and others only scores."""
+    places: dict[str, str] = {}
+    for log in runs.values():
+        places.setdefault(log.axis, log.place)
+    if len(places) > 1:
+        raise ComparisonError(Code.AXES_MIXED(places=places))
+
+
+def _leave_out_other_reruns(
+    runs: Mapping[RunName, Log], arms: Sequence[str]
+) -> tuple[dict[RunName, Log], list[Reason]]:
+    """Return the runs without A/A reruns of other arms than the baseline, and a reason that names those.
+
+    Only the baseline's reruns show the noise floor; as further runs of an arm, they would repeat a seed.
+    """
+    reruns = [run for run in runs if run.rerun and run.arm != arms[0]]
+    remaining = {run: log for run, log in runs.items() if run not in reruns}
+    unrepeated = [run for run in reruns if replace(run, rerun=0) not in remaining]
+    if unrepeated:
+        raise ComparisonError(
+            f"{unrepeated[0]!s}: named as an A/A rerun (-aa) of a run that is not here; add that run, or "
+            "leave this one out with --exclude"
+        )
+    return remaining, [Code.RERUNS_LEFT_OUT(runs=[str(run) for run in reruns])] if reruns else []
+
+
+def _experiment_name(sources: Sequence[tuple[str | None, str]], arms: Sequence[str]) -> str:
+    """Return an experiment name that is valid as a folder name."""
+    text = arm_from_source(sources[0][1]) if len(sources) == 1 else "-vs-".join(arms)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "comparison"
+
+
+def share_prompts(logs: Mapping[RunName, Log]) -> tuple[dict[RunName, Log], list[Reason]]:
+    """Return the logs with only the prompts that all of them have, and the metrics that lost some.
+
+    A metric that some run lacks stays as it is. Raises ComparisonError for a metric without a shared prompt.
+    """
+    left_out: list[Reason] = []
+    shared_logs = dict(logs)
+    if any(log.axis != "prompts" for log in logs.values()):
+        return shared_logs, left_out
+    for metric in sorted({metric for log in logs.values() for metric in log.metrics}):
+        series = [log.metrics[metric] for log in logs.values() if metric in log.metrics]
+        if len(series) < len(logs):
+            continue
+        grids = [metric_series.steps for metric_series in series]
+        shared, all_prompts = reduce(np.intersect1d, grids), reduce(np.union1d, grids)
+        if len(shared) == len(all_prompts):
+            continue
+        if not len(shared):
+            places = " and ".join([log.place for log in logs.values()][:2])
+            raise ComparisonError(
+                f"{metric}: no prompt is in every run ({places}); score all runs on the same prompts"
+            )
+        left_out.append(Code.PROMPTS_NOT_SHARED(metric=metric, shared=len(shared), total=len(all_prompts)))
+        for name, log in shared_logs.items():
+            prompts = log.metrics[metric]
+            inside = np.isin(prompts.steps, shared)
+            cut_series = Series(prompts.steps[inside], prompts.values[inside])
+            shared_logs[name] = replace(log, metrics={**log.metrics, metric: cut_series})
+    return shared_logs, left_out

@@ -11,6 +11,7 @@ from abrun.experiment.plan import describe_decisions, launched_compare_hash
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.logs.recorded.reference import load_reference
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
@@ -79,7 +80,7 @@ def choose_baseline(experiment: RecordedExperiment, arm: str) -> RecordedExperim
     """
     launched = experiment.baseline
     if arm not in experiment.arms:
-        raise ComparisonError(Code.NOT_ALLOWED(field="--baseline", got=repr(arm), allowed=experiment.arms))
+        raise ComparisonError(f"--baseline: got {arm!r}; allowed: {listed(experiment.arms)}")
     if arm == launched:
         return experiment
     differences = {launched: {}, **(experiment.treatment_diff or {})}

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from abrun.cli import app
 from abrun.errors import StoreError
-from abrun.logs.recorded.samples import pair_samples
+from abrun.logs.completions import pair_samples
 from abrun.runs import layout
 from abrun.runs.lines import LineWriter, Sample, read_json_lines
 from abrun.runs.rundir import RunDir
