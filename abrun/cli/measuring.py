@@ -1,4 +1,4 @@
-"""Commands that measure a machine or a step. Slow imports happen inside the commands."""
+"""Command that measures or predicts memory. Slow imports happen inside it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import app, console, survive_output_errors
-from abrun.cli.arguments import Json, Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
+from abrun.cli.arguments import Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
 from abrun.errors import LaunchError, RecipeError
 from abrun.messages.codes import Code
 
@@ -144,24 +144,3 @@ def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
         console().say(line)
     if missing := prediction.not_predicted:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
-
-
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Check this machine: devices, packages and backends.
-
-    Says how to fix what is missing.
-
-    Exit code: always 0.
-
-    Examples:
-        abrun doctor
-        abrun doctor --json
-    """
-    from abrun.report.doctor import diagnose
-
-    diagnosis = diagnose()
-    if as_json:
-        print(diagnosis.as_json())
-    else:
-        console().print(diagnosis.render())

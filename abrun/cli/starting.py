@@ -20,6 +20,31 @@ Answer = TypeVar("Answer")
 
 @app.command()
 @survive_output_errors
+def demo(
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder for the runs and their reports; one that has them is reused."
+        ),
+    ] = Path("abrun-demo"),
+) -> None:
+    """Judge bundled runs in seconds: a MATCH, then a MISMATCH.
+
+    Each is about a change to the training code; the second change has a bug. Runs offline and without torch,
+    and writes a report page for each verdict.
+
+    Examples:
+        abrun demo
+        abrun demo -o first-look
+    """
+    from abrun.api.demo import render_demo, run_demo
+
+    verdicts, screen = run_demo(output), console()
+    screen.print(render_demo(verdicts, screen.width), crop=False)  # a command is copied whole
+
+
+@app.command()
+@survive_output_errors
 def init(
     kind: Annotated[
         str | None,
@@ -148,3 +173,24 @@ def recipes(
     screen.print(
         "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
     )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine: devices, packages and backends.
+
+    Says how to fix what is missing.
+
+    Exit code: always 0.
+
+    Examples:
+        abrun doctor
+        abrun doctor --json
+    """
+    from abrun.report.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        print(diagnosis.as_json())
+    else:
+        console().print(diagnosis.render())

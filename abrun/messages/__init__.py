@@ -14,7 +14,6 @@ from abrun.messages import (
     guards,
     injected,
     launching,
-    next_steps,
     noise,
     not_tested,
     notes,
@@ -30,7 +29,7 @@ from abrun.messages.message import Message, render
 
 _MODULES = (
     *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),
-    *(next_steps, noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
+    *(noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
 )
 MESSAGES: dict[Code, Message] = {
     code: message for module in _MODULES for code, message in module.MESSAGES.items()

@@ -30,10 +30,9 @@ from abrun.runs.lock import describe_launcher
 from abrun.runs.redaction import display_safe
 from abrun.runs.regular_files import is_directory
 from abrun.runs.reported import ReportedVerdict, read_reported_verdict
-from abrun.watch.activity import describe_activity
 from abrun.watch.log import read_log
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
-from abrun.watch.showing import merge_same_messages, progress_line, render, status_line
+from abrun.watch.showing import describe_activity, merge_same_messages, progress_line, render, status_line
 
 __all__ = [
     "ExperimentReader",
