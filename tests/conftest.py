@@ -19,7 +19,6 @@ import pytest
 
 from abrun import cli
 from abrun.experiment.preflight.machine import find_gpus
-from abrun.messages.codes import Reason
 from abrun.recipe import extras
 from abrun.runs import redaction
 from tests.snapshot import Snapshot
@@ -41,17 +40,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         multiprocessing.util._exit_function,  # pyright: ignore[reportAttributeAccessIssue]
     ):
         atexit.register(cleanup)
-
-
-@pytest.fixture(autouse=True)
-def no_reason_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a reason is put into text as Python's repr instead of its sentence."""
-
-    def as_text(reason: Reason, _spec: str = "") -> str:
-        raise AssertionError(f"{reason.code.value}: word it with abrun.messages.sentence")
-
-    monkeypatch.setattr(Reason, "__str__", as_text)
-    monkeypatch.setattr(Reason, "__format__", as_text)
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,6 @@ from abrun.cli.arguments import (
 from abrun.cli.experiments import print_resume_command
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
@@ -164,11 +163,11 @@ def compare(
             output=output,
             step_one=not no_step_one,
         )
-    refuse_options({"--before": before, "--rerun": rerun}, Code.OPTION_NEEDS, needed="--fleet")
+    refuse_options({"--before": before, "--rerun": rerun}, needed="--fleet")
     if not sources:
-        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
+        raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
     if wandb and output is None:
-        raise RecipeError(Code.UPLOAD_NEEDS_FILE())
+        raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     comparison = compare_sources(
         sources,
         reading,
@@ -208,7 +207,7 @@ def _judge_fleet(
         **refused,
         **{name: given.get(name) for name in ("--baseline", "--interim", "--versions-differ")},
     }
-    refuse_options(refused, Code.FLEET_OPTION_REFUSED)
+    refuse_options(refused, "--fleet: got {option} as well; drop it")
     comparison = fleet.compare_fleet(fleet.FleetOptions(reading=reading, command=typed_command(), **options))
     if as_json:
         print_json(comparison.content)
@@ -294,7 +293,7 @@ def save(
     from abrun.report.comparing import freeze_arm
 
     if budget is None:
-        refuse_options({"--chain-alone": chain_alone}, Code.OPTION_NEEDS, needed="--budget")
+        refuse_options({"--chain-alone": chain_alone}, needed="--budget")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, baseline, *selection, allows_one_arm=True)
     experiment = open_sources(sources, reading, parse_claims(claim))
@@ -449,14 +448,17 @@ def power(
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
-        raise RecipeError(Code.PLAN_FROM_AND_ASSUMED(got=earlier))
+        raise RecipeError(
+            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
+            "plan without --from: abrun power RECIPE --sigma X"
+        )
     if sigma is not None and not math.isfinite(sigma):
-        raise RecipeError(Code.SETTING_REFUSED(field="--sigma", got=sigma))
+        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
     experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
     measured = load_experiment(experiment_dir) if experiment_dir else None
     planned = recipe or experiment_dir
     if planned is None:
-        raise RecipeError(Code.PLAN_NEEDS_RECIPE())
+        raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
     assumed_command = (
         f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
     )
@@ -619,7 +621,7 @@ def _report_detected_faults(
 
     result = judge_faults(load_experiment(experiment_dir))
     if result is None:
-        raise RecipeError(Code.NO_FAULT_CAN_BE_INJECTED(recipe=recipe.name))
+        raise RecipeError(f"{recipe.name}: controls.faults: no fault can be injected; see: abrun faults")
     screen.print(sensitivity_table(result, paired=recipe.compare.paired))
     for fault, need in not_injected.items():
         screen.say(f"not injected: {fault}, which {need}")

@@ -8,7 +8,6 @@ import typer
 from abrun.cli.app import app, console, survive_output_errors
 from abrun.cli.arguments import Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
 from abrun.errors import LaunchError, RecipeError
-from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
     from abrun.launch.memory.sweep import SweepPlan
@@ -94,16 +93,20 @@ def memory_profile(
     from abrun.launch.memory.sweep import MASTER_DTYPE, SweepPlan, expand_sweep
 
     if max_seq_len and max_sequences:
-        raise RecipeError(Code.SEARCHES_TWO())
+        raise RecipeError("--max-sequences cannot be combined with --max-seq-len; search for one at a time")
     if predict:
         measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
         measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
-        refuse_options(measured, Code.OPTION_NOT_PREDICTED)
+        refuse_options(
+            measured,
+            "{option} cannot be combined with --predict, which measures nothing; drop one of them (to set a "
+            "device's memory: --device-memory)",
+        )
     else:
         predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
-        refuse_options(predicted, Code.OPTION_NEEDS, needed="--predict")
+        refuse_options(predicted, needed="--predict")
     if master_dtype not in (None, *MASTER_DTYPES):
-        raise RecipeError(Code.MASTER_DTYPE_UNKNOWN(got=master_dtype, allowed=" or ".join(MASTER_DTYPES)))
+        raise RecipeError(f"--master-dtype: got {master_dtype!r}; allowed: {' or '.join(MASTER_DTYPES)}")
     variants = expand_sweep(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"

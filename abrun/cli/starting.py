@@ -12,7 +12,6 @@ import typer
 from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.runs.redaction import display_safe
 
 Answer = TypeVar("Answer")
@@ -148,7 +147,9 @@ def recipes(
 
     if schema:
         if name is not None:
-            raise RecipeError(Code.SCHEMA_OF_ONE_RECIPE(got=name))
+            raise RecipeError(
+                f"--schema: got the recipe {name!r}, but all recipes have one schema; drop one of them"
+            )
         print(json.dumps(recipe_schema(), indent=1))
         return
     if name is not None:

@@ -24,33 +24,20 @@ from abrun.messages import (
     validity,
     verdicts,
 )
-from abrun.messages.codes import Code, Reason
-from abrun.messages.message import Message, render
+from abrun.messages.codes import MESSAGES, Reason
 
 _MODULES = (
     *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),
     *(noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
 )
-MESSAGES: dict[Code, Message] = {
-    code: message for module in _MODULES for code, message in module.MESSAGES.items()
-}
+for _module in _MODULES:
+    MESSAGES.update(_module.MESSAGES)
 
 
 def sentence(reason: Reason) -> str:
     """Return a reason as one sentence without a full stop; reasons in its values become sentences first."""
-    values = {name: _replace_reasons(value) for name, value in reason.values.items()}
-    return render(MESSAGES[reason.code], values)
+    return str(reason)
 
 
 def sentences(reasons: "list[Reason] | tuple[Reason, ...]") -> list[str]:
-    return [sentence(reason) for reason in reasons]
-
-
-def _replace_reasons(value: object) -> object:
-    if isinstance(value, Reason):
-        return sentence(value)
-    if isinstance(value, list):
-        return [_replace_reasons(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _replace_reasons(item) for name, item in value.items()}
-    return value
+    return [str(reason) for reason in reasons]

@@ -11,6 +11,8 @@ from enum import StrEnum, auto
 from pathlib import Path
 from typing import Any
 
+from abrun.messages.message import Message, render
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -25,6 +27,10 @@ class Reason:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
+    def __str__(self) -> str:
+        """Return the reason as one sentence without a full stop; reasons among its values too."""
+        return render(MESSAGES[self.code], self.values)
+
     def walk(self) -> "Iterator[Reason]":
         """Yield this reason, then, depth first, every reason among its values or in a list among them."""
         yield self
@@ -36,6 +42,9 @@ class Reason:
     def map_texts(self, change: Callable[[str], str]) -> "Reason":
         """Return a copy of the reason with `change` applied to every text in its values, at any depth."""
         return Reason(self.code, {name: _map_texts(value, change) for name, value in self.values.items()})
+
+
+MESSAGES: dict["Code", Message] = {}  # filled by `abrun.messages` from its tables
 
 
 class Code(StrEnum):

@@ -22,9 +22,9 @@ def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
     runs = {name: RunDir(run_dir(experiment_dir, name)) for name in planned_runs(experiment_dir)}
     mirrored_runs = {name: run for name, run in runs.items() if run.exists and _is_mirrored(run)}
     if not mirrored_runs:
-        raise StoreError(Code.SYNC_NEEDS_SECTION(directory=experiment_dir))
+        raise StoreError(f"{experiment_dir}: none of its runs uses wandb; set wandb in the recipe")
     if missing := missing_package("wandb"):
-        raise StoreError(Code.SYNC_NEEDS_PACKAGE(directory=experiment_dir, problem=missing))
+        raise StoreError(f"{experiment_dir}: wandb-sync {missing}")
     failures = []
     for name, run in mirrored_runs.items():
         code, reasons = run_module(["abrun.wandb_sync", str(run.path), "--all"], SYNC_TIMEOUT_S)
@@ -34,7 +34,9 @@ def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
         cause = f"no answer within {SYNC_TIMEOUT_S:g} s" if code is None else f"exit code {code}"
         failures.append(f"{name}: {_describe_problem(reasons[0]) if reasons else cause}")
     if failures:
-        raise StoreError(Code.RUNS_NOT_SENT(failed=len(failures), runs=len(mirrored_runs), first=failures[0]))
+        raise StoreError(
+            f"wandb: {len(failures)} of {len(mirrored_runs)} runs were not uploaded: {failures[0]}"
+        )
 
 
 def _describe_problem(reason: Reason) -> str:

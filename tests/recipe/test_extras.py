@@ -89,7 +89,7 @@ def test_data_frames_without_pandas_are_one_line(without, tmp_path: Path) -> Non
     for table in (lambda: result.claims, lambda: result.metrics, lambda: result.experiment.runs):
         with pytest.raises(AbrunError) as refusal:
             table()
-        assert refusal.value.reason == Code.OF_SUBJECT(subject="data frames", problem=missing)
+        assert str(refusal.value) == f"data frames: {sentence(missing)}"
     for shown in (result._repr_html_(), result.experiment._repr_html_()):  # a notebook shows the rest
         assert html.escape(sentence(missing)) in shown
     assert "MISMATCH: apart" in result._repr_html_() and result.content["claims"]

@@ -169,7 +169,7 @@ def test_several_arms_ask_for_one(simulated, tmp_path):
     experiment_dir = simulated(shift={"treatment": -0.1})
     reference, where = tmp_path / "fused.json", [str(experiment_dir)]
     freeze(load_experiment(experiment_dir), "baseline", reference)
-    with refused(Code.REFERENCE_NEEDS_ARM, arms=["baseline", "treatment"]):
+    with pytest.raises(ComparisonError, match="choose one with --arm: baseline, treatment"):
         compare_sources(where, ReadingOptions(), reference=reference)
     for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
         comparison = compare_sources(where, ReadingOptions(), reference=reference, arm=arm)

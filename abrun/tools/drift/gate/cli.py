@@ -110,7 +110,7 @@ def gate(
 
     if not start:
         start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
-        refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
+        refuse_options(start_options, needed="--start")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
     reasons: Sequence[Reason] = ()
