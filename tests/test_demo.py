@@ -17,7 +17,7 @@ from abrun.api.demo import run_demo as run_demo_here
 from abrun.errors import RecipeError
 from abrun.experiment.starter.shipped import find_recipe
 from abrun.recipe.experiment import load_recipe, parse_stored_recipe
-from abrun.report import commands
+from abrun.report import next_step
 from abrun.report.present.terminal import Terminal
 from abrun.runs.files import write_file
 from tests.commands import commands_in, problem_of
@@ -171,7 +171,7 @@ def test_next_commands_of_the_demo_can_work_on_its_runs(
     monkeypatch.chdir(tmp_path)
     unpack_runs(Path("abrun-demo"))
     lacking = None if packages else "needs torch: pip install 'abrun[train]'"
-    monkeypatch.setattr(commands, "missing_package", lambda extra: lacking)
+    monkeypatch.setattr(next_step, "missing_package", lambda extra: lacking)
     texts = [abrun("compare", f"abrun-demo/{name}")[1] for name in EXPERIMENTS]
     match, mismatch = (" ".join(text.partition("\nnext ")[2].split()) for text in texts)
     install = "" if packages else "pip install 'abrun[train]' && "

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import records, sentences
-from abrun.messages.codes import Code
 from abrun.recipe.extras import missing_package
 
 if TYPE_CHECKING:
@@ -276,12 +275,17 @@ def compare(
     from abrun.report.comparing import CompareOptions, compare_contents
 
     if formats is not None and output is None:
-        raise RecipeError(Code.FORMATS_WITHOUT_FOLDER())
+        raise RecipeError("abrun.compare: formats requires output, the folder of the report; add it")
     experiment = sources[0] if len(sources) == 1 and isinstance(sources[0], Experiment) else None
     if experiment is None and any(isinstance(source, Experiment) for source in sources):
-        raise RecipeError(Code.EXPERIMENT_BESIDE_SOURCES())
+        raise RecipeError(
+            "abrun.compare: got an Experiment and other sources; give the Experiment alone, or give paths"
+        )
     if experiment and reading:
-        raise RecipeError(Code.EXPERIMENT_WITH_OPTION(option=next(iter(reading))))
+        raise RecipeError(
+            f"abrun.compare: got {next(iter(reading))} with an Experiment that is already loaded; pass it to "
+            "abrun.load"
+        )
     paths = [str(source) for source in sources]
     contents = experiment.contents if experiment else _read_contents(paths, runs_dir, reading)
     claim_texts = [claim] if isinstance(claim, str) else claim
@@ -330,7 +334,7 @@ def _make_frame(
 
 def _import_pandas() -> Any:
     if missing := missing_package("frames"):
-        raise ComparisonError(Code.OF_SUBJECT(subject="data frames", problem=missing))
+        raise ComparisonError(f"data frames: {missing}")
     import pandas
 
     return pandas

@@ -19,7 +19,6 @@ from abrun.launch.cluster import ClusterJobs, find_cluster_jobs, make_cluster
 from abrun.launch.engine import Engine, make_engine
 from abrun.launch.prepare import resolve_experiment_dir
 from abrun.launch.supervisor import LaunchOutcome, run_plan, submit_plan, wait_for_jobs
-from abrun.messages.codes import Code
 from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.implementations import load_tool, scheduler_names
 from abrun.recipe.launcher import resolve_launcher_settings
@@ -138,10 +137,16 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
 def _declare_stages(recipe: Recipe | CommandRecipe, options: LaunchOptions) -> Recipe | CommandRecipe:
     """Declare the interim analyses of a launch in stages."""
     if not options.until_decided:
-        raise RecipeError(Code.MAX_SEEDS_WITHOUT_STAGES(max_seeds=options.max_seeds))
+        raise RecipeError(
+            f"--max-seeds: got {options.max_seeds}, which requires --until-decided; add it, or use --seeds"
+        )
     settings = resolve_launcher_settings(recipe.launcher, options.launcher)
     if settings is not None and settings.type in scheduler_names():
-        raise RecipeError(Code.STAGES_NEED_LAUNCHER(launcher=settings.type))
+        raise RecipeError(
+            f"--until-decided: got launcher {settings.type}, whose jobs run without a launcher to judge "
+            "between stages; use --launcher local, or declare compare.interim, launch all runs, and stop "
+            "them with abrun stop once abrun compare decides"
+        )
     return stages.add_interim_analyses(recipe, options.max_seeds)
 
 
@@ -154,7 +159,9 @@ def _run(
     """Run the plan with live progress; return None if detached. `only`: the runs of a stage."""
     plan, experiment_dir = planned.plan, planned.experiment_dir
     if planned.engine and options.detach:
-        raise LaunchError(Code.DETACH_NEEDS_QUEUE())
+        raise LaunchError(
+            "--detach: the local launcher has no queue; use nohup or tmux, or --launcher slurm or ray"
+        )
     with View(console, find_cluster_jobs) as view:
         if planned.engine:
             outcome = run_plan(plan, options, engine=planned.engine, observer=view, only=only)

@@ -13,22 +13,13 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from abrun.cli import demo, experiments, faults, judging, measuring, references, starting
+from abrun.cli import experiments, judging, measuring, starting
 from abrun.cli.app import app, finish_help, print_error, print_notes
 from abrun.errors import AbrunError
 from abrun.processes.output import standard_streams
 from abrun.runs.redaction import hide_secrets_of
 
-__all__ = [
-    "demo",
-    "experiments",
-    "faults",
-    "judging",
-    "main",
-    "measuring",
-    "references",
-    "starting",
-]
+__all__ = ["experiments", "judging", "main", "measuring", "starting"]
 
 # What a user may type: the option to use instead, and why
 MISTAKEN_OPTIONS = {

@@ -11,7 +11,6 @@ import typer
 
 from abrun.cli.app import note
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.runs.files import is_directory
 from abrun.runs.redaction import shortened
 
@@ -237,23 +236,23 @@ ExitZero = Annotated[
 NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not compare the arms at the end.")]
 
 
-def refuse_options(values_by_option: Mapping[str, object], code: Code, **values: Any) -> None:
-    """Raise RecipeError, with a code that takes the option, for the first option that was given."""
+def refuse_options(
+    values_by_option: Mapping[str, object],
+    problem: str = "{option} requires {needed}; add it, or drop {option}",
+    needed: str = "",
+) -> None:
+    """Raise RecipeError for the first option that was given; by default it needs another one."""
     for option, value in values_by_option.items():
         if value not in (None, False, (), []):
-            raise RecipeError(code(option=option, **values))
+            raise RecipeError(problem.format(option=option, needed=needed))
 
 
 def parse_lengths(text: str, option: str = "--lengths", minimum: int = 2) -> list[int]:
     lengths = [length.strip() for length in text.split(",")]
     if not all(re.fullmatch(r"[0-9]{1,10}", length) and int(length) >= minimum for length in lengths):
         raise RecipeError(
-            Code.NOT_ALLOWED(
-                field=option,
-                got=repr(text),
-                allowed=f"numbers of at least {minimum}, such as "
-                f"{','.join(str(minimum * factor) for factor in (1, 2, 4))}",
-            )
+            f"{option}: got {text!r}; allowed: numbers of at least {minimum}, such as "
+            f"{','.join(str(minimum * factor) for factor in (1, 2, 4))}"
         )
     return sorted({int(length) for length in lengths})
 
@@ -269,12 +268,14 @@ def parse_seeds(text: str) -> list[int]:
     for seed_range in text.split(","):
         start_text, _, stop_text = seed_range.strip().partition("-")
         if not re.fullmatch(r"[0-9]{1,10}(-[0-9]{1,10})?", seed_range.strip()):
-            raise RecipeError(Code.SETTING_REFUSED(field="--seeds", got=repr(text)))
+            raise RecipeError(f"--seeds: got {text!r}; allowed: numbers such as 0,1,2 or ranges such as 0-4")
         start, stop = int(start_text), int(stop_text or start_text)
         if stop < start:
-            raise RecipeError(Code.SEEDS_BACKWARDS(got=seed_range.strip(), last=stop_text, first=start_text))
+            raise RecipeError(
+                f"--seeds: got {seed_range.strip()!r}, which runs backwards; write {stop_text}-{start_text}"
+            )
         if stop - start >= MAX_SEEDS:
-            raise RecipeError(Code.SEEDS_TOO_MANY(got=seed_range.strip(), max_seeds=MAX_SEEDS))
+            raise RecipeError(f"--seeds: got {seed_range.strip()!r}; allowed: at most {MAX_SEEDS} seeds")
         seeds += range(start, stop + 1)
     return seeds
 
@@ -284,7 +285,7 @@ def parse_interim(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     if not re.fullmatch(r" *[0-9]{1,6} *(, *[0-9]{1,6} *)*", text):
-        raise RecipeError(Code.SETTING_REFUSED(field="--interim", got=shortened(text)))
+        raise RecipeError(f"--interim: got {shortened(text)}; allowed: numbers of pairs, such as 3,5,8")
     return tuple(map(int, text.split(",")))
 
 
@@ -292,7 +293,10 @@ def add_seeds(overrides: list[str] | None, seeds: str | None) -> list[str]:
     """Return overrides including the seeds. Raises RecipeError if `seeds` looks like a count."""
     if seeds is not None and re.fullmatch(r"[2-9]|[1-9][0-9]{1,9}", seeds.strip()):
         number = int(seeds)
-        raise RecipeError(Code.SEEDS_READ_AS_COUNT(got=number, last=number - 1))
+        raise RecipeError(
+            f"--seeds: {number} is one seed, number {number}; for {number} seeds write 0-{number - 1}, for "
+            f"that seed alone {number}-{number}"
+        )
     return [*(overrides or []), *([] if seeds is None else [f"seeds={parse_seeds(seeds)}"])]
 
 
@@ -335,7 +339,7 @@ def parse_claims(claim: list[str] | None) -> "list[Claim] | None":
 def parse_require(require: str | None) -> Literal["all", "any"] | None:
     if require in (None, "all", "any"):
         return require
-    raise RecipeError(Code.NOT_ALLOWED(field="--require", got=repr(require), allowed="all, any"))
+    raise RecipeError(f"--require: got {require!r}; allowed: all, any")
 
 
 def option_text(values_by_option: Mapping[str, Sequence[str | None]]) -> str:

@@ -34,7 +34,6 @@ from abrun.cli.arguments import (
     typed_command,
 )
 from abrun.errors import RecipeError, StoreError
-from abrun.messages.codes import Code
 from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
@@ -85,9 +84,9 @@ def launch(
     from abrun.recipe.experiment import load_recipe
 
     if as_json and not dry_run:
-        raise RecipeError(Code.JSON_WITHOUT_DRY_RUN())
+        raise RecipeError("--json requires --dry-run")
     if until_decided and no_compare:
-        raise RecipeError(Code.STAGES_NEED_COMPARISON())
+        raise RecipeError("--until-decided: got --no-compare, which prevents a decision; drop one of them")
     loaded, screen = load_recipe(recipe, add_seeds(overrides, seeds), is_launched=resume), console()
     options = LaunchOptions(
         runs_dir=choose_runs_dir(recipe, runs_dir, resume=resume and name is None),

@@ -1,15 +1,16 @@
-"""Commands that judge runs and plan sample sizes. Slow imports happen inside the commands."""
+"""Commands for verdicts: compare, reference, power and faults. Slow imports happen inside the commands."""
 
+import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
+from abrun.cli.app import add_group, app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import (
     MAX_SEEDS,
     Aliases,
@@ -17,24 +18,33 @@ from abrun.cli.arguments import (
     Alpha,
     Baseline,
     Claims,
+    DeviceMemory,
     Exclude,
+    Experiment,
     Group,
     Interim,
+    Jobs,
     Json,
+    Launcher,
+    NewSeeds,
     NoStepOne,
     OptionalSources,
     Overrides,
     Pattern,
+    RecipeFile,
     Reference,
     ReferenceArm,
     ReportFolder,
     Require,
+    Resume,
     RunsDir,
     Seeds,
+    Sources,
     StepColumn,
     ToWandb,
     Unpaired,
     VersionsDiffer,
+    add_seeds,
     make_reading,
     option_text,
     parse_claims,
@@ -44,14 +54,43 @@ from abrun.cli.arguments import (
     refuse_options,
     typed_command,
 )
-from abrun.cli.fleets import Before, FleetArguments, FleetFolder, Rerun, judge_fleet
+from abrun.cli.experiments import print_resume_command
 from abrun.errors import ComparisonError, RecipeError
-from abrun.messages.codes import Code
+from abrun.messages import sentence
 from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
     from abrun.logs.recorded.experiment import RecordedExperiment
+    from abrun.logs.recorded.experiment import Reference as FrozenReference
+    from abrun.logs.recorded.sources import ReadingOptions
+    from abrun.recipe.experiment import ExperimentDeclaration
     from abrun.report.comparing import Comparison
+    from abrun.report.present.terminal import Terminal
+
+FleetFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Judge many recipes side by side: a folder with a subfolder NAME of runs for each recipe, "
+        "and its reference NAME.json next to it (or in --reference FOLDER).",
+    ),
+]
+Before = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="With --fleet: --output folder of an earlier fleet, such as the main branch's; a recipe that "
+        "is red in both is `red before`, not `regressed here`.",
+    ),
+]
+Rerun = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="With --fleet: second runs of some recipes, in subfolders of the same names; a recipe that is "
+        "red only the first time has `flaked`.",
+    ),
+]
 
 
 @app.command()
@@ -111,14 +150,24 @@ def compare(
     fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
-        options = FleetArguments(fleet, reference, before, rerun, arm, output, step_one=not no_step_one)
-        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
-        judge_fleet(options, reading, refused, allow_open=allow_inconclusive, as_json=as_json)
-    refuse_options({"--before": before, "--rerun": rerun}, Code.OPTION_NEEDS, needed="--fleet")
+        _judge_fleet(
+            reading,
+            {"SOURCE": sources, "--claim": claim, "--wandb": wandb},
+            allow_open=allow_inconclusive,
+            as_json=as_json,
+            folder=fleet,
+            references=reference,
+            earlier=before,
+            rerun=rerun,
+            arm=arm,
+            output=output,
+            step_one=not no_step_one,
+        )
+    refuse_options({"--before": before, "--rerun": rerun}, needed="--fleet")
     if not sources:
-        raise RecipeError(Code.FLEET_NEEDS_SOURCE())
+        raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
     if wandb and output is None:
-        raise RecipeError(Code.UPLOAD_NEEDS_FILE())
+        raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     comparison = compare_sources(
         sources,
         reading,
@@ -141,6 +190,33 @@ def compare(
     raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 
 
+def _judge_fleet(
+    reading: "ReadingOptions",
+    refused: Mapping[str, Any],  # values of options that do not apply to fleets
+    *,
+    allow_open: bool,  # exit with 0 if a recipe is open, and nothing worse
+    as_json: bool,
+    **options: Any,
+) -> NoReturn:
+    """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
+    from abrun.recipe.implementations import load_tool
+
+    fleet = load_tool("fleet", "--fleet")
+    given = reading.given_options
+    refused = {
+        **refused,
+        **{name: given.get(name) for name in ("--baseline", "--interim", "--versions-differ")},
+    }
+    refuse_options(refused, "--fleet: got {option} as well; drop it")
+    comparison = fleet.compare_fleet(fleet.FleetOptions(reading=reading, command=typed_command(), **options))
+    if as_json:
+        print_json(comparison.content)
+    else:
+        console().print(fleet.render_terminal(comparison.fleet, comparison.page and str(comparison.page)))
+    code = comparison.fleet.exit_code
+    raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)
+
+
 def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) -> None:
     from abrun.logs.recorded.sources import find_stored_experiment
     from abrun.wandb_sync.report import upload_report
@@ -148,6 +224,176 @@ def _upload(comparison: "Comparison", sources: Sequence[str], runs_dir: Path) ->
     experiment_dir = find_stored_experiment(sources, runs_dir)
     print(display_safe(upload_report(comparison.content, comparison.files, experiment_dir)))
 
+
+# --- references ---
+
+references = add_group("reference")
+
+
+@references.callback()
+def describe_group() -> None:
+    """Save runs as a reference, and track drift from it.
+
+    Later runs are compared with the reference instead of with a new baseline. With a budget it also has a
+    ledger of accepted changes.
+
+    Examples:
+        abrun reference save quickstart --output quickstart.json
+        abrun compare nightly --reference quickstart.json
+    """
+
+
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Start a ledger with this budget for the total drift of accepted changes, such as 0.05 or "
+        "METRIC=0.05."
+    ),
+]
+ChainOnly = Annotated[
+    bool,
+    typer.Option(
+        "--chain-alone",
+        help="With --budget: bound the total drift only by the sum of the accepted changes' bounds. "
+        "Default: also by comparing the last accepted change directly with the reference's runs; the "
+        "smaller bound counts, each at half of the error level.",
+    ),
+]
+
+
+@references.command()
+@survive_output_errors
+def save(
+    sources: Sources,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Reference file to write.")],
+    arm: Annotated[str | None, typer.Option(help="Arm to save; default: the baseline.")] = None,
+    claim: Claims = None,
+    baseline: Baseline = None,
+    pattern: Pattern = None,
+    group: Group = None,
+    alias: Aliases = None,
+    step_column: StepColumn = None,
+    seeds: Seeds = None,
+    exclude: Exclude = None,
+    runs_dir: RunsDir = Path("runs"),
+    budget: Budget = None,
+    chain_alone: ChainOnly = False,
+) -> None:
+    """Save an arm's runs as a reference: a small file to commit.
+
+    The file has the experiment's declared claims, by which later runs are judged; for runs without
+    declared claims, pass --claim.
+
+    Examples:
+        abrun reference save quickstart --output quickstart.json
+        abrun reference save runs/old --claim 'train/reward:last 20%:0.02' -o old.json
+        abrun reference save nightly --arm treatment --budget 0.05 -o reference.json
+    """
+    from abrun.logs.recorded.sources import find_stored_experiment, open_sources
+    from abrun.report.comparing import freeze_arm
+
+    if budget is None:
+        refuse_options({"--chain-alone": chain_alone}, needed="--budget")
+    selection = (pattern, group, alias, step_column, seeds, exclude)
+    reading = make_reading(runs_dir, baseline, *selection, allows_one_arm=True)
+    experiment = open_sources(sources, reading, parse_claims(claim))
+    directory = find_stored_experiment(sources, runs_dir)
+    frozen = arm or experiment.baseline
+    ledger = _ledger("--budget") if budget is not None else None
+    new_ledger = ledger and ledger.ledger_maker(
+        experiment, frozen, budget, chain_alone=chain_alone, experiment_dir=directory
+    )
+    replaced = freeze_arm(experiment, frozen, output, begin_ledger=new_ledger)
+    text = _reference_text(experiment, frozen, output, budget, replaced.name if replaced else None)
+    reading_options = option_text(
+        {"--pattern": [pattern], "--alias": alias or [], "--step-column": [step_column]}
+    )
+    console().say(
+        f"{text}; compare later runs with: abrun compare NEW --reference {shlex.quote(str(output))}"
+        f"{reading_options}"
+    )
+
+
+def _reference_text(
+    experiment: "RecordedExperiment", arm: str, output: Path, budget: str | None, replaced: str | None
+) -> str:
+    """Return a description of the reference file."""
+    text = f"{output}: {len(experiment.arm(arm))} seeds of {arm}"
+    if not experiment.compare.claims:
+        text += ", without a claim (--claim METRIC:WINDOW:MARGIN keeps one)"
+    if budget is not None:
+        text += f", with a ledger of changes (abrun reference show {output})"
+    if replaced is not None:
+        text += f", in place of the reference {replaced}"
+    return text + "".join(f"; {sentence(reason)}" for reason in experiment.left_out)
+
+
+ReferenceFile = Annotated[Path, typer.Argument(help="Reference, written by abrun reference save.")]
+
+
+@references.command("show")
+def show_reference(reference: ReferenceFile) -> None:
+    """Show what a reference holds, and the drift of accepted changes.
+
+    Exit code: 0, or 3 if the drift is above the budget; 2 for bad input.
+
+    Examples:
+        abrun reference show reference.json
+    """
+    from abrun.logs.recorded.reference import load_reference
+
+    _print_reference(load_reference(reference))
+
+
+@references.command()
+@survive_output_errors
+def add(
+    reference: ReferenceFile,
+    experiment: Experiment,
+    arm: Annotated[str | None, typer.Option(help="Treatment to add; required if there are several.")] = None,
+    tried: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Number of changes evaluated since the last entry, including this one (for multiplicity "
+            "correction).",
+        ),
+    ] = 1,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Record an accepted change in the ledger of a reference.
+
+    The treatment of the experiment is added; its verdict must be MATCH. The reference needs a ledger, which
+    abrun reference save --budget starts.
+
+    Exit code: 0 within the budget, 3 above it, 2 for bad input or a change that cannot be added.
+
+    Examples:
+        abrun reference add reference.json nightly
+        abrun reference add reference.json nightly --arm treatment --tried 3
+    """
+    from abrun.runs.experiment import find_experiment
+
+    add_to_ledger = _ledger("reference add").add_to_ledger
+    _print_reference(add_to_ledger(reference, find_experiment(experiment, runs_dir), arm, tried))
+
+
+def _print_reference(reference: "FrozenReference") -> None:
+    """Print a reference. Raises Exit with 3 if the drift is above its budget."""
+    ledger = _ledger("reference show")
+    console().print(ledger.render_reference(reference))
+    raise typer.Exit(ledger.EXCEEDED if ledger.is_over_budget(reference) else 0)
+
+
+def _ledger(needed_by: str) -> Any:
+    """Return the tool of a reference's ledger."""
+    from abrun.recipe.implementations import load_tool
+
+    return load_tool("ledger", needed_by)
+
+
+# --- power ---
 
 PlannedRecipe = Annotated[
     Path | None,
@@ -202,14 +448,17 @@ def power(
     from abrun.runs.experiment import find_experiment
 
     if earlier and (sigma is not None or correlation is not None):
-        raise RecipeError(Code.PLAN_FROM_AND_ASSUMED(got=earlier))
+        raise RecipeError(
+            f"--from: got {earlier!r} with --sigma or --correlation, which --from measures; drop them, or "
+            "plan without --from: abrun power RECIPE --sigma X"
+        )
     if sigma is not None and not math.isfinite(sigma):
-        raise RecipeError(Code.SETTING_REFUSED(field="--sigma", got=sigma))
+        raise RecipeError(f"--sigma: got {sigma}; allowed: a finite number of 0 or more")
     experiment_dir = find_experiment(earlier, runs_dir) if earlier else None
     measured = load_experiment(experiment_dir) if experiment_dir else None
     planned = recipe or experiment_dir
     if planned is None:
-        raise RecipeError(Code.PLAN_NEEDS_RECIPE())
+        raise RecipeError("power: recipe missing; pass one, or --from EXPERIMENT to reuse its recipe")
     assumed_command = (
         f"abrun power {shlex.quote(str(planned))}{option_text({'--set': overrides or []})} --sigma X"
     )
@@ -253,3 +502,131 @@ def _refuse_without_pairs(earlier: "RecordedExperiment", assumed_command: str) -
         f"({', '.join(f'{count} {status}' for status, count in counts.items())}{first_failure}); "
         f"finish it with --resume, or assume a spread: {assumed_command}"
     )
+
+
+# --- injected faults ---
+
+FaultsJson = Annotated[bool, typer.Option("--json", help="Print JSON, including sizes and sources.")]
+
+faults = add_group("faults", invoke_without_command=True)
+
+
+@faults.callback()
+def list_faults(context: typer.Context, as_json: FaultsJson = False) -> None:
+    """List injectable bugs, or find which a recipe catches.
+
+    Without a subcommand it lists what each fault does, what it needs, and where it should be detected.
+
+    Examples:
+        abrun faults
+        abrun faults show flipped_advantages
+        abrun faults run quickstart-faults
+    """
+    from abrun.recipe.faults import FAULTS
+    from abrun.report.injected import fault_algorithms_text, fault_library_json, fault_library_table
+
+    if context.invoked_subcommand:
+        if as_json:
+            raise RecipeError("--json lists all faults; for one: abrun faults show NAME --json")
+        return
+    if as_json:
+        print(json.dumps(fault_library_json(FAULTS), indent=1))
+        return
+    console().print(fault_library_table())
+    console().say(f"{fault_algorithms_text()} For settings, sizes and sources: abrun faults show NAME")
+
+
+@faults.command("show")
+def show_fault(
+    name: Annotated[str, typer.Argument(help="Name of the fault.")], as_json: FaultsJson = False
+) -> None:
+    """Show one fault: its settings, sizes, needs and sources.
+
+    Examples:
+        abrun faults show flipped_advantages
+    """
+    from abrun.recipe.faults import LIBRARY, InjectedFault
+    from abrun.recipe.refusals import validated
+    from abrun.report.injected import fault_library_json, fault_lines
+
+    fault = LIBRARY[validated(InjectedFault, {"name": name}, "faults show").name]
+    if as_json:
+        print(json.dumps(fault_library_json((fault,)), indent=1))
+        return
+    for line in fault_lines(fault):
+        console().say(line)
+
+
+@faults.command("run")
+@survive_output_errors
+def run_faults(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            "--faults", help="Comma-separated NAME or NAME:SIZE; default: all that the recipe can inject."
+        ),
+    ] = None,
+    seeds: NewSeeds = None,
+    launcher: Launcher = None,
+    jobs: Jobs = None,
+    runs_dir: RunsDir = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option(help="Folder of the experiment; default: <recipe name>-sensitivity.")
+    ] = None,
+    resume: Resume = False,
+    device_memory: DeviceMemory = None,
+) -> None:
+    """Find which faults a recipe's comparison would catch.
+
+    Injects each fault into the baseline, and judges these runs against the baseline.
+
+    Exit code: 0 if every run finished, 1 if one failed, 2 for bad input.
+
+    Examples:
+        abrun faults run quickstart-faults
+        abrun faults run quickstart --faults flipped_advantages,stale_rollout_weights
+    """
+    from abrun.api.launching import launch_recipe
+    from abrun.experiment.options import LaunchOptions
+    from abrun.launch.sensitivity_recipe import make_sensitivity_recipe
+    from abrun.recipe.experiment import load_recipe
+
+    faulty, not_injected = make_sensitivity_recipe(load_recipe(recipe, add_seeds(overrides, seeds)), names)
+    options = LaunchOptions(
+        runs_dir=runs_dir,
+        name=name,
+        launcher=launcher,
+        jobs=jobs,
+        resume=resume,
+        compare=False,
+        device_memory=device_memory,
+    )
+    screen = console()
+    launched = launch_recipe(faulty, options, screen)
+    print_resume_command(screen, launched)
+    if not (launched.outcome and launched.outcome.stopped_by):
+        _report_detected_faults(screen, faulty, launched.experiment_dir, not_injected)
+    raise typer.Exit(launched.exit_code)
+
+
+def _report_detected_faults(
+    screen: "Terminal", recipe: "ExperimentDeclaration", experiment_dir: Path, not_injected: Mapping[str, str]
+) -> None:
+    """Judge the injected faults, print the table and write it into the experiment's report."""
+    from abrun.logs.recorded.stored import load_experiment
+    from abrun.report.injected import advice_lines, caught_sentence, sensitivity_table, write_sensitivity
+    from abrun.verdict.injected import measure_sensitivity as judge_faults
+
+    result = judge_faults(load_experiment(experiment_dir))
+    if result is None:
+        raise RecipeError(f"{recipe.name}: controls.faults: no fault can be injected; see: abrun faults")
+    screen.print(sensitivity_table(result, paired=recipe.compare.paired))
+    for fault, need in not_injected.items():
+        screen.say(f"not injected: {fault}, which {need}")
+    for line in (*advice_lines(result), caught_sentence(result, paired=recipe.compare.paired)):
+        screen.say(line)
+    report = experiment_dir / "report"
+    path = write_sensitivity(result, not_injected, report, experiment_dir.name, recipe.compare)
+    screen.say(f"Details: {path}, and as JSON next to it")

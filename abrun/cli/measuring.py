@@ -1,4 +1,4 @@
-"""Commands that measure a machine or a step. Slow imports happen inside the commands."""
+"""Command that measures or predicts memory. Slow imports happen inside it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from abrun.cli.app import app, console, survive_output_errors
-from abrun.cli.arguments import Json, Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
+from abrun.cli.arguments import Overrides, RunsDir, parse_lengths, recipe_argument, refuse_options
 from abrun.errors import LaunchError, RecipeError
-from abrun.messages.codes import Code
 
 if TYPE_CHECKING:
     from abrun.launch.memory.profile import SweepPlan
@@ -94,16 +93,20 @@ def memory_profile(
     from abrun.launch.memory.profile import MASTER_DTYPE, SweepPlan, expand_sweep
 
     if max_seq_len and max_sequences:
-        raise RecipeError(Code.SEARCHES_TWO())
+        raise RecipeError("--max-sequences cannot be combined with --max-seq-len; search for one at a time")
     if predict:
         measured = {"--max-seq-len": max_seq_len, "--max-sequences": max_sequences}
         measured |= {"--budget-gib": budget_gib, "--no-rollouts": not rollouts}
-        refuse_options(measured, Code.OPTION_NOT_PREDICTED)
+        refuse_options(
+            measured,
+            "{option} cannot be combined with --predict, which measures nothing; drop one of them (to set a "
+            "device's memory: --device-memory)",
+        )
     else:
         predicted = {"--device-memory": device_memory, "--master-dtype": master_dtype}
-        refuse_options(predicted, Code.OPTION_NEEDS, needed="--predict")
+        refuse_options(predicted, needed="--predict")
     if master_dtype not in (None, *MASTER_DTYPES):
-        raise RecipeError(Code.MASTER_DTYPE_UNKNOWN(got=master_dtype, allowed=" or ".join(MASTER_DTYPES)))
+        raise RecipeError(f"--master-dtype: got {master_dtype!r}; allowed: {' or '.join(MASTER_DTYPES)}")
     variants = expand_sweep(recipe, overrides or [], sweep or [])
     name = variants[0].recipe.name
     folder = output or runs_dir / f"{name.removesuffix('-memory')}-memory"
@@ -144,24 +147,3 @@ def _predict(plan: "SweepPlan", folder: Path, device: str | None) -> None:
         console().say(line)
     if missing := prediction.not_predicted:
         raise LaunchError("; ".join(f"arms.{arm}: not predicted: {why}" for arm, why in missing.items()))
-
-
-@app.command()
-def doctor(as_json: Json = False) -> None:
-    """Check this machine: devices, packages and backends.
-
-    Says how to fix what is missing.
-
-    Exit code: always 0.
-
-    Examples:
-        abrun doctor
-        abrun doctor --json
-    """
-    from abrun.report.doctor import diagnose
-
-    diagnosis = diagnose()
-    if as_json:
-        print(diagnosis.as_json())
-    else:
-        console().print(diagnosis.render())

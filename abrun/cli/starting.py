@@ -12,10 +12,34 @@ import typer
 from abrun.cli.app import app, console, print_error, print_json, survive_output_errors
 from abrun.cli.arguments import Json
 from abrun.errors import RecipeError
-from abrun.messages.codes import Code
 from abrun.runs.redaction import display_safe
 
 Answer = TypeVar("Answer")
+
+
+@app.command()
+@survive_output_errors
+def demo(
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder for the runs and their reports; one that has them is reused."
+        ),
+    ] = Path("abrun-demo"),
+) -> None:
+    """Judge bundled runs in seconds: a MATCH, then a MISMATCH.
+
+    Each is about a change to the training code; the second change has a bug. Runs offline and without torch,
+    and writes a report page for each verdict.
+
+    Examples:
+        abrun demo
+        abrun demo -o first-look
+    """
+    from abrun.api.demo import render_demo, run_demo
+
+    verdicts, screen = run_demo(output), console()
+    screen.print(render_demo(verdicts, screen.width), crop=False)  # a command is copied whole
 
 
 @app.command()
@@ -123,7 +147,9 @@ def recipes(
 
     if schema:
         if name is not None:
-            raise RecipeError(Code.SCHEMA_OF_ONE_RECIPE(got=name))
+            raise RecipeError(
+                f"--schema: got the recipe {name!r}, but all recipes have one schema; drop one of them"
+            )
         print(json.dumps(recipe_schema(), indent=1))
         return
     if name is not None:
@@ -148,3 +174,24 @@ def recipes(
     screen.print(
         "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
     )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine: devices, packages and backends.
+
+    Says how to fix what is missing.
+
+    Exit code: always 0.
+
+    Examples:
+        abrun doctor
+        abrun doctor --json
+    """
+    from abrun.report.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        print(diagnosis.as_json())
+    else:
+        console().print(diagnosis.render())

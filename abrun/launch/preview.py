@@ -280,8 +280,12 @@ def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -
         lines.append(Text(f"Interim analyses after {counts} pairs; the first that decides stands."))
     if not can_stage or is_staged or not compare.claims:
         return lines
-    from abrun.experiment.designs import design_reason, propose_designs  # scipy
-    from abrun.experiment.power import assumed_spread, plan_claim_power
+    from abrun.experiment.power import (  # scipy
+        assumed_spread,
+        design_reason,
+        plan_claim_power,
+        propose_designs,
+    )
 
     powers = [
         plan_claim_power(claim, compare, assumed_spread(claim, compare.reference is not None))

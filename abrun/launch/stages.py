@@ -29,7 +29,7 @@ def add_interim_analyses(recipe: Recipe | CommandRecipe, max_seeds: int | None) 
     if that is below 3). New seeds are the smallest unused numbers. Raises RecipeError if nothing could be
     decided, or if recipe and `max_seeds` name different last analyses.
     """
-    from abrun.experiment.designs import MIN_FIRST_PAIRS, interim_counts  # scipy
+    from abrun.experiment.power import MIN_FIRST_PAIRS, interim_counts  # scipy
 
     name, interim = recipe.name, recipe.compare.interim
     if not recipe.compare.claims:

@@ -14,7 +14,6 @@ from abrun.messages import (
     guards,
     injected,
     launching,
-    next_steps,
     noise,
     not_tested,
     notes,
@@ -29,7 +28,7 @@ from abrun.messages.codes import MESSAGES, Reason
 
 _MODULES = (
     *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),
-    *(next_steps, noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
+    *(noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
 )
 for _module in _MODULES:
     MESSAGES.update(_module.MESSAGES)

@@ -134,25 +134,6 @@ class Code(StrEnum):
     SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto()
     LOG_READ_AS, ARMS_SHARE_NO_SEED, SOURCES_ARE_ARMS, BASELINE_GUESSED = auto(), auto(), auto(), auto()
 
-    # Next steps after a verdict
-    FRESH_REFERENCE, FRESH_FOLDERS, FRESH_SEEDS, MARGIN_EXCEEDED = auto(), auto(), auto(), auto()
-    HALVE_INTERVAL, MORE_THAN_1000_PAIRS, PAIRS_DECIDE, MARGIN_SUGGESTED = auto(), auto(), auto(), auto()
-    TEST_ON_FRESH_SEEDS, INJECT_FAULTS, LAUNCH_NEXT_CHANGE = auto(), auto(), auto()
-    COMPARE_NEXT_CHANGE, FREEZE_RUNS, SKIP_STEP_ONE, READ_ENDINGS = auto(), auto(), auto(), auto()
-    FIND_MISMATCH, READ_COMPLETIONS, CONFIRM_ON_FRESH_SEEDS, TRAIN_LONGER = auto(), auto(), auto(), auto()
-    FIND_TENSOR = auto()
-    DECLARE_METRIC, DECLARE_MARGIN, PLAN_SEEDS, TRAIN_THREE_SEEDS = auto(), auto(), auto(), auto()
-    FINISH_INTERIM_PAIRS, RUN_IN_FLOAT32, DECLARE_ROUNDING, PLAN_WIDER_MARGIN = auto(), auto(), auto(), auto()
-    TRAIN_MORE_PAIRS, CLAIM_WHAT_SHOWS, TELL_FROM_CHANCE = auto(), auto(), auto()
-    REPEAT_IN_FLOAT32, TRAIN_FOR_INTERIM, CLAIM_ALIKE, LOG_OR_TRAIN_LONGER = auto(), auto(), auto(), auto()
-    TRAIN_TWO_EACH, NAME_METRICS, FRESH_SEEDS_DECIDE = auto(), auto(), auto()
-    TRAIN_MORE_OF_ARM, TRAIN_MORE_OF_NEW, COMPARE_CHANGE = auto(), auto(), auto()
-    CONFIRM_DIFFERENCE, CLAIM_AGAINST_REFERENCE = auto(), auto()
-    NARROW_INTERVAL, OTHER_SEEDS_ALONE, OTHER_SEED_TOO = auto(), auto(), auto()
-    CALL_VERSIONS_TREATMENT, COMPARE_SHARED_SEEDS, UNPAIR, NAME_STEP_COLUMN = auto(), auto(), auto(), auto()
-    MEND_REASONS, READ_FIRST_LOG = auto(), auto()
-    RESUME_RUNS, READ_BY_OTHER_NAME, MEND_RECIPE = auto(), auto(), auto()
-
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
     ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()

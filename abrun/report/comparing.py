@@ -23,6 +23,7 @@ from abrun.logs.recorded.ledger import Ledger
 from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.messages.codes import Code, Reason
+from abrun.messages.texts import listed
 from abrun.recipe.claims import Claim, Compare, claim_option
 from abrun.recipe.extras import missing_package
 from abrun.recipe.refusals import validated
@@ -111,15 +112,20 @@ def compare_contents(contents: SourceContents, options: CompareOptions) -> Compa
         allows_one_arm=reference is not None, may_be_one_arm=reference is None, may_unpair=claims is None
     )
     if reference is not None and reading.versions_differ:
-        raise ComparisonError(Code.VERSIONS_DIFFER_OF_REFERENCE())
+        raise ComparisonError(
+            "--versions-differ: got it with a reference, which always allows other versions; drop it"
+        )
     if reference is not None or (experiment.reference and not experiment.treatments):
         frozen = load_reference(reference) if reference else experiment.reference
         assert frozen is not None
         if arm is None and len(experiment.arms) > 1:
-            raise ComparisonError(Code.REFERENCE_NEEDS_ARM(experiment=experiment.name, arms=experiment.arms))
+            raise ComparisonError(
+                f"--reference: {experiment.name} has several arms; choose one with --arm: "
+                f"{listed(experiment.arms)}"
+            )
         experiment = make_regression_experiment(experiment, frozen, arm or experiment.baseline)
     elif arm is not None:
-        raise ComparisonError(Code.ARM_WITHOUT_REFERENCE(arm=arm))
+        raise ComparisonError(f"--arm requires --reference; add it, or drop --arm {arm}")
     declared = experiment.compare
     if experiment.compare.paired and not (experiment.has_recipe or experiment.regression):
         experiment = _unpair_single_run(experiment)
@@ -154,13 +160,19 @@ def _refuse_folder(output: Path, experiment_dir: Path | None, *, is_declared: bo
     own_dir = experiment_dir and Path(os.path.realpath(experiment_dir))
     folder = Path(os.path.realpath(output))
     if folder.name == REPORT and folder.parent != own_dir and is_experiment(folder.parent):
-        raise ComparisonError(Code.REPORT_OF_OTHER(folder=output, experiment=folder.parent.name))
+        raise ComparisonError(
+            f"--output: {output} is for the report of the experiment {folder.parent.name}; choose another "
+            "folder"
+        )
     if Path(os.path.realpath(output.parent)) != own_dir:
         return
     if output.is_symlink():
-        raise ComparisonError(Code.REPORT_IS_LINK(folder=output))
+        raise ComparisonError(f"{output}: is a symbolic link; remove it, or choose a folder with --output")
     if output.name == REPORT and not is_declared and exists(output / VERDICT):
-        raise ComparisonError(Code.REPORT_OF_DECLARED(folder=output))
+        raise ComparisonError(
+            f"--output: {output} has the report of the comparison declared at launch, which this one would "
+            "replace; choose another folder"
+        )
 
 
 # Values that overflow are judged as infinite.
@@ -181,11 +193,14 @@ def compare(
     formats = writable_formats() if formats is None else formats
     unknown = sorted(set(formats) - set(FORMATS))
     if unknown:
-        raise ComparisonError(Code.NOT_ALLOWED(field="formats", got=repr(unknown[0]), allowed=FORMATS))
+        raise ComparisonError(f"formats: got {unknown[0]!r}; allowed: {listed(FORMATS)}")
     if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
-        raise ComparisonError(Code.NO_FIGURES(missing=missing))
+        raise ComparisonError(f"formats: png and svg: {missing}; or use html, markdown and json")
     if not experiment.treatments and experiment.injected:
-        raise ComparisonError(Code.ONLY_INJECTED_FAULTS(experiment=experiment.name))
+        raise ComparisonError(
+            f"{experiment.name}: has injected faults but no treatment; its report/sensitivity.md says which "
+            "were caught (abrun faults run --resume prints it)"
+        )
     keeps_order = bool(experiment.compare.interim) and not experiment.has_recipe  # a launch has its own order
     if keeps_order:
         folders = {experiment.directory or Path(), *([output.parent] if output is not None else [])}

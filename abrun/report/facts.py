@@ -1,9 +1,8 @@
 """Facts about an experiment and its verdict, computed on demand for the rules of next steps."""
 
 import difflib
-import math
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,13 +12,11 @@ from abrun.logs.completions import read_run_samples
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.runs.experiment import open_experiment
 from abrun.runs.files import is_directory
 from abrun.runs.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import Description, build_claim, find_claimable_metric
 from abrun.verdict.guards import Guard
-from abrun.verdict.outcomes import planned_improvement
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_signal
 from abrun.verdict.step_one import StepOne
@@ -29,11 +26,8 @@ ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
 
 
 @dataclass(frozen=True)
-class NextStepFacts:
-    """An experiment, its verdict, and facts derived from them.
-
-    The messages of next steps take their values from the properties of the same name.
-    """
+class Facts:
+    """An experiment, its verdict, and facts derived from them."""
 
     experiment: RecordedExperiment
     content: VerdictFile
@@ -41,19 +35,6 @@ class NextStepFacts:
     @property
     def launched(self) -> bool:
         return self.experiment.directory is not None
-
-    @property
-    def paired(self) -> bool:
-        return self.content.paired
-
-    @property
-    def has_prompts_as_units(self) -> bool:
-        """True if the runs, one of each arm, were compared prompt by prompt."""
-        return any(claim.claim.unit == "prompt" for claim in self.content.claims)
-
-    @property
-    def regression(self) -> bool:
-        return self.experiment.regression
 
     @cached_property
     def is_declared(self) -> bool:
@@ -94,21 +75,13 @@ class NextStepFacts:
         trace, failed = self.content.trace, self.failed_checks
         if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
             return False
-        return self.is_own_trainer and self.has_initial_weights and not self.regression
+        return self.is_own_trainer and self.has_initial_weights and not self.experiment.regression
 
     @property
     def is_own_trainer(self) -> bool:
         """True if abrun's own trainer trained all runs of an experiment that abrun launched."""
         configs = [run.config or {} for run in self.experiment.runs.values()]
-        is_own = all(config.get("trainer.type") != "command" for config in configs)
-        return is_own and self.experiment.has_recipe
-
-    @property
-    def launches_here(self) -> bool:
-        """True if the recipe's launcher starts the runs on this machine."""
-        directory = self.experiment.directory
-        launcher = open_experiment(directory)["recipe"].get("launcher") if directory else None
-        return directory is not None and (launcher or {}).get("type", "local") == "local"
+        return self.launched and all(config.get("trainer.type") != "command" for config in configs)
 
     @cached_property
     def has_initial_weights(self) -> bool:
@@ -137,26 +110,12 @@ class NextStepFacts:
     @cached_property
     def waiting_arms(self) -> set[str]:
         """Undecided arms with a declared interim analysis still to come."""
-        sections = self.content.arms.items()
         return {
             arm
-            for arm, section in sections
+            for arm, section in self.content.arms.items()
             if section.verdict == "INCONCLUSIVE"
             and any(analysis.verdict is None for analysis in section.interim_analyses)
         }
-
-    @cached_property
-    def treatment_seeds(self) -> list[int]:
-        """Seeds of the treatment with the most pairs."""
-        arms = self.experiment.treatments
-        return max(([pair.seed for pair in self.experiment.pairs(arm)] for arm in arms), key=len)
-
-    @property
-    def seeds_to_come(self) -> list[int]:
-        """Seeds that the next declared interim analysis needs, for runs not launched by abrun."""
-        num_pairs, first_seed = len(self.treatment_seeds), max(self.treatment_seeds) + 1
-        needed = next(count for count in self.experiment.compare.interim if count > num_pairs)
-        return [*range(first_seed, first_seed + needed - num_pairs)]
 
     @cached_property
     def has_untestable_claims(self) -> bool:
@@ -168,128 +127,25 @@ class NextStepFacts:
         return claims if self.launched else [claim for claim in claims if claim.estimate.interval]
 
     @property
-    def is_level_open(self) -> bool:
-        """True if a claim on the level of the only arm is undecided, which more runs may change."""
-        return any(claim.result == "undecided" for claim in self.content.claims)
-
-    @cached_property
-    def is_beyond_margin(self) -> bool:
-        return any(map(_is_beyond_margin, self.undecided_claims))
-
-    @cached_property
-    def pairs_that_decide(self) -> tuple[Reason, int | None]:
-        """The number of fresh pairs that would decide the undecided claims, as a reason and a count."""
-        undecided, paired = self.undecided_claims, self.content.paired
-        needed = [claim.power.pairs_needed for claim in undecided if claim.power.pairs_needed is not None]
-        if self.is_beyond_margin:
-            return Code.MARGIN_EXCEEDED(paired=paired), None
-        if any(claim.estimate.limited is not None for claim in undecided):
-            count = 4 * max(undecided[0].claim.num_runs or [undecided[0].claim.num_pairs])
-            return Code.HALVE_INTERVAL(paired=paired), count
-        if len(needed) < len(undecided):
-            return Code.MORE_THAN_1000_PAIRS(paired=paired), None
-        count = max(needed)
-        observed = [claim.power.pairs_needed_observed or math.inf for claim in undecided]
-        is_more = count < max(observed) < math.inf
-        gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
-        reason = Code.PAIRS_DECIDE(
-            count=count,
-            paired=paired,
-            if_differing=max(observed) if is_more else None,
-            gains=gains,
-            if_equal=len(gains) < len(undecided),
-        )
-        return reason, count
-
-    @property
-    def needed(self) -> Reason:
-        return self.pairs_that_decide[0]
-
-    @property
-    def num_pairs_that_decide(self) -> int | None:
-        return self.pairs_that_decide[1]
-
-    # --- rounding at the first step ---
-
-    @property
     def is_float32_conclusive(self) -> bool:
+        """True if a step in float32 would tell rounding from a fault: no arm is about the dtype."""
         diff = self.experiment.treatment_diff or {}
-        runs = self.experiment.runs.values()
         changed = {key for arm_diff in diff.values() for key in arm_diff}
-        trained_by_abrun = all((run.config or {}).get("trainer.type") == "abrun" for run in runs)
+        configs = [run.config or {} for run in self.experiment.runs.values()]
+        trained_by_abrun = all(config.get("trainer.type") == "abrun" for config in configs)
         return "policy.dtype" not in changed and trained_by_abrun
-
-    @cached_property
-    def rounding_tolerances(self) -> dict[str, float]:
-        """Declared step-one tolerances, and for open checks tolerances that these runs would have met."""
-        declared = self.experiment.compare.step_one_tolerance
-        open_checks = [check for check in self.content.step_one if check.result == "open"]
-        tolerances = {check.metric: math.ceil(125 * check.deviation) / 100 for check in open_checks}
-        return {**(declared if isinstance(declared, dict) else {}), **tolerances}
-
-    @property
-    def untested_metrics(self) -> list[str]:
-        """Step-one metrics without a test, because their deviation cannot be distinguished from noise.
-
-        The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
-        """
-        untested = (check.metric for check in self.content.step_one if check.result == "not tested")
-        return [metric for metric in dict.fromkeys(untested) if metric not in self.rounding_tolerances]
 
     # --- possible claims ---
 
-    @cached_property
+    @property
     def nothing_shown(self) -> Reason | None:
         """The reason why the reward of launched runs without a claim carries no signal, if so."""
-        if self.content.claims:
-            return None
         sides = self.experiment.sides(self.experiment.treatments[0]).finished
         return check_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
     def claimable(self) -> Description | None:
         return find_claimable_metric(self.experiment)
-
-    @cached_property
-    def margin(self) -> Reason:
-        """The suggested margin, derived from the baseline alone."""
-        description = self.claimable
-        assert description
-        bound, margin = description.certified_bound, description.margin
-        passes = bound is not None and margin is not None and bound < margin
-        detected = description.detected and asdict(description.detected)
-        return Code.MARGIN_SUGGESTED(
-            margin_is=description.margin_is,
-            seen=detected,
-            passes=passes,
-            arm=description.arm,
-            baseline_arm=self.experiment.baseline,
-        )
-
-    @property
-    def has_several_runs(self) -> bool:
-        """True if each arm has several runs of the claimable metric."""
-        return self.claimable is not None and self.claimable.interval is not None
-
-    @property
-    def is_claim_decidable(self) -> bool:
-        assert self.claimable
-        return not self.has_several_runs or self.claimable.runs_needed is not None
-
-    @property
-    def num_pairs_to_claim(self) -> int:
-        assert self.claimable
-        return max(3, self.claimable.runs_needed or 3)
-
-    @property
-    def claim_needs(self) -> Reason | None:
-        """The number of pairs that would decide the suggested claim; None with one run per arm."""
-        description = self.claimable
-        assert description
-        if not self.has_several_runs:
-            return None
-        count, paired = self.num_pairs_to_claim, description.paired
-        return Code.PAIRS_DECIDE(count=count, paired=paired, if_differing=None, gains=[], if_equal=True)
 
     @cached_property
     def testable_claims(self) -> list[Claim]:
@@ -306,11 +162,6 @@ class NextStepFacts:
             return []
         return self.testable_claims or ([build_claim(self.claimable)] if self.claimable else [])
 
-    @property
-    def other_margin(self) -> Reason | None:
-        """The margin of a claim that replaces all declared ones; None if some of those can be tested."""
-        return None if self.testable_claims else self.margin
-
     # --- shared seeds ---
 
     @cached_property
@@ -318,11 +169,6 @@ class NextStepFacts:
         """The seeds of the reference, and those of the runs compared with it."""
         arm = self.experiment.arm
         return set(arm(self.experiment.baseline)), set(arm(self.experiment.treatments[0]))
-
-    @property
-    def seeds_left(self) -> list[int]:
-        reference_seeds, run_seeds = self.reference_seeds
-        return sorted(reference_seeds - run_seeds)
 
     @cached_property
     def can_unpair(self) -> bool:
@@ -349,7 +195,7 @@ class NextStepFacts:
     @property
     def is_claim_unrecorded(self) -> bool:
         missing = values_of(self.content, Code.METRIC_MISSING)
-        return not self.regression and any(values["role"] == "claim" for values in missing)
+        return not self.experiment.regression and any(values["role"] == "claim" for values in missing)
 
     @cached_property
     def suggested_aliases(self) -> dict[str, str]:
@@ -364,15 +210,3 @@ class NextStepFacts:
             if alias and metric not in recorded:
                 aliases[metric] = (difflib.get_close_matches(str(alias), [*recorded], 1) or ["NAME"])[0]
         return aliases
-
-
-def _is_beyond_margin(claim: ClaimResult) -> bool:
-    """Return True if no number of pairs shows the claim at the detected difference."""
-    estimate, margin = claim.estimate, claim.claim.margin
-    if claim.claim.kind in ("not_worse", "better"):
-        return estimate.detected is not None and claim.power.pairs_needed_observed is None
-    if estimate.interval is None or estimate.mean_difference is None or margin is None:
-        return False
-    low, high = estimate.interval
-    is_detected = claim.claim.margin_unit != "sigma" and not low <= 0 <= high
-    return is_detected and abs(estimate.mean_difference) >= margin

@@ -1,333 +1,555 @@
-"""The next steps suggested after a verdict, as rules: a condition, a text and a command ready to paste."""
+"""The next steps suggested after a verdict: for each situation its sentences and commands ready to paste."""
 
+import math
+import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
 
 from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
-from abrun.messages import MESSAGES, sentence
-from abrun.messages.codes import Code, Reason
-from abrun.messages.message import value_names
-from abrun.report import commands
-from abrun.report.commands import COMPARE_WITH_REFERENCE, FreshRunsCommand, fill_placeholders
-from abrun.report.facts import NextStepFacts
+from abrun.messages import sentence
+from abrun.messages.numbers import AT_OBSERVED, direction_text, sample_unit
+from abrun.recipe.extras import missing_package
+from abrun.report.commands import (
+    COMPARE_WITH_REFERENCE,
+    LAUNCH_COMMANDS,
+    UNPAIRED,
+    claim_options,
+    comparison_options,
+    experiment_argument,
+    fill_placeholders,
+    folder_name,
+    join_numbers,
+    relative_path,
+    with_claims,
+)
+from abrun.report.facts import ENGINE_ERRORS, Facts
+from abrun.runs.experiment import open_experiment
+from abrun.runs.files import is_directory
 from abrun.runs.redaction import display_safe
+from abrun.runs.rundir import RunDir
+from abrun.verdict.description import build_claim
 from abrun.verdict.machines import versions_follow_arms
+from abrun.verdict.outcomes import planned_improvement
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile
 
 MAX_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextStep:
-    """A suggestion and its command. RUNS stands for unknown compared runs, NEW for runs to be made."""
-
-    reason: Reason
-    command: str
-
-    @property
-    def text(self) -> str:
-        return sentence(self.reason)
-
-    def as_json(self) -> dict[str, str]:
-        return {"text": self.text, "command": self.command}
+COMPARE = "abrun compare RUNS"
 
 
 @dataclass(frozen=True, slots=True)
-class NextStepRule:
-    """A next step and the condition for suggesting it. A matching rule that `is_final` ends the search."""
+class NextStep:
+    """A suggestion and its command. RUNS stands for unknown compared runs, NEW for runs to be made."""
 
-    condition: Callable[[NextStepFacts], Any]
-    text: Code  # its values are the facts of the same name
-    command: str | Callable[[NextStepFacts], str | FreshRunsCommand]
-    is_final: bool = False
+    text: str
+    command: str
 
-    def make_step(self, facts: NextStepFacts) -> NextStep:
-        values = value_names(MESSAGES[self.text])
-        reason = self.text(**{name: getattr(facts, name) for name in values})
-        command = self.command if isinstance(self.command, str) else self.command(facts)
-        if isinstance(command, FreshRunsCommand):
-            reason = command.add_origin(reason) if command.add_origin else reason
-            command = command.command
-        return NextStep(reason=reason, command=command)
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def next_steps(
     experiment: RecordedExperiment, content: VerdictFile, typed: str | None = None
 ) -> list[NextStep]:
     """Return one or two next steps, the most useful first. `typed` is the command line of the comparison."""
-    facts, words = NextStepFacts(experiment, content), shlex.split(typed or "")
-    steps = [rule.make_step(facts) for rule in islice(matching_rules(facts), MAX_STEPS)]
-    filled = [(step.reason, fill_placeholders(step.command, experiment, words)) for step in steps]
-    return [
-        NextStep(reason=reason, command=display_safe(commands.install_trainer(facts, command) + command))
-        for reason, command in filled
-    ]
+    facts, words = Facts(experiment, content), shlex.split(typed or "")
+    steps = []
+    for step in islice(suggest_steps(facts), MAX_STEPS):
+        command = fill_placeholders(step.command, experiment, words)
+        steps.append(replace(step, command=display_safe(install_trainer(facts, command) + command)))
+    return steps
 
 
-def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
-    """Yield the rules whose conditions hold, in order, up to the first final one."""
-    for rule in rules_for(facts):
-        if rule.condition(facts):
-            yield rule
-            if rule.is_final:
-                return
-
-
-def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
-    """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
-    if facts.content.seed_noise:
-        return ONE_ARM
-    if facts.has_prompts_as_units and facts.content.claims and facts.content.verdict != "INVALID":
-        return (TRAIN_TWO_EACH,)
-    match facts.content.verdict:
+def suggest_steps(facts: Facts) -> Iterator[NextStep]:
+    """Yield all steps in order. They depend on who made the runs, and on whether there are claims."""
+    content, is_claimed = facts.content, bool(facts.content.claims)
+    if content.seed_noise:
+        return after_one_arm(facts)
+    if content.verdict != "INVALID" and any(claim.claim.unit == "prompt" for claim in content.claims):
+        return iter([train_two_each(facts)])
+    match content.verdict:
         case "MATCH" | "PASS":
-            return MATCH
+            return after_match(facts)
         case "MISMATCH" | "FAIL":
-            return MISMATCH if facts.launched else MISMATCH_OF_OTHERS
+            return after_mismatch(facts) if facts.launched else after_mismatch_of_others(facts)
         case "INVALID":
-            return INVALID if facts.launched else INVALID_OF_OTHERS
-    is_claimed = bool(facts.content.claims)
-    if facts.regression:
-        return OPEN_WITH_REFERENCE
+            return after_invalid(facts) if facts.launched else after_invalid_of_others(facts)
+    if facts.experiment.regression:
+        return while_open_with_reference(facts)
     if facts.launched:
-        return OPEN if is_claimed else UNCLAIMED
-    if facts.content.descriptions:
-        return DESCRIBED_OF_OTHERS
-    return OPEN_OF_OTHERS if is_claimed else UNCLAIMED_OF_OTHERS
+        return while_open(facts) if is_claimed else while_unclaimed(facts)
+    if content.descriptions:
+        return after_description_of_others(facts)
+    return while_open_of_others(facts) if is_claimed else while_unclaimed_of_others(facts)
 
 
-COMPARE = "abrun compare RUNS"
-STEP_ONE_OPEN = NextStepRule(
-    lambda f: f.arms_with_open_checks, Code.REPEAT_IN_FLOAT32, f"{COMPARE} --no-step-one"
-)
-INTERIM_TO_COME = NextStepRule(
-    lambda f: f.waiting_arms, Code.TRAIN_FOR_INTERIM, commands.at_next_analysis, is_final=True
-)
-CONFIRM = NextStepRule(lambda f: True, Code.CONFIRM_ON_FRESH_SEEDS, commands.run_fresh_seeds)
-CANNOT_SHOW = NextStepRule(lambda f: f.has_untestable_claims, Code.MEND_REASONS, COMPARE, is_final=True)
-OTHER_CLAIMS = NextStepRule(
-    lambda f: f.replacement_claims and not (f.launched and f.undecided_claims),
-    Code.CLAIM_WHAT_SHOWS,
-    commands.compare_with_other_claims,
-)
+# --- one function per situation: a rule that returns ends the search ---
 
-MATCH = (
-    NextStepRule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.run_fresh_seeds),
-    NextStepRule(
-        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
-        Code.INJECT_FAULTS,
-        "abrun faults run RECIPE",
-    ),
-    NextStepRule(
-        lambda f: f.regression and f.launched,
-        Code.LAUNCH_NEXT_CHANGE,
-        f"abrun launch RECIPE --name NEW --no-compare && {COMPARE_WITH_REFERENCE}",
-        is_final=True,
-    ),
-    NextStepRule(lambda f: f.regression, Code.COMPARE_NEXT_CHANGE, COMPARE_WITH_REFERENCE, is_final=True),
+
+def after_match(facts: Facts) -> Iterator[NextStep]:
+    experiment = facts.experiment
+    if facts.content.post_hoc:
+        text = "Declare the claim, and test it" if facts.launched else "Test the claim"
+        yield on_fresh_seeds(f"{text} on fresh seeds", experiment)
+    elif facts.content.sensitivity is None and experiment.can_inject:
+        text = "Measure which bugs this comparison would catch, by injecting faults into the baseline"
+        yield NextStep(text, "abrun faults run RECIPE")
+    if experiment.regression and facts.launched:
+        launch = "abrun launch RECIPE --name NEW --no-compare"
+        yield NextStep("Launch it again after the next change", f"{launch} && {COMPARE_WITH_REFERENCE}")
+    elif experiment.regression:
+        text = "Compare the runs of the next change with this reference, too"
+        yield NextStep(text, COMPARE_WITH_REFERENCE)
     # A reference keeps only the claims. Later runs are compared with it seed by seed, step one included.
-    NextStepRule(
-        lambda f: f.is_declared or (f.paired and f.experiment.compare.step_one),
-        Code.FREEZE_RUNS,
-        commands.freeze_runs,
-    ),
-)
+    elif facts.is_declared or (facts.content.paired and experiment.compare.step_one):
+        yield NextStep("Compare later versions with these runs", save_reference(facts))
 
-MISMATCH = (
-    NextStepRule(
-        lambda f: any(guard.guard == "finished" for guard in f.failed_guards),
-        Code.READ_ENDINGS,
-        commands.show_status,
-    ),
-    NextStepRule(
-        lambda f: f.has_engine_mismatch and f.has_initial_weights,
-        Code.FIND_MISMATCH,
-        commands.measure_mismatch,
-    ),
-    NextStepRule(lambda f: f.failed_checks and f.can_trace, Code.FIND_TENSOR, commands.trace_arms),
-    NextStepRule(
-        lambda f: not f.regression and f.has_completions, Code.READ_COMPLETIONS, commands.show_samples
-    ),
-    CONFIRM,
-)
-MISMATCH_OF_OTHERS = (
-    NextStepRule(
-        lambda f: f.failed_checks and not (f.failed_guards or f.failed_claims),
-        Code.SKIP_STEP_ONE,
-        f"{COMPARE} --no-step-one",
-    ),
-    CONFIRM,
-)
 
-# The rules for INCONCLUSIVE.
-OPEN = (
-    NextStepRule(
-        lambda f: f.content.descriptions,
-        Code.TRAIN_THREE_SEEDS,
-        commands.run_three_fresh_seeds,
-        is_final=True,
-    ),
-    NextStepRule(
-        lambda f: f.waiting_arms - f.arms_with_open_checks,
-        Code.FINISH_INTERIM_PAIRS,
-        commands.resume_launch,
-        is_final=True,
-    ),
-    NextStepRule(lambda f: f.has_untestable_claims, Code.TRAIN_LONGER, commands.launch_longer),
-    NextStepRule(
-        lambda f: f.arms_with_open_checks and f.is_float32_conclusive,
-        Code.RUN_IN_FLOAT32,
-        commands.launch_in_float32,
-    ),
-    NextStepRule(
-        lambda f: f.arms_with_open_checks, Code.DECLARE_ROUNDING, commands.run_fresh_seeds_with_tolerances
-    ),
-    NextStepRule(
-        lambda f: f.undecided_claims and f.num_pairs_that_decide is None,
-        Code.PLAN_WIDER_MARGIN,
-        commands.plan_experiment,
-    ),
-    NextStepRule(
-        lambda f: f.undecided_claims and f.num_pairs_that_decide is not None,
-        Code.TRAIN_MORE_PAIRS,
-        commands.run_enough_fresh_seeds,
-    ),
-    OTHER_CLAIMS,
-    NextStepRule(
-        lambda f: not (f.undecided_claims or f.has_untestable_claims or f.arms_with_open_checks),
-        Code.TELL_FROM_CHANCE,
-        commands.run_fresh_seeds,
-    ),
-)
-# Without a claim, no number of seeds gives a verdict.
-UNCLAIMED = (
-    NextStepRule(lambda f: f.nothing_shown, Code.TRAIN_LONGER, commands.launch_longer, is_final=True),
-    NextStepRule(
-        lambda f: not f.claimable,
-        Code.DECLARE_METRIC,
-        "abrun power RECIPE --set 'compare.claims=[{metric: METRIC, margin: MARGIN}]'",
-        is_final=True,
-    ),
-    NextStepRule(lambda f: f.is_claim_decidable, Code.DECLARE_MARGIN, commands.run_fresh_seeds_with_claim),
-    NextStepRule(lambda f: f.has_several_runs, Code.PLAN_SEEDS, commands.plan_with_claim),
-)
-# A reference can only be paired with runs of its own seeds.
-OPEN_WITH_REFERENCE = (
-    STEP_ONE_OPEN,
-    NextStepRule(
-        lambda f: not f.content.claims,
-        Code.CLAIM_AGAINST_REFERENCE,
-        f"{COMPARE} --claim METRIC:WINDOW:MARGIN",
-        is_final=True,
-    ),
-    NextStepRule(
-        lambda f: len(f.seeds_left) > 1,
-        Code.OTHER_SEEDS_ALONE,
-        commands.compare_with_other_seeds,
-        is_final=True,
-    ),
-    NextStepRule(
-        lambda f: f.seeds_left, Code.OTHER_SEED_TOO, commands.compare_with_other_seeds, is_final=True
-    ),
-    CANNOT_SHOW,
-    NextStepRule(lambda f: True, Code.NARROW_INTERVAL, commands.run_fresh_seeds),
-)
-TRAIN_TWO_EACH = NextStepRule(lambda f: True, Code.TRAIN_TWO_EACH, COMPARE)
-DESCRIBED_OF_OTHERS = (
-    STEP_ONE_OPEN,
-    INTERIM_TO_COME,
-    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
-    NextStepRule(
-        lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
-    ),
-    NextStepRule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
-    replace(TRAIN_TWO_EACH, condition=lambda f: max(f.content.descriptions[0].num_runs) == 1),
-)
-UNCLAIMED_OF_OTHERS = (
-    STEP_ONE_OPEN,
-    INTERIM_TO_COME,
-    NextStepRule(
-        lambda f: any(run.unread for run in f.experiment.runs.values()),
-        Code.MEND_REASONS,
-        COMPARE,
-        is_final=True,
-    ),
-    NextStepRule(lambda f: True, Code.NAME_METRICS, f"{COMPARE} --alias train/reward=NAME"),
-)
-# Suggest fresh runs: repeating a test on the same runs inflates its error rate.
-OPEN_OF_OTHERS = (
-    STEP_ONE_OPEN,
-    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
-    OTHER_CLAIMS,
-    INTERIM_TO_COME,
-    CANNOT_SHOW,
-    NextStepRule(
-        lambda f: not f.undecided_claims, Code.FRESH_SEEDS_DECIDE, commands.run_fresh_seeds, is_final=True
-    ),
-    NextStepRule(
-        lambda f: f.num_pairs_that_decide is None, Code.CONFIRM_DIFFERENCE, commands.run_fresh_seeds
-    ),
-    NextStepRule(
-        lambda f: f.num_pairs_that_decide is not None, Code.TRAIN_MORE_PAIRS, commands.run_enough_fresh_seeds
-    ),
-)
+def after_mismatch(facts: Facts) -> Iterator[NextStep]:
+    experiment = facts.experiment
+    if any(guard.guard == "finished" for guard in facts.failed_guards):
+        yield NextStep("See how the failed runs ended", f"abrun status {experiment_argument(experiment)}")
+    if facts.has_engine_mismatch and facts.has_initial_weights:
+        yield NextStep("Find out why trainer and rollout engine differ", measure_mismatch(facts))
+    if facts.failed_checks and facts.can_trace:
+        yield NextStep("Find the first tensor in which the arms differ", trace_arms(facts))
+    if not experiment.regression and facts.has_completions:
+        yield NextStep("Compare completions side by side", show_completions(facts))
+    yield on_fresh_seeds("Confirm it on fresh seeds", experiment)
 
-# One arm alone, described or with claims on its level.
-ONE_ARM = (
-    NextStepRule(lambda f: f.content.verdict == "INVALID", Code.MEND_REASONS, COMPARE, is_final=True),
-    NextStepRule(
-        lambda f: (
-            f.is_level_open
-            or all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise)
-        ),
-        Code.TRAIN_MORE_OF_ARM,
-        COMPARE,
-        is_final=True,
-    ),
-    NextStepRule(lambda f: True, Code.COMPARE_CHANGE, commands.compare_with_new_runs),
-)
 
-INVALID = (
-    NextStepRule(
-        lambda f: any(run.status != "missing" for run in f.unfinished_runs),
-        Code.READ_FIRST_LOG,
-        commands.show_first_log,
-    ),
-    NextStepRule(lambda f: f.unfinished_runs, Code.RESUME_RUNS, commands.resume_launch, is_final=True),
+def after_mismatch_of_others(facts: Facts) -> Iterator[NextStep]:
+    if facts.failed_checks and not (facts.failed_guards or facts.failed_claims):
+        text = "If the arms saw different prompts, step one is meaningless: leave it out"
+        yield NextStep(text, f"{COMPARE} --no-step-one")
+    yield on_fresh_seeds("Confirm it on fresh seeds", facts.experiment)
+
+
+def while_open(facts: Facts) -> Iterator[NextStep]:
+    experiment = facts.experiment
+    if facts.content.descriptions:
+        yield on_fresh_seeds("Three or more seeds can decide", experiment, 3)
+        return
+    if facts.waiting_arms - facts.arms_with_open_checks:
+        text = "An interim analysis is still to come: let its pairs finish"
+        yield NextStep(text, resume_launch(experiment))
+        return
+    if facts.has_untestable_claims:
+        yield train_longer(experiment, " (see the reasons)")
+    if facts.arms_with_open_checks and facts.is_float32_conclusive:
+        options = f"--set steps=1 --set 'controls={{}}' --name {folder_name(experiment, '-float32')}"
+        yield NextStep(TRAIN_IN_FLOAT32, f"abrun launch RECIPE --set policy.dtype=float32 {options}")
+    if facts.arms_with_open_checks:
+        yield declare_tolerances(facts)
+    if facts.undecided_claims:
+        needed, num_pairs = pairs_that_decide(facts)
+        if num_pairs is None:
+            yield NextStep(f"{needed}; plan with a wider margin", plan_command(experiment))
+        else:
+            yield on_fresh_seeds(needed, experiment, num_pairs)
+    elif facts.replacement_claims:
+        yield replace_claims(facts)
+    elif not (facts.has_untestable_claims or facts.arms_with_open_checks):
+        yield on_fresh_seeds("Train fresh seeds to see whether it was chance", experiment)
+
+
+def while_unclaimed(facts: Facts) -> Iterator[NextStep]:
+    """Without a claim, no number of seeds gives a verdict."""
+    if reason := facts.nothing_shown:
+        yield train_longer(facts.experiment, f" ({sentence(reason)})")
+        return
+    description = facts.claimable
+    if description is None:
+        text = "Declare which metric has to agree, and how closely"
+        claims = "compare.claims=[{metric: METRIC, margin: MARGIN}]"
+        yield NextStep(text, f"abrun power RECIPE --set '{claims}'")
+        return
+
+    has_several_runs, num_pairs = description.interval is not None, max(3, description.runs_needed or 3)
+    claimed = with_claims(facts.experiment, [build_claim(description)])
+    if description.runs_needed is not None or not has_several_runs:
+        text = f"Declare a margin that you accept ({origin_of_margin(facts)}), and test it on "
+        text += "fresh seeds"
+        if has_several_runs:
+            text += f": {num_pairs} {sample_unit(paired=description.paired)} {WITH_POWER}, if {EQUAL_ARMS}"
+        yield on_fresh_seeds(text, claimed, num_pairs)
+    if has_several_runs:
+        yield NextStep("Or first plan the number of seeds", plan_command(claimed))
+
+
+def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
+    """A reference can only be paired with runs of its own seeds."""
+    yield from check_step_one(facts)
+    reference_seeds, run_seeds = facts.reference_seeds
+    seeds_left = sorted(reference_seeds - run_seeds)
+    if not facts.content.claims:
+        text = "The reference has no claim: say which metric has to agree, and how closely"
+        yield NextStep(text, f"{COMPARE} --claim METRIC:WINDOW:MARGIN")
+    elif len(seeds_left) > 1:
+        seeds = join_numbers(seeds_left)
+        launch = f"abrun launch RECIPE --seeds {seeds} --name NEW --no-compare && {COMPARE_WITH_REFERENCE}"
+        text = f"Train the remaining seeds of the reference ({', '.join(map(str, seeds_left))}), then "
+        yield NextStep(
+            f"{text}compare only those", launch if facts.launched else f"{COMPARE} --seeds {seeds}"
+        )
+    elif seeds_left:
+        seeds = join_numbers(sorted(reference_seeds | run_seeds))
+        launch = ""
+        if facts.launched:
+            name = folder_name(facts.experiment)
+            launch = f"abrun launch RECIPE --seeds {seeds} --name {name} --resume --no-compare && "
+        text = f"Train the remaining seeds of the reference, too ({seeds_left[0]}), then compare again"
+        yield NextStep(text, f"{launch}{COMPARE}")
+    elif facts.has_untestable_claims:
+        yield NextStep(FIX, COMPARE)
+    else:
+        yield on_fresh_seeds("Train more pairs to narrow the interval", facts.experiment)
+
+
+def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
+    yield from check_step_one(facts)
+    if facts.waiting_arms:
+        yield reach_next_analysis(facts)
+        return
+    if facts.content.new_runs:
+        yield NextStep(MORE_OF_NEW, COMPARE)
+        return
+    if not facts.content.claims and facts.claimable:
+        text = f"Claim that they agree within a margin that you accept ({origin_of_margin(facts)})"
+        claimed = with_claims(facts.experiment, [build_claim(facts.claimable)])
+        unpaired = "" if facts.content.paired else UNPAIRED
+        yield NextStep(text, f"{COMPARE}{unpaired}{claim_options(claimed)}")
+    elif not facts.content.claims:
+        text = "No metric of these runs could show a difference: log what they learn, or train longer"
+        yield NextStep(text, COMPARE)
+    if max(facts.content.descriptions[0].num_runs) == 1:
+        yield train_two_each(facts)
+
+
+def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
+    yield from check_step_one(facts)
+    if facts.waiting_arms:
+        yield reach_next_analysis(facts)
+    elif any(run.unread for run in facts.experiment.runs.values()):
+        yield NextStep(FIX, COMPARE)
+    else:
+        yield NextStep("Map metrics that mean the same", f"{COMPARE} --alias train/reward=NAME")
+
+
+def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
+    """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
+    yield from check_step_one(facts)
+    if facts.content.new_runs:
+        yield NextStep(MORE_OF_NEW, COMPARE)
+        return
+    if facts.replacement_claims:
+        yield replace_claims(facts)
+    if facts.waiting_arms:
+        yield reach_next_analysis(facts)
+    elif facts.has_untestable_claims:
+        yield NextStep(FIX, COMPARE)
+    elif not facts.undecided_claims:
+        yield on_fresh_seeds("Decide it with fresh seeds", facts.experiment)
+    else:
+        needed, num_pairs = pairs_that_decide(facts)
+        if num_pairs is None:
+            needed = f"{needed}; see whether fresh seeds show a mismatch"
+        yield on_fresh_seeds(needed, facts.experiment, num_pairs)
+
+
+def after_one_arm(facts: Facts) -> Iterator[NextStep]:
+    """One arm alone was described, or has claims on its level, which more of its runs may decide."""
+    content, directory = facts.content, facts.experiment.directory
+    is_level_open = any(claim.result == "undecided" for claim in content.claims)
+    if content.verdict == "INVALID":
+        yield NextStep(FIX, COMPARE)
+    elif is_level_open or all(noise.gap is None or len(noise.levels) < 3 for noise in content.seed_noise):
+        text = "Train at least two more runs of this arm with other seeds, then measure again"
+        yield NextStep(text, COMPARE)
+    else:
+        source = shlex.quote(str(relative_path(directory))) if directory else "RUNS"
+        yield NextStep("Compare runs of a change with these", f"abrun compare {source} NEW")
+
+
+def after_invalid(facts: Facts) -> Iterator[NextStep]:
+    experiment = facts.experiment
+    if started := [run for run in facts.unfinished_runs if run.status != "missing"]:
+        run = f"{experiment_argument(experiment)}/{started[0].name}"
+        yield NextStep("See how the first of them ended", f"abrun logs {run}")
+    if facts.unfinished_runs:
+        yield NextStep("Continue the runs that did not finish", resume_launch(experiment))
+        return
     # Launching again with the wrong alias would lose the metric again.
-    NextStepRule(
-        lambda f: f.is_claim_unrecorded and f.suggested_aliases,
-        Code.READ_BY_OTHER_NAME,
-        commands.compare_with_aliases,
-    ),
-    NextStepRule(
-        lambda f: f.is_claim_unrecorded and not f.suggested_aliases and f.replacement_claims,
-        Code.CLAIM_WHAT_SHOWS,
-        commands.compare_with_other_claims,
-    ),
+    if facts.is_claim_unrecorded and facts.suggested_aliases:
+        text = "Compare the same runs under the metric name that they log"
+        yield NextStep(text, compare_with_aliases(facts))
+    elif facts.is_claim_unrecorded and facts.replacement_claims:
+        yield replace_claims(facts)
     # No change of the recipe repairs directories that were swapped or copied.
-    NextStepRule(lambda f: f.has_misplaced_runs, Code.MEND_REASONS, COMPARE, is_final=True),
-    NextStepRule(lambda f: True, Code.MEND_RECIPE, "abrun launch RECIPE --dry-run"),
+    if facts.has_misplaced_runs:
+        yield NextStep(FIX, COMPARE)
+        return
+    yield NextStep(
+        "Fix what makes the comparison invalid (in the recipe, or with --set), then check the plan with a "
+        "dry run",
+        "abrun launch RECIPE --dry-run",
+    )
+
+
+def after_invalid_of_others(facts: Facts) -> Iterator[NextStep]:
+    if versions_follow_arms(facts.experiment):
+        text = "If you compare versions, declare them as the treatment"
+        yield NextStep(text, f"{COMPARE} --versions-differ")
+    if facts.can_unpair and facts.shared_seeds:
+        text = "Compare only the seeds that both arms have"
+        yield NextStep(text, f"{COMPARE} --seeds {join_numbers(facts.shared_seeds)}")
+    elif facts.can_unpair:
+        yield NextStep("Compare them as independent runs", f"{COMPARE}{UNPAIRED}")
+    elif no_shared_step_reason([*facts.experiment.runs.values()]):
+        text = "If another column has the steps of all runs, name it"
+        yield NextStep(text, f"{COMPARE} --step-column NAME")
+    yield NextStep(FIX, COMPARE)
+
+
+# --- steps and sentences of several situations ---
+
+TRAIN_IN_FLOAT32 = (
+    "Train one step in float32, where rounding errors stay below 1e-4, to tell rounding from a fault"
 )
-INVALID_OF_OTHERS = (
-    NextStepRule(
-        lambda f: versions_follow_arms(f.experiment),
-        Code.CALL_VERSIONS_TREATMENT,
-        f"{COMPARE} --versions-differ",
-    ),
-    NextStepRule(
-        lambda f: f.can_unpair and f.shared_seeds,
-        Code.COMPARE_SHARED_SEEDS,
-        lambda f: f"{COMPARE} --seeds {commands.join_numbers(f.shared_seeds)}",
-    ),
-    NextStepRule(lambda f: f.can_unpair and not f.shared_seeds, Code.UNPAIR, f"{COMPARE} --unpaired"),
-    NextStepRule(
-        lambda f: not f.can_unpair and no_shared_step_reason([*f.experiment.runs.values()]),
-        Code.NAME_STEP_COLUMN,
-        f"{COMPARE} --step-column NAME",
-    ),
-    NextStepRule(lambda f: True, Code.MEND_REASONS, COMPARE),
-)
+FIX = "Fix what makes the comparison invalid and compare again"
+MORE_OF_NEW = "For a verdict, train at least two more runs of the arm that has one"
+EQUAL_ARMS = "the arms are truly equal"
+WITH_POWER = f"give 80 % power {AT_OBSERVED}"
+
+
+def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | None = None) -> NextStep:
+    """Compare seeds that no interim analysis has used, as many as there were unless more are needed.
+
+    The text says how to get the runs, if the command does not.
+    """
+    first_seed = 1 + max((seed for arm in experiment.arms for seed in experiment.arm(arm)), default=-1)
+    count = num_pairs or max([1, *(len(experiment.arm(arm)) for arm in experiment.treatments)])
+    seeds = f"{first_seed}-{first_seed + count - 1}"
+    if experiment.regression:
+        file = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', experiment.name).strip('-')}-fresh.json"
+        return NextStep(
+            f"{text}: the reference has none, so train its arm on seeds {seeds} and save it as a reference",
+            f"abrun reference save NEW{claim_options(experiment)} --output {file}",
+        )
+    if experiment.directory:
+        options = f"--seeds {seeds}{comparison_options(experiment, count)}"
+        name = folder_name(experiment, "-fresh")
+        command = f"abrun launch RECIPE {options} --name {name}"
+        if experiment.launched_baseline:
+            command += f" --no-compare && abrun compare {name} --baseline {shlex.quote(experiment.baseline)}"
+        return NextStep(text, command)
+    if not experiment.seeds_known:
+        return NextStep(
+            f"{text}: train {count} more runs of each arm into new folders, and compare only those",
+            f"abrun compare NEW NEW --unpaired{claim_options(experiment)}",
+        )
+    return NextStep(
+        f"{text}: train both arms on seeds {seeds} next to these runs, then compare only the new ones",
+        f"{COMPARE} --seeds {seeds}",
+    )
+
+
+def check_step_one(facts: Facts) -> Iterator[NextStep]:
+    """Yield what tells rounding from a fault, for runs that abrun did not launch."""
+    if facts.arms_with_open_checks:
+        text = (
+            "Train one step in float32, where rounding cannot explain it; if rounding was the cause, leave "
+            "step one out"
+        )
+        yield NextStep(text, f"{COMPARE} --no-step-one")
+
+
+def train_two_each(facts: Facts) -> NextStep:
+    same_seeds = ", with the same seeds in both" * facts.content.paired
+    return NextStep(f"Train at least two more runs of each arm{same_seeds}, then compare again", COMPARE)
+
+
+def train_longer(experiment: RecordedExperiment, why: str) -> NextStep:
+    text = f"These runs could not show a difference{why}; if they were too short, train longer"
+    grid = experiment.all_steps()
+    num_steps = 2 * int(grid[-1]) if len(grid) else 1
+    options = f"--set steps={num_steps}{comparison_options(experiment)} {stage_options(experiment)}"
+    return NextStep(text, f"abrun launch RECIPE {options}--name {folder_name(experiment, '-longer')}")
+
+
+def declare_tolerances(facts: Facts) -> NextStep:
+    """Declare step-one tolerances that these runs would have met; other metrics stay untested.
+
+    The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
+    """
+    experiment, checks = facts.experiment, facts.content.step_one
+    declared = experiment.compare.step_one_tolerance
+    tolerances = {**declared} if isinstance(declared, dict) else {}
+    tolerances |= {
+        check.metric: math.ceil(125 * check.deviation) / 100 for check in checks if check.result == "open"
+    }
+    # Their deviation cannot be distinguished from noise
+    untested = dict.fromkeys(check.metric for check in checks if check.result == "not tested")
+    left_untested = ", ".join(metric for metric in untested if metric not in tolerances)
+    text = "If it was rounding, declare a tolerance for it and test on fresh seeds"
+    if left_untested:
+        text += f" (left untested, because fresh seeds may round differently: {left_untested})"
+    compare = experiment.compare.model_copy(update={"step_one_tolerance": tolerances})
+    num_pairs = max((claim.power.pairs_needed or 0 for claim in facts.undecided_claims), default=0)
+    return on_fresh_seeds(text, replace(experiment, compare=compare), num_pairs or None)
+
+
+def replace_claims(facts: Facts) -> NextStep:
+    """Claim only what these runs can show."""
+    text = "Leave out the claims that these runs cannot show"
+    if not facts.testable_claims:
+        margin = origin_of_margin(facts)
+        text = f"Claim what these runs can show, within a margin that you accept ({margin})"
+    experiment = with_claims(facts.experiment, facts.replacement_claims)
+    if facts.launched:
+        return on_fresh_seeds(f"{text}, and use fresh seeds", experiment)
+    return NextStep(text, f"{COMPARE}{claim_options(experiment)}")
+
+
+def reach_next_analysis(facts: Facts) -> NextStep:
+    """Train the pairs of the next declared analysis, on seeds after those of the arm with most pairs."""
+    experiment, interim = facts.experiment, facts.experiment.compare.interim
+    seeds = max(([pair.seed for pair in experiment.pairs(arm)] for arm in experiment.treatments), key=len)
+    num_pairs = next(count for count in interim if count > len(seeds))
+    new_seeds = [max(seeds) + 1 + index for index in range(num_pairs - len(seeds))]
+    noun = "seed" if len(new_seeds) == 1 else "seeds"
+    text = f"An interim analysis is still to come: train both arms on {noun} {join_numbers(new_seeds)}"
+    options = f"--seeds {join_numbers([*seeds, *new_seeds])} --interim {join_numbers(interim)}"
+    return NextStep(text, f"{COMPARE} {options}")
+
+
+def pairs_that_decide(facts: Facts) -> tuple[str, int | None]:
+    """Return a sentence on the fresh pairs that would decide the undecided claims, and their number."""
+    undecided, unit = facts.undecided_claims, sample_unit(paired=facts.content.paired)
+    needed = [claim.power.pairs_needed for claim in undecided if claim.power.pairs_needed is not None]
+    if any(map(_is_beyond_margin, undecided)):
+        return f"No number of {unit} shows this margin if the observed difference is the true one", None
+    if any(claim.estimate.limited is not None for claim in undecided):
+        count = 4 * max(undecided[0].claim.num_runs or [undecided[0].claim.num_pairs])
+        return f"Four times as many {unit} halve the interval that a limit is tested with", count
+    if len(needed) < len(undecided):
+        return f"This margin takes more than 1000 {unit}", None
+
+    count = max(needed)
+    gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
+    truths = [EQUAL_ARMS] * (len(gains) < len(undecided))
+    if gains:
+        truths.append(f"the true gain is {' or '.join(sorted({f'{gain:.3g}' for gain in gains}, key=float))}")
+    text = f"{count} {unit} {WITH_POWER}, if {' or '.join(truths)}"
+    if_differing = max(claim.power.pairs_needed_observed or math.inf for claim in undecided)
+    if count < if_differing < math.inf:
+        text += f" ({if_differing}, if they differ as they do here)"
+    return text, count
+
+
+def _is_beyond_margin(claim: ClaimResult) -> bool:
+    """Return True if no number of pairs shows the claim at the detected difference."""
+    estimate, margin = claim.estimate, claim.claim.margin
+    if claim.claim.kind in ("not_worse", "better"):
+        return estimate.detected is not None and claim.power.pairs_needed_observed is None
+    if estimate.interval is None or estimate.mean_difference is None or margin is None:
+        return False
+    low, high = estimate.interval
+    is_detected = claim.claim.margin_unit != "sigma" and not low <= 0 <= high
+    return is_detected and abs(estimate.mean_difference) >= margin
+
+
+def origin_of_margin(facts: Facts) -> str:
+    """Return how the suggested margin comes from the baseline, and a detected difference of these runs."""
+    description = facts.claimable
+    assert description
+    origin = f"suggested here: {sentence(description.margin_is)}"
+    if description.detected is None:
+        return origin
+    detected = asdict(description.detected)
+    direction = direction_text(detected, description.arm, facts.experiment.baseline)
+    difference = f"{detected['difference']:+.3g}, {direction}"
+    bound, margin = description.certified_bound, description.margin
+    if bound is not None and margin is not None and bound < margin:
+        return (
+            f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by "
+            "the loss that you accept"
+        )
+    return f"{origin}; the runs differ by {difference}"
+
+
+# --- commands ---
+
+
+def plan_command(experiment: RecordedExperiment) -> str:
+    return f"abrun power RECIPE{comparison_options(experiment)} --from {experiment_argument(experiment)}"
+
+
+def resume_launch(experiment: RecordedExperiment) -> str:
+    return f"abrun launch RECIPE {stage_options(experiment)}--name {folder_name(experiment)} --resume"
+
+
+def stage_options(experiment: RecordedExperiment) -> str:
+    """An experiment with interim analyses is launched in stages, however it was begun."""
+    interim = experiment.compare.interim
+    return f"--until-decided --max-seeds {interim[-1]} " if interim else ""
+
+
+def save_reference(facts: Facts) -> str:
+    experiment = facts.experiment
+    name = experiment_argument(experiment)
+    source, stem = (name, folder_name(experiment)) if facts.launched else ("RUNS", name)
+    claims = "" if facts.is_declared else claim_options(experiment)
+    return f"abrun reference save {source}{claims} --output {stem}.json"
+
+
+def compare_with_aliases(facts: Facts) -> str:
+    experiment = facts.experiment
+    assert experiment.directory
+    path = relative_path(experiment.directory)
+    words = [shlex.quote(f"{arm}={path}/{arm}") for arm in experiment.arms]
+    for metric, logged_name in facts.suggested_aliases.items():
+        words += ["--alias", shlex.quote(f"{metric}={logged_name}")]
+    return f"abrun compare {' '.join(words)}{claim_options(experiment)}"
+
+
+def measure_mismatch(facts: Facts) -> str:
+    # The weights before the update of the failed step; without a checkpoint, the initial ones
+    steps = [check.step - 1 for check in facts.failed_checks if check.metric in ENGINE_ERRORS]
+    arm, seed = facts.first_failing_run
+    assert facts.experiment.directory
+    if not is_directory(RunDir(facts.experiment.directory / arm / f"seed-{seed}").checkpoints):
+        steps.append(0)
+    step_option = f" --step {steps[0]}" if steps else ""
+    return f"abrun logprob-diff {_first_failing_run_path(facts)}{step_option}"
+
+
+def trace_arms(facts: Facts) -> str:
+    check = facts.failed_checks[0]
+    arm = f" --arm {shlex.quote(check.arm)}" if len(facts.experiment.treatments) > 1 else ""
+    return f"abrun trace RECIPE{arm}" + (f" --step {check.step}" if check.step > 1 else "")
+
+
+def show_completions(facts: Facts) -> str:
+    step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
+    experiment, seed = facts.experiment, facts.first_failing_run[1]
+    baseline_run = f"{experiment_argument(experiment)}/{experiment.baseline}/seed-{seed}"
+    return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"
+
+
+def _first_failing_run_path(facts: Facts) -> str:
+    arm, seed = facts.first_failing_run
+    return f"{experiment_argument(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
+
+
+def install_trainer(facts: Facts, command: str) -> str:
+    """Return the command that must precede one that trains on this machine: empty if nothing is missing."""
+    name, directory = command.split()[1], facts.experiment.directory
+    trains = name in ("trace", "logprob-diff")
+    if name in LAUNCH_COMMANDS and directory:
+        launcher = open_experiment(directory)["recipe"].get("launcher") or {}
+        trains = launcher.get("type", "local") == "local"
+    is_lacking = trains and facts.is_own_trainer and missing_package("train")
+    return "pip install 'abrun[train]' && " if is_lacking else ""

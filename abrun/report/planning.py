@@ -9,8 +9,16 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from abrun.experiment.designs import Designs, design_reason, propose_designs
-from abrun.experiment.power import ASSURANCE, ClaimPower, Spread, assumed_spread, plan_claim_power
+from abrun.experiment.power import (
+    ASSURANCE,
+    ClaimPower,
+    Designs,
+    Spread,
+    assumed_spread,
+    design_reason,
+    plan_claim_power,
+    propose_designs,
+)
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence
 from abrun.messages.codes import Reason

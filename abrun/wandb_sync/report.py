@@ -17,7 +17,7 @@ from abrun.messages.records import print_reason
 from abrun.recipe.extras import missing_package
 from abrun.runs.experiment import is_experiment, open_experiment
 from abrun.runs.files import make_private_folder
-from abrun.wandb_sync import timed_process
+from abrun.wandb_sync import run_module
 from abrun.wandb_sync.wandb_run import INIT_TIMEOUT_S, error_line
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def upload_report(verdict: "VerdictFile", files: Sequence[Path], experiment_dir:
         "summary": summarize_verdict(verdict),
     }
     module, text = ["abrun.wandb_sync.report"], json.dumps(request)
-    code, reasons = timed_process.run_module(module, UPLOAD_TIMEOUT_S, stdin_text=text)
+    code, reasons = run_module(module, UPLOAD_TIMEOUT_S, stdin_text=text)
     if code == 0 and reasons:
         return sentence(reasons[-1])
     cause = f"no answer within {UPLOAD_TIMEOUT_S:g} s" if code is None else f"exit code {code}"

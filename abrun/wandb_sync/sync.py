@@ -12,7 +12,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs.experiment import planned_runs, run_dir
 from abrun.runs.files import wrap_read_errors
 from abrun.runs.rundir import RunDir
-from abrun.wandb_sync import timed_process
+from abrun.wandb_sync import run_module
 
 SYNC_TIMEOUT_S = 600.0  # per run
 
@@ -27,7 +27,7 @@ def sync_experiment(experiment_dir: Path, say: Callable[[str], object]) -> None:
         raise StoreError(f"{experiment_dir}: wandb-sync {missing}")
     failures = []
     for name, run in mirrored_runs.items():
-        code, reasons = timed_process.run_module(["abrun.wandb_sync", str(run.path), "--all"], SYNC_TIMEOUT_S)
+        code, reasons = run_module(["abrun.wandb_sync", str(run.path), "--all"], SYNC_TIMEOUT_S)
         if code == 0 and reasons and reasons[-1].code == Code.STEPS_SENT:
             say(f"{name}: {sentence(reasons[-1])}")
             continue

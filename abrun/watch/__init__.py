@@ -16,7 +16,6 @@ from rich.live import Live
 from rich.text import Text
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.messages.records import encode_reasons
 from abrun.report.present.tables import Table, columns
 from abrun.runs.experiment import (
@@ -31,10 +30,9 @@ from abrun.runs.experiment import (
 from abrun.runs.files import is_directory
 from abrun.runs.lock import describe_launcher
 from abrun.runs.redaction import display_safe
-from abrun.watch.activity import describe_activity
 from abrun.watch.log import read_log
 from abrun.watch.reading import ExperimentReader, FindJobStates, WatchedRun, estimate_time_left_s
-from abrun.watch.showing import merge_same_messages, progress_line, render, status_line
+from abrun.watch.showing import describe_activity, merge_same_messages, progress_line, render, status_line
 
 __all__ = [
     "ExperimentReader",
@@ -197,7 +195,7 @@ def read_overviews(runs_dir: Path, find_jobs: FindJobStates) -> tuple[list[Overv
     folder is missing.
     """
     if not is_directory(runs_dir):
-        raise StoreError(Code.RUNS_DIR_MISSING(runs_dir=runs_dir))
+        raise StoreError(f"{runs_dir}: no such folder; launch a recipe first, or give another --runs-dir")
     overviews, problems = list[Overview](), list[str]()
     query_s, num_not_asked, unreachable = 0.0, 0, set[str | None]()
     for experiment_dir in list_experiments(runs_dir):

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code
 from abrun.messages.numbers import more_text
+from abrun.messages.texts import listed
 from abrun.processes import poll_interval
 from abrun.runs.experiment import is_experiment, planned_runs
 from abrun.runs.files import open_regular, read_error
@@ -30,7 +30,10 @@ def read_log(directory: Path, find_jobs: FindJobStates, *, follow: bool) -> Iter
     refuse_experiment(directory)
     run = RunDir(directory)
     if not run.exists:
-        raise StoreError(Code.NO_RUN_OR_EXPERIMENT(directory=directory))
+        raise StoreError(
+            f"{directory}: no such run or experiment, here or in --runs-dir; give a folder, or a name such "
+            "as EXPERIMENT/ARM/seed-0 (abrun status lists experiments, abrun status EXPERIMENT its runs)"
+        )
     name = run.record().name
     experiment_dir = directory.parent.parent
     jobs = find_jobs(experiment_dir)
@@ -66,7 +69,9 @@ def refuse_experiment(directory: Path) -> None:
     if is_experiment(directory):
         names = [str(directory / str(name)) for name in planned_runs(directory)]
         omitted = more_text(len(names) - MAX_NAMED_RUNS)
-        raise StoreError(Code.RUN_IS_EXPERIMENT(run=directory, names=names[:MAX_NAMED_RUNS], more=omitted))
+        raise StoreError(
+            f"{directory}: is an experiment; name one of its runs: {listed(names[:MAX_NAMED_RUNS])}{omitted}"
+        )
 
 
 def _read_chunk(run: RunDir, position: int) -> tuple[int, bytes]:

@@ -11,10 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from abrun.messages import sentence
+from abrun.messages.codes import Code
 from abrun.report.present.tables import Column, Table
 from abrun.runs.metric_names import CURVES, GRAD_NORM, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.redaction import display_safe
-from abrun.watch.activity import describe_activity, format_clock, merge_activities
 from abrun.watch.reading import WatchedRun, estimate_time_left_s
 
 # Terminal widths from which the table has full headings, wider gaps and elapsed times; and tokens per second.
@@ -182,8 +183,8 @@ def _run_columns(curve_metric: str, width: int) -> list[_RunColumn]:
         heading = "tokens/s\nper device"
         columns.append(_RunColumn(heading=heading, cell=_format_rate, is_optional=True))
     if is_wide:
-        columns.append(_RunColumn(heading="\nelapsed", cell=lambda run: _format_clock(run.elapsed_s)))
-    return [*columns, _RunColumn(heading="\nETA", cell=lambda run: _format_clock(run.eta_s))]
+        columns.append(_RunColumn(heading="\nelapsed", cell=lambda run: format_clock(run.elapsed_s)))
+    return [*columns, _RunColumn(heading="\nETA", cell=lambda run: format_clock(run.eta_s))]
 
 
 def _draw_curve(run: WatchedRun, metric: str, width: int, value_range: tuple[float, float]) -> Text:
@@ -217,11 +218,11 @@ def _progress_bar(runs: Sequence[WatchedRun], width: int) -> RichTable:
     num_done = sum(min(run.step, run.state.num_steps) for run in planned)
     elapsed_s, seconds_left = compute_elapsed_s(planned), estimate_time_left_s(runs)
     if elapsed_s is not None:
-        elapsed_text = f"  {_format_clock(elapsed_s)} elapsed"
+        elapsed_text = f"  {format_clock(elapsed_s)} elapsed"
     else:
         warm_start_s = compute_elapsed_s([run.warm_start for run in runs if run.warm_start])
-        elapsed_text = "" if warm_start_s is None else f"  {_format_clock(warm_start_s)} of warm start"
-    left_text = "" if seconds_left is None else f"  {_format_clock(seconds_left)} left"
+        elapsed_text = "" if warm_start_s is None else f"  {format_clock(warm_start_s)} of warm start"
+    left_text = "" if seconds_left is None else f"  {format_clock(seconds_left)} left"
     text = f" {num_done}/{num_steps} steps  {num_done / max(1, num_steps):.0%}{elapsed_text}{left_text}"
     grid = RichTable.grid()
     grid.add_row(
@@ -261,6 +262,51 @@ def compute_elapsed_s(runs: Sequence[WatchedRun]) -> float | None:
         if (start := run.state.started_s) is not None and (elapsed_s := run.elapsed_s) is not None
     ]
     return max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
+
+
+# --- a run without a recent step: what it does, for how long, and how long it may ---
+
+# Reasons of a stalled run that say no more than that it takes no step
+BARE_STALLS = (Code.NO_NEW_STEP, Code.NO_SIGN_OF_LIFE)
+
+
+def describe_activity(run: WatchedRun, seconds: float | None = None) -> str | None:
+    """Return what a run without a recent step does, such as `no step for 5:13 (limit 30:00)`.
+
+    None for a run that takes steps, waits for devices or has ended. `seconds` replaces the measured time.
+    """
+    if run.warm_start:
+        elapsed_s = run.warm_start.elapsed_s
+        elapsed_text = "" if elapsed_s is None else f", {format_clock(elapsed_s)} so far"
+        return f"waiting for the warm start{elapsed_text}"
+    if run.since_step_s is None or not (run.is_starting or run.is_silent):
+        return None
+    progress, reason = run.state.progress, run.state.reason
+    clock = format_clock(_silence_s(run) if seconds is None else seconds)
+    limit_s, activity = (progress.limit_s, progress.activity) if progress else (None, None)
+    limit = f" (limit {format_clock(limit_s)})" if limit_s is not None else ""
+    suffix = f": {activity}" if activity else ""
+    if reason and reason.code not in BARE_STALLS:
+        return f"{sentence(reason)}{limit}"
+    if run.is_starting:
+        return f"starting for {clock}{suffix or ': no step logged yet'}{limit}"
+    if run.step >= run.state.num_steps:
+        return f"last step {clock} ago{suffix}{limit}"
+    return f"no step for {clock}{suffix}{limit}"
+
+
+def _silence_s(run: WatchedRun) -> float:
+    """Return the seconds since the last step, or since the start of a run without one."""
+    return (run.elapsed_s if run.is_starting else run.since_step_s) or 0.0
+
+
+def merge_activities(runs: Iterable[WatchedRun]) -> list[tuple[list[WatchedRun], str]]:
+    """Return what the runs do, each activity once, with its runs and the longest of their times."""
+    groups: dict[str, list[WatchedRun]] = {}
+    for run in runs:
+        if activity := describe_activity(run, 0.0):
+            groups.setdefault(activity, []).append(run)
+    return [(group, describe_activity(max(group, key=_silence_s)) or "") for group in groups.values()]
 
 
 # --- one line per run ---
@@ -334,5 +380,10 @@ def _format_seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
 
 
-def _format_clock(value: float | None) -> str:
-    return "" if value is None else format_clock(value)
+def format_clock(seconds: float | None) -> str:
+    """Return seconds as `5:13` or `1:05:13`; None as nothing."""
+    if seconds is None:
+        return ""
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"

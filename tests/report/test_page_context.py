@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from abrun.cli import app
 from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.stored import load_experiment
-from abrun.messages.codes import Code
 from abrun.messages.validity import alias_hint
 from abrun.recipe.claims import Claim, Compare
 from abrun.report.commands import fill_placeholders
@@ -165,7 +164,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
     comparison = judged(experiment_dir)
     assert comparison.verdict == "INCONCLUSIVE"
     first, *others = beside(comparison, experiment_dir).next_steps
-    assert first.reason.code is Code.DECLARE_MARGIN and first.reason["margin"].code is Code.MARGIN_SUGGESTED
+    assert first.text.startswith("Declare a margin that you accept (suggested here: ")
     claim = '"claims": [{"metric": "train/reward", "margin": 0.05}]'
     assert claim in first.command and " ±0.05 " in pasted(first.command)
     if num_seeds == 1:
@@ -173,7 +172,7 @@ def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged
         return
     (plan,) = others
     assert plan.command.startswith("abrun power runs/simulated --set 'compare=")
-    assert first.reason["claim_needs"].code is Code.PAIRS_DECIDE and first.reason["claim_needs"]["paired"]
+    assert " pairs give 80 % power at the observed sd, if the arms are truly equal" in first.text
     assert "measured in simulated over 5 pairs" in " ".join(pasted(plan.command).split())
 
 
@@ -233,7 +232,8 @@ def test_of_a_reference_the_next_change_is_compared_with_it(simulated, here, typ
         left.command == f"abrun launch {recipe} --seeds 0,1,2 --name later --resume --no-compare && {again}"
     )
     (more,) = proposed(seeds=[0, 1, 2], noise=0.05)
-    assert more.reason == Code.FRESH_REFERENCE(step=Code.NARROW_INTERVAL(), first=3, last=5)
+    assert more.text.startswith("Train more pairs to narrow the interval: the reference has none, ")
+    assert "train its arm on seeds 3-5 " in more.text
     named = "--output later-s-arm-treatment-against-simulated-fresh.json"
     assert more.command == f"abrun reference save NEW --claim 'train/reward:last 20%:0.02' {named}"
 

@@ -11,14 +11,12 @@ from rich.console import Console
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.sources import ReadingOptions
 from abrun.logs.recorded.stored import load_experiment
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources
 from abrun.report.write import unique_slugs
 from abrun.runs.launches import write_wandb_location
 from abrun.runs.rundir import RunDir
 from tests.installed import SEES_TRAINER
-from tests.reasons import refused
 from tests.verdict.simulate import fail
 
 TWO_CLAIMS = {
@@ -153,7 +151,7 @@ def test_a_report_post_hoc_does_not_replace_the_declared_one(simulated, tmp_path
     post_hoc = [{"claims": claims}, {"step_one": False}, {"reading": ReadingOptions(unpaired=True)}]
     for options in post_hoc:
         given = {"reading": ReadingOptions(), "formats": ["json"], **options}
-        with refused(Code.REPORT_OF_DECLARED, folder=str(report)):
+        with pytest.raises(ComparisonError, match="has the report of the comparison declared at launch"):
             compare_sources([str(experiment_dir)], output=report, **given)
         assert compare_sources([str(experiment_dir)], output=tmp_path / "other", **given).content.post_hoc
     assert (report / "verdict.json").read_bytes() == before
@@ -174,6 +172,6 @@ def test_a_comparison_of_other_runs_does_not_replace_an_experiments_report(simul
     link.symlink_to(report)
     arms = [str(other_dir / "baseline"), str(other_dir / "treatment")]
     for sources, output in ([str(other_dir)], report), (arms, report), ([str(other_dir)], link):
-        with refused(Code.REPORT_OF_OTHER, folder=str(output), experiment=experiment_dir.name):
+        with pytest.raises(ComparisonError, match=f"of the experiment {experiment_dir.name}; choose"):
             compare_sources(sources, ReadingOptions(), output=output, formats=["json"])
     assert (report / "verdict.json").read_bytes() == before

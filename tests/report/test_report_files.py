@@ -11,9 +11,7 @@ import pytest
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.sources import ReadingOptions
-from abrun.messages.codes import Code
 from abrun.report.comparing import compare_sources
-from tests.reasons import refused
 from tests.verdict.simulate import write_experiment
 
 FORMATS = {
@@ -95,7 +93,7 @@ def test_nothing_is_written_through_a_hard_link_or_a_linked_folder(
     assert mine.read_text() == "not ours"
     shutil.rmtree(experiment_dir / "report")
     (experiment_dir / "report").symlink_to(tmp_path)
-    with refused(Code.REPORT_IS_LINK, folder=str(experiment_dir / "report")):
+    with pytest.raises(ComparisonError, match="/report: is a symbolic link; remove it"):
         compare(experiment_dir, "html")
     assert not (tmp_path / "report.html").exists()
     compare_sources([str(experiment_dir)], ReadingOptions(), formats=("html",), output=tmp_path / "mine")

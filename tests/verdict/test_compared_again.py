@@ -12,7 +12,6 @@ import pytest
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.claim_tests import MAX_TESTS, find_earlier_claim_tests
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
-from abrun.messages.codes import Code
 from abrun.recipe.claims import parse_claim
 from abrun.report.comparing import Comparison, compare_sources, freeze_arm
 from abrun.stats.sequential import interim_level
@@ -73,8 +72,8 @@ def test_an_open_claim_asks_for_fresh_seeds_alone(here: Path) -> None:
     assert found.verdict == "INCONCLUSIVE"
     (fresh,) = found.next_steps
     needed = found.content.claims[0].power.pairs_needed
-    assert fresh.reason.code is Code.FRESH_SEEDS and needed
-    assert fresh.reason["step"]["needed"]["count"] == needed
+    assert needed and fresh.text.startswith(f"{needed} pairs give 80 % power ")
+    assert ": train both arms on seeds 4-" in fresh.text
     assert fresh.command.endswith(f"--seeds 4-{3 + needed}")
     (alone, *_) = compared(unpaired=True).next_steps
     assert "--seeds 4-" in alone.command and "--interim" not in alone.command
@@ -90,9 +89,8 @@ def test_other_seeds_of_a_reference_are_judged_alone(here: Path) -> None:
     found = compare_sources(("r/new",), ReadingOptions(), reference=here / "old.json")
     assert found.verdict == "INCONCLUSIVE"
     (step,) = found.next_steps
-    assert step.reason == Code.OTHER_SEEDS_ALONE(seeds_left=[3, 4, 5, 6, 7]) and step.command.endswith(
-        " --seeds 3,4,5,6,7"
-    )
+    assert step.text.startswith("Train the remaining seeds of the reference (3, 4, 5, 6, 7), then ")
+    assert step.command.endswith(" --seeds 3,4,5,6,7")
 
 
 # --- declared looks ---
@@ -103,7 +101,7 @@ def test_declared_looks_test_at_their_level(here: Path) -> None:
     first = compared(interim=(3, 5, 8))
     assert first.content.claims[0].claim.alpha == interim_level((3, 5, 8))
     (step,) = first.next_steps
-    assert step.reason == Code.TRAIN_FOR_INTERIM(seeds_to_come=[3, 4])
+    assert step.text.endswith(": train both arms on seeds 3,4")
     assert step.command.endswith("--seeds 0,1,2,3,4 --interim 3,5,8")
     write_runs(here / "r", range(5))
     second = compared(interim=(3, 5, 8))

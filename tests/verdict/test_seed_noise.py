@@ -74,7 +74,7 @@ def test_one_run_alone_says_what_cannot_be_known(tmp_path: Path) -> None:
     found = compared(write_arm(tmp_path / "new", [0.55], first_seed=7))
     assert reason_of(found, Code.ONE_RUN_ALONE)["run"] == "new/seed-7"
     assert found.exit_code == 0 and found.content.seed_noise[0].gap is None
-    assert found.next_steps[0].reason.code is Code.TRAIN_MORE_OF_ARM
+    assert found.next_steps[0].text.startswith("Train at least two more runs of this arm")
 
 
 @pytest.mark.parametrize("seed", [7, 1])  # a seed of its own, and one that an earlier run has
@@ -202,7 +202,7 @@ def test_a_distance_that_two_runs_cannot_judge_is_explained(tmp_path: Path) -> N
     )
     assert "because the sd of 2 runs is uncertain" in sentence(found.content.reasons[0])
     alone = compared(str(tmp_path / "two"))
-    assert alone.next_steps[0].reason.code is Code.TRAIN_MORE_OF_ARM
+    assert alone.next_steps[0].text.startswith("Train at least two more runs of this arm")
 
 
 def test_what_is_not_measured_is_named(tmp_path: Path) -> None:
@@ -246,4 +246,4 @@ def test_configurations_that_differ_by_more_than_the_seed_are_invalid(tmp_path: 
     found = compare(replace(experiment, runs=runs))
     assert (found.verdict, found.exit_code) == ("INVALID", 5)
     assert reason_of(found, Code.CONFIG_MIXED)["key"] == "lr"
-    assert found.next_steps[0].reason.code is Code.MEND_REASONS
+    assert found.next_steps[0].text.startswith("Fix what makes the comparison invalid")

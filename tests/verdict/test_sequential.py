@@ -69,8 +69,8 @@ def test_more_pairs_settle_what_step_one_leaves_open_in_no_arm(simulated, judged
             )
         found = judged(experiment_dir)
         assert found.verdict == "INCONCLUSIVE" and interim_state(experiment_dir, 3) == state
-        assert (found.next_steps[0].reason.code is Code.FINISH_INTERIM_PAIRS) == (state == "open")
-    assert found.next_steps[0].reason.code is Code.RUN_IN_FLOAT32
+        assert ("let its pairs finish" in found.next_steps[0].text) == (state == "open")
+    assert found.next_steps[0].text.startswith("Train one step in float32, ")
 
 
 @pytest.mark.parametrize("interim", [[5], [1, 5], [5, 5], [5, 3]])

@@ -16,7 +16,7 @@ from abrun.logs.wandb_files import read_wandb_files
 from abrun.messages.codes import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
-from abrun.wandb_sync import report, timed_process, wandb_run
+from abrun.wandb_sync import report, run_module, wandb_run
 from abrun.wandb_sync.__main__ import exit_code_of
 from abrun.wandb_sync.sync import sync_experiment
 from tests.snapshot import Snapshot
@@ -60,7 +60,7 @@ def attempt(run: RunDir, first: int, last: int, value: float) -> None:
 
 def mirrored(run: RunDir, *options: str) -> list[Reason]:
     """Mirror what a run has recorded so far; what was said."""
-    code, reasons = timed_process.run_module(["abrun.wandb_sync", str(run.path), *options], 100)
+    code, reasons = run_module(["abrun.wandb_sync", str(run.path), *options], 100)
     assert code is not None
     return reasons
 

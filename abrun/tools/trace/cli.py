@@ -57,9 +57,8 @@ def trace(
         abrun trace recipe.yaml --step 2 --arm treatment
         abrun trace dumps/base dumps/changed dumps/base-again
     """
-    from abrun.messages import sentence
-    from abrun.messages.codes import Code
     from abrun.recipe.experiment import load_recipe
+    from abrun.report.next_step import TRAIN_IN_FLOAT32
     from abrun.runs.experiment import is_experiment
     from abrun.runs.traces import FOLDER, StoredTrace
     from abrun.tools.trace.command import trace_dumps, trace_recipe
@@ -89,7 +88,7 @@ def trace(
         if folder and is_experiment(folder.parent) and folder.name == FOLDER:
             screen.say(f"abrun compare {folder.parent} shows this in its report")
         if isinstance(result, StoredTrace) and result.first is None and not result.is_in_float32:
-            screen.say(f"{sentence(Code.RUN_IN_FLOAT32())}: {typed_command()} --set policy.dtype=float32")
+            screen.say(f"{TRAIN_IN_FLOAT32}: {typed_command()} --set policy.dtype=float32")
     is_open = result.limit is None and any(tensor.ulps for tensor in result.tensors)
     raise typer.Exit(DIFFERS if result.first else UNDECIDED if is_open else 0)
 

@@ -12,12 +12,10 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.logs.recorded.stored import load_experiment
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence_lines
 from abrun.runs.layout import RunName
-from tests.reasons import refused
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import edit, edit_rows, write_experiment
 
@@ -169,7 +167,7 @@ def test_several_arms_ask_for_one(simulated, tmp_path):
     experiment_dir = simulated(shift={"treatment": -0.1})
     reference, where = tmp_path / "fused.json", [str(experiment_dir)]
     freeze(load_experiment(experiment_dir), "baseline", reference)
-    with refused(Code.REFERENCE_NEEDS_ARM, arms=["baseline", "treatment"]):
+    with pytest.raises(ComparisonError, match="choose one with --arm: baseline, treatment"):
         compare_sources(where, ReadingOptions(), reference=reference)
     for arm, verdict in (("baseline", "INVALID"), ("treatment", "MISMATCH")):
         comparison = compare_sources(where, ReadingOptions(), reference=reference, arm=arm)

@@ -22,7 +22,7 @@ from abrun.cli.arguments import (
 )
 from abrun.errors import RecipeError
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 
 # BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
 EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
@@ -110,7 +110,7 @@ def gate(
 
     if not start:
         start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
-        refuse_options(start_options, Code.OPTION_NEEDS, needed="--start")
+        refuse_options(start_options, needed="--start")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
     reasons: Sequence[Reason] = ()

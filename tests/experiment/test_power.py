@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from abrun.experiment.designs import (
+from abrun.experiment.power import (
     Designs,
+    assumed_spread,
     compare_designs,
     design_reason,
     first_analysis,
     interim_counts,
+    plan_claim_power,
     propose_designs,
 )
-from abrun.experiment.power import assumed_spread, plan_claim_power
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, Compare
