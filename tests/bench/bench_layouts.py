@@ -1,4 +1,4 @@
-"""Weak scaling of one long sequence a GPU, by backend and layout: tokens/s, utilisation, peak memory.
+"""Weak scaling of one long sequence a GPU, by backend and layout: tokens/s and peak memory.
 
 Whole runs on short sequences: bench_scaling.
 
@@ -6,9 +6,7 @@ Whole runs on short sequences: bench_scaling.
     python -m tests.bench.bench_layouts --device cpu       # the script's own logic, on a tiny model
 
 Each GPU has one sequence of so many tokens, however a layout cuts them; a step is a forward and a backward
-pass with the log-probs of all tokens, and an update. Medians over the rounds. Model FLOPs are 6 a parameter
-and token, and 6 * layers * hidden size * length a token for causal attention (arXiv:2204.02311, appendix B,
-halved); utilisation is of 989 TFLOP/s, the data sheet's dense bfloat16 rate of an H100 or H200.
+pass with the log-probs of all tokens, and an update. Medians over the rounds.
 """
 
 import copy
@@ -30,7 +28,7 @@ from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.sft import SupervisedObjective
 from abrun.trainer.models import load_network
 from abrun.trainer.rl.batch import Sequences
-from tests.bench.common import PEAK_FLOPS, make_parser
+from tests.bench.common import make_parser
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dtensor": (1, {}),
@@ -72,28 +70,21 @@ def measure(device: torch.device, settings: dict[str, Any]) -> None:
     """One layout, on all ranks; rank 0 prints a row of JSON for each length and path."""
     shape = Policy.model_validate({"backend": settings}).backend.shape
     network: Any = load_network(Model.model_validate({"preset": PRESETS[device.type]}), weights=None, seed=0)
-    num_parameters = sum(parameter.numel() for parameter in network.parameters())
-    config, on_gpu = network.config, device.type == "cuda"
+    on_gpu = device.type == "cuda"
     for length in LENGTHS[device.type]:
         for impl in IMPLS[device.type]:
             ranks = make_ranks(device, shape)
             backend = make_backend(network, settings, impl, ranks, "bfloat16" if on_gpu else "float32")
             rows = ranks.size // ranks.data.size()  # a sequence a GPU
-            batch = some_sequences(rows, length, config.vocab_size, device)
+            batch = some_sequences(rows, length, network.config.vocab_size, device)
             seconds = [step(backend, batch) for _ in range(ROUNDS[device.type] + 1)][1:]
-            per_token = 6 * num_parameters + 6 * config.num_hidden_layers * config.hidden_size * length
-            rate = length / statistics.median(seconds)
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-            found = [
-                rate,
-                per_token * rate / PEAK_FLOPS,
-                ranks.all_reduce_max_world([float(peak)])[0] / 2**30,
-            ]
-            if on_gpu:
-                stats = torch.cuda.memory_stats()
-                found += [stats["num_alloc_retries"], stats["inactive_split_bytes.all.peak"] / 2**30]
+            peak_gib = ranks.all_reduce_max_world([float(peak)])[0] / 2**30
             if ranks.is_first:
-                print("ROW " + json.dumps([length, impl, *found]), flush=True)
+                print(
+                    "ROW " + json.dumps([length, impl, length / statistics.median(seconds), peak_gib]),
+                    flush=True,
+                )
             del backend
             if on_gpu:
                 torch.cuda.empty_cache()
@@ -134,7 +125,7 @@ def main() -> None:
         measure(device, LAYOUTS[asked.only or ""][1])
         dist.destroy_process_group()
         return
-    print("layout                          tokens log-probs tokens/s/GPU   MFU peak GiB retries split GiB")
+    print("layout                          tokens log-probs tokens/s/GPU peak GiB")
     for name, (gpus, _) in LAYOUTS.items():
         if not asked.only or asked.only in name:
             show(name, gpus, asked.device)
@@ -145,11 +136,8 @@ def show(name: str, gpus: int, device: str) -> None:
     command = [sys.executable, *torchrun, "-m", __spec__.name, "--device", device, "--only", name]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("ROW ")]
-    for length, impl, rate, utilisation, peak, *allocator in rows:
-        more = f" {allocator[0]:7d} {allocator[1]:9.2f}" if allocator else ""
-        print(
-            f"{name:30s} {length:7d} {impl:>9s} {rate:12.0f} {utilisation:5.1%} {peak:8.2f}{more}", flush=True
-        )
+    for length, impl, rate, peak_gib in rows:
+        print(f"{name:30s} {length:7d} {impl:>9s} {rate:12.0f} {peak_gib:8.2f}", flush=True)
     if ended.returncode:
         print(f"{name}: {' '.join(ended.stderr.strip().splitlines()[-30:])}", flush=True)
 

@@ -10,9 +10,8 @@ a change's noise, which the difference of a pair has in each:
 - "shared": noise of single runs, and the runs of a link are the next one's baseline;
 - "walk": a change moves each seed by an amount of its own that stays in every later link.
 
-The uncorrected rows count as if neither bound were corrected: 95 % intervals of each entry, and the smaller
-of chain and direct at 95 % each. "last entry's tries" divides the direct bound's level by the tries of the
-last entry alone, as ledgers did before.
+"last entry's tries" divides the direct bound's level by the tries of the last entry alone; "tries uncounted"
+counts one for each entry.
 """
 
 import math
@@ -132,21 +131,11 @@ def last_tries(ledger: Ledger, anchor: dict[int, float]) -> float:
     return min(chain, max(map(abs, t_interval(differences, 1 - ledger.alpha / last.tried))))
 
 
-def uncorrected(ledger: Ledger, anchor: dict[int, float]) -> float:
-    """The smaller of two bounds that each would hold, were it for one change alone."""
-    intervals = [t_interval(one.differences, 0.9) for one in ledger.entries]
-    last = ledger.entries[-1]
-    direct = t_interval(np.array(last.levels) - np.array([anchor[seed] for seed in last.seeds]), 0.9)
-    chain = sum(low for low, _ in intervals), sum(high for _, high in intervals)
-    return min(max(map(abs, chain)), max(map(abs, direct)))
-
-
 COUNTS: dict[str, Callable[[Ledger, dict[int, float]], float]] = {
     "the smaller": smaller,
     "last entry's tries": last_tries,
     "chain alone": chain_alone,
     "chain alone, tries uncounted": tries_uncounted,
-    "the smaller, uncorrected": uncorrected,
 }
 CHAINS = (
     (1, 0.004, 0.004),

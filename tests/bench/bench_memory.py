@@ -13,12 +13,7 @@ reports each cell; the table with the predictions is printed at the end, also af
 
     longest   the longest sequence that trains, Qwen2.5-1.5B's shape, full recompute, looked for up to 163,840
     1.5b      that shape at 8,192 tokens: four log-prob paths; no, selective (compiled) and full recompute
-    vllm      that shape beside a colocated vLLM that sleeps while it trains, and without one
     8b        Qwen3-8B's shape over two GPUs
-    head      a vocabulary of 131,072 over two GPUs by tensor parallelism, two sequences of 32,768 tokens, 8
-              of 8B's layers; predicted for all of its layers on four GPUs
-    context   GPUs of 24 GiB: what two train with context parallelism, and what with data parallelism
-    paths     `longest` of the paths that it leaves out
 """
 
 import itertools
@@ -52,10 +47,7 @@ BEYOND = (65_536, MOST, 2 * MOST, 4 * MOST)  # predicted, so as to tell where me
 SMALL: dict[str, Any] = {"preset": "qwen2.5-1.5b"}
 LONG: dict[str, Any] = {**SMALL, "shape": {"max_position_embeddings": MOST}}
 LARGE: dict[str, Any] = {"preset": "qwen3-8b"}
-WIDE: dict[str, Any] = {**LARGE, "shape": {"vocab_size": 131_072}}
-WIDE_8: dict[str, Any] = {**LARGE, "shape": {"vocab_size": 131_072, "num_hidden_layers": 8}}
-TENSOR: dict[str, Any] = {"type": "dtensor", "sequence_parallel": True}
-CARD_GIB = 24  # of the smaller GPUs that `context` stands for
+CPU_BUDGET_BYTES = GIB // 4  # where the search for the longest sequence ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +59,12 @@ class Case:
     lengths: tuple[int, ...]
     recompute: str = "full"
     model: dict[str, Any] = field(default_factory=lambda: SMALL)
-    sequences: int = 1
     gpus: int = 1
-    backend: dict[str, Any] = field(default_factory=dict)
-    engine: str | None = None  # that samples, before the step
-    budget_gib: float | None = None
     measured: bool = True
 
     @property
     def name(self) -> str:
-        layout = [f"{key.split('_')[0]} {size}" for key, size in self.backend.items() if type(size) is int]
-        return ", ".join([self.part, self.path, self.recompute, *layout, *filter(None, [self.engine])])
+        return ", ".join([self.part, self.path, self.recompute])
 
     @property
     def folder(self) -> str:
@@ -85,18 +72,14 @@ class Case:
 
     def config(self, device: str) -> OwnRunConfig:
         on_gpu = device == "cuda"
-        policy = {"micro_batch_size": self.sequences, "logprobs": PATHS[self.path]}
+        policy = {"micro_batch_size": 1, "logprobs": PATHS[self.path]}
         policy |= {**RECOMPUTE[self.recompute], "dtype": "bfloat16" if on_gpu else "float32"}
-        policy |= {"backend": self.backend} if self.backend else {}
-        rollout: dict[str, Any] = {"max_new_tokens": 64}
-        if self.engine == "vllm":
-            rollout |= {"engine": "vllm", "gpu_memory_utilization": 0.3}
         return OwnRunConfig.model_validate(
             {
                 "algorithm": {"type": "grpo", "prompts_per_step": 2 * self.gpus, "group_size": 4},
                 "model": self.model if on_gpu else {"preset": "qwen2-wide-vocab"},
                 "policy": policy,
-                "rollout": rollout,
+                "rollout": {"max_new_tokens": 64},
                 "task": {"type": "arithmetic"},
                 "steps": 1,
                 "cluster": {"gpus_per_node" if on_gpu else "cpu_ranks": self.gpus},
@@ -114,35 +97,18 @@ def cases() -> list[Case]:
         for path in PATHS
     ]
     found += [
-        Case(part="vllm", path="triton", lengths=(8192,), engine=engine) for engine in ("vllm", "torch")
-    ]
-    found += [
         Case(part="8b", path=path, recompute=again, model=LARGE, gpus=2, lengths=(4096,))
         for again in RECOMPUTE
         for path in PATHS
     ]
-    wide: dict[str, Any] = {"part": "head", "lengths": (32_768,), "sequences": 2}
-    for path in PATHS:
-        halves, quarters = TENSOR | {"tensor_parallel": 2}, TENSOR | {"tensor_parallel": 4}
-        found.append(Case(path=path, model=WIDE_8, gpus=2, backend=halves, **wide))
-        found.append(Case(path=path, model=WIDE, gpus=4, backend=quarters, measured=False, **wide))
-    for size in (2, 1):
-        cut = {"type": "dtensor", "context_parallel": size}
-        capped: dict[str, Any] = {"model": LONG, "gpus": 2, "backend": cut, "budget_gib": CARD_GIB}
-        found.append(Case(part="context", path="triton", lengths=(65_536,), **capped))
-    found += [Case(part="paths", path=path, model=LONG, lengths=start) for path in ("one pass", "chunked")]
     return found
 
 
 def small(case: Case) -> Case | None:
     """The same on CPU cores, where there is one; None where there is none."""
-    if case.path not in ("dense", "chunked") or case.recompute == "selective" or case.engine == "vllm":
+    if case.path not in ("dense", "chunked") or case.recompute == "selective":
         return None
-    if "tensor_parallel" in case.backend or not case.measured:
-        return None
-    lengths = (64, 256) if len(case.lengths) > 1 else (128,)
-    budget = 0.25 if len(case.lengths) > 1 else None
-    return replace(case, lengths=lengths, budget_gib=budget, sequences=1)
+    return replace(case, lengths=(64, 256) if len(case.lengths) > 1 else (128,))
 
 
 Peaks = Mapping[int, int]  # highest by length
@@ -163,7 +129,7 @@ def predicted(case: Case, device: str, output: Path) -> Peaks:
     if len(lengths) > 1 and device == "cuda":
         lengths += BEYOND
         case = replace(case, model={**SMALL, "shape": {"max_position_embeddings": BEYOND[-1]}})
-    job = {"lengths": lengths, "num_sequences": case.sequences}
+    job = {"lengths": lengths, "num_sequences": 1}
     folder = output / "predicted"
     with TracingProcesses(folder) as processes:
         rows = processes.do_job(folder / case.folder, case.config(device), job)
@@ -175,13 +141,9 @@ def measured(case: Case, device: str, output: Path) -> Result:
     cells: list[Cell] = []
 
     def measure(length: int) -> Cell:
-        job = {
-            "length": length,
-            "num_sequences": case.sequences,
-            "rollouts": case.engine is not None,
-            "budget_bytes": None if case.budget_gib is None else int(case.budget_gib * GIB),
-        }
-        point = Point(length=length, num_sequences=case.sequences)
+        budget_bytes = CPU_BUDGET_BYTES if device == "cpu" and len(case.lengths) > 1 else None
+        job = {"length": length, "num_sequences": 1, "rollouts": False, "budget_bytes": budget_bytes}
+        point = Point(length=length, num_sequences=1)
         directory = output / "cells" / f"{case.folder}-{length}"
         cell, _ = measure_cell(directory, case.folder, point, case.config(device), job)
         cells.append(cell)
@@ -199,12 +161,9 @@ def row(case: Case, length: int, cell: Cell | None, expected: int | None) -> str
     peaks = [] if cell is None else [peak for phase, peak in cell.by_phase.items() if phase != "generation"]
     ended = cell.out_of_memory if cell else None
     error = f"{expected / max(peaks) - 1:+.1%}" if peaks and expected and not ended else "-"
-    notes = [f"out of memory in {ended}"] if ended else []
-    if cell and case.engine:
-        notes += [f"device in use, {what}: {gib(used)}" for what, used in cell.device_used_bytes.items()]
-    size = f"{case.sequences} x {length:,}"
+    note = f"out of memory in {ended}" if ended else ""
     peak = gib(max(peaks, default=None))
-    return markdown_row(case.name, size, case.gpus, peak, gib(expected), error, "; ".join(notes))
+    return markdown_row(case.name, f"{length:,}", case.gpus, peak, gib(expected), error, note)
 
 
 def table(results: Sequence[Result], predictions: Mapping[str, Future[Peaks]]) -> str:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -88,20 +88,6 @@ def make_backend(
         temperature=temperature,
         filters=Filters(top_p=top_p),
         trainable=trainable,
-    )
-
-
-def plain_adamw(network: nn.Module, settings: dict[str, float]) -> torch.optim.AdamW:
-    """torch's own, with decay of matrices alone."""
-    return torch.optim.AdamW(
-        [
-            {"params": [p], "weight_decay": settings["weight_decay"] if p.ndim > 1 else 0.0}
-            for p in network.parameters()
-        ],
-        betas=(settings["beta1"], settings["beta2"]),
-        eps=settings["eps"],
-        fused=False,
-        foreach=False,
     )
 
 

@@ -5,13 +5,13 @@ Stock transformers networks, torch's autograd and AdamW, and nothing of the trai
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, rms_norm
+from torch.nn.functional import linear, rms_norm
 
 
 @dataclass(kw_only=True)
@@ -90,15 +90,13 @@ class Oracle:
     # --- one row ---
 
     def judged(self, network: Any, row: Row, routes: list[Tensor] | None = None) -> Found:
-        temperature, filters = self.config.trained_distribution
+        temperature, _ = self.config.trained_distribution
         ids, first = torch.tensor(row.token_ids), len(row.prompt)
         network.seen, network.forced = [], routes
         z = network(ids[None]).logits[0, :-1] / temperature
         network.forced = None
-        if filters.top_p < 1:
-            z = _filtered(z, ids[1:], filters.top_p)
         logprobs = z.log_softmax(dim=-1)
-        each = logprobs.exp() * torch.where(logprobs.isinf(), 0.0, logprobs)
+        each = logprobs.exp() * logprobs
         chosen = logprobs.gather(-1, ids[1:, None])[:, 0]
         keep = slice(first - 1, first - 1 + row.num_tokens)
         return Found(logprobs=chosen[keep], entropy=-each.sum(dim=-1)[keep], values=None, routed=network.seen)
@@ -121,56 +119,6 @@ class Oracle:
     def step(self, rows: list[Row]) -> dict[str, float]:
         self.step_number += 1
         self.parts = []
-        kind = self.algorithm.type
-        if kind == "sft":
-            return self._simple(rows, self._sft)
-        if kind == "dpo":
-            return self._simple(rows, self._dpo)
-        return self._policy_gradient(rows)
-
-    def _simple(self, rows: list[Row], loss_of: Callable[[list[Row], list[Found]], Any]) -> dict[str, float]:
-        found = [self.judged(self.network, row) for row in rows]
-        loss, metrics = loss_of(rows, found)
-        total = loss + self._balance(found, metrics)
-        total.backward()
-        norm = _update(self.optimizer, self.policy.optimizer, self.rate(self.policy.optimizer))
-        entropy = torch.cat([one.entropy for one in found])
-        return metrics | {
-            "train/loss": float(loss.detach()),
-            "train/entropy": float(entropy.mean()),
-            "train/grad_norm": norm,
-            "train/lr": self.rate(self.policy.optimizer),
-        }
-
-    def _sft(self, rows: list[Row], found: list[Found]) -> Any:
-        return -torch.cat([one.logprobs for one in found]).mean(), {}
-
-    def _dpo(self, rows: list[Row], found: list[Found]) -> Any:
-        dpo, pairs, chosen, records = self.algorithm, len(rows) // 2, [], []
-        total = torch.zeros(())
-        for w, lose in zip(range(0, len(rows), 2), range(1, len(rows), 2), strict=True):
-            rewards, logprobs = [], []
-            for index in (w, lose):
-                with torch.no_grad():
-                    reference = self.judged(self.reference, rows[index]).logprobs
-                count = len(reference) if dpo.logprob_reduction == "mean" else 1
-                rewards.append(dpo.beta * (found[index].logprobs - reference).sum() / count)
-                logprobs.append(found[index].logprobs.detach().sum() / count)
-            total = total - logsigmoid(rewards[0] - rewards[1]) / pairs
-            chosen.append(found[w].logprobs)
-            records.append([float(x.detach()) for x in (*rewards, *logprobs)])
-        if dpo.sft_coefficient:
-            total = total - dpo.sft_coefficient * torch.cat(chosen).mean()
-        r = torch.tensor(records, dtype=torch.float64)
-        return total, {
-            "train/rewards/chosen": float(r[:, 0].mean()),
-            "train/rewards/rejected": float(r[:, 1].mean()),
-            "train/rewards/margin": float((r[:, 0] - r[:, 1]).mean()),
-            "train/logprobs/chosen": float(r[:, 2].mean()),
-            "train/logprobs/rejected": float(r[:, 3].mean()),
-        }
-
-    def _policy_gradient(self, rows: list[Row]) -> dict[str, float]:
         rl, metrics = self.algorithm, {}
         with torch.no_grad():
             first = [self.judged(self.network, row) for row in rows]
@@ -182,9 +130,7 @@ class Oracle:
         values = [self.valued(row, graph=False) for row in rows] if rl.type == "ppo" else None
         penalties = [torch.zeros_like(p) for p in old]
         if rl.kl_coefficient and rl.kl_in != "loss":
-            penalties = [
-                rl.kl_coefficient * _kl(p, r, rl.kl_estimator) for p, r in zip(old, reference, strict=True)
-            ]
+            penalties = [rl.kl_coefficient * _kl(p, r) for p, r in zip(old, reference, strict=True)]
         if values is None:
             advantages, returns = self._group_advantages(rows, penalties), None
         else:
@@ -216,8 +162,6 @@ class Oracle:
         for start in range(0, len(rows), rl.group_size):
             group = torch.stack(rewards[start : start + rl.group_size])
             centred = group - group.mean()
-            if rl.advantage_baseline == "leave_one_out":
-                centred = torch.stack([r - (group.sum() - r) / (len(group) - 1) for r in group])
             if rl.normalize_advantages:
                 centred = centred / (group.std() + 1e-6)
             if bool((group == group[0]).all()):
@@ -266,6 +210,19 @@ class Oracle:
             for row in rows
         ]
 
+    def _gradient_factor(self, rows: list[Row]) -> float:
+        """What a divisor of the gradient makes of the reduction's own."""
+        tokens, documents = sum(row.num_tokens for row in rows), sum(row.num_tokens > 0 for row in rows)
+        own = {
+            "token_mean": tokens,
+            "sequence_mean": documents,
+            "sequence_sum_constant": documents * self.config.rollout.max_new_tokens,
+            "document_sum": documents,
+        }[self.algorithm.loss_reduction]
+        given = self.algorithm.grad_divisor
+        divisor = {None: own, "documents": documents, "documents_squared": documents**2}.get(given, given)
+        return own / divisor
+
     def _one_update(
         self, rows: Any, select: Any, old: Any, reference: Any, advantages: Any, values: Any, returns: Any
     ) -> tuple[float, float]:
@@ -306,12 +263,8 @@ class Oracle:
                 log_ratio = log_ratio.mean().expand(len(c)) if len(c) else log_ratio
             rho = log_ratio.exp()
             bounded = rho.clamp(1 - rl.clip_low, 1 + rl.clip_high)
-            if getattr(rl, "loss", "") == "cispo":
-                each = -a * bounded.detach() * c
-                clipped = bounded != rho
-            else:
-                each = torch.maximum(-a * rho, -a * bounded)
-                clipped = -a * bounded > -a * rho
+            each = torch.maximum(-a * rho, -a * bounded)
+            clipped = -a * bounded > -a * rho
             if rl.dual_clip is not None:
                 most = torch.where(a < 0, -a * rl.dual_clip, math.inf)
                 clipped, each = clipped | (each > most), torch.minimum(each, most)
@@ -320,7 +273,7 @@ class Oracle:
                 each = each * (p - g).exp().clamp(correction.low, correction.high)
             penalty = torch.zeros_like(c)
             if rl.kl_coefficient and rl.kl_in == "loss":
-                penalty = _kl(c, reference[index], rl.kl_estimator)
+                penalty = _kl(c, reference[index])
                 each = each + rl.kl_coefficient * penalty
             each = each - rl.entropy_coefficient * one.entropy
             total = total + weight * each.sum()
@@ -338,7 +291,8 @@ class Oracle:
             record = {key: value.detach() for key, value in record.items()}
             self.parts.append({**record, **(records[place] if records else {})})
         balance: dict[str, float] = {}
-        (total + self._balance(found, balance)).backward()
+        factor = self._gradient_factor([rows[index] for index in select])
+        (total * factor + self._balance(found, balance)).backward()
         self.losses.append(float(total.detach()))
         self.balances.append(balance)
         norm = _update(self.optimizer, self.policy.optimizer, self.rate(self.policy.optimizer))
@@ -446,22 +400,8 @@ class Oracle:
         return settings.min_learning_rate + falls * (settings.learning_rate - settings.min_learning_rate)
 
 
-def _kl(c: Tensor, r: Tensor, estimator: str) -> Tensor:
-    x = (r - c).clamp(-20, 20)
-    return {"k1": -x, "k2": x**2 / 2, "k3": k3(x)}[estimator].clamp(-10, 10)
-
-
-def _filtered(z: Tensor, target: Tensor, top_p: float) -> Tensor:
-    kept = torch.zeros_like(z, dtype=torch.bool)
-    for t, probabilities in enumerate(z.detach().softmax(dim=-1)):
-        reached = 0.0
-        for token in probabilities.argsort(descending=True).tolist():
-            if reached >= top_p:
-                break
-            kept[t, token] = True
-            reached += float(probabilities[token])
-        kept[t, target[t]] = True
-    return z.masked_fill(~kept, -math.inf)
+def _kl(c: Tensor, r: Tensor) -> Tensor:
+    return k3((r - c).clamp(-20, 20)).clamp(-10, 10)
 
 
 def _update(optimizer: torch.optim.AdamW, settings: Any, rate: float) -> float:

@@ -1,5 +1,6 @@
 """Small policies and batches for the backend tests, and their plain counterparts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -156,6 +157,35 @@ def plain_loss(network: nn.Module, batch: Advised, temperature: float = 1.0) -> 
     return torch.where(batch.token_mask, -batch.advantages * logprobs - 0.1 * entropy, 0.0).sum() / int(
         batch.token_mask.sum()
     )
+
+
+def plain_adamw(network: nn.Module, settings: dict[str, float]) -> torch.optim.AdamW:
+    """torch's own, with decay of matrices alone."""
+    return torch.optim.AdamW(
+        [
+            {"params": [p], "weight_decay": settings["weight_decay"] if p.ndim > 1 else 0.0}
+            for p in network.parameters()
+        ],
+        betas=(settings["beta1"], settings["beta2"]),
+        eps=settings["eps"],
+        fused=False,
+        foreach=False,
+    )
+
+
+def plain_steps(
+    network: nn.Module, settings: dict[str, float], learning_rates: Sequence[float]
+) -> list[float]:
+    """Train a network in place, a step a learning rate, and return the gradient norms before clipping."""
+    optimizer, norms = plain_adamw(network, settings), []
+    for step, learning_rate in enumerate(learning_rates):
+        optimizer.zero_grad()
+        plain_loss(network, some_batch(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    return norms
 
 
 def routers(network: nn.Module) -> list[Any]:

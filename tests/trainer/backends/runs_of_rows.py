@@ -10,13 +10,11 @@ from torch import Tensor
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import make_backend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.loop.dpo import DpoAlgorithm
 from abrun.trainer.loop.grpo import GrpoAlgorithm
 from abrun.trainer.loop.learner import Learner
 from abrun.trainer.loop.phases import Phases
 from abrun.trainer.loop.ppo import PpoAlgorithm
 from abrun.trainer.loop.setup import RunSetup
-from abrun.trainer.loop.sft import SftAlgorithm
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from tests.trainer.backends.oracle import Row
 
@@ -36,10 +34,6 @@ def batch_of(rows: list[Row], config: OwnRunConfig, pad_id: int) -> Any:
     sequences = collate([row.prompt for row in rows], [row.completion for row in rows], pad_id=pad_id)
     counted = torch.tensor([row.merge_counts for row in rows])
     sequences = replace(sequences, token_mask=sequences.token_mask & counted[:, None])
-    if config.algorithm.type == "dpo":
-        return replace(sequences, rows_per_sample=2)
-    if config.algorithm.type == "sft":
-        return sequences
     whole = collate([row.prompt for row in rows], [row.completion for row in rows], pad_id=pad_id)
     return sequences.with_fields(
         RolloutBatch,
@@ -73,12 +67,7 @@ def steps_on_ranks(
         sampler=nothing,
         phases=phases,
     )
-    algorithm: Any = {
-        "grpo": lambda: GrpoAlgorithm(setup, kind),
-        "ppo": lambda: PpoAlgorithm(setup, kind, values),
-        "sft": lambda: SftAlgorithm(setup),
-        "dpo": lambda: DpoAlgorithm(setup, kind),
-    }[kind.type]()
+    algorithm: Any = PpoAlgorithm(setup, kind, values) if values else GrpoAlgorithm(setup, kind)
     initial = {name: weight.clone() for name, weight in policy.gather_weights()}
     metrics: list[dict[str, float]] = []
     saved: dict[str, Tensor] = {}

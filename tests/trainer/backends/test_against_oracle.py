@@ -104,19 +104,59 @@ def some_rows(draw: random.Random, number: int, vocabulary: int) -> list[Row]:
 )
 def test_layouts_train_as_the_oracle(name: str, tmp_path: Path) -> None:
     ranks, family, layout, algorithm, more = CASES[name]
-    draw = random.Random(name)
+    policy = merge({"backend": layout, "optimizer": OPTIMIZER}, more)
+    assert_train_as_the_oracle(tmp_path, ranks, family, policy, algorithm, seed=name)
+
+
+ONE_PASS_PACKED = {"logprobs": ONE_PASS, "packing": True, "micro_batch_tokens": 40}
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes to the algorithm and the policy
+    "tokens": ({"loss_reduction": "token_mean", "minibatches_per_step": 1, "epochs_per_step": 1}, {}),
+    "sequences by a number": (
+        {"loss_reduction": "sequence_mean", "grad_divisor": 7.5},
+        {"micro_batch_size": 3},
+    ),
+    "sequences by documents": (
+        {"loss_reduction": "sequence_mean", "grad_divisor": "documents", "minibatches_per_step": 1},
+        {"packing": True, "micro_batch_tokens": 40},
+    ),
+    "a constant by documents": (
+        {"loss_reduction": "sequence_sum_constant", "grad_divisor": "documents"},
+        ONE_PASS_PACKED,
+    ),
+    "documents by their square": (
+        {"loss_reduction": "document_sum", "grad_divisor": "documents_squared"},
+        {"logprobs": ONE_PASS, "micro_batch_size": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_rank_trains_as_the_oracle(name: str, tmp_path: Path, group: None) -> None:
+    """Each reduction, divisor, number of minibatches and cut."""
+    algorithm, policy = LOSSES[name]
+    settings = GRPO | algorithm
+    assert_train_as_the_oracle(tmp_path, 1, "llama", {"optimizer": OPTIMIZER} | policy, settings, seed=name)
+
+
+def assert_train_as_the_oracle(
+    folder: Path, ranks: int, family: str, policy: dict[str, Any], algorithm: dict[str, Any], seed: str
+) -> None:
+    draw = random.Random(seed)
     made = network(family, num_hidden_layers=2, vocab_size=67, pad_token_id=END)
-    made.save_pretrained(tmp_path)
+    made.save_pretrained(folder)
     settings = {
-        "policy": merge({"backend": layout, "optimizer": OPTIMIZER}, more),
+        "policy": policy,
         "algorithm": algorithm,
         "rollout": {"temperature": 0.7, "max_new_tokens": 16},
     }
     steps = [some_rows(draw, 8, 67) for _ in range(2)]
-    found = run_ranks(steps_on_ranks, ranks, tmp_path, settings, steps, END)
+    if ranks == 1:
+        found = [steps_on_ranks(0, 1, folder, settings, steps, END)]
+    else:
+        found = run_ranks(steps_on_ranks, ranks, folder, settings, steps, END)
     start = weights_of(made)
     assert all(torch.equal(weight, start[key]) for key, weight in found[0]["initial"].items())
-    oracle = Oracle(made, config_of(tmp_path, ranks, settings, len(steps)), head_seed=HEAD_SEED)
+    oracle = Oracle(made, config_of(folder, ranks, settings, len(steps)), head_seed=HEAD_SEED)
     for step, rows in enumerate(steps):
         expected = oracle.step(rows)
         for of_rank in found:

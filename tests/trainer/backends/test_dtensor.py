@@ -25,6 +25,7 @@ from tests.trainer.backends.policies import (
     parameters,
     plain_logprobs,
     plain_loss,
+    plain_steps,
     rows,
     some_batch,
     tiny,
@@ -58,32 +59,9 @@ def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, t
 
 
 def plain_training(kind: str = "llama") -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Gradient norms and weights after three steps of torch's own AdamW, a group a parameter."""
+    """Gradient norms and weights after three steps of torch's own AdamW."""
     network = tiny(kind)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p], "weight_decay": OPTIMIZER["weight_decay"] if p.ndim > 1 else 0.0}
-            for p in network.parameters()
-        ],
-        betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]),
-        eps=OPTIMIZER["eps"],
-        fused=False,
-        foreach=False,
-    )
-    norms = []
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        plain_loss(network, some_batch(step)).backward()
-        squares = sum(
-            float(p.grad.double().square().sum()) for p in network.parameters() if p.grad is not None
-        )
-        norms.append(squares**0.5)
-        for parameter in network.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(min(1.0, OPTIMIZER["max_grad_norm"] / norms[-1]))
-        for one in optimizer.param_groups:
-            one["lr"] = learning_rate
-        optimizer.step()
+    norms = plain_steps(network, OPTIMIZER, LEARNING_RATES)
     return norms, dict(network.state_dict())
 
 

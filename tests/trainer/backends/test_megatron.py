@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from abrun.errors import RecipeError
@@ -17,8 +16,16 @@ from abrun.recipe.policy import Policy
 from abrun.trainer.backends.megatron import library
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.models import takes_weight_decay
-from tests.trainer.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
-from tests.trainer.backends.policies import CPU, WeightedLoss, plain_logprobs, plain_loss, some_batch, tiny
+from tests.trainer.backends.megatron_policies import gradients, make_backend, network, weights_of
+from tests.trainer.backends.policies import (
+    CPU,
+    WeightedLoss,
+    plain_logprobs,
+    plain_loss,
+    plain_steps,
+    some_batch,
+    tiny,
+)
 from tests.trainer.loop.runs import train_here
 from tests.trainer.loop.test_implementations import verifier
 from tests.trainer.pairwise import pairwise
@@ -102,23 +109,12 @@ def train(backend: Any, steps: range = range(3)) -> list[float]:
     return norms
 
 
-def plain_training(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    plain, norms = network(kind), []
-    optimizer = plain_adamw(plain, OPTIMIZER)
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        plain_loss(plain, some_batch(step)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER["max_grad_norm"])))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    return norms, weights_of(plain)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_are_those_of_torch_adamw(kind: str, group: None) -> None:
     backend = make_backend(kind, optimizer=OPTIMIZER)
-    norms, weights = plain_training(kind)
+    plain = network(kind)
+    norms = plain_steps(plain, OPTIMIZER, LEARNING_RATES)
+    weights = weights_of(plain)
     assert train(backend) == pytest.approx(norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
     for name, weight in backend.gather_weights():

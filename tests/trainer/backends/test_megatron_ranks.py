@@ -9,8 +9,8 @@ import torch
 
 from abrun.trainer.rl.metrics import MetricParts, all_reduce
 from tests.spawn import run_ranks
-from tests.trainer.backends.megatron_policies import gradients, make_backend, network, plain_adamw, weights_of
-from tests.trainer.backends.policies import WeightedLoss, plain_logprobs, plain_loss, some_batch
+from tests.trainer.backends.megatron_policies import gradients, make_backend, network, weights_of
+from tests.trainer.backends.policies import WeightedLoss, plain_adamw, plain_logprobs, plain_loss, some_batch
 
 LEARNING_RATES = (0.01, 0.02)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}

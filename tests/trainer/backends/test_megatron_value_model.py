@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from abrun.recipe.algorithms import Ppo
 from tests.spawn import run_ranks
-from tests.trainer.backends.megatron_policies import make_backend, network, plain_adamw
-from tests.trainer.backends.policies import Advised, WeightedLoss, plain_loss, some_batch
+from tests.trainer.backends.megatron_policies import make_backend, network
+from tests.trainer.backends.policies import Advised, WeightedLoss, plain_adamw, plain_loss, some_batch
 from tests.trainer.backends.test_value_model import objective
 
 OPTIMIZER = {"weight_decay": 0.2, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
