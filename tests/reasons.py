@@ -19,7 +19,7 @@ def only(reasons: Iterable[Reason], code: Code) -> Reason:
 
 @contextmanager
 def refused(said: Code | str, **values: Any) -> Iterator[pytest.ExceptionInfo[AbrunError]]:
-    """Expect an error of this code with these values, or with this text and these values in it, on one line."""
+    """Expect an error on one line: of this code with these values, or with this text and these in it."""
     with pytest.raises(AbrunError) as caught:
         yield caught
     reason, text = caught.value.reason, str(caught.value)
