@@ -21,7 +21,6 @@ from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, w
 from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
 from abrun.runs.redaction import printable
-from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
 from abrun.runs.samples import Sample
 
@@ -181,7 +180,7 @@ class SamplePair:
 
 def read_run_samples(place: Path) -> SamplesByStep:
     """Return the samples in a run's folder, of abrun or of another trainer; empty for a single file."""
-    if not is_directory(place):
+    if path_kind(place) != "folder":
         return {}
     return RunDir(place).samples() or read_completions(place)
 
