@@ -181,7 +181,7 @@ class SamplePair:
 
 def read_run_samples(place: Path) -> SamplesByStep:
     """Return the samples in a run's folder, of abrun or of another trainer; empty for a single file."""
-    if not is_directory(place):
+    if path_kind(place) != "folder":
         return {}
     return RunDir(place).samples() or read_completions(place)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import BLOCK_CELLS, Column, ColumnBuilder, Table, TableBuilder
-from abrun.logs.foreign.numbers import DOT_GROUPED, is_number_with_comma, shorten_cell
-from abrun.logs.foreign.texts import MAX_LINE, TextFile
-from abrun.logs.foreign.values import MAX_NAME_CHARACTERS
+from abrun.logs.foreign.files import MAX_LINE, TextFile
+from abrun.logs.foreign.values import DOT_GROUPED, MAX_NAME_CHARACTERS, is_number_with_comma, shorten_cell
 from abrun.logs.log import Log
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED, check_number_of_metrics
 from abrun.logs.tables import (

@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cell, Column, Rows, Table
-from abrun.logs.foreign.numbers import DECIMAL_COMMA, NumberFormat, shorten_cell, to_float
-from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, STEP_LIMIT
+from abrun.logs.foreign.values import (
+    DECIMAL_COMMA,
+    MAX_NAME_CHARACTERS,
+    STEP_LIMIT,
+    NumberFormat,
+    shorten_cell,
+    to_float,
+)
 from abrun.logs.log import Log, replaced_notes
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable

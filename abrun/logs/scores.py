@@ -14,7 +14,7 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Cells, Table, TableBuilder
-from abrun.logs.foreign.numbers import shorten_cell
+from abrun.logs.foreign.values import shorten_cell
 from abrun.logs.log import Log
 from abrun.logs.rows import STEP_COLUMNS, UNNAMED
 from abrun.logs.tables import (

@@ -22,10 +22,8 @@ from abrun.logs.foreign.columns import (
     TableBuilder,
     table_of,
 )
-from abrun.logs.foreign.files import open_file
-from abrun.logs.foreign.numbers import shorten_cell
-from abrun.logs.foreign.texts import TextFile
-from abrun.logs.foreign.values import parse_json
+from abrun.logs.foreign.files import TextFile, open_file
+from abrun.logs.foreign.values import parse_json, shorten_cell
 from abrun.logs.log import NOTHING_RECORDED, Log, missing_package_error
 from abrun.logs.naming import SEED_LIMIT, strip_suffix
 from abrun.logs.rows import STEP_COLUMNS, check_number_of_metrics, flat_cells, series_of_table

@@ -19,7 +19,6 @@ import numpy as np
 from abrun.errors import StoreError
 from abrun.logs.foreign.columns import Table, TableBuilder
 from abrun.logs.foreign.files import open_file, read_companion
-from abrun.logs.foreign.numbers import parse_number
 from abrun.logs.foreign.values import (
     MAX_NAME_CHARACTERS,
     MAX_RECORD_BYTES,
@@ -27,6 +26,7 @@ from abrun.logs.foreign.values import (
     as_mapping,
     as_name,
     parse_json,
+    parse_number,
 )
 from abrun.logs.log import NOTHING_RECORDED, Log
 from abrun.logs.rows import NoStepError, TableMetrics, check_number_of_metrics, flat_cells, series_of_table

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.numbers import parse_number, shorten_cell, to_float
+from abrun.logs.foreign.values import parse_number, shorten_cell, to_float
 from abrun.stats.series import Array
 
 BLOCK_CELLS = 1 << 16  # that are converted together

@@ -11,7 +11,7 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.logs import csv_files, read_logs
-from abrun.logs.foreign import columns, texts
+from abrun.logs.foreign import columns, files
 from abrun.logs.foreign.columns import Cells, Table, TableBuilder
 
 LONG = "".join(
@@ -82,7 +82,7 @@ def test_blocks_of_any_size_give_the_same_runs(
     for num_cells, num_bytes in ((1, 1), (5, 3), (64, 7)):
         for module in (columns, csv_files):
             monkeypatch.setattr(module, "BLOCK_CELLS", num_cells)
-        monkeypatch.setattr(texts, "BLOCK_BYTES", num_bytes)
+        monkeypatch.setattr(files, "BLOCK_BYTES", num_bytes)
         assert describe(path) == expected
 
 
@@ -93,7 +93,7 @@ def test_files_in_other_spellings_hold_the_same(
     text, path = FILES["plain.csv"], tmp_path / "plain.csv"
     path.write_text(text)
     expected = describe(path)[0]["metrics"]
-    monkeypatch.setattr(texts, "BLOCK_BYTES", num_bytes)
+    monkeypatch.setattr(files, "BLOCK_BYTES", num_bytes)
     half = len(text) // 2
     members = gzip.compress(text[:half].encode()) + gzip.compress(b"") + gzip.compress(text[half:].encode())
     for content in (text.encode("utf-8-sig"), text.encode("utf-16"), members, members + b"\0padding"):
@@ -123,7 +123,7 @@ def test_a_table_beyond_a_bound_is_one_line(
 
 @pytest.mark.parametrize("row", ["{}", '{"r": null}', "", '{"step": 1}'])
 def test_too_many_lines_are_one_line(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MAX_LINES", 20)
+    monkeypatch.setattr(files, "MAX_LINES", 20)
     for name, start in (("a.jsonl", '{"step": 0, "loss": 1}'), ("a.csv", "step")):
         (tmp_path / name).write_text("\n".join([start, *[row] * 40]))
         with pytest.raises(StoreError, match="more than 20 lines"):
@@ -133,17 +133,17 @@ def test_too_many_lines_are_one_line(row: str, tmp_path: Path, monkeypatch: pyte
 def test_a_file_that_unpacks_out_of_proportion_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "FREE_BYTES", 100_000)
+    monkeypatch.setattr(files, "FREE_BYTES", 100_000)
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 10_000))  # below FREE_BYTES
     assert len(read_logs(str(path))) == 1
     path.write_bytes(gzip.compress(b"step,loss\n" + b"1,1\n" * 1_000_000))
     with pytest.raises(StoreError, match="unpacks to more than 100 times its size; unpack it"):
-        next(texts.TextFile(path).lines())  # before a line is parsed
+        next(files.TextFile(path).lines())  # before a line is parsed
 
 
 def test_a_line_without_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MAX_LINE", 1 << 18)
+    monkeypatch.setattr(files, "MAX_LINE", 1 << 18)
     for name in ("a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(b"\0" * (1 << 20))
         with pytest.raises(StoreError, match="a line is longer than 262144 bytes"):
