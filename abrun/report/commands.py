@@ -203,7 +203,7 @@ def show_first_log(facts: NextStepFacts) -> str:
 def measure_mismatch(facts: NextStepFacts) -> str:
     # The weights before the update of the failed step; without a checkpoint, the initial ones
     step_options = [
-        f" --step {check.step - 1}" for check in facts.failed_checks if check.metric in ENGINE_ERRORS
+        f" --step {check['step'] - 1}" for check in facts.failed_checks if check["metric"] in ENGINE_ERRORS
     ]
     arm, seed = facts.first_failing_run
     assert facts.experiment.directory
@@ -215,11 +215,11 @@ def measure_mismatch(facts: NextStepFacts) -> str:
 def trace_arms(facts: NextStepFacts) -> str:
     check = facts.failed_checks[0]
     arm = f" --arm {shlex.quote(check.arm)}" if len(facts.experiment.treatments) > 1 else ""
-    return f"abrun trace RECIPE{arm}" + (f" --step {check.step}" if check.step > 1 else "")
+    return f"abrun trace RECIPE{arm}" + (f" --step {check['step']}" if check["step"] > 1 else "")
 
 
 def show_samples(facts: NextStepFacts) -> str:
-    step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
+    step = f" --step {facts.failed_checks[0]['step']}" if facts.failed_checks else ""
     experiment, seed = experiment_argument(facts.experiment), facts.first_failing_run[1]
     baseline_run = f"{experiment}/{facts.experiment.baseline}/seed-{seed}"
     return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"

@@ -3,7 +3,7 @@
 import difflib
 import math
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -17,12 +17,11 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.regular_files import is_directory
 from abrun.runs.rundir import RunDir
-from abrun.verdict.description import Description, build_claim, find_claimable_metric
-from abrun.verdict.guards import Guard
+from abrun.verdict.description import build_claim, find_claimable_metric
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.outcomes import planned_improvement
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_signal
-from abrun.verdict.step_one import StepOne
 from abrun.verdict.verdict_file import VerdictFile, values_of
 
 ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
@@ -63,12 +62,12 @@ class NextStepFacts:
     # --- failures ---
 
     @cached_property
-    def failed_guards(self) -> list[Guard]:
-        return [guard for guard in self.content.guards if guard.result == "fail"]
+    def failed_guards(self) -> list[Evidence]:
+        return [guard for guard in self.content.select("guard") if guard.result == "fail"]
 
     @cached_property
-    def failed_checks(self) -> list[StepOne]:
-        return [check for check in self.content.step_one if check.result == "fail"]
+    def failed_checks(self) -> list[Evidence]:
+        return [check for check in self.content.select("step one") if check.result == "fail"]
 
     @cached_property
     def failed_claims(self) -> list[ClaimResult]:
@@ -76,8 +75,9 @@ class NextStepFacts:
 
     @property
     def has_engine_mismatch(self) -> bool:
-        by_guard = any(guard.reason.code is Code.TOKEN_ERROR_EXCEEDED for guard in self.failed_guards)
-        return by_guard or any(check.metric in ENGINE_ERRORS for check in self.failed_checks)
+        codes = {guard.reason.code for guard in self.failed_guards if guard.reason}
+        by_check = any(check["metric"] in ENGINE_ERRORS for check in self.failed_checks)
+        return by_check or Code.TOKEN_ERROR_EXCEEDED in codes
 
     @cached_property
     def first_failing_run(self) -> tuple[str, int]:
@@ -85,15 +85,16 @@ class NextStepFacts:
         failures = [*self.failed_checks, *self.failed_guards, *self.failed_claims]
         arm = failures[0].arm if failures else self.experiment.treatments[0]
         if self.failed_checks:
-            return arm, self.failed_checks[0].seed
+            return arm, self.failed_checks[0]["seed"]
         return arm, next((pair.seed for pair in self.experiment.pairs(arm)), 0)
 
     @property
     def can_trace(self) -> bool:
         """True if abrun's own trainer trained both arms of this experiment, and the failure is not traced."""
-        trace, failed = self.content.trace, self.failed_checks
-        if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
-            return False
+        failed = self.failed_checks[:1]
+        for trace in self.content.select("trace"):
+            if any((trace.arm, trace["step"]) == (check.arm, check["step"]) for check in failed):
+                return False
         return self.is_own_trainer and self.has_initial_weights and not self.regression
 
     @property
@@ -132,7 +133,11 @@ class NextStepFacts:
     @cached_property
     def arms_with_open_checks(self) -> set[str]:
         """Arms with an open step-one check, which more pairs cannot settle."""
-        return {check.arm for check in self.content.step_one if check.result == "open"}
+        return {check.arm for check in self.open_checks}
+
+    @cached_property
+    def open_checks(self) -> list[Evidence]:
+        return [check for check in self.content.select("step one") if check.result == "open"]
 
     @cached_property
     def waiting_arms(self) -> set[str]:
@@ -223,8 +228,9 @@ class NextStepFacts:
     def rounding_tolerances(self) -> dict[str, float]:
         """Declared step-one tolerances, and for open checks tolerances that these runs would have met."""
         declared = self.experiment.compare.step_one_tolerance
-        open_checks = [check for check in self.content.step_one if check.result == "open"]
-        tolerances = {check.metric: math.ceil(125 * check.deviation) / 100 for check in open_checks}
+        tolerances = {
+            check["metric"]: math.ceil(125 * check["deviation"]) / 100 for check in self.open_checks
+        }
         return {**(declared if isinstance(declared, dict) else {}), **tolerances}
 
     @property
@@ -233,8 +239,9 @@ class NextStepFacts:
 
         The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
         """
-        untested = (check.metric for check in self.content.step_one if check.result == "not tested")
-        return [metric for metric in dict.fromkeys(untested) if metric not in self.rounding_tolerances]
+        checks = self.content.select("step one")
+        untested = dict.fromkeys(check["metric"] for check in checks if check.result == "not tested")
+        return [metric for metric in untested if metric not in self.rounding_tolerances]
 
     # --- possible claims ---
 
@@ -247,7 +254,7 @@ class NextStepFacts:
         return check_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
-    def claimable(self) -> Description | None:
+    def claimable(self) -> Evidence | None:
         return find_claimable_metric(self.experiment)
 
     @cached_property
@@ -255,12 +262,11 @@ class NextStepFacts:
         """The suggested margin, derived from the baseline alone."""
         description = self.claimable
         assert description
-        bound, margin = description.certified_bound, description.margin
+        bound, margin = description["certified_bound"], description["margin"]
         passes = bound is not None and margin is not None and bound < margin
-        detected = description.detected and asdict(description.detected)
         return Code.MARGIN_SUGGESTED(
-            margin_is=description.margin_is,
-            seen=detected,
+            margin_is=description["margin_is"],
+            seen=description["detected"],
             passes=passes,
             arm=description.arm,
             baseline_arm=self.experiment.baseline,
@@ -269,17 +275,17 @@ class NextStepFacts:
     @property
     def has_several_runs(self) -> bool:
         """True if each arm has several runs of the claimable metric."""
-        return self.claimable is not None and self.claimable.interval is not None
+        return self.claimable is not None and self.claimable["interval"] is not None
 
     @property
     def is_claim_decidable(self) -> bool:
         assert self.claimable
-        return not self.has_several_runs or self.claimable.runs_needed is not None
+        return not self.has_several_runs or self.claimable["runs_needed"] is not None
 
     @property
     def num_pairs_to_claim(self) -> int:
         assert self.claimable
-        return max(3, self.claimable.runs_needed or 3)
+        return max(3, self.claimable["runs_needed"] or 3)
 
     @property
     def claim_needs(self) -> Reason | None:
@@ -288,7 +294,7 @@ class NextStepFacts:
         assert description
         if not self.has_several_runs:
             return None
-        count, paired = self.num_pairs_to_claim, description.paired
+        count, paired = self.num_pairs_to_claim, description["paired"]
         return Code.PAIRS_DECIDE(count=count, paired=paired, if_differing=None, gains=[], if_equal=True)
 
     @cached_property

@@ -78,7 +78,7 @@ def matching_rules(facts: NextStepFacts) -> Iterator[NextStepRule]:
 
 def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
     """Return the rules for this verdict: they depend on who made the runs and on whether there are claims."""
-    if facts.content.seed_noise:
+    if facts.content.select("seed noise"):
         return ONE_ARM
     if facts.has_prompts_as_units and facts.content.claims and facts.content.verdict != "INVALID":
         return (TRAIN_TWO_EACH,)
@@ -94,7 +94,7 @@ def rules_for(facts: NextStepFacts) -> Sequence[NextStepRule]:
         return OPEN_WITH_REFERENCE
     if facts.launched:
         return OPEN if is_claimed else UNCLAIMED
-    if facts.content.descriptions:
+    if facts.content.select("description"):
         return DESCRIBED_OF_OTHERS
     return OPEN_OF_OTHERS if is_claimed else UNCLAIMED_OF_OTHERS
 
@@ -117,7 +117,9 @@ OTHER_CLAIMS = NextStepRule(
 MATCH = (
     NextStepRule(lambda f: f.content.post_hoc, Code.TEST_ON_FRESH_SEEDS, commands.run_fresh_seeds),
     NextStepRule(
-        lambda f: not f.content.post_hoc and f.content.sensitivity is None and f.experiment.can_inject,
+        lambda f: (
+            not f.content.post_hoc and not f.content.select("injected fault") and f.experiment.can_inject
+        ),
         Code.INJECT_FAULTS,
         "abrun faults run RECIPE",
     ),
@@ -138,7 +140,7 @@ MATCH = (
 
 MISMATCH = (
     NextStepRule(
-        lambda f: any(guard.guard == "finished" for guard in f.failed_guards),
+        lambda f: any(guard["guard"] == "finished" for guard in f.failed_guards),
         Code.READ_ENDINGS,
         commands.show_status,
     ),
@@ -165,7 +167,7 @@ MISMATCH_OF_OTHERS = (
 # The rules for INCONCLUSIVE.
 OPEN = (
     NextStepRule(
-        lambda f: f.content.descriptions,
+        lambda f: f.content.select("description"),
         Code.TRAIN_THREE_SEEDS,
         commands.run_three_fresh_seeds,
         is_final=True,
@@ -239,12 +241,12 @@ TRAIN_TWO_EACH = NextStepRule(lambda f: True, Code.TRAIN_TWO_EACH, COMPARE)
 DESCRIBED_OF_OTHERS = (
     STEP_ONE_OPEN,
     INTERIM_TO_COME,
-    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
+    NextStepRule(lambda f: f.content.select("new run"), Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
     NextStepRule(
         lambda f: not f.content.claims and f.claimable, Code.CLAIM_ALIKE, commands.compare_with_claim
     ),
     NextStepRule(lambda f: not (f.content.claims or f.claimable), Code.LOG_OR_TRAIN_LONGER, COMPARE),
-    replace(TRAIN_TWO_EACH, condition=lambda f: max(f.content.descriptions[0].num_runs) == 1),
+    replace(TRAIN_TWO_EACH, condition=lambda f: max(f.content.select("description")[0]["num_runs"]) == 1),
 )
 UNCLAIMED_OF_OTHERS = (
     STEP_ONE_OPEN,
@@ -260,7 +262,7 @@ UNCLAIMED_OF_OTHERS = (
 # Suggest fresh runs: repeating a test on the same runs inflates its error rate.
 OPEN_OF_OTHERS = (
     STEP_ONE_OPEN,
-    NextStepRule(lambda f: f.content.new_runs, Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
+    NextStepRule(lambda f: f.content.select("new run"), Code.TRAIN_MORE_OF_NEW, COMPARE, is_final=True),
     OTHER_CLAIMS,
     INTERIM_TO_COME,
     CANNOT_SHOW,
@@ -281,7 +283,9 @@ ONE_ARM = (
     NextStepRule(
         lambda f: (
             f.is_level_open
-            or all(noise.gap is None or len(noise.levels) < 3 for noise in f.content.seed_noise)
+            or all(
+                noise["gap"] is None or len(noise["levels"]) < 3 for noise in f.content.select("seed noise")
+            )
         ),
         Code.TRAIN_MORE_OF_ARM,
         COMPARE,

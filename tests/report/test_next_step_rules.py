@@ -19,17 +19,13 @@ RULES = {
 }
 CONTENT = {
     "post_hoc": False,
-    "sensitivity": None,
     "claims": ["claim"],
-    "descriptions": [],
-    "new_runs": [],
-    "seed_noise": [],
 }
 OTHERS = {"launched": False}
 REFERENCE = {"regression": True}
 UNCLAIMED = {"content.claims": []}
-DESCRIBED = {"content.descriptions": [SimpleNamespace(num_runs=(1, 1))]}
-SEVERAL = {"content.descriptions": [SimpleNamespace(num_runs=(2, 1))]}
+DESCRIBED = {"evidence.description": [{"num_runs": (1, 1)}]}
+SEVERAL = {"evidence.description": [{"num_runs": (2, 1)}]}
 UNDECIDED = {"undecided_claims": ["claim"]}
 DECIDABLE = {**UNDECIDED, "num_pairs_that_decide": 9}
 UNTESTABLE = {"has_untestable_claims": True}
@@ -52,9 +48,12 @@ def facts(verdict, known) -> Any:
     values = dict.fromkeys(name for name in dir(NextStepFacts) if not name.startswith("_"))
     values |= {"launched": True, "paired": True, "failed_guards": [], "unfinished_runs": [], "seeds_left": []}
     values |= {"waiting_arms": set(), "arms_with_open_checks": set()}
+    evidence: dict[str, list[Any]] = {}
     for name, value in known.items():
         holder, _, key = name.rpartition(".")
-        {"content": content, "experiment": experiment, "": values}[holder][key] = value
+        holders = {"content": content, "experiment": experiment, "evidence": evidence, "": values}
+        holders[holder][key] = value
+    content["select"] = lambda kind: evidence.get(kind, [])
     records = {"content": SimpleNamespace(**content), "experiment": SimpleNamespace(**experiment)}
     return SimpleNamespace(**values | records)
 
@@ -73,7 +72,7 @@ CASES = {
     "MATCH, of others, with a reference": (OTHERS | REFERENCE, "COMPARE_NEXT_CHANGE"),
     "MISMATCH": ({}, "CONFIRM_ON_FRESH_SEEDS"),
     "MISMATCH, failed runs": (
-        {"failed_guards": [SimpleNamespace(guard="finished")]},
+        {"failed_guards": [{"guard": "finished"}]},
         "READ_ENDINGS CONFIRM_ON_FRESH_SEEDS",
     ),
     "MISMATCH, engines and completions": (
@@ -138,23 +137,23 @@ CASES = {
     "INCONCLUSIVE, of others, nothing claimable": (OTHERS | UNCLAIMED | SEVERAL, "LOG_OR_TRAIN_LONGER"),
     "INCONCLUSIVE, of others, one run each and a look": (OTHERS | DESCRIBED | LOOK, "TRAIN_FOR_INTERIM"),
     "INCONCLUSIVE, of others, one run beside several": (
-        OTHERS | UNCLAIMED | SEVERAL | {"content.new_runs": ["a run"]},
+        OTHERS | UNCLAIMED | SEVERAL | {"evidence.new run": ["a run"]},
         "TRAIN_MORE_OF_NEW",
     ),
     "INCONCLUSIVE, of others, a claim on one run beside several": (
-        OTHERS | {"content.new_runs": ["a run"]},
+        OTHERS | {"evidence.new run": ["a run"]},
         "TRAIN_MORE_OF_NEW",
     ),
     "INCONCLUSIVE, one arm": (
-        {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]},
+        {"evidence.seed noise": [{"gap": 0.1, "levels": "abc"}]},
         "COMPARE_CHANGE",
     ),
     "INCONCLUSIVE, one arm with an open level": (
-        {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")], "is_level_open": True},
+        {"evidence.seed noise": [{"gap": 0.1, "levels": "abc"}], "is_level_open": True},
         "TRAIN_MORE_OF_ARM",
     ),
-    "INCONCLUSIVE, one run": ({"content.seed_noise": [SimpleNamespace(gap=None)]}, "TRAIN_MORE_OF_ARM"),
-    "INVALID, one arm": ({"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]}, "MEND_REASONS"),
+    "INCONCLUSIVE, one run": ({"evidence.seed noise": [{"gap": None}]}, "TRAIN_MORE_OF_ARM"),
+    "INVALID, one arm": ({"evidence.seed noise": [{"gap": 0.1, "levels": "abc"}]}, "MEND_REASONS"),
     "INCONCLUSIVE, of others, no shared metric": (
         OTHERS | UNCLAIMED | OPEN_STEP,
         "REPEAT_IN_FLOAT32 NAME_METRICS",

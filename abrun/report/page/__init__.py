@@ -19,6 +19,7 @@ import orjson
 
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
 from abrun.report.context import Context, verdict_qualifiers, verdict_title
+from abrun.report.evidence import evidence_sections
 from abrun.report.page import charts
 from abrun.report.panels import display_unit, memory_peaks
 from abrun.runs.layout import RunName
@@ -98,6 +99,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
     peaks = memory_peaks(experiment)
     report = {
         "content": as_json(content),
+        "sections": evidence_sections(content),
         "title": verdict_title(content),
         "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,

@@ -1,278 +1,36 @@
-// The evidence besides the claims, in tables: guards, step one, divergence, injected faults, time and memory.
+// The evidence besides the claims: a section with tables for each kind, and what only some kinds add to it.
 "use strict";
 
-function guardsSection() {
-  const list = content.guards || [];
-  const isChecked = (guard) => guard.result !== "not recorded";
-  const checked = list.filter(isChecked);
-  if (!checked.length && !report.mismatch) return null;
-  const nameOf = (guard) => guard.guard.replaceAll("_", " ");
-  const missing = [...new Set(list.filter((guard) => !isChecked(guard)).map(nameOf))];
-  return section(
-    "guards",
-    "Guards",
-    el("p", { class: "intro" }, "One-sided limits that the treatment must meet at every step."),
-    checked.length
-      ? table(
-          "Guards",
-          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["finding"]]),
-          checked.map((guard) => [
-            ...armCell(guard),
-            el("span", { class: "name" }, nameOf(guard)),
-            chip(guard.result),
-            number(guard.value),
-            number(guard.limit),
-            guard.text,
-          ]),
-        )
-      : null,
-    missing.length ? el("p", { class: "caption" }, `Not checked, because the runs did not record it: ${missing.join(", ")}.`) : null,
-    report.mismatch ? figureOf(report.mismatch, { limit: report.mismatch_limit }) : null,
-  );
+// A chart of the mismatch that a guard limits, and bars of the peaks of memory.
+const EXTRAS = {
+  guard: () => report.mismatch && figureOf(report.mismatch, { limit: report.mismatch_limit }),
+  cost: () => report.memory && memoryBars(report.memory),
+};
+const NAMES = ["metric", "guard", "tensor", "fault", "quantity"];
+const isNumeric = (text) => /^[-+\u00b1\u2212[\d]|^$/.test(text);
+
+function evidenceSections(leads) {
+  return report.sections.filter((told) => told.leads === leads).map(evidenceSection);
 }
 
-function stepOneSection() {
-  const list = content.step_one || [];
-  if (!list.length) return null;
-  const meter = (check) => {
-    const share =
-      typeof check.deviation === "number" && check.tolerance ? check.deviation / check.tolerance : Infinity;
-    const bar = el(
-      "span",
-      { class: `meter ${check.result === "pass" ? "" : "over"}`, "aria-hidden": "true" },
-      el("i", {}),
-    );
-    bar.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
-    return [
-      bar,
-      muted(
-        share === Infinity
-          ? "not finite"
-          : `${share < 0.01 && share > 0 ? "below 1" : number(100 * share, 2)}\u00a0%`,
-      ),
-    ];
-  };
+function evidenceSection({ kind, title, intro, tables }) {
+  const extra = EXTRAS[kind]?.();
+  if (!tables.length && !extra) return null;
   return section(
-    "step-one",
-    "Step one",
-    el(
-      "p",
-      { class: "intro" },
-      "Before the first update can show an effect of the treatment, the arms must agree up to rounding. Each row is the pair " +
-        "with the largest deviation. The deviation is relative to the scale given below it: the metric's size, or the size of " +
-        "the terms that cancel in it.",
-    ),
-    table(
-          "Step one",
-          withArm([
-            ["metric"],
-            ["result"],
-            [baselineName(), "right"],
-            [treatmentName(), "right"],
-            ["relative deviation", "right"],
-            ["tolerance"],
-            ["share of tolerance"],
-            ["A/A deviation", "right"],
-            ["seed", "right"],
-          ]),
-          list.map((check) => [
-            ...armCell(check),
-            named(check.metric),
-            chip({ pass: "agrees", fail: "deviates" }[check.result] || check.result),
-            number(check.baseline, 6),
-            number(check.treatment, 6),
-            [number(check.deviation, 2), muted(`relative to ${check.scale_from} (${number(check.scale, 3)})`)],
-            [number(check.tolerance, 2), muted(check.tolerance_from)],
-            meter(check),
-            number(check.aa_deviation, 2),
-            String(check.seed),
-          ]),
-    ),
-  );
-}
-
-function finalWeightsSection() {
-  const list = content.final_weights || [];
-  if (!list.length) return null;
-  return section(
-    "final-weights",
-    "Final weights",
-    el(
-      "p",
-      { class: "intro" },
-      "Bitwise equality of the trained weights, by a hash of all of them; if they differ, their distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
-    ),
-    table(
-      "Final weights",
-      withArm([
-        ["bit-identical pairs"],
-        ["relative distance", "right"],
-        ["A/A", "right"],
-        ["seed", "right"],
-      ]),
-      list.map((row) => [
-        ...armCell(row),
-        `${row.num_equal} of ${row.num_pairs}`,
-        number(row.relative_difference, 2),
-        number(row.aa_relative_difference, 2),
-        row.seed === null ? "" : String(row.seed),
-      ]),
-    ),
-  );
-}
-
-function traceSection() {
-  const trace = content.trace;
-  if (!trace) return null;
-  return section(
-    "trace",
-    "Trace",
-    el("p", { class: "intro" }, `${trace.reason}. A diagnostic: it does not affect the verdict.`),
-    table(
-      trace.first ? "Tensors around the first difference, in the order of execution" : "Tensors with the largest errors",
-      [["tensor"], ["relative error", "right"], ["ULPs", "right"], ["share of limit", "right"], ["finding"]],
-      trace.tensors.map((tensor) => [
-        named(tensor.name),
-        number(tensor.relative_error, 2),
-        number(tensor.ulps, 2),
-        number(typeof tensor.ratio === "number" ? tensor.ratio / trace.limit : tensor.ratio, 2),
-        tensor.name === trace.first ? "first" : tensor.ratio === "Infinity" || tensor.ratio > trace.limit ? "differs" : "",
-      ]),
-    ),
-    el(
-      "p",
-      { class: "caption" },
-      `Arm ${trace.arm}. The limit comes from repeats of the baseline's step perturbed by one ULP; arms that agree exceed it with a probability of at most ${number(100 * trace.level, 2)}\u00a0%.`,
-    ),
-  );
-}
-
-function divergenceSection() {
-  const list = content.divergence || [];
-  if (!list.length) return null;
-  const firstDifferentStep = (row) =>
-    row.noise_floor !== "zero" ? "" : row.first_step_apart === null ? "never" : String(row.first_step_apart);
-  const ulpRatioText = ({ ulp }) =>
-    ulp === null ? "" : ulp.ratio === null ? "no ratio" : `${number(ulp.ratio, 2)}\u00d7 ${ulp.ci95 ? interval(ulp.ci95) : ""}`;
-  const isKnown = list.some((row) => row.noise_floor !== "unknown");
-  const hasUlp = list.some((row) => row.ulp !== null);
-  const compared = [
-    isKnown ? "with the distance of baseline reruns of the same seed (the A/A noise floor)" : "",
-    hasUlp ? "with the divergence caused by one ULP in the initial weights" : "",
-    "with the baseline's sd over seeds",
-  ];
-  return section(
-    "divergence",
-    "Divergence",
-    el(
-      "p",
-      { class: "intro" },
-      `The distance of the arms, averaged over steps, compared ${compared.filter(Boolean).join(", and ")}. A diagnostic: it does not affect the verdict.`,
-      isKnown ? "" : ` The noise floor is unknown, because there are no A/A reruns${recipeKey("controls.aa_reruns")}.`,
-      list.some((row) => row.noise_floor === "zero") ? " There is no ratio to A/A where baseline reruns are bit-identical." : "",
-    ),
-    table(
-      "Divergence",
-      withArm([
-        ["metric"],
-        ["mean |difference|", "right"],
-        ["A/A mean |difference|", "right"],
-        ["ratio to A/A", "right"],
-        ["ratio to one ULP", "right nowrap"],
-        ["ratio to sd over seeds", "right"],
-        ["first step that differs in any bit", "right"],
-      ]),
-      list.map((row) => [
-        ...armCell(row),
-        named(row.metric),
-        number(row.mean_difference, 3),
-        number(row.aa_mean_difference, 3),
-        row.noise_floor === "measured" ? `${number(row.ratio, 2)}\u00d7` : "",
-        ulpRatioText(row),
-        row.share_of_seed_spread === null ? "" : number(row.share_of_seed_spread, 2),
-        firstDifferentStep(row),
-      ]),
-    ),
-  );
-}
-
-function sensitivitySection() {
-  const found = content.sensitivity;
-  if (!found) return null;
-  const seen = (fault) =>
-    fault.caught_by === "nothing"
-      ? fault.verdict === "INVALID" ? "not judged" : "nothing"
-      : [fault.caught_by, fault.metric].filter(Boolean).join(": ");
-  return section(
-    "sensitivity",
-    "What this comparison would have caught",
-    el(
-      "p",
-      { class: "intro" },
-      "Faults injected into the baseline, each judged like a treatment: " +
-        (found.num_judged
-          ? `${found.num_caught} of ${found.num_judged} were caught, by ${found.num_pairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${found.num_steps} steps. A fault with the verdict MATCH or PASS would have passed; with INCONCLUSIVE it was left open.`
-          : "none could be judged."),
-    ),
-    table(
-      "Injected faults",
-      [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
-      found.faults.map((fault) => [
-        named(fault.fault),
-        fault.size === null ? "-" : `${number(fault.size, 3)} ${fault.unit}`,
-        fault.verdict,
-        seen(fault),
-        fault.step === null ? "-" : String(fault.step),
-        fault.figures || "-",
-        String(fault.num_pairs),
-      ]),
-    ),
-    ...found.faults
-      .filter((fault) => fault.advice)
-      .map((fault) => el("p", {}, el("b", {}, fault.fault), ` could be seen by ${fault.advice}`)),
-  );
-}
-
-function costSection() {
-  const list = content.savings || [];
-  if (!list.length && !report.memory) return null;
-  const bytes = (value) =>
-    value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
-  const shown = (saving, value) =>
-    saving.quantity.startsWith("peak memory") ? bytes(value) : `${number(value, 3)} s`;
-  return section(
-    "cost",
-    "Time and memory",
-    list.length || report.memory
-      ? el(
-          "p",
-          { class: "intro" },
-          `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
-        )
-      : null,
-    list.length
-      ? table(
-          "Time and memory",
-          withArm([
-            ["quantity"],
-            [baselineName(), "right"],
-            [treatmentName(), "right"],
-            ["ratio", "right"],
-            ["95\u00a0% CI", "right"],
-            [content.paired === false ? "runs" : "pairs", "right"],
-          ]),
-          list.map((saving) => [
-            ...armCell(saving),
-            saving.quantity,
-            shown(saving, saving.baseline),
-            shown(saving, saving.treatment),
-            el("b", {}, number(saving.ratio, 3)),
-            interval(saving.ci95),
-            saving.num_runs ? bothSizes(saving.num_runs) : String(saving.num_pairs),
-          ]),
-        )
-      : null,
-    report.memory ? memoryBars(report.memory) : null,
+    kind.replaceAll(" ", "-"),
+    title,
+    el("p", { class: "intro" }, intro),
+    ...tables.map(({ columns, rows }) => {
+      const heads = columns.map((name, at) => [name, rows.every((row) => isNumeric(row[at])) ? "right" : ""]);
+      const cell = (text, at) =>
+        NAMES.includes(columns[at])
+          ? named(text, at ? "span" : "b")
+          : columns[at] === "result"
+            ? chip(text)
+            : text.replace(/(^|[[( ])-(?=\d)/g, `$1${MINUS}`);
+      return table(title, heads, rows.map((row) => row.map(cell)));
+    }),
+    extra || null,
   );
 }
 
