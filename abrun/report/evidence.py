@@ -1,7 +1,4 @@
-"""The evidence of a verdict in words: labelled lines, and tables for the terminal, Markdown and the page.
-
-`WORDINGS` has an entry for each kind of evidence. Everything that shows evidence iterates over it.
-"""
+"""The evidence of a verdict as labelled lines and tables, for the terminal, Markdown, the page and plans."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +9,6 @@ import numpy as np
 
 from abrun.logs.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.messages import sentence, sentences
-from abrun.messages.codes import Reason
 from abrun.messages.numbers import (
     SCORES_TEXT,
     bound_text,
@@ -24,7 +20,7 @@ from abrun.messages.numbers import (
     percent_text,
     sample_unit,
 )
-from abrun.report.injected import caught_sentence, sensitivity_table
+from abrun.report.injected import caught_sentence
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import yaml_text
 from abrun.verdict.decide import ArmSection
@@ -36,21 +32,6 @@ from abrun.verdict.verdict_file import VerdictFile
 
 MAX_LEVELS = 2  # per arm; the page has all
 MAX_METRICS = 6  # rows of a table without a claim, on the terminal and in Markdown; the page has all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """One kind of evidence in words: its line on each arm, and its tables."""
-
-    title: str
-    intro: str
-    label: str = ""
-    # Of the evidence on one arm; None for no line
-    line: Callable[[Sequence[Evidence], VerdictFile, str], str | None] | None = None
-    columns: Sequence[str] = ()  # names of values; one with a dot is within a value
-    # Tables that are no list of values, of at most so many rows without a claim
-    tables: Callable[[Sequence[Evidence], VerdictFile, int | None], list[Table]] | None = None
-    leads: bool = False  # stands where claims stand: its tables are in all reports, not only on the page
 
 
 def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
@@ -83,61 +64,18 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
         yield "runs", f"{run_counts}, unpaired{shared_steps}"
     else:
         yield "pairs", f"{_pairs_text(section)}{shared_steps}"
-    for kind, wording in WORDINGS.items():
-        if wording.line:
-            yield wording.label, wording.line(content.select(kind, arm), content, arm)
+    for kind, (label, line) in LINES.items():
+        yield label, line(content.select(kind, arm), content, arm)
     if analyses := section.interim_analyses:
         planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
         completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
         yield "interim analyses", f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
 
 
-def evidence_sections(content: VerdictFile) -> list[dict[str, Any]]:
-    """Return the sections of the page as JSON: title, introduction and tables of each kind of evidence."""
-    return [
-        {
-            "kind": kind,
-            **{"title": wording.title, "intro": wording.intro, "leads": wording.leads},
-            "tables": [table.to_json() for table in _make_tables(kind, content)],
-        }
-        for kind, wording in WORDINGS.items()
-    ]
-
-
-def leading_tables(content: VerdictFile) -> list[Table]:
-    """Return the tables of the evidence that stands where claims stand, with their first rows."""
-    kinds = [kind for kind, wording in WORDINGS.items() if wording.leads]
-    return [table for kind in kinds for table in _make_tables(kind, content, MAX_METRICS)]
-
-
-def _make_tables(kind: Kind, content: VerdictFile, limit: int | None = None) -> list[Table]:
-    wording, evidence = WORDINGS[kind], content.select(kind)
-    if not evidence:
-        return []
-    if wording.tables:
-        return wording.tables(evidence, content, limit)
-    names = {**HEADINGS, "baseline": content.baseline, "treatment": treatment_name(content)}
-    titles = [names.get(name, name.replace("_", " ")) for name in wording.columns]
-    rows = [[_value_text(item, name) for name in wording.columns] for item in evidence]
-    return [_with_arms(content, titles, evidence, rows)]
-
-
-def _value_text(item: Evidence, name: str) -> str:
-    """Return the result, the reason or a value of some evidence."""
-    if name == "result":
-        return item.result
-    value: Any = item.reason if name == "reason" else item.values
-    for part in name.split(".") if value is item.values else ():
-        value = None if value is None else value[part]
-    return _cell_text(value)
-
-
-def _cell_text(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_cell_text, value))}]"
-    if isinstance(value, Reason):
-        return sentence(value)
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def evidence_tables(content: VerdictFile, limit: int | None = MAX_METRICS) -> dict[Kind, list[Table]]:
+    """Return the tables of evidence that stands where claims stand, with at most `limit` unclaimed rows."""
+    found = {kind: content.select(kind) for kind in TABLES}
+    return {kind: TABLES[kind](evidence, content, limit) for kind, evidence in found.items() if evidence}
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -145,15 +83,6 @@ def treatment_name(content: VerdictFile) -> str:
     if not content.arms:
         return content.baseline
     return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
-
-
-def _with_arms(
-    content: VerdictFile, titles: Sequence[str], evidence: Sequence[Evidence], rows: Sequence[Sequence[str]]
-) -> Table:
-    """Return a table with a row for each piece of evidence; with several treatments its arm comes first."""
-    arm = ["arm"] * (len(content.arms) > 1)
-    cells = [[item.arm for _ in arm] + [*row] for item, row in zip(evidence, rows, strict=True)]
-    return Table(columns(*arm, *titles), cells)
 
 
 def _is_compared_step_by_step(content: VerdictFile, arm: str) -> bool:
@@ -199,7 +128,9 @@ def _description_tables(evidence: Sequence[Evidence], content: VerdictFile, limi
     by_arm = [[row for row in described if row.arm == arm] for arm in content.arms]
     first = limit and limit // (1 + (len(content.arms) > 1))
     shown = [row for rows in by_arm for row in rows[:first]]
-    return [_with_arms(content, titles, shown, [_description_cells(row) for row in shown])] if shown else []
+    arm = ["arm"] * (len(content.arms) > 1)
+    cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown]
+    return [Table(columns(*arm, *titles), cells)] if shown else []
 
 
 def _metrics_line(described: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
@@ -427,18 +358,6 @@ def _trace_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) ->
     return next((sentence(trace.reason) for trace in evidence if trace.reason), None)
 
 
-def _trace_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
-    (trace,) = evidence
-    rows = []
-    for tensor in trace["tensors"]:
-        finding = (
-            "first" if tensor["name"] == trace["first"] else "differs" * (tensor["ratio"] > trace["limit"])
-        )
-        numbers = (tensor["relative_error"], tensor["ulps"], tensor["ratio"] / trace["limit"])
-        rows.append([tensor["name"], *(f"{number:.2g}" for number in numbers), finding])
-    return [Table(columns("tensor", "relative error", "ULPs", "share of limit", "finding"), rows)]
-
-
 def _final_weights_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
     if not evidence:
         return None
@@ -466,118 +385,23 @@ def _saving_text(saving: Evidence) -> str:
     return f"{saving['quantity']} {saving['ratio']:.3g}x{interval}"
 
 
-def _fault_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
-    return [sensitivity_table(evidence, paired=content.paired)]
-
-
 # --- all kinds ---
 
-HEADINGS = {  # of values whose name does not say it
-    "reason": "finding",
-    "scale": "relative to",
-    "scale_from": "which is",
-    "aa_deviation": "A/A deviation",
-    "mean_difference": "mean |difference|",
-    "aa_mean_difference": "A/A mean |difference|",
-    "ulp.ratio": "ratio to one ULP",
-    "ulp.ci95": "its 95 % CI",
-    "share_of_seed_spread": "ratio to sd over seeds",
-    "first_step_apart": "first step that differs in any bit",
-    "num_equal": "bit-identical",
-    "num_pairs": "pairs",
-    "num_runs": "runs",
-    "relative_difference": "relative distance",
-    "aa_relative_difference": "A/A",
-    "ulp_relative_difference": "one ULP",
-    "ci95": "95 % CI",
+Line = Callable[[Sequence[Evidence], VerdictFile, str], str | None]
+# The label of a kind's line on each arm, and the function that words it; None for no line
+LINES: dict[Kind, tuple[str, Line]] = {
+    "step one": ("step one", _step_one_line),
+    "description": ("metrics", _metrics_line),
+    "guard": ("guards", _guards_line),
+    "divergence": ("divergence", _divergence_line),
+    "trace": ("trace", _trace_line),
+    "final weights": ("final weights", _final_weights_line),
+    "cost": ("cost", _cost_line),
 }
-DIAGNOSTIC = "A diagnostic: it does not affect the verdict."
-# In the order of lines and of the page
-WORDINGS: dict[Kind, Wording] = {
-    "seed noise": Wording(title="Seed noise", intro=ALONE_NOTE, tables=_noise_tables, leads=True),
-    "new run": Wording(
-        title="One run beside several",
-        intro="The level of a single run beside those of several, and the interval that would hold 95 of 100 "
-        "further runs of these (prediction interval of Student's t); p is corrected over the claimed "
-        "metrics, or over all others (Holm).",
-        tables=_new_run_tables,
-        leads=True,
-    ),
-    "step one": Wording(
-        title="Step one",
-        intro="Before the first update can show an effect of the treatment, the arms must agree up to "
-        "rounding. Each row is the pair with the largest deviation, relative to the metric's size, or "
-        "to the size of the terms that cancel in it.",
-        label="step one",
-        line=_step_one_line,
-        columns=(
-            *("metric", "result", "baseline", "treatment", "deviation", "scale", "scale_from"),
-            *("tolerance", "tolerance_from", "aa_deviation", "seed"),
-        ),
-    ),
-    "description": Wording(
-        title="Description",
-        intro="Levels over the window, and the difference. With one run of each arm, an effect of the "
-        "treatment cannot be distinguished from seed noise. With several, the certified bound is the "
-        "smallest margin that these runs would pass; the suggested margin follows from the baseline alone, "
-        "and its sample size is for 80 % power.",
-        label="metrics",
-        line=_metrics_line,
-        tables=_description_tables,
-        leads=True,
-    ),
-    "guard": Wording(
-        title="Guards",
-        intro="One-sided limits that the treatment must meet at every step.",
-        label="guards",
-        line=_guards_line,
-        columns=("guard", "result", "value", "limit", "reason"),
-    ),
-    "divergence": Wording(
-        title="Divergence",
-        intro="The distance of the arms, averaged over steps, relative to that of baseline reruns of the "
-        "same seed (the A/A noise floor), to the divergence caused by one ULP in the initial weights, and "
-        f"to the baseline's sd over seeds, as far as they were measured. {DIAGNOSTIC}",
-        label="divergence",
-        line=_divergence_line,
-        columns=(
-            *("metric", "mean_difference", "aa_mean_difference", "ratio", "ulp.ratio"),
-            *("ulp.ci95", "share_of_seed_spread", "noise_floor", "first_step_apart"),
-        ),
-    ),
-    "trace": Wording(
-        title="Trace",
-        intro=f"Tensors around the first difference, or those with the largest errors. {DIAGNOSTIC}",
-        label="trace",
-        line=_trace_line,
-        tables=_trace_tables,
-    ),
-    "final weights": Wording(
-        title="Final weights",
-        intro="Bitwise equality of the trained weights, by a hash of all of them; if they differ, their "
-        "distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A "
-        "diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement "
-        "learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
-        label="final weights",
-        line=_final_weights_line,
-        columns=(
-            *("num_equal", "num_pairs", "relative_difference", "aa_relative_difference"),
-            *("ulp_relative_difference", "seed"),
-        ),
-    ),
-    "cost": Wording(
-        title="Time and memory",
-        intro="Geometric means, in seconds and bytes, and their ratio. Not a test of equivalence.",
-        label="cost",
-        line=_cost_line,
-        columns=(*("quantity", "baseline", "treatment", "ratio", "ci95", "num_pairs", "num_runs"),),
-    ),
-    "injected fault": Wording(
-        title="What this comparison would have caught",
-        intro="Faults injected into the baseline, each judged like a treatment. One with the verdict MATCH "
-        "or PASS would have passed; with INCONCLUSIVE it was left open.",
-        tables=_fault_tables,
-    ),
+TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile, int | None], list[Table]]] = {
+    "new run": _new_run_tables,
+    "description": _description_tables,
+    "seed noise": _noise_tables,
 }
 
 

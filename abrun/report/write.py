@@ -5,6 +5,7 @@ The same runs give the same bytes: no file has the date of the report.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from abrun.messages.numbers import (
 )
 from abrun.recipe.extras import missing_package
 from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import ALONE_NOTE, evidence_lines, leading_tables, treatment_name
+from abrun.report.evidence import ALONE_NOTE, evidence_lines, evidence_tables, treatment_name
 from abrun.report.next_step import NextStep
 from abrun.report.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.report.present.tables import Table, code_span, columns, escape_markdown
@@ -183,7 +184,7 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    return [*tables, *leading_tables(content)]
+    return [*tables, *chain(*evidence_tables(content).values())]
 
 
 def _comparison_note(content: VerdictFile) -> str:
