@@ -32,8 +32,8 @@ from abrun.runs.experiment import open_experiment
 from abrun.runs.files import read_json, write_file, write_json
 from abrun.runs.layout import REPORT
 from abrun.runs.rundir import RunDir
-from abrun.verdict.claims import ClaimResult
-from abrun.verdict.divergence import Divergence
+from abrun.verdict.evidence import Evidence
+from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json, parse_verdict_file, read_verdict_file
 
 ROOT = Path(__file__).parents[1]
@@ -239,18 +239,19 @@ def _section(recipe: Path, folder: Path, record: Record, content: VerdictFile) -
     )
     certain = [f"{prefix[claim.arm]}{_certainty(claim)}" for claim in content.claims]
     certain += [
-        f"{prefix[check.arm]}{check.metric} of the first step deviates by {check.deviation:.2g}, above "
-        f"{check.tolerance:.2g}"
-        for check in content.step_one
+        f"{prefix[check.arm]}{check['metric']} of the first step deviates by {check['deviation']:.2g}, above "
+        f"{check['tolerance']:.2g}"
+        for check in content.select("step one")
         if check.result == "fail"
     ]
     certain += [
-        f"{prefix[guard.arm]}guard {guard.guard}: {guard.result}, {guard.value:.2g} (limit {guard.limit:g})"
-        for guard in content.guards
-        if guard.result in ("open", "fail") and guard.value is not None and guard.limit is not None
+        f"{prefix[guard.arm]}guard {guard['guard']}: {guard.result}, {guard['value']:.2g} (limit "
+        f"{guard['limit']:g})"
+        for guard in content.select("guard")
+        if guard.result in ("open", "fail") and None not in (guard["value"], guard["limit"])
     ]
     sure = "; ".join(certain) or "no claim"
-    rows = sensitivity_rows(content.sensitivity) if content.sensitivity else ()
+    rows = sensitivity_rows(content.select("injected fault"))
     injected = "; ".join(
         f"`{fault}`, not judged" if verdict == "INVALID" else f"`{fault}`, {verdict} ({caught})"
         for fault, _, verdict, caught, *_ in rows
@@ -302,20 +303,23 @@ def _open_questions(content: VerdictFile) -> Iterator[str]:
     for claim in claims:
         if claim.warnings:
             yield f"skewed differences of {prefix[claim.arm]}`{claim.claim.metric}`"
-    untested = [check for check in content.step_one if check.result in ("not tested", "open")]
+    checks = content.select("step one")
+    untested = [check for check in checks if check.result in ("not tested", "open")]
     if untested:
-        yield f"step one of {', '.join(f'{prefix[check.arm]}`{check.metric}`' for check in untested)}"
-    distant = {f"`{row.metric}`": None for row in content.divergence if _is_distant(row, claims)}
+        names = (f"{prefix[check.arm]}`{check['metric']}`" for check in untested)
+        yield f"step one of {', '.join(names)}"
+    rows = content.select("divergence")
+    distant = {f"`{row['metric']}`": None for row in rows if _is_distant(row, claims)}
     if distant:
         yield f"far apart without a claim: {', '.join(distant)}"
 
 
-def _is_distant(divergence: Divergence, claims: Sequence[ClaimResult]) -> bool:
+def _is_distant(divergence: Evidence, claims: Sequence[ClaimResult]) -> bool:
     """Return whether a metric without a claim differs more between arms than between seeds."""
     claimed_metrics = {(claim.arm, claim.claim.metric) for claim in claims}
-    share = divergence.share_of_seed_spread or 0
-    is_claimed = (divergence.arm, divergence.metric) in claimed_metrics
-    return not is_claimed and share > FAR and divergence.mean_difference > ROUNDING
+    share = divergence["share_of_seed_spread"] or 0
+    is_claimed = (divergence.arm, divergence["metric"]) in claimed_metrics
+    return not is_claimed and share > FAR and divergence["mean_difference"] > ROUNDING
 
 
 def _against(recipe: Path, arm: str, verdict: str) -> str:

@@ -47,7 +47,10 @@ def test_a_result_holds_what_verdict_json_holds(tmp_path: Path) -> None:
     (expected,) = written["claims"]
     assert claim["mean_difference"] == expected["mean_difference"] == pytest.approx(0.2, abs=0.02)
     assert list(claim["interval"]) == expected["interval"] and claim["result"] == "different"
-    assert len(result.guards) == len(written["guards"]) and result.report is None
+    assert (
+        len(result.guards) == sum(item["kind"] == "guard" for item in written["evidence"])
+        and result.report is None
+    )
     assert "MISMATCH: apart" in str(result) and "MISMATCH" in repr(result)
     post_hoc = abrun.compare(tmp_path / "apart", claim="train/reward:last 20%:0.5")
     assert post_hoc.claims["margin_text"].tolist() == ["±0.5"] and post_hoc.content["post_hoc"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
-from abrun.messages import records, sentences
+from abrun.messages import sentences
 from abrun.recipe.extras import missing_package
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from abrun.logs.recorded.experiment import RecordedExperiment as RecordedExperiment
     from abrun.logs.recorded.sources import SourceContents
     from abrun.report.comparing import Comparison
+    from abrun.verdict.evidence import Kind
     from abrun.verdict.verdict_file import VerdictFile
 
 COLORS = {
@@ -145,10 +146,17 @@ class Result:
 
         return _make_frame(claim_rows(self.verdict_file), CLAIM_COLUMNS)
 
-    @cached_property
+    @property
     def guards(self) -> "pandas.DataFrame":
-        """Return one row per guard and arm: metric, result and reason."""
-        return _make_frame(records.as_json(self.verdict_file.guards))
+        """Return one row per guard and arm: limit, value, result and reason."""
+        return self.evidence("guard")
+
+    def evidence(self, kind: "Kind") -> "pandas.DataFrame":
+        """Return one row per piece of evidence of a kind, such as "step one": arm, result, reason, values."""
+        from abrun.verdict.verdict_file import evidence_row
+
+        rows = [evidence_row(item) for item in self.verdict_file.select(kind)]
+        return _make_frame([{**row, **row.pop("values")} for row in rows])
 
     @property
     def metrics(self) -> "pandas.DataFrame":

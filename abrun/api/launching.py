@@ -130,7 +130,7 @@ def interim_state(experiment_dir: Path, num_pairs: int) -> InterimState:
     completed = (i.num_pairs for arm in arms for i in arm.interim_analyses if i.verdict)
     if num_pairs not in completed:
         return "not taken"
-    by_step_one = all(any(metric.result == "open" for metric in arm.step_one) for arm in undecided)
+    by_step_one = all(any(check.result == "open" for check in arm.select("step one")) for arm in undecided)
     return "step one" if by_step_one else "open"
 
 

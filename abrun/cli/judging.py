@@ -620,9 +620,10 @@ def _report_detected_faults(
     from abrun.verdict.injected import measure_sensitivity as judge_faults
 
     result = judge_faults(load_experiment(experiment_dir))
-    if result is None:
+    if not result:
         raise RecipeError(f"{recipe.name}: controls.faults: no fault can be injected; see: abrun faults")
-    screen.print(sensitivity_table(result, paired=recipe.compare.paired))
+    table = sensitivity_table(result, paired=recipe.compare.paired)
+    screen.print(table.to_rich(padding=(0, 1)))
     for fault, need in not_injected.items():
         screen.say(f"not injected: {fault}, which {need}")
     for line in (*advice_lines(result), caught_sentence(result, paired=recipe.compare.paired)):

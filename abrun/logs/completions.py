@@ -20,7 +20,6 @@ from abrun.errors import StoreError
 from abrun.logs.foreign.files import Folder, open_file, path_kind, read_lines, walk, wrap_exhaustion
 from abrun.logs.foreign.values import as_number, parse_json
 from abrun.logs.log import missing_package_error
-from abrun.runs.files import is_directory
 from abrun.runs.lines import Sample
 from abrun.runs.redaction import printable
 from abrun.runs.rundir import RunDir

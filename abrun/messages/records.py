@@ -49,14 +49,14 @@ def restore_reasons(content: Any) -> Any:
         name, _, kind = codes_name.rpartition("_")
         name = f"{name}s" if kind == "codes" and name not in content else name
         if kind in ("code", "codes") and name in content:
-            restored[name] = _decode_reasons(restored.pop(codes_name))
+            restored[name] = decode_reasons(restored.pop(codes_name))
     return restored
 
 
 def reason_from_json(content: Mapping[str, Any]) -> Reason:
     """Return the reason with this code and values; the inverse of `encode_reasons`."""
     return Reason(
-        Code(content["code"]), {name: _decode_reasons(value) for name, value in content["values"].items()}
+        Code(content["code"]), {name: decode_reasons(value) for name, value in content["values"].items()}
     )
 
 
@@ -106,11 +106,12 @@ def encode_reasons(value: Any) -> Any:
     return value
 
 
-def _decode_reasons(value: Any) -> Any:
+def decode_reasons(value: Any) -> Any:
+    """Return a value that `encode_reasons` made, with its reasons and non-finite numbers."""
     if isinstance(value, Mapping):
         if value.keys() == {"code", "values"}:
             return reason_from_json(value)
-        return {key: _decode_reasons(entry) for key, entry in value.items()}
+        return {key: decode_reasons(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_decode_reasons(entry) for entry in value]
+        return [decode_reasons(entry) for entry in value]
     return float(value) if value in _NOT_FINITE else value

@@ -175,6 +175,15 @@ def _refuse_folder(output: Path, experiment_dir: Path | None, *, is_declared: bo
         )
 
 
+def _check_formats(formats: Collection[str]) -> None:
+    """Raise ComparisonError for a format that is unknown, or that needs a missing package."""
+    unknown = sorted(set(formats) - set(FORMATS))
+    if unknown:
+        raise ComparisonError(f"formats: got {unknown[0]!r}; allowed: {listed(FORMATS)}")
+    if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
+        raise ComparisonError(f"formats: png and svg: {missing}; or use html, markdown and json")
+
+
 # Values that overflow are judged as infinite.
 @np.errstate(all="ignore")
 def compare(
@@ -191,11 +200,7 @@ def compare(
     default all that the installed packages can write. Raise ComparisonError if there is nothing to compare.
     """
     formats = writable_formats() if formats is None else formats
-    unknown = sorted(set(formats) - set(FORMATS))
-    if unknown:
-        raise ComparisonError(f"formats: got {unknown[0]!r}; allowed: {listed(FORMATS)}")
-    if set(formats) & set(FIGURE_FORMATS) and (missing := missing_package("figures")):
-        raise ComparisonError(f"formats: png and svg: {missing}; or use html, markdown and json")
+    _check_formats(formats)
     if not experiment.treatments and experiment.injected:
         raise ComparisonError(
             f"{experiment.name}: has injected faults but no treatment; its report/sensitivity.md says which "

@@ -56,7 +56,7 @@ def make_context(experiment: RecordedExperiment, content: VerdictFile, command: 
         next_steps=next_steps(experiment, content, command),
         completions=collect_completions(experiment),
         has_recipe=experiment.has_recipe,
-        injected_faults=sensitivity_summary(experiment, content.sensitivity),
+        injected_faults=sensitivity_summary(experiment, content.select("injected fault")),
     )
 
 

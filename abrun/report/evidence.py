@@ -1,7 +1,7 @@
-"""The evidence of a verdict as labelled lines, for the terminal, Markdown, the page and plans."""
+"""The evidence of a verdict as labelled lines and tables, for the terminal, Markdown, the page and plans."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +10,28 @@ import numpy as np
 from abrun.logs.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.messages import sentence, sentences
 from abrun.messages.numbers import (
+    SCORES_TEXT,
+    bound_text,
     deviation_text,
     difference_text,
     interval_level_text,
+    interval_text,
     more_text,
+    percent_text,
+    sample_unit,
 )
 from abrun.report.injected import caught_sentence
+from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import yaml_text
-from abrun.verdict.claims import ClaimResult
 from abrun.verdict.decide import ArmSection
-from abrun.verdict.description import Description
-from abrun.verdict.divergence import Divergence, UlpGrowth
-from abrun.verdict.final_weights import FinalWeights
-from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.step_one import StepOne
+from abrun.verdict.evidence import Evidence, Kind
+from abrun.verdict.results import ClaimResult
+from abrun.verdict.seed_noise import PAIR_COUNTS
 from abrun.verdict.validity import Coverage
-from abrun.verdict.verdict_file import VerdictFile, select_arm
+from abrun.verdict.verdict_file import VerdictFile
 
 MAX_LEVELS = 2  # per arm; the page has all
+MAX_METRICS = 6  # rows of a table without a claim, on the terminal and in Markdown; the page has all
 
 
 def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
@@ -36,37 +40,10 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
         if label_prefix:
             yield arm, section.verdict
-        arm_content = select_arm(content, arm)
-        yield from ((f"{label_prefix}levels", level.text) for level in claim_levels(arm_content)[:MAX_LEVELS])
-        if section.treatment_diff:
-            yield f"{label_prefix}treatment", _treatment_text(section.treatment_diff)
-        shared_steps = f"; {_shared_steps_text(content, section.coverage)}" * (content.axis == "steps")
-        if section.num_runs:
-            run_counts = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
-            yield f"{label_prefix}runs", f"{run_counts}, unpaired{shared_steps}"
-        else:
-            yield f"{label_prefix}pairs", f"{_pairs_text(section)}{shared_steps}"
-            if content.axis == "steps":
-                yield f"{label_prefix}step one", _step_one_text(arm_content.step_one)
-        if section.num_metrics and content.post_hoc:
-            yield f"{label_prefix}metrics", _metrics_text(arm_content.descriptions, section.num_metrics)
-        yield f"{label_prefix}guards", _guards_text(arm_content.guards)
-        if not section.num_runs and content.axis == "steps":
-            yield f"{label_prefix}divergence", _divergence_text(arm_content.divergence)
-        if content.trace and content.trace.arm == arm:
-            yield f"{label_prefix}trace", sentence(content.trace.reason)
-        for weights in arm_content.final_weights:
-            yield f"{label_prefix}final weights", _final_weights_text(weights)
-        savings = [_saving_text(saving) for saving in arm_content.savings if "," not in saving.quantity]
-        if savings:
-            yield f"{label_prefix}cost", f"{arm} relative to {content.baseline}: {'; '.join(savings)}"
-        if analyses := section.interim_analyses:
-            planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
-            completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
-            text = f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
-            yield f"{label_prefix}interim analyses", text
-    if content.sensitivity:
-        yield "sensitivity", caught_sentence(content.sensitivity, paired=content.paired)
+        lines = _arm_lines(content, arm, section)
+        yield from ((f"{label_prefix}{label}", text) for label, text in lines if text is not None)
+    if faults := content.select("injected fault"):
+        yield "sensitivity", caught_sentence(faults, paired=content.paired)
     if content.not_tested:
         yield "not tested", "; ".join(sentences(content.not_tested))
     for guess in content.guessed:
@@ -74,6 +51,42 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     if content.notes:
         omitted = [f"and {len(content.notes) - 3} more"] * (len(content.notes) > 3)
         yield "notes", "; ".join([*sentences(content.notes[:3]), *omitted])
+
+
+def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[tuple[str, str | None]]:
+    levels = [level for level in claim_levels(content) if level.arm == arm]
+    yield from (("levels", level.text) for level in levels[:MAX_LEVELS])
+    if section.treatment_diff:
+        yield "treatment", _treatment_text(section.treatment_diff)
+    shared_steps = f"; {_shared_steps_text(content, section.coverage)}" * (content.axis == "steps")
+    if section.num_runs:
+        run_counts = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
+        yield "runs", f"{run_counts}, unpaired{shared_steps}"
+    else:
+        yield "pairs", f"{_pairs_text(section)}{shared_steps}"
+    for kind, (label, line) in LINES.items():
+        yield label, line(content.select(kind, arm), content, arm)
+    if analyses := section.interim_analyses:
+        planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
+        completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
+        yield "interim analyses", f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
+
+
+def evidence_tables(content: VerdictFile, limit: int | None = MAX_METRICS) -> dict[Kind, list[Table]]:
+    """Return the tables of evidence that stands where claims stand, with at most `limit` unclaimed rows."""
+    found = {kind: content.select(kind) for kind in TABLES}
+    return {kind: TABLES[kind](evidence, content, limit) for kind, evidence in found.items() if evidence}
+
+
+def treatment_name(content: VerdictFile) -> str:
+    """Return the treatment's name for column headings, or 'treatment'; without any, the only arm's."""
+    if not content.arms:
+        return content.baseline
+    return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
+
+
+def _is_compared_step_by_step(content: VerdictFile, arm: str) -> bool:
+    return not content.arms[arm].num_runs and content.axis == "steps"
 
 
 def _shared_steps_text(content: VerdictFile, coverage: Coverage) -> str:
@@ -90,13 +103,6 @@ def _pairs_text(section: ArmSection) -> str:
     return f"{section.num_pairs} of {section.num_planned_pairs} finished"
 
 
-def _metrics_text(described: Sequence[Description], num_metrics: Sequence[int]) -> str:
-    num_in_every_run, num_in_any_run = num_metrics
-    metrics = ", ".join(description.metric for description in described)
-    omitted = more_text(num_in_every_run - len(described))
-    return f"{num_in_every_run} of {num_in_any_run} recorded in every run: {metrics}{omitted}"
-
-
 def describe_changes(treatment_diff: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return a `key: old -> new` text for each key that a treatment changes."""
     return [f"{key}: {yaml_text(old)} -> {yaml_text(new)}" for key, (old, new) in treatment_diff.items()]
@@ -107,11 +113,160 @@ def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
     return "; ".join(changes[:4]) + more_text(len(changes) - 4)
 
 
-def _step_one_text(checks: Sequence[StepOne]) -> str:
+# --- descriptions: levels and differences without a claim ---
+
+
+def _description_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+    single = {row.arm for row in content.select("new run")}
+    described = [row for row in evidence if row.arm not in single]
+    titles = ["metric", "steps", content.baseline, treatment_name(content)]
+    if all(row["interval"] is None for row in described):
+        titles += ["difference", "mean |difference| over all steps"]
+    else:
+        sample = "suggested margin: sample size if the arms are equal"
+        titles += ["difference [90 % CI]", "certified bound", sample]
+    by_arm = [[row for row in described if row.arm == arm] for arm in content.arms]
+    first = limit and limit // (1 + (len(content.arms) > 1))
+    shown = [row for rows in by_arm for row in rows[:first]]
+    arm = ["arm"] * (len(content.arms) > 1)
+    cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown]
+    return [Table(columns(*arm, *titles), cells)] if shown else []
+
+
+def _metrics_line(described: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    num_metrics = content.arms[arm].num_metrics
+    if not (num_metrics and content.post_hoc):
+        return None
+    num_in_every_run, num_in_any_run = num_metrics
+    metrics = ", ".join(description["metric"] for description in described)
+    omitted = more_text(num_in_every_run - len(described))
+    return f"{num_in_every_run} of {num_in_any_run} recorded in every run: {metrics}{omitted}"
+
+
+def _description_cells(description: Evidence) -> list[str]:
+    steps = SCORES_TEXT.get(description["axis"]) or f"{description['steps'][0]}-{description['steps'][1]}"
+    cells = [description["metric"], steps]
+    cells += [f"{description['baseline']:.4g}", f"{description['treatment']:.4g}"]
+    if description["mean_distance"] is not None:
+        place = f" (step {description['largest_at']})" if description["axis"] == "steps" else ""
+        maximum_text = f"{description['largest_distance']:.3g}{place}"
+        distance_text = f"{description['mean_distance']:.3g}, max {maximum_text}"
+        return [*cells, f"{description['difference']:+.3g}", distance_text]
+    if description["interval"] is None or description["certified_bound"] is None:
+        return [*cells, f"{description['difference']:+.3g}", "-", "two runs of each arm"]
+    margin_text = "-"
+    if description["margin"] is not None:
+        count = description["runs_needed"] or "more than 1000"
+        unit = "prompts" if description["unit"] == "prompt" else sample_unit(paired=description["paired"])
+        margin_text = f"±{description['margin']:.3g}: {count} {unit}"
+        if description["detected"]:
+            margin_text += f", but a difference was detected: {description['detected']['direction']}"
+        if (
+            min(abs(end) for end in description["interval"]) > description["margin"]
+            and description["detected"]
+        ):
+            margin_text = f"±{description['margin']:.3g}: the difference exceeds it"
+    return [
+        *cells,
+        difference_text(description["difference"], description["interval"]),
+        f"±{bound_text(description['certified_bound'])}",
+        margin_text,
+    ]
+
+
+# --- seed noise: one arm alone, and one run beside several ---
+
+ALONE_NOTE = (
+    "Gap: the largest between two runs that seed noise alone explains (95 %; 90 % if the levels are skewed). "
+    "Shown by N pairs: the smallest difference that N runs of each of two arms detect with 80 % power "
+    "(planned with the upper 80 % bound of the sd)."
+)
+
+
+def _noise_cells(noise: Evidence) -> list[str]:
+    scale = "" if noise["transform"] == "identity" else f" ({noise['transform'].replace('_', ' ')})"
+    level = "-" if noise["mean"] is None else f"{noise['mean']:.4g}"
+    spread = "-" if noise["sd"] is None else f"{noise['sd']:.3g}"
+    if noise["sd"] is not None and noise["sd_interval"]:
+        spread += f" {interval_text(noise['sd_interval'])}"
+    gap = "-" if noise["gap"] is None else f"{noise['gap']:.3g}"
+    shows = [f"{prospect['difference']:.3g}" for prospect in noise["prospects"]] or ["-"] * len(PAIR_COUNTS)
+    metric, steps = f"{noise['metric']}{scale}", _steps_text(noise["steps"])
+    return [metric, steps, str(len(noise["levels"])), level, spread, gap, *shows]
+
+
+def _steps_text(steps: tuple[int, int] | None) -> str:
+    return f"{steps[0]}-{steps[1]}" if steps else "-"
+
+
+def _power_cells(noise: Evidence) -> list[str]:
+    powers = [prospect["match_power"] for prospect in noise["prospects"]]
+    needed = "more than 1000" if noise["pairs_needed"] is None else f"{noise['pairs_needed']} pairs"
+    return [*("-" if power is None else percent_text(power) for power in powers), needed]
+
+
+def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+    """Return the table of metrics, and one of the power of claims with a margin, if there are any."""
+    claimed = [noise for noise in evidence if noise["claim"] is not None]
+    unclaimed = [noise for noise in evidence if noise["claim"] is None and noise["gap"] is not None]
+    listed = [*claimed, *unclaimed[:limit]]
+    tables = []
+    if listed:
+        heading = ["metric", "steps", "runs", "level", "sd over runs [90 % CI]", "gap"]
+        shows = [f"shown by {PAIR_COUNTS[0]}", *(str(count) for count in PAIR_COUNTS[1:])]
+        tables.append(Table(columns(*heading, *shows), [_noise_cells(noise) for noise in listed]))
+    rows = [
+        [f"{noise['metric']}: {noise['claim']}", *_power_cells(noise)]
+        for noise in claimed
+        if any(prospect["match_power"] is not None for prospect in noise["prospects"])
+    ]
+    if rows:
+        counts = [f"{count} pairs" for count in PAIR_COUNTS]
+        tables.append(Table(columns("P(match or pass) if equal", *counts, "80 % power at"), rows))
+    return tables
+
+
+def _new_run_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+    """Return a table for each arm that is compared by a single run."""
+    by_arm = [[row for row in evidence if row.arm == arm] for arm in content.arms]
+    return [_new_run_table(rows, limit) for rows in by_arm if rows]
+
+
+def _new_run_table(new_runs: Sequence[Evidence], limit: int | None) -> Table:
+    heading = [
+        "metric",
+        "steps",
+        f"{new_runs[0]['several']} (runs)",
+        new_runs[0]["run"],
+        "difference",
+        "in sds",
+    ]
+    rows = [
+        [
+            row["metric"],
+            _steps_text(row["steps"]),
+            f"{row['mean']:.4g} ({row['num_runs']})",
+            f"{row['level']:.4g}",
+            f"{row['difference']:+.3g}",
+            "-" if row["num_sds"] is None else f"{row['num_sds']:.2g}",
+            interval_text(row["interval"]),
+            f"{row['p_holm']:.2g}",
+        ]
+        for row in new_runs[:limit]
+    ]
+    return Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)
+
+
+# --- step one, guards and divergence ---
+
+
+def _step_one_line(checks: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    if not _is_compared_step_by_step(content, arm):
+        return None
     if not checks:
         return "not checked"
-    failed_metrics = [check.metric for check in checks if check.result in ("fail", "redefined")]
-    open_metrics = [check.metric for check in checks if check.result == "open"]
+    failed_metrics = [check["metric"] for check in checks if check.result in ("fail", "redefined")]
+    open_metrics = [check["metric"] for check in checks if check.result == "open"]
     untested = [check for check in checks if check.result == "not tested"]
     tested = [check for check in checks if check.result != "not tested"]
     state = f"{len(tested)} metric{'s' * (len(tested) > 1)} agree{'s' * (len(tested) == 1)}"
@@ -121,7 +276,7 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
     elif open_metrics:
         state = f"undecided for {', '.join(open_metrics)}"
     clauses = []
-    if tested and not any(check.deviation for check in tested):
+    if tested and not any(check["deviation"] for check in tested):
         clauses.append(f"{state} exactly")
     elif tested:
         clauses.append(f"{state}; largest deviation: {_largest_deviation_text(tested)}")
@@ -131,51 +286,60 @@ def _step_one_text(checks: Sequence[StepOne]) -> str:
     return "; ".join(clauses)
 
 
-def _largest_deviation_text(checks: Sequence[StepOne]) -> str:
+def _largest_deviation_text(checks: Sequence[Evidence]) -> str:
     """Return the deviation that is largest relative to its tolerance."""
-    check = max(checks, key=lambda check: check.deviation / check.tolerance)
-    share = deviation_text(check.deviation, check.scale, check.scale_from)
-    return f"{check.metric}, {share}; tolerance {check.tolerance:.2g} ({check.tolerance_from})"
+    check = max(checks, key=lambda check: check["deviation"] / check["tolerance"])
+    share = deviation_text(check["deviation"], check["scale"], check["scale_from"])
+    return f"{check['metric']}, {share}; tolerance {check['tolerance']:.2g} ({check['tolerance_from']})"
 
 
-def _guards_text(guards: Sequence[Guard]) -> str:
+def _guards_line(guards: Sequence[Evidence], content: VerdictFile, arm: str) -> str:
     results = ("fail", "baseline too", "open")
-    broken = [f"{guard.guard}: {guard.result}" for guard in guards if guard.result in results]
+    broken = [f"{guard['guard']}: {guard.result}" for guard in guards if guard.result in results]
     passed = [
-        f"{guard.guard} (at its limit)" if guard.limit and guard.value == guard.limit > 0 else guard.guard
+        f"{guard['guard']}{' (at its limit)' * bool(guard['limit'] and guard['value'] == guard['limit'])}"
         for guard in guards
         if guard.result == "pass"
     ]
     return "; ".join([*broken, f"pass: {', '.join(passed)}"] if passed else broken) or "not checked"
 
 
-def _divergence_text(divergences: Sequence[Divergence]) -> str:
+def _divergence_line(divergences: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    if not _is_compared_step_by_step(content, arm):
+        return None
     if not divergences:
         return "not measured: finished pairs share no step of a claimed metric or of a step-one metric"
     main = divergences[0]
-    repeating = [divergence for divergence in divergences if divergence.noise_floor == "zero"]
-    measured = [divergence for divergence in divergences[:3] if divergence.noise_floor == "measured"]
-    clauses = [f"{metric.metric}: {metric.ratio:.2g}x the A/A noise floor" for metric in measured]
+    repeating = [row for row in divergences if row["noise_floor"] == "zero"]
+    measured = [row for row in divergences[:3] if row["noise_floor"] == "measured"]
+    clauses = [f"{row['metric']}: {row['ratio']:.2g}x the A/A noise floor" for row in measured]
     clauses += [_bitwise_reruns_text(repeating)] if repeating else []
     clauses = clauses or ["unknown noise floor (no A/A reruns)"]
-    if main.ulp:
-        clauses.append(f"{main.metric}: {_ulp_text(main.ulp)}")
-    if main.share_of_seed_spread is not None:
-        share = f"{main.share_of_seed_spread:.2g}x its sd over seeds"
-        clauses.append(f"over all steps, the mean |difference| of {main.metric} at a step is {share}")
+    if main["ulp"]:
+        clauses.append(f"{main['metric']}: {_ulp_text(main['ulp'])}")
+    if main["share_of_seed_spread"] is not None:
+        share = f"{main['share_of_seed_spread']:.2g}x its sd over seeds"
+        clauses.append(f"over all steps, the mean |difference| of {main['metric']} at a step is {share}")
     return "; ".join(clauses)
 
 
-def _ulp_text(growth: UlpGrowth) -> str:
-    if growth.ratio is None:
+def _ulp_text(growth: Mapping[str, Any]) -> str:
+    ratio = _ulp_ratio_text(growth)
+    if ratio is None:
         return "no ratio to the divergence caused by one ULP, as one of the two is 0"
-    interval = f" [{growth.ci95[0]:.2g}, {growth.ci95[1]:.2g}]" if growth.ci95 else ""
-    return f"{growth.ratio:.2g}x{interval} the divergence caused by one ULP"
+    return f"{ratio} the divergence caused by one ULP"
 
 
-def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
+def _ulp_ratio_text(growth: Mapping[str, Any]) -> str | None:
+    if growth["ratio"] is None:
+        return None
+    interval = " [{:.2g}, {:.2g}]".format(*growth["ci95"]) if growth["ci95"] else ""
+    return f"{growth['ratio']:.2g}x{interval}"
+
+
+def _bitwise_reruns_text(divergences: Sequence[Evidence]) -> str:
     """Return one clause for all metrics in which baseline reruns are bit-identical."""
-    divergence_steps = [(metric.first_step_apart, metric.metric) for metric in divergences]
+    divergence_steps = [(row["first_step_apart"], row["metric"]) for row in divergences]
     steps = [step for step, _ in divergence_steps if step is not None]
     is_one = len(divergences) == 1
     treatment = "so is the treatment"
@@ -183,27 +347,62 @@ def _bitwise_reruns_text(divergences: Sequence[Divergence]) -> str:
         earliest = [metric for step, metric in divergence_steps if step == min(steps)]
         where = "" if is_one else f", in {earliest[0]}{more_text(len(earliest) - 1)}"
         treatment = f"the arms first differ at step {min(steps)}{where}"
-    metrics = divergences[0].metric if is_one else f"{len(divergences)} metrics"
+    metrics = divergences[0]["metric"] if is_one else f"{len(divergences)} metrics"
     return f"baseline reruns are bit-identical in {metrics}; {treatment}"
 
 
-def _final_weights_text(weights: FinalWeights) -> str:
-    equal_text = f"bit-identical in {weights.num_equal} of {weights.num_pairs} pairs"
-    if weights.num_equal == weights.num_pairs or weights.seed is None:
+# --- trace, final weights and cost ---
+
+
+def _trace_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    return next((sentence(trace.reason) for trace in evidence if trace.reason), None)
+
+
+def _final_weights_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    if not evidence:
+        return None
+    (weights,) = evidence
+    equal_text = f"bit-identical in {weights['num_equal']} of {weights['num_pairs']} pairs"
+    if weights["num_equal"] == weights["num_pairs"] or weights["seed"] is None:
         return equal_text
-    controls = {"A/A": weights.aa_relative_difference, "one ULP": weights.ulp_relative_difference}
+    controls = {"A/A": weights["aa_relative_difference"], "one ULP": weights["ulp_relative_difference"]}
     distances = [
         f"; {name} {difference:.2g}" for name, difference in controls.items() if difference is not None
     ]
     return (
-        f"{equal_text}; relative distance {weights.relative_difference:.2g} (seed {weights.seed}"
+        f"{equal_text}; relative distance {weights['relative_difference']:.2g} (seed {weights['seed']}"
         f"{''.join(distances)}); estimated from a sketch, within 8 %"
     )
 
 
-def _saving_text(saving: Saving) -> str:
-    interval = f" [95 % CI {saving.ci95[0]:.3g}, {saving.ci95[1]:.3g}]" if saving.ci95 else ""
-    return f"{saving.quantity} {saving.ratio:.3g}x{interval}"
+def _cost_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
+    savings = [_saving_text(saving) for saving in evidence if "," not in saving["quantity"]]
+    return f"{arm} relative to {content.baseline}: {'; '.join(savings)}" if savings else None
+
+
+def _saving_text(saving: Evidence) -> str:
+    interval = " [95 % CI {:.3g}, {:.3g}]".format(*saving["ci95"]) if saving["ci95"] else ""
+    return f"{saving['quantity']} {saving['ratio']:.3g}x{interval}"
+
+
+# --- all kinds ---
+
+Line = Callable[[Sequence[Evidence], VerdictFile, str], str | None]
+# The label of a kind's line on each arm, and the function that words it; None for no line
+LINES: dict[Kind, tuple[str, Line]] = {
+    "step one": ("step one", _step_one_line),
+    "description": ("metrics", _metrics_line),
+    "guard": ("guards", _guards_line),
+    "divergence": ("divergence", _divergence_line),
+    "trace": ("trace", _trace_line),
+    "final weights": ("final weights", _final_weights_line),
+    "cost": ("cost", _cost_line),
+}
+TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile, int | None], list[Table]]] = {
+    "new run": _new_run_tables,
+    "description": _description_tables,
+    "seed noise": _noise_tables,
+}
 
 
 # --- levels of the arms in the windows of claims ---

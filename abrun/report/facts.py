@@ -15,11 +15,10 @@ from abrun.recipe.claims import Claim
 from abrun.runs.files import is_directory
 from abrun.runs.metric_names import GEN_KL_ERROR, REWARD, TOKEN_MULT_PROB_ERROR
 from abrun.runs.rundir import RunDir
-from abrun.verdict.description import Description, build_claim, find_claimable_metric
-from abrun.verdict.guards import Guard
+from abrun.verdict.description import build_claim, find_claimable_metric
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_signal
-from abrun.verdict.step_one import StepOne
 from abrun.verdict.verdict_file import VerdictFile, values_of
 
 ENGINE_ERRORS = (TOKEN_MULT_PROB_ERROR, GEN_KL_ERROR)
@@ -44,12 +43,12 @@ class Facts:
     # --- failures ---
 
     @cached_property
-    def failed_guards(self) -> list[Guard]:
-        return [guard for guard in self.content.guards if guard.result == "fail"]
+    def failed_guards(self) -> list[Evidence]:
+        return [guard for guard in self.content.select("guard") if guard.result == "fail"]
 
     @cached_property
-    def failed_checks(self) -> list[StepOne]:
-        return [check for check in self.content.step_one if check.result == "fail"]
+    def failed_checks(self) -> list[Evidence]:
+        return [check for check in self.content.select("step one") if check.result == "fail"]
 
     @cached_property
     def failed_claims(self) -> list[ClaimResult]:
@@ -57,8 +56,9 @@ class Facts:
 
     @property
     def has_engine_mismatch(self) -> bool:
-        by_guard = any(guard.reason.code is Code.TOKEN_ERROR_EXCEEDED for guard in self.failed_guards)
-        return by_guard or any(check.metric in ENGINE_ERRORS for check in self.failed_checks)
+        codes = {guard.reason.code for guard in self.failed_guards if guard.reason}
+        by_check = any(check["metric"] in ENGINE_ERRORS for check in self.failed_checks)
+        return by_check or Code.TOKEN_ERROR_EXCEEDED in codes
 
     @cached_property
     def first_failing_run(self) -> tuple[str, int]:
@@ -66,14 +66,14 @@ class Facts:
         failures = [*self.failed_checks, *self.failed_guards, *self.failed_claims]
         arm = failures[0].arm if failures else self.experiment.treatments[0]
         if self.failed_checks:
-            return arm, self.failed_checks[0].seed
+            return arm, self.failed_checks[0]["seed"]
         return arm, next((pair.seed for pair in self.experiment.pairs(arm)), 0)
 
     @property
     def can_trace(self) -> bool:
         """True if abrun's own trainer trained both arms of this experiment, and the failure is not traced."""
-        trace, failed = self.content.trace, self.failed_checks
-        if trace and failed and (trace.arm, trace.step) == (failed[0].arm, failed[0].step):
+        failed = [(check.arm, check["step"]) for check in self.failed_checks[:1]]
+        if any((trace.arm, trace["step"]) in failed for trace in self.content.select("trace")):
             return False
         return self.is_own_trainer and self.has_initial_weights and not self.experiment.regression
 
@@ -105,7 +105,7 @@ class Facts:
     @cached_property
     def arms_with_open_checks(self) -> set[str]:
         """Arms with an open step-one check, which more pairs cannot settle."""
-        return {check.arm for check in self.content.step_one if check.result == "open"}
+        return {check.arm for check in self.content.select("step one") if check.result == "open"}
 
     @cached_property
     def waiting_arms(self) -> set[str]:
@@ -144,7 +144,7 @@ class Facts:
         return check_signal(sides, REWARD, may_repeat=True) if min(sides.sizes) else None
 
     @cached_property
-    def claimable(self) -> Description | None:
+    def claimable(self) -> Evidence | None:
         return find_claimable_metric(self.experiment)
 
     @cached_property

@@ -10,105 +10,112 @@ from rich.console import RenderableType
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence
 from abrun.messages.numbers import count_text
-from abrun.messages.records import as_json
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.faults import FAULTS, NEEDS, Fault, describe_needs
 from abrun.report.present import tables
 from abrun.report.present.tables import escape_markdown
 from abrun.runs.files import PUBLIC_MODE, write_file, write_json
-from abrun.verdict.injected import FaultResult, Sensitivity
+from abrun.verdict.evidence import Evidence
+from abrun.verdict.verdict_file import evidence_row
 
 JSON_FILE, MARKDOWN_FILE = "sensitivity.json", "sensitivity.md"
 
 
 def write_sensitivity(
-    sensitivity: Sensitivity, not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
+    faults: Sequence[Evidence], not_injected: Mapping[str, str], folder: Path, name: str, compare: Compare
 ) -> Path:
     """Write the result as JSON and as Markdown; return the path of the Markdown file.
 
     `not_injected` maps a fault to what the recipe lacks for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = {**as_json(sensitivity), "not_injected": dict(not_injected)}
+    content = {"faults": [evidence_row(fault) for fault in faults], "not_injected": dict(not_injected)}
     write_json(folder / JSON_FILE, content, mode=PUBLIC_MODE)
-    page = "\n".join(_markdown_lines(sensitivity, not_injected, name, compare)) + "\n"
+    page = "\n".join(_markdown_lines(faults, not_injected, name, compare)) + "\n"
     write_file(folder / MARKDOWN_FILE, page.encode(), mode=PUBLIC_MODE)
     return folder / MARKDOWN_FILE
 
 
-def caught_sentence(sensitivity: Sensitivity, *, paired: bool) -> str:
+def caught_sentence(faults: Sequence[Evidence], *, paired: bool) -> str:
     """Return how many faults were caught, with the size of the experiment and of each missed fault."""
-    if not sensitivity.num_judged:
-        injected = count_text(len(sensitivity.faults), "injected fault")
-        return f"could judge none of {injected}: {sentence(sensitivity.faults[0].reason)}"
-    num_pairs = sensitivity.num_pairs
+    num_caught, num_judged = count_caught(faults)
+    if not num_judged:
+        injected = count_text(len(faults), "injected fault")
+        return f"could judge none of {injected}{_cause_text(faults[0])}"
+    num_pairs = max(fault["num_pairs"] for fault in faults)
     pairs = count_text(num_pairs, "pair") if paired else f"{num_pairs} runs of each arm"
-    runs = f"{pairs} of {count_text(sensitivity.num_steps, 'step')}"
-    text = f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged} injected faults ({runs})"
+    runs = f"{pairs} of {count_text(faults[0]['num_steps'], 'step')}"
+    text = f"would have caught {num_caught} of {num_judged} injected faults ({runs})"
     for verdict, outcome in (
         ("MATCH", "would have passed as a match"),
         ("PASS", "would have passed"),
         ("INCONCLUSIVE", "left open"),
         ("INVALID", "not judged"),
     ):
-        names = [_name_with_size(fault) for fault in sensitivity.faults if fault.verdict == verdict]
+        names = [_name_with_size(fault) for fault in faults if fault.result == verdict]
         text += f"; {outcome}: {', '.join(names)}" if names else ""
     return text
 
 
-def sensitivity_summary(experiment: RecordedExperiment, sensitivity: Sensitivity | None) -> str | None:
+def count_caught(faults: Sequence[Evidence]) -> tuple[int, int]:
+    """Return how many faults were caught, and how many were judged: all but those with INVALID runs."""
+    num_caught = sum(fault["caught_by"] != "nothing" for fault in faults)
+    return num_caught, sum(fault.result != "INVALID" for fault in faults)
+
+
+def sensitivity_summary(experiment: RecordedExperiment, faults: Sequence[Evidence]) -> str | None:
     """Summarize the result in a few words; None for runs without a recipe, which cannot inject faults."""
-    if sensitivity is None:
+    if not faults:
         arm_faults = experiment.describe_arm_faults()
         recipe_key = " (optional: controls.faults)" * experiment.can_inject
         none_text = f"none {'as a control' if arm_faults else 'injected'}{recipe_key}"
         return "; ".join([*arm_faults, none_text]) if experiment.has_recipe else None
-    if not sensitivity.num_judged:
-        return f"could judge none of {len(sensitivity.faults)}"
-    return f"would have caught {sensitivity.num_caught} of {sensitivity.num_judged}"
+    num_caught, num_judged = count_caught(faults)
+    if not num_judged:
+        return f"could judge none of {len(faults)}"
+    return f"would have caught {num_caught} of {num_judged}"
 
 
-def advice_lines(sensitivity: Sensitivity) -> Iterator[str]:
+def advice_lines(faults: Sequence[Evidence]) -> Iterator[str]:
     """Yield a line of advice for each fault that was not caught."""
-    for fault in sensitivity.faults:
-        if fault.advice is not None:
-            yield f"{_name_with_size(fault)} could be seen by {sentence(fault.advice)}"
+    for fault in faults:
+        if fault["advice"] is not None:
+            yield f"{_name_with_size(fault)} could be seen by {sentence(fault['advice'])}"
 
 
 def sensitivity_columns(*, paired: bool) -> tuple[str, ...]:
     return ("fault", "size", "verdict", "caught by", "at step", "figures", "pairs" if paired else "runs")
 
 
-def sensitivity_rows(sensitivity: Sensitivity) -> list[tuple[str, ...]]:
+def sensitivity_rows(faults: Sequence[Evidence]) -> list[tuple[str, ...]]:
     """Return a row per fault, in the order of `sensitivity_columns`."""
     return [
         (
-            fault.fault,
-            "-" if fault.size is None else f"{fault.size:g} {fault.unit}",
-            fault.verdict,
+            fault["fault"],
+            "-" if fault["size"] is None else f"{fault['size']:g} {fault['unit']}",
+            fault.result,
             _caught_by_text(fault),
-            "-" if fault.step is None else str(fault.step),
-            sentence(fault.figures) if fault.figures else "-",
-            str(fault.num_pairs),
+            "-" if fault["step"] is None else str(fault["step"]),
+            sentence(fault["figures"]) if fault["figures"] else "-",
+            str(fault["num_pairs"]),
         )
-        for fault in sensitivity.faults
+        for fault in faults
     ]
 
 
-def sensitivity_table(sensitivity: Sensitivity, *, paired: bool) -> RenderableType:
-    """Return the table of injected faults for a terminal."""
-    table = _make_table(sensitivity_columns(paired=paired), sensitivity_rows(sensitivity))
-    return table.to_rich(padding=(0, 1))
+def sensitivity_table(faults: Sequence[Evidence], *, paired: bool) -> tables.Table:
+    """Return the table of injected faults."""
+    return _make_table(sensitivity_columns(paired=paired), sensitivity_rows(faults))
 
 
 def _markdown_lines(
-    sensitivity: Sensitivity, not_injected: Mapping[str, str], name: str, compare: Compare
+    faults: Sequence[Evidence], not_injected: Mapping[str, str], name: str, compare: Compare
 ) -> Iterator[str]:
     claims = (f"{claim.metric} over {claim.window} {describe_claim(claim)}" for claim in compare.claims)
     declared = ", ".join(claims) or "none"
     yield f"# {escape_markdown(name)}: what this comparison would have caught"
     yield ""
-    yield f"It {escape_markdown(caught_sentence(sensitivity, paired=compare.paired))}."
+    yield f"It {escape_markdown(caught_sentence(faults, paired=compare.paired))}."
     yield ""
     yield (
         "Each fault was injected in the baseline, alone and at the same seeds, and judged as a treatment is: "
@@ -116,10 +123,9 @@ def _markdown_lines(
         "the earliest test that makes the verdict MISMATCH, `at step` the step at which it does."
     )
     yield ""
-    titles = sensitivity_columns(paired=compare.paired)
-    yield from _make_table(titles, sensitivity_rows(sensitivity)).to_markdown()
+    yield from sensitivity_table(faults, paired=compare.paired).to_markdown()
     for title, lines in (
-        ("Not caught", list(advice_lines(sensitivity))),
+        ("Not caught", list(advice_lines(faults))),
         ("Not injected", [f"{fault}, which {lacks}" for fault, lacks in not_injected.items()]),
     ):
         if lines:
@@ -171,16 +177,22 @@ def _issue_url(fault: Fault) -> str:
     return f"https://github.com/{repository}/issues/{number}"
 
 
-def _name_with_size(fault: FaultResult) -> str:
-    return fault.fault if fault.size is None else f"{fault.fault} ({fault.size:g} {fault.unit})"
+def _name_with_size(fault: Evidence) -> str:
+    return (
+        fault["fault"] if fault["size"] is None else f"{fault['fault']} ({fault['size']:g} {fault['unit']})"
+    )
 
 
-def _caught_by_text(fault: FaultResult) -> str:
-    if fault.verdict == "INVALID":
-        return f"not judged: {sentence(fault.reason)}"
-    if fault.caught_by == "nothing":
+def _caught_by_text(fault: Evidence) -> str:
+    if fault.result == "INVALID":
+        return f"not judged{_cause_text(fault)}"
+    if fault["caught_by"] == "nothing":
         return "nothing"
-    return f"{fault.caught_by}: {fault.metric}" if fault.metric else fault.caught_by
+    return f"{fault['caught_by']}: {fault['metric']}" if fault["metric"] else fault["caught_by"]
+
+
+def _cause_text(fault: Evidence) -> str:
+    return f": {sentence(fault.reason)}" if fault.reason else ""
 
 
 def _make_table(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> tables.Table:

@@ -65,7 +65,7 @@ def next_steps(
 def suggest_steps(facts: Facts) -> Iterator[NextStep]:
     """Yield all steps in order. They depend on who made the runs, and on whether there are claims."""
     content, is_claimed = facts.content, bool(facts.content.claims)
-    if content.seed_noise:
+    if content.select("seed noise"):
         return after_one_arm(facts)
     if content.verdict != "INVALID" and any(claim.claim.unit == "prompt" for claim in content.claims):
         return iter([train_two_each(facts)])
@@ -80,7 +80,7 @@ def suggest_steps(facts: Facts) -> Iterator[NextStep]:
         return while_open_with_reference(facts)
     if facts.launched:
         return while_open(facts) if is_claimed else while_unclaimed(facts)
-    if content.descriptions:
+    if content.select("description"):
         return after_description_of_others(facts)
     return while_open_of_others(facts) if is_claimed else while_unclaimed_of_others(facts)
 
@@ -93,7 +93,7 @@ def after_match(facts: Facts) -> Iterator[NextStep]:
     if facts.content.post_hoc:
         text = "Declare the claim, and test it" if facts.launched else "Test the claim"
         yield on_fresh_seeds(f"{text} on fresh seeds", experiment)
-    elif facts.content.sensitivity is None and experiment.can_inject:
+    elif experiment.can_inject and not facts.content.select("injected fault"):
         text = "Measure which bugs this comparison would catch, by injecting faults into the baseline"
         yield NextStep(text, "abrun faults run RECIPE")
     if experiment.regression and facts.launched:
@@ -109,7 +109,7 @@ def after_match(facts: Facts) -> Iterator[NextStep]:
 
 def after_mismatch(facts: Facts) -> Iterator[NextStep]:
     experiment = facts.experiment
-    if any(guard.guard == "finished" for guard in facts.failed_guards):
+    if any(guard["guard"] == "finished" for guard in facts.failed_guards):
         yield NextStep("See how the failed runs ended", f"abrun status {experiment_argument(experiment)}")
     if facts.has_engine_mismatch and facts.has_initial_weights:
         yield NextStep("Find out why trainer and rollout engine differ", measure_mismatch(facts))
@@ -129,7 +129,7 @@ def after_mismatch_of_others(facts: Facts) -> Iterator[NextStep]:
 
 def while_open(facts: Facts) -> Iterator[NextStep]:
     experiment = facts.experiment
-    if facts.content.descriptions:
+    if facts.content.select("description"):
         yield on_fresh_seeds("Three or more seeds can decide", experiment, 3)
         return
     if facts.waiting_arms - facts.arms_with_open_checks:
@@ -167,13 +167,14 @@ def while_unclaimed(facts: Facts) -> Iterator[NextStep]:
         yield NextStep(text, f"abrun power RECIPE --set '{claims}'")
         return
 
-    has_several_runs, num_pairs = description.interval is not None, max(3, description.runs_needed or 3)
+    has_several_runs, runs_needed = description["interval"] is not None, description["runs_needed"]
+    num_pairs = max(3, runs_needed or 3)
     claimed = with_claims(facts.experiment, [build_claim(description)])
-    if description.runs_needed is not None or not has_several_runs:
+    if runs_needed is not None or not has_several_runs:
         text = f"Declare a margin that you accept ({origin_of_margin(facts)}), and test it on "
         text += "fresh seeds"
         if has_several_runs:
-            text += f": {num_pairs} {sample_unit(paired=description.paired)} {WITH_POWER}, if {EQUAL_ARMS}"
+            text += f": {num_pairs} {sample_unit(paired=description['paired'])} {WITH_POWER}, if {EQUAL_ARMS}"
         yield on_fresh_seeds(text, claimed, num_pairs)
     if has_several_runs:
         yield NextStep("Or first plan the number of seeds", plan_command(claimed))
@@ -213,7 +214,7 @@ def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
         return
-    if facts.content.new_runs:
+    if facts.content.select("new run"):
         yield NextStep(MORE_OF_NEW, COMPARE)
         return
     if not facts.content.claims and facts.claimable:
@@ -224,7 +225,7 @@ def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
     elif not facts.content.claims:
         text = "No metric of these runs could show a difference: log what they learn, or train longer"
         yield NextStep(text, COMPARE)
-    if max(facts.content.descriptions[0].num_runs) == 1:
+    if max(facts.content.select("description")[0]["num_runs"]) == 1:
         yield train_two_each(facts)
 
 
@@ -241,7 +242,7 @@ def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
 def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
     yield from check_step_one(facts)
-    if facts.content.new_runs:
+    if facts.content.select("new run"):
         yield NextStep(MORE_OF_NEW, COMPARE)
         return
     if facts.replacement_claims:
@@ -262,10 +263,11 @@ def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
 def after_one_arm(facts: Facts) -> Iterator[NextStep]:
     """One arm alone was described, or has claims on its level, which more of its runs may decide."""
     content, directory = facts.content, facts.experiment.directory
+    metrics = content.select("seed noise")
     is_level_open = any(claim.result == "undecided" for claim in content.claims)
     if content.verdict == "INVALID":
         yield NextStep(FIX, COMPARE)
-    elif is_level_open or all(noise.gap is None or len(noise.levels) < 3 for noise in content.seed_noise):
+    elif is_level_open or all(noise["gap"] is None or len(noise["levels"]) < 3 for noise in metrics):
         text = "Train at least two more runs of this arm with other seeds, then measure again"
         yield NextStep(text, COMPARE)
     else:
@@ -384,14 +386,16 @@ def declare_tolerances(facts: Facts) -> NextStep:
 
     The largest deviation of 5 fresh pairs is beyond 1.25 times that of these 1 time in 3.
     """
-    experiment, checks = facts.experiment, facts.content.step_one
+    experiment, checks = facts.experiment, facts.content.select("step one")
     declared = experiment.compare.step_one_tolerance
     tolerances = {**declared} if isinstance(declared, dict) else {}
     tolerances |= {
-        check.metric: math.ceil(125 * check.deviation) / 100 for check in checks if check.result == "open"
+        check["metric"]: math.ceil(125 * check["deviation"]) / 100
+        for check in checks
+        if check.result == "open"
     }
     # Their deviation cannot be distinguished from noise
-    untested = dict.fromkeys(check.metric for check in checks if check.result == "not tested")
+    untested = dict.fromkeys(check["metric"] for check in checks if check.result == "not tested")
     left_untested = ", ".join(metric for metric in untested if metric not in tolerances)
     text = "If it was rounding, declare a tolerance for it and test on fresh seeds"
     if left_untested:
@@ -465,13 +469,12 @@ def origin_of_margin(facts: Facts) -> str:
     """Return how the suggested margin comes from the baseline, and a detected difference of these runs."""
     description = facts.claimable
     assert description
-    origin = f"suggested here: {sentence(description.margin_is)}"
-    if description.detected is None:
+    origin = f"suggested here: {sentence(description['margin_is'])}"
+    detected, bound, margin = (description[key] for key in ("detected", "certified_bound", "margin"))
+    if detected is None:
         return origin
-    detected = asdict(description.detected)
     direction = direction_text(detected, description.arm, facts.experiment.baseline)
     difference = f"{detected['difference']:+.3g}, {direction}"
-    bound, margin = description.certified_bound, description.margin
     if bound is not None and margin is not None and bound < margin:
         return (
             f"{origin}, but these runs pass it although they differ by {difference}: choose the margin by "
@@ -517,7 +520,7 @@ def compare_with_aliases(facts: Facts) -> str:
 
 def measure_mismatch(facts: Facts) -> str:
     # The weights before the update of the failed step; without a checkpoint, the initial ones
-    steps = [check.step - 1 for check in facts.failed_checks if check.metric in ENGINE_ERRORS]
+    steps = [check["step"] - 1 for check in facts.failed_checks if check["metric"] in ENGINE_ERRORS]
     arm, seed = facts.first_failing_run
     assert facts.experiment.directory
     if not is_directory(RunDir(facts.experiment.directory / arm / f"seed-{seed}").checkpoints):
@@ -529,11 +532,11 @@ def measure_mismatch(facts: Facts) -> str:
 def trace_arms(facts: Facts) -> str:
     check = facts.failed_checks[0]
     arm = f" --arm {shlex.quote(check.arm)}" if len(facts.experiment.treatments) > 1 else ""
-    return f"abrun trace RECIPE{arm}" + (f" --step {check.step}" if check.step > 1 else "")
+    return f"abrun trace RECIPE{arm}" + (f" --step {check['step']}" if check["step"] > 1 else "")
 
 
 def show_completions(facts: Facts) -> str:
-    step = f" --step {facts.failed_checks[0].step}" if facts.failed_checks else ""
+    step = f" --step {facts.failed_checks[0]['step']}" if facts.failed_checks else ""
     experiment, seed = facts.experiment, facts.first_failing_run[1]
     baseline_run = f"{experiment_argument(experiment)}/{experiment.baseline}/seed-{seed}"
     return f"abrun completions {_first_failing_run_path(facts)} --against {baseline_run}{step}"

@@ -5,7 +5,7 @@ The same runs give the same bytes: no file has the date of the report.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +20,15 @@ from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code
 from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
-    SCORES_TEXT,
-    bound_text,
     certified_text,
     confidence_text,
     difference_text,
     interval_level_text,
-    sample_unit,
     text_near_limit,
 )
 from abrun.recipe.extras import missing_package
 from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import evidence_lines
+from abrun.report.evidence import ALONE_NOTE, evidence_lines, evidence_tables, treatment_name
 from abrun.report.next_step import NextStep
 from abrun.report.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.report.present.tables import Table, code_span, columns, escape_markdown
@@ -40,15 +37,11 @@ from abrun.runs.layout import VERDICT
 from abrun.runs.metric_names import FINAL_WEIGHTS
 from abrun.runs.redaction import display_safe
 from abrun.verdict.decide import FAILING, PASSING
-from abrun.verdict.description import Description
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.verdict_file import VerdictFile, as_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-from abrun.messages.numbers import interval_text, percent_text
-from abrun.verdict.new_run import NewRun
-from abrun.verdict.seed_noise import PAIR_COUNTS, SeedNoise
 
 PAGE = "report.html"
 FORMATS = ("json", "html", "markdown", "png", "svg")
@@ -59,7 +52,6 @@ VERDICT_COLORS = {
     "INVALID": "magenta",
 }
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
-MAX_DESCRIBED = 6  # metrics without a claim; the page has all
 MAX_LINKS = 20  # to runs in wandb
 
 
@@ -113,19 +105,18 @@ def write_report(
 def _draw_claims(
     experiment: RecordedExperiment, content: VerdictFile, output: Path, images: Sequence[str]
 ) -> Iterator[Path]:
-    described = [*content.new_runs, *content.seed_noise]
+    described = [*content.select("new run"), *content.select("seed noise")]
     if not (content.claims or described):
         return
     # Importing matplotlib takes half a second.
     from abrun.report import plots
 
-    main = next((record for record in described if record.steps), None)
+    main = next((record for record in described if record["steps"]), None)
     with figure_style():
-        if main and main.steps and not content.claims:
-            (stem,) = unique_slugs([main.metric])
-            yield from _save_figure(
-                plots.draw_band(experiment, main.metric, main.steps), output / stem, images
-            )
+        if main and not content.claims:
+            (stem,) = unique_slugs([main["metric"]])
+            figure = plots.draw_band(experiment, main["metric"], main["steps"])
+            yield from _save_figure(figure, output / stem, images)
             return
         yield from _save_figure(plots.draw_forest(experiment, content.claims), output / CLAIMS_FIGURE, images)
         if experiment.axis != "steps":  # scores have no curves
@@ -187,26 +178,12 @@ def _fact_items(content: VerdictFile, report_context: Context) -> list[str]:
 
 
 def _make_tables(content: VerdictFile) -> list[Table]:
-    """Return the tables of claims and of descriptions, each only if it has rows."""
+    """Return the tables of claims and of what stands in their place, each only if it has rows."""
     has_several_arms, tables = len(content.arms) > 1, []
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
         tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
-    tables += new_run_tables(content.new_runs)
-    single = {record.arm for record in content.new_runs}
-    content = replace(content, descriptions=[row for row in content.descriptions if row.arm not in single])
-    if content.descriptions:
-        tables.append(Table(columns(*_description_columns(content)), _description_rows(content)))
-    return [*tables, *noise_tables(content.seed_noise)]
-
-
-def _description_columns(content: VerdictFile) -> list[str]:
-    arm = ["arm"] * (len(content.arms) > 1)
-    shared_columns = ["metric", "steps", content.baseline, treatment_name(content)]
-    if all(description.interval is None for description in content.descriptions):
-        return [*arm, *shared_columns, "difference", "mean |difference| over all steps"]
-    bounds = ["certified bound", "suggested margin: sample size if the arms are equal"]
-    return [*arm, *shared_columns, "difference [90 % CI]", *bounds]
+    return [*tables, *chain(*evidence_tables(content).values())]
 
 
 def _comparison_note(content: VerdictFile) -> str:
@@ -229,52 +206,6 @@ def _comparison_note(content: VerdictFile) -> str:
     has_better = any(claim.claim.kind == "better" for claim in content.claims)
     better_note = " (of 'better': the largest)" * has_better
     return f"{note} The certified bound is the smallest margin that would have passed{better_note}."
-
-
-def treatment_name(content: VerdictFile) -> str:
-    """Return the treatment's name for column headings, or 'treatment'; without any, the only arm's."""
-    if not content.arms:
-        return content.baseline
-    return next(iter(content.arms)) if len(content.arms) == 1 else "treatment"
-
-
-def _description_rows(content: VerdictFile) -> list[list[str]]:
-    """Return the rows of the first few descriptions of each arm."""
-    has_several_arms = len(content.arms) > 1
-    rows = []
-    for arm in content.arms:
-        descriptions = [description for description in content.descriptions if description.arm == arm]
-        for description in descriptions[: MAX_DESCRIBED // (1 + has_several_arms)]:
-            rows.append([arm] * has_several_arms + _description_cells(description))
-    return rows
-
-
-def _description_cells(description: Description) -> list[str]:
-    steps = SCORES_TEXT.get(description.axis) or f"{description.steps[0]}-{description.steps[1]}"
-    cells = [description.metric, steps]
-    cells += [f"{description.baseline:.4g}", f"{description.treatment:.4g}"]
-    if description.mean_distance is not None:
-        place = f" (step {description.largest_at})" if description.axis == "steps" else ""
-        maximum_text = f"{description.largest_distance:.3g}{place}"
-        distance_text = f"{description.mean_distance:.3g}, max {maximum_text}"
-        return [*cells, f"{description.difference:+.3g}", distance_text]
-    if description.interval is None or description.certified_bound is None:
-        return [*cells, f"{description.difference:+.3g}", "-", "two runs of each arm"]
-    margin_text = "-"
-    if description.margin is not None:
-        count = description.runs_needed or "more than 1000"
-        unit = "prompts" if description.unit == "prompt" else sample_unit(paired=description.paired)
-        margin_text = f"±{description.margin:.3g}: {count} {unit}"
-        if description.detected:
-            margin_text += f", but a difference was detected: {description.detected.direction}"
-        if min(abs(end) for end in description.interval) > description.margin and description.detected:
-            margin_text = f"±{description.margin:.3g}: the difference exceeds it"
-    return [
-        *cells,
-        difference_text(description.difference, description.interval),
-        f"±{bound_text(description.certified_bound)}",
-        margin_text,
-    ]
 
 
 def _headline(content: VerdictFile) -> str:
@@ -357,81 +288,3 @@ def render_terminal(
         renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
         renderables.append(Text("        " + ", ".join(path.name for path in files)))
     return Group(*renderables)
-
-
-# Tables of seed noise: one arm alone, and one run beside several.
-
-MAX_METRICS = 6  # without a claim; verdict.json has all
-ALONE_NOTE = (
-    "Gap: the largest between two runs that seed noise alone explains (95 %; 90 % if the levels are skewed). "
-    "Shown by N pairs: the smallest difference that N runs of each of two arms detect with 80 % power "
-    "(planned with the upper 80 % bound of the sd)."
-)
-
-
-def noise_tables(seed_noise: Sequence[SeedNoise]) -> list[Table]:
-    """Return the table of metrics, and one of the power of claims with a margin, if there are any."""
-    claimed = [noise for noise in seed_noise if noise.claim is not None]
-    unclaimed = [noise for noise in seed_noise if noise.claim is None and noise.gap is not None]
-    listed = [*claimed, *unclaimed[:MAX_METRICS]]
-    counts = [f"{count} pairs" for count in PAIR_COUNTS]
-    tables = []
-    if listed:
-        heading = ["metric", "steps", "runs", "level", "sd over runs [90 % CI]", "gap"]
-        shows = [f"shown by {PAIR_COUNTS[0]}", *(str(count) for count in PAIR_COUNTS[1:])]
-        tables.append(Table(columns(*heading, *shows), [_noise_cells(noise) for noise in listed]))
-    rows = [
-        [f"{noise.metric}: {noise.claim}", *_power_cells(noise)]
-        for noise in claimed
-        if any(prospect.match_power is not None for prospect in noise.prospects)
-    ]
-    if rows:
-        tables.append(Table(columns("P(match or pass) if equal", *counts, "80 % power at"), rows))
-    return tables
-
-
-def _noise_cells(noise: SeedNoise) -> list[str]:
-    scale = "" if noise.transform == "identity" else f" ({noise.transform.replace('_', ' ')})"
-    level = "-" if noise.mean is None else f"{noise.mean:.4g}"
-    spread = "-" if noise.sd is None else f"{noise.sd:.3g}"
-    if noise.sd is not None and noise.sd_interval:
-        spread += f" {interval_text(noise.sd_interval)}"
-    gap = "-" if noise.gap is None else f"{noise.gap:.3g}"
-    shows = [f"{prospect.difference:.3g}" for prospect in noise.prospects] or ["-"] * len(PAIR_COUNTS)
-    metric, steps = f"{noise.metric}{scale}", _steps_text(noise.steps)
-    return [metric, steps, str(len(noise.levels)), level, spread, gap, *shows]
-
-
-def _steps_text(steps: tuple[int, int] | None) -> str:
-    return f"{steps[0]}-{steps[1]}" if steps else "-"
-
-
-def _power_cells(noise: SeedNoise) -> list[str]:
-    powers = [prospect.match_power for prospect in noise.prospects]
-    needed = "more than 1000" if noise.pairs_needed is None else f"{noise.pairs_needed} pairs"
-    return [*("-" if power is None else percent_text(power) for power in powers), needed]
-
-
-def new_run_tables(new_runs: Sequence[NewRun]) -> list[Table]:
-    """Return a table for each arm that is compared by a single run."""
-    arms = dict.fromkeys(record.arm for record in new_runs)
-    return [_new_run_table([record for record in new_runs if record.arm == arm]) for arm in arms]
-
-
-def _new_run_table(new_runs: Sequence[NewRun]) -> Table:
-    several, run = new_runs[0].several, new_runs[0].run
-    heading = ["metric", "steps", f"{several} (runs)", run, "difference", "in sds"]
-    rows = [
-        [
-            record.metric,
-            _steps_text(record.steps),
-            f"{record.mean:.4g} ({record.num_runs})",
-            f"{record.level:.4g}",
-            f"{record.difference:+.3g}",
-            "-" if record.num_sds is None else f"{record.num_sds:.2g}",
-            interval_text(record.interval),
-            f"{record.p_holm:.2g}",
-        ]
-        for record in new_runs[:MAX_METRICS]
-    ]
-    return Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)

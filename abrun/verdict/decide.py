@@ -1,7 +1,7 @@
 """Verdict of each treatment from its evidence, with the reasons for it (docs/explanation/verdict.md)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,17 +22,15 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_levels
 from abrun.verdict.claims import apply_holm, apply_holm_to_passes, judge_equivalence
 from abrun.verdict.description import (
-    Description,
     count_metrics,
     describe_metrics,
     description_reasons,
     no_shared_metric_reason,
 )
-from abrun.verdict.divergence import Divergence, measure_divergence
-from abrun.verdict.final_weights import FinalWeights, compare_final_weights
+from abrun.verdict.divergence import measure_divergence
+from abrun.verdict.evidence import Evidence, Kind, select_evidence
+from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
-    Guard,
-    Saving,
     check_guards,
     count_tests,
     measure_savings,
@@ -43,13 +41,12 @@ from abrun.verdict.guards import (
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.machines import INITIAL_WEIGHTS, code_notes, has_treated_machine
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.new_run import NewRun, measure_new_run, new_run_reasons
+from abrun.verdict.new_run import measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
 from abrun.verdict.sensitivity import learning_metrics
 from abrun.verdict.step_one import (
     RAISED_BY_ROUNDING,
-    StepOne,
     check_step_one,
     first_step_unread_reason,
     has_shared_prompts,
@@ -71,10 +68,6 @@ PASSING: tuple[Verdict, ...] = ("MATCH", "PASS")
 FAILING: tuple[Verdict, ...] = ("MISMATCH", "FAIL")
 _WORST_FIRST: tuple[Verdict, ...] = ("INVALID", *FAILING, "INCONCLUSIVE", *PASSING)
 _UNDECIDED_GUARDS = ("baseline too", "open")
-_DEVIATION = (  # fields of a step-one metric that its reasons show
-    *("arm", "metric", "baseline", "treatment", "step", "seed", "deviation", "scale", "scale_from"),
-    *("tolerance", "tolerance_from"),
-)
 _MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
 
@@ -110,16 +103,12 @@ class ArmVerdict(ArmSection):
     """One treatment against the baseline, with the evidence."""
 
     arm: str
-    step_one: list[StepOne]
-    divergence: list[Divergence]
-    final_weights: list[FinalWeights]  # one, or none if no finished pair recorded them
-    descriptions: list[Description]  # empty if an arm has several runs and claims
     claims: list[ClaimResult]
-    guards: list[Guard]
-    savings: list[Saving]
-    new_runs: list[NewRun] = field(
-        default_factory=list
-    )  # empty unless one arm has a single run, and the other several
+    evidence: list[Evidence]
+
+    def select(self, kind: Kind) -> list[Evidence]:
+        """Return the evidence of one kind."""
+        return select_evidence(self.evidence, kind)
 
 
 def judge(
@@ -251,12 +240,12 @@ def judge_arm(
     first_steps = check_step_one(arm, pairs, compare, test_alpha, analysis.num_pairs)
     unread_reason = step_one_unread_reason(experiment, arm, first_steps)
     first_steps = [] if unread_reason else first_steps
-    diverged = measure_divergence(arm, pairs, claims)
-    weights = compare_final_weights(arm, pairs)
+    described = describe_metrics(experiment, arm, claims)
+    evidence = [*described, *guards, *first_steps, *measure_divergence(arm, pairs, claims)]
+    evidence += [*compare_final_weights(arm, pairs), *savings]
     verdict, reasons = decide_verdict(
         invalid,
-        first_steps,
-        guards,
+        evidence,
         results,
         reads_step_one=unread_reason is None,
         recorded=experiment.metrics(),
@@ -265,7 +254,6 @@ def judge_arm(
         baseline_arm=experiment.baseline,
         require=compare.require,
     )
-    described = describe_metrics(experiment, arm, claims)
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
     reasons += [Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else []
@@ -275,20 +263,15 @@ def judge_arm(
         arm=arm,
         verdict=verdict,
         reasons=reasons,
-        not_tested=list_not_tested(experiment, sides, claims, first_steps, diverged, unread_reason),
+        not_tested=list_not_tested(experiment, sides, claims, evidence, unread_reason),
         num_pairs=sum(pair.finished for pair in pairs[: analysis.num_pairs]),
         num_planned_pairs=len(pairs),
         num_runs=None if sides.paired else sides.finished.sizes,
         treatment_diff=find_treatment_diff(experiment, arm),
         coverage=measure_coverage(sides),
         num_metrics=None if claims or not described else count_metrics(sides),
-        step_one=first_steps,
-        divergence=diverged,
-        final_weights=[weights] if weights else [],
-        descriptions=described,
         claims=list(results),
-        guards=guards,
-        savings=savings,
+        evidence=evidence,
         interim_analyses=[],
     )
 
@@ -296,7 +279,7 @@ def judge_arm(
 def _add_description_reasons(
     experiment: RecordedExperiment,
     sides: Sides,
-    described: Sequence[Description],
+    described: Sequence[Evidence],
     verdict: Verdict,
     reasons: Sequence[Reason],
 ) -> tuple[Verdict, list[Reason]]:
@@ -315,17 +298,17 @@ def _add_description_reasons(
 def _add_new_runs(experiment: RecordedExperiment, claims: Sequence[Claim], judged: ArmVerdict) -> ArmVerdict:
     """Add the place of a single run among several, which says more than the difference from their mean."""
     new_runs = measure_new_run(experiment, judged.arm, claims)
+    judged = replace(judged, evidence=[*new_runs, *judged.evidence])
     if not new_runs or judged.verdict == "INVALID":
-        return replace(judged, new_runs=new_runs)
+        return judged
     replaced = (Code.DESCRIBED, Code.OTHER_METRICS, Code.ONE_RUN_EACH)
     reasons = [reason for reason in judged.reasons if reason.code not in replaced]
-    return replace(judged, new_runs=new_runs, reasons=[*new_run_reasons(new_runs), *reasons])
+    return replace(judged, reasons=[*new_run_reasons(new_runs), *reasons])
 
 
 def decide_verdict(
     invalid: Sequence[Reason],
-    first_steps: Sequence[StepOne],
-    guards: Sequence[Guard],
+    evidence: Sequence[Evidence],
     claims: Sequence[ClaimResult],
     *,
     reads_step_one: bool = True,
@@ -342,8 +325,9 @@ def decide_verdict(
     """
     if invalid:
         return "INVALID", _shorten_reasons(invalid)
-    crashed = any(guard.guard == "finished" and guard.result == "fail" for guard in guards)
-    if reads_step_one and not first_steps and not crashed:
+    failed_guards = [guard for guard in select_evidence(evidence, "guard") if guard.result == "fail"]
+    crashed = any(guard["guard"] == "finished" for guard in failed_guards)
+    if reads_step_one and not select_evidence(evidence, "step one") and not crashed:
         return "INVALID", [no_shared_step or Code.FIRST_STEP_MISSING(recorded=recorded)]
     outcomes = [
         (result, outcome_reason(result, has_recipe=has_recipe, baseline_arm=baseline_arm))
@@ -353,7 +337,7 @@ def decide_verdict(
         is_one_sided(result.claim.kind, result.claim.metric) for result in claims
     )
     holding, broken, still_open = _sort_outcomes(outcomes, require)
-    failing, undecided, passed_over = _sort_checks(first_steps, guards, baseline_arm, claims)
+    failing, undecided, passed_over = _sort_checks(evidence, claims)
     if failing or broken:
         return ("FAIL" if all_one_sided else "MISMATCH"), [*failing, *broken, *passed_over]
     open_questions = [*undecided, *still_open, *([] if claims else [Code.NOTHING_CLAIMED()])]
@@ -363,7 +347,7 @@ def decide_verdict(
 
 
 def _sort_checks(
-    first_steps: Sequence[StepOne], guards: Sequence[Guard], baseline_arm: str, claims: Sequence[ClaimResult]
+    evidence: Sequence[Evidence], claims: Sequence[ClaimResult]
 ) -> tuple[list[Reason], list[Reason], list[Reason]]:
     """Return the reasons of step one and of guards that fail, that are open, and that decide no claim.
 
@@ -371,20 +355,20 @@ def _sort_checks(
     """
     failing, undecided, passed_over = [], [], []
     claimed = {result.claim.metric for result in claims}
-    for step_one in first_steps:
-        values = {name: getattr(step_one, name) for name in _DEVIATION} | {"baseline_arm": baseline_arm}
-        if step_one.result == "fail":
-            failing.append(Code.STEP_ONE_DIFFERS(**values))
-        elif step_one.result == "redefined":
-            decided = failing if step_one.metric in claimed else passed_over
-            decided.append(Code.REWARD_REDEFINED(**values))
-        elif step_one.result == "open":
-            undecided.append(Code.STEP_ONE_OPEN(**values))
-    for guard in guards:
+    for check in select_evidence(evidence, "step one"):
+        if check.reason is None:
+            continue  # it passes, or is not tested
+        if check.result == "open":
+            undecided.append(check.reason)
+        else:
+            is_passed_over = check.result == "redefined" and check["metric"] not in claimed
+            (passed_over if is_passed_over else failing).append(check.reason)
+    for guard in select_evidence(evidence, "guard"):
+        values = {"guard": guard["guard"], "reason": guard.reason}
         if guard.result == "fail":
-            failing.append(Code.GUARD_FAILS(guard=guard.guard, reason=guard.reason))
+            failing.append(Code.GUARD_FAILS(**values))
         elif guard.result in _UNDECIDED_GUARDS:
-            undecided.append(Code.GUARD_OPEN(guard=guard.guard, reason=guard.reason, result=guard.result))
+            undecided.append(Code.GUARD_OPEN(**values, result=guard.result))
     return failing, undecided, passed_over
 
 
@@ -422,7 +406,7 @@ def _shorten_reasons(reasons: Sequence[Reason]) -> list[Reason]:
 
 
 def step_one_unread_reason(
-    experiment: RecordedExperiment, arm: str, first_steps: Sequence[StepOne]
+    experiment: RecordedExperiment, arm: str, first_steps: Sequence[Evidence]
 ) -> Reason | None:
     """Return why step one says nothing about the treatment; None if it does."""
     if experiment.axis != "steps":
@@ -441,19 +425,19 @@ def step_one_unread_reason(
         return Code.FIRST_STEP_COUNTED_ANEW()
     if not first_steps and experiment.launched_compare_sha256 is None:
         return first_step_unread_reason(experiment.pairs(arm), experiment.metrics())
-    checks = [check for check in first_steps if check.sampled_anew or check.result != "not tested"]
+    checks = [check for check in first_steps if check["sampled_anew"] or check.result != "not tested"]
     differing = [check for check in checks if check.result not in ("pass", "redefined")]
     if not differing or has_shared_prompts(experiment.pairs(arm)):
         return None
-    worst = max(differing, key=lambda step_one: step_one.deviation)
+    worst = max(differing, key=lambda check: check["deviation"])
     return Code.PROMPTS_NOT_KNOWN(
-        metric=worst.metric,
+        metric=worst["metric"],
         baseline=experiment.baseline,
-        baseline_value=worst.baseline,
+        baseline_value=worst["baseline"],
         arm=arm,
-        value=worst.treatment,
-        step=worst.step,
-        seed=worst.seed,
+        value=worst["treatment"],
+        step=worst["step"],
+        seed=worst["seed"],
         hashes=experiment.has_recipe,
     )
 
@@ -470,8 +454,7 @@ def list_not_tested(
     experiment: RecordedExperiment,
     sides: Sides,
     claims: Sequence[Claim],
-    first_steps: Sequence[StepOne],
-    diverged: Sequence[Divergence],
+    evidence: Sequence[Evidence],
     step_one_unread: Reason | None,
 ) -> list[Reason]:
     """Return what a reader might believe was tested, and was not."""
@@ -481,7 +464,7 @@ def list_not_tested(
     steps = experiment.all_steps()
     num_unclaimed = len({*experiment.metrics()} - _claimed_metrics(sides, claims))
     reasons = [*experiment.left_out]
-    reasons += _note_unsettled(first_steps, has_recipe=experiment.has_recipe)
+    reasons += _note_unsettled(evidence, has_recipe=experiment.has_recipe)
     reasons += [*_note_unrecorded(runs, sides), *([Code.OTHER_CODE()] if code_notes(experiment) else [])]
     if step_one_unread:
         reasons.append(Code.STEP_ONE_NOT_READ(why=step_one_unread))
@@ -497,7 +480,7 @@ def list_not_tested(
         for name, run in experiment.controls.items()
         if experiment.injected[name.arm].name == ONE_ULP and not run.finished
     ]
-    if any(record.noise_floor == "unknown" for record in diverged):
+    if any(row["noise_floor"] == "unknown" for row in select_evidence(evidence, "divergence")):
         reasons.append(Code.NO_RERUNS(has_recipe=experiment.has_recipe))
     baselines = [run for run in runs if run.name.arm == experiment.baseline]
     if baselines and claims and not learning_metrics(baselines):
@@ -526,16 +509,17 @@ def list_not_tested(
     return reasons
 
 
-def _note_unsettled(first_steps: Sequence[StepOne], *, has_recipe: bool) -> Iterator[Reason]:
+def _note_unsettled(evidence: Sequence[Evidence], *, has_recipe: bool) -> Iterator[Reason]:
     """Yield the metrics whose first step neither agrees nor shows a fault."""
-    unsettled = [record for record in first_steps if record.result == "not tested"]
+    checks = select_evidence(evidence, "step one")
+    unsettled = [check for check in checks if check.result == "not tested"]
     size = ("metric", "seed", "deviation", "scale", "scale_from", "tolerance", "tolerance_from")
-    for record in unsettled:
-        if not record.sampled_anew:
-            values = {name: getattr(record, name) for name in size}
-            is_raised = record.metric in RAISED_BY_ROUNDING
+    for check in unsettled:
+        if not check["sampled_anew"]:
+            values = {name: check[name] for name in size}
+            is_raised = check["metric"] in RAISED_BY_ROUNDING
             yield Code.STEP_ONE_NOT_SETTLED(**values, raised_by_rounding=is_raised, has_recipe=has_recipe)
-    if sampled_metrics := [record.metric for record in unsettled if record.sampled_anew]:
+    if sampled_metrics := [check["metric"] for check in unsettled if check["sampled_anew"]]:
         yield Code.COMPLETIONS_SAMPLED_ANEW(metrics=sampled_metrics)
 
 

@@ -7,12 +7,11 @@ baseline alone.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.logs.log import Axis
 from abrun.logs.recorded.experiment import (
     RecordedExperiment,
     Sides,
@@ -39,8 +38,9 @@ from abrun.stats.power import pairs_needed, welch_dof_per_run
 from abrun.stats.series import Array, in_window, window_bounds
 from abrun.stats.step_ratio import is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import DetectedDifference, SampleUnit, detect
+from abrun.verdict.results import detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -55,40 +55,7 @@ MAX_RATIOS = 3  # reasons about ratios
 MIN_MARGIN_BASE = 1e-300  # smallest level or climb that a margin is derived from
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """One metric of the runs: levels over a window, and the difference of the arms."""
-
-    arm: str
-    metric: str
-    window: str
-    axis: Axis = "steps"
-    unit: SampleUnit = "seed"  # what a pair shares
-    steps: tuple[int, int]  # first and last step of the window
-    num_runs: tuple[int, int]  # baseline, treatment; prompts of one run each if they are the unit
-    paired: bool  # by seed
-    baseline: float  # mean over runs of the window's mean (median for spiky metrics)
-    treatment: float
-    difference: float
-    # Distance of the two curves over all shared steps; None with several runs of an arm.
-    mean_distance: float | None  # mean |treatment - baseline| over steps
-    largest_distance: float | None
-    largest_at: int | None  # step of the largest distance
-    # None with one run of each arm.
-    detected: DetectedDifference | None  # None if the interval includes zero
-    interval: tuple[float, float] | None  # 90 % confidence interval of the difference
-    certified_bound: float | None  # smallest margin that would pass now
-    margin: float | None  # suggested from the baseline alone; None if the baseline is 0
-    margin_is: Reason  # how the margin was derived
-    runs_needed: int | None  # sample size for 80 % power at that margin; None above 1000
-    # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of these
-    # ratios are on one side of 1 and their mean is not near it; None otherwise
-    ratio_at_each_step: tuple[float, float, float] | None = None
-    is_factor: bool = False  # that ratio is nearly constant and explains the treatment better than a shift
-    num_steps: int = 0  # steps that all runs share
-
-
-def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Description]:
+def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Evidence]:
     """Describe the claimed metrics, then others; with several runs per arm only if nothing is claimed.
 
     Returns an empty list if abrun launched the runs and there are several, or if an arm has none.
@@ -108,7 +75,7 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     return [description for description in described if description]
 
 
-def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
+def find_claimable_metric(experiment: RecordedExperiment) -> Evidence | None:
     """Return the first metric for which the first treatment's runs could have shown a sensible difference.
 
     The margin is in the metric's own units.
@@ -121,7 +88,7 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
         if metric in (MEMORY_PEAK, FINAL_WEIGHTS):  # these names have a special meaning in a claim
             continue
         description = _describe_metric(arm, sides, metric, default_window(sides), experiment)
-        if description is None or description.margin is None or default_transform(metric) != "identity":
+        if description is None or description["margin"] is None or default_transform(metric) != "identity":
             continue
         claim = build_claim(description)
         margin = resolve_margin(claim, None)
@@ -131,13 +98,10 @@ def find_claimable_metric(experiment: RecordedExperiment) -> Description | None:
     return None
 
 
-def build_claim(description: Description) -> Claim:
-    return Claim(
-        metric=description.metric,
-        window=description.window,
-        margin=description.margin,
-        climbs=description.axis == "steps",
-    )
+def build_claim(description: Evidence) -> Claim:
+    """Return a claim on the described metric with its suggested margin."""
+    claimed = {name: description[name] for name in ("metric", "window", "margin")}
+    return Claim(**claimed, climbs=description["axis"] == "steps")
 
 
 def default_window(sides: Sides) -> str:
@@ -190,7 +154,7 @@ def _metric_rank(sides: Sides, metric: str) -> tuple[bool, int, int, str]:
 
 def _describe_metric(
     arm: str, sides: Sides, metric: str, window: str, declared: RecordedExperiment | None
-) -> Description | None:
+) -> Evidence | None:
     """Describe one metric; None if the window holds no finite value of every run.
 
     If nothing was declared, the window is taken over the steps at which every run recorded the metric.
@@ -221,83 +185,85 @@ def _describe_metric(
     margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
     curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
     ratio = ratio_at_each_step(*curves)
-    return Description(
-        arm=arm,
-        metric=metric,
-        window=window,
-        axis=axis,
-        unit=unit,
-        steps=(first_step, last_step),
-        num_runs=sides.sizes,
-        paired=sides.paired,
-        baseline=float(baseline.mean()),
-        treatment=float(treatment.mean()),
-        difference=float(treatment.mean() - baseline.mean()),
-        mean_distance=None if distance is None else float(distance.mean()),
-        largest_distance=None if distance is None else float(distance.max()),
-        largest_at=None if distance is None else int(steps[distance.argmax()]),
-        detected=detect(
-            baseline, treatment, test.mean_difference, test.interval, paired=sides.paired, unit=unit
-        )
-        if test
-        else None,
-        interval=test.interval if test else None,
-        certified_bound=test.certified_bound if test else None,
-        margin=margin,
-        margin_is=margin_is,
-        runs_needed=_count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
-        if test and margin
-        else None,
-        ratio_at_each_step=ratio,
-        is_factor=ratio is not None and is_factor(ratio, *curves),
-        num_steps=len(steps),
-    )
+    detected = runs_needed = None
+    if test:
+        interval, paired = test.interval, sides.paired
+        detected = detect(baseline, treatment, test.mean_difference, interval, paired=paired, unit=unit)
+    if test and margin:
+        runs_needed = _count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
+
+    described = {
+        "metric": metric,
+        "window": window,
+        "axis": axis,
+        "unit": unit,  # what a pair shares
+        "steps": (first_step, last_step),  # of the window
+        "num_runs": sides.sizes,  # prompts of one run each if they are the unit
+        "paired": sides.paired,
+        "baseline": float(baseline.mean()),  # over runs, of the window's mean (median for spiky metrics)
+        "treatment": float(treatment.mean()),
+        "difference": float(treatment.mean() - baseline.mean()),
+        # Distance of the two curves over all shared steps; None with several runs of an arm
+        "mean_distance": None if distance is None else float(distance.mean()),
+        "largest_distance": None if distance is None else float(distance.max()),
+        "largest_at": None if distance is None else int(steps[distance.argmax()]),
+        # None with one run of each arm
+        "detected": detected and asdict(detected),  # None if the interval includes zero
+        "interval": test.interval if test else None,  # 90 % confidence interval of the difference
+        "certified_bound": test.certified_bound if test else None,  # smallest margin that would pass now
+        "margin": margin,  # suggested from the baseline alone; None if the baseline is 0
+        "margin_is": margin_is,  # how the margin was derived
+        "runs_needed": runs_needed,  # sample size for 80 % power at that margin; None above 1000
+        # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of
+        # these ratios are on one side of 1 and their mean is not near it; None otherwise
+        "ratio_at_each_step": ratio,
+        # That ratio is nearly constant and explains the treatment better than a shift
+        "is_factor": ratio is not None and is_factor(ratio, *curves),
+        "num_steps": len(steps),  # that all runs share
+    }
+    return Evidence(kind="description", arm=arm, values=described)
 
 
-def _ratio_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
+def _ratio_reasons(described: Sequence[Evidence], baseline: str) -> list[Reason]:
     """Return the metrics in which one arm is above the other at every step, the largest ratios first."""
     unlearned = metrics_with_role("configured")
     ratios = [
-        (row.ratio_at_each_step, row)
+        row
         for row in described
-        if row.ratio_at_each_step and row.metric not in unlearned and metric_unit(row.metric) != "bytes"
+        if row["ratio_at_each_step"]
+        and row["metric"] not in unlearned
+        and metric_unit(row["metric"]) != "bytes"
     ]
-    ratios.sort(key=lambda ratio_and_row: -abs(math.log(ratio_and_row[0][0])))
+    ratios.sort(key=lambda row: -abs(math.log(row["ratio_at_each_step"][0])))
     return [
         Code.RATIO_AT_EACH_STEP(
-            metric=row.metric,
+            metric=row["metric"],
             arm=row.arm,
             baseline=baseline,
-            ratio=ratio,
-            steps=row.num_steps,
-            pairs=row.num_runs[0],
+            ratio=row["ratio_at_each_step"],
+            steps=row["num_steps"],
+            pairs=row["num_runs"][0],
             # A treatment may be for less memory or time, which is no other scale
-            constant=row.is_factor and not (is_clock(row.metric) or is_memory(row.metric)),
+            constant=row["is_factor"] and not (is_clock(row["metric"]) or is_memory(row["metric"])),
         )
-        for ratio, row in ratios[:MAX_RATIOS]
+        for row in ratios[:MAX_RATIOS]
     ]
 
 
-def description_reasons(described: Sequence[Description], baseline: str) -> list[Reason]:
+def description_reasons(described: Sequence[Evidence], baseline: str) -> list[Reason]:
     """Return reasons: ratios that hold at every step, the first metric's difference, and the others'."""
     main, *further = described
+    shown = ("metric", "steps", "axis", "unit", "paired", "difference", "interval", "detected")
     finding = Code.DESCRIBED(
         arm=main.arm,
         baseline=baseline,
-        metric=main.metric,
-        levels=[main.baseline, main.treatment],
-        steps=main.steps,
-        axis=main.axis,
-        unit=main.unit,
-        runs=main.num_runs,
-        paired=main.paired,
-        difference=main.difference,
-        interval=main.interval,
-        detected=asdict(main.detected) if main.detected else None,
+        levels=[main["baseline"], main["treatment"]],
+        runs=main["num_runs"],
+        **{name: main[name] for name in shown},
     )
-    tested = [description for description in further if description.interval is not None]
-    differing = {description.metric: description.difference for description in tested if description.detected}
-    agreeing = [description.metric for description in tested if not description.detected]
+    tested = [row for row in further if row["interval"] is not None]
+    differing = {row["metric"]: row["difference"] for row in tested if row["detected"]}
+    agreeing = [row["metric"] for row in tested if not row["detected"]]
     return [
         *_ratio_reasons(described, baseline),
         finding,

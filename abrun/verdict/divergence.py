@@ -1,8 +1,6 @@
 """Divergence of the arms, relative to A/A reruns, one-ULP perturbations and seeds. Never gates a verdict."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -11,38 +9,10 @@ from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import STEP_ONE
 from abrun.stats.equivalence import t_interval
 from abrun.stats.series import Array, Steps
+from abrun.verdict.evidence import Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UlpGrowth:
-    """Growth of a one-ULP change of the initial weights (controls.ulp_reruns), and the treatment relative to
-    it.
-
-    Ratios are mean |treatment - baseline| over mean |perturbed - baseline|; None if the latter is 0.
-    """
-
-    mean_difference: float  # mean |perturbed - baseline| over steps and runs
-    ratio: float | None  # geometric mean over the seeds with a perturbed run
-    ci95: tuple[float, float] | None  # confidence interval over seeds; None for fewer than two
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
-    """Distance of the arms in one metric, against same-seed baselines' noise floor. Gates no verdict."""
-
-    arm: str
-    metric: str
-    noise_floor: Literal["measured", "zero", "unknown"]  # zero: baseline reruns are bit-identical
-    mean_difference: float  # mean |treatment - baseline| over steps and pairs
-    aa_mean_difference: float | None
-    ratio: float | None
-    first_step_apart: int | None  # of any pair; None unless baseline reruns are bit-identical
-    ulp: UlpGrowth | None  # None without perturbed runs
-    seed_spread: float | None  # baseline's sd over seeds, mean over steps; None for one seed
-    share_of_seed_spread: float | None  # mean_difference / seed_spread
-
-
-def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Divergence]:
+def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim]) -> list[Evidence]:
     """Return the divergence of the claimed metrics and the step-one metrics, as far as they are recorded."""
     finished = [pair for pair in pairs if pair.finished and pair.baseline.axis == "steps"]
     metrics = dict.fromkeys([*(claim.metric for claim in claims), *STEP_ONE])
@@ -50,7 +20,7 @@ def measure_divergence(arm: str, pairs: Sequence[Pair], claims: Sequence[Claim])
     return [metric_divergence for metric_divergence in measured if metric_divergence]
 
 
-def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence | None:
+def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Evidence | None:
     steps, baseline, treatment = stack_pairs(pairs, metric)
     differences = np.abs(treatment - baseline)
     is_finite = np.isfinite(differences).all(axis=0)
@@ -65,22 +35,30 @@ def _measure_metric(arm: str, pairs: Sequence[Pair], metric: str) -> Divergence 
     differing_steps = steps[(differences > 0).any(axis=0)]
     spread = float(baseline[:, is_finite].std(axis=0, ddof=1).mean()) if len(pairs) > 1 else None
     ulp_distances = [list(_rerun_distances(pair.baseline, pair.moved, metric, steps)) for pair in pairs]
-    return Divergence(
-        arm=arm,
-        metric=metric,
-        noise_floor="unknown" if noise_floor is None else "measured" if noise_floor else "zero",
-        mean_difference=mean,
-        aa_mean_difference=noise_floor,
-        ratio=mean / noise_floor if noise_floor else None,
-        first_step_apart=int(differing_steps[0]) if len(differing_steps) and noise_floor == 0 else None,
-        ulp=_measure_ulp_growth(differences.mean(axis=1), ulp_distances) if any(ulp_distances) else None,
-        seed_spread=spread,
-        share_of_seed_spread=mean / spread if spread else None,
-    )
+    values = {
+        "metric": metric,
+        # Of same-seed baselines; zero: baseline reruns are bit-identical
+        "noise_floor": "unknown" if noise_floor is None else "measured" if noise_floor else "zero",
+        "mean_difference": mean,  # mean |treatment - baseline| over steps and pairs
+        "aa_mean_difference": noise_floor,
+        "ratio": mean / noise_floor if noise_floor else None,
+        # Of any pair; None unless baseline reruns are bit-identical
+        "first_step_apart": int(differing_steps[0]) if len(differing_steps) and noise_floor == 0 else None,
+        # None without perturbed runs
+        "ulp": _measure_ulp_growth(differences.mean(axis=1), ulp_distances) if any(ulp_distances) else None,
+        "seed_spread": spread,  # baseline's sd over seeds, mean over steps; None for one seed
+        "share_of_seed_spread": mean / spread if spread else None,
+    }
+    return Evidence(kind="divergence", arm=arm, values=values)
 
 
-def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]) -> UlpGrowth:
-    """Compare each pair's mean distance [P] with those of its baselines that started one ULP away."""
+def _measure_ulp_growth(
+    treatment_distances: Array, ulp_distances: Sequence[Sequence[float]]
+) -> dict[str, float | list[float] | None]:
+    """Compare each pair's mean distance [P] with those of its baselines that started one ULP away.
+
+    The ratio is mean |treatment - baseline| over mean |perturbed - baseline|; None if the latter is 0.
+    """
     paired_distances = [
         (treatment_distance, float(np.mean(distances)))
         for treatment_distance, distances in zip(treatment_distances, ulp_distances, strict=True)
@@ -88,12 +66,12 @@ def _measure_ulp_growth(treatment_distances: Array, ulp_distances: Sequence[Sequ
     ]
     log_ratios = np.log([treatment / ulp for treatment, ulp in paired_distances if treatment > 0 and ulp > 0])
     has_ratios = len(log_ratios) == len(paired_distances)
-    interval = np.exp(t_interval(log_ratios, 0.95)) if has_ratios and len(log_ratios) > 1 else None
-    return UlpGrowth(
-        mean_difference=float(np.mean([distances for _, distances in paired_distances])),
-        ratio=float(np.exp(log_ratios.mean())) if has_ratios else None,
-        ci95=None if interval is None else (float(interval[0]), float(interval[1])),
-    )
+    has_interval = has_ratios and len(log_ratios) > 1
+    return {
+        "mean_difference": float(np.mean([distances for _, distances in paired_distances])),
+        "ratio": float(np.exp(log_ratios.mean())) if has_ratios else None,  # geometric mean over seeds
+        "ci95": np.exp(t_interval(log_ratios, 0.95)).tolist() if has_interval else None,  # over seeds
+    }
 
 
 def _rerun_distances(

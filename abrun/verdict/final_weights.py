@@ -1,40 +1,29 @@
 """Distance of the arms' final weights: equality by hash, size by sketch. Never gates a verdict."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from abrun.logs.recorded.experiment import Pair, RecordedRun
 from abrun.messages.codes import Code, Reason
 from abrun.stats.series import Array
+from abrun.verdict.evidence import Evidence
 
 Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.trainer.models.sketch_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinalWeights:
-    """The pair with the largest distance. Distances are L2 norms, estimated from sketches within 8 %."""
+def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> list[Evidence]:
+    """Return the largest distance over pairs; empty if no finished pair recorded its final weights.
 
-    arm: str
-    num_pairs: int  # pairs in which both runs recorded their final weights
-    num_equal: int  # pairs with equal hashes of all weights
-    seed: int | None  # None, as below, if all are equal or no unequal pair has sketches
-    relative_difference: float | None  # ||treatment - baseline|| / ||baseline|| over all weights
-    num_reruns: int
-    aa_relative_difference: float | None  # largest among A/A reruns; None without reruns
-    ulp_relative_difference: float | None  # largest among one-ULP reruns; None without any
-
-
-def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | None:
-    """Return the largest distance over pairs; None if no finished pair recorded its final weights."""
+    Distances are L2 norms, estimated from sketches within 8 %.
+    """
     recorded_pairs = [
         pair
         for pair in pairs
         if pair.finished and pair.baseline.final_weights_hash and pair.treatment.final_weights_hash
     ]
     if not recorded_pairs:
-        return None
+        return []
     unequal = [pair for pair in recorded_pairs if not _is_equal(pair.baseline, pair.treatment)]
     distances = [(pair, _relative_distance(pair.baseline, pair.treatment)) for pair in unequal]
     measured = [(pair, distance) for pair, distance in distances if distance is not None]
@@ -51,16 +40,17 @@ def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> FinalWeights | Non
         for pair in recorded_pairs
         for rerun_distance in _rerun_distances(pair.baseline, pair.moved)
     ]
-    return FinalWeights(
-        arm=arm,
-        num_pairs=len(recorded_pairs),
-        num_equal=len(recorded_pairs) - len(unequal),
-        seed=pair.seed if pair else None,
-        relative_difference=farthest,
-        num_reruns=len(aa_distances),
-        aa_relative_difference=max(aa_distances, key=_sort_key, default=None),
-        ulp_relative_difference=max(ulp_distances, key=_sort_key, default=None),
-    )
+    values = {
+        "num_pairs": len(recorded_pairs),  # in which both runs recorded their final weights
+        "num_equal": len(recorded_pairs) - len(unequal),  # with equal hashes of all weights
+        # None, as below, if all are equal or no unequal pair has sketches
+        "seed": pair.seed if pair else None,
+        "relative_difference": farthest,  # ||treatment - baseline|| / ||baseline|| over all weights
+        "num_reruns": len(aa_distances),
+        "aa_relative_difference": max(aa_distances, key=_sort_key, default=None),  # largest of the reruns
+        "ulp_relative_difference": max(ulp_distances, key=_sort_key, default=None),
+    }
+    return [Evidence(kind="final weights", arm=arm, values=values)]
 
 
 def measure_weight_distance(baseline: RecordedRun, treatment: RecordedRun) -> float | Reason:

@@ -3,7 +3,6 @@
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -17,6 +16,7 @@ from abrun.runs.metric_names import PEAK_MEMORY, STEP_TIME, TOKEN_MULT_PROB_ERRO
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH, estimate_difference, p_above
 from abrun.stats.series import Array, Series
 from abrun.stats.shares import p_value_of_increase, p_value_of_more_hits, run_shares
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.summaries import EXCESS_OFFSET
 
 # "open": the treatment breaks the limit, but is not shown to be worse than its baseline. "baseline too": the
@@ -26,33 +26,12 @@ MetricWindow = tuple[str, tuple[int, int]]  # metric, (first step, last step)
 MAX_EXCESS = 1e9  # stands for a non-finite error in a test over seeds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """One limit, and if the treatment keeps it."""
-
-    arm: str
-    guard: str
-    limit: float | None
-    value: float | None
-    result: GuardResult
-    reason: Reason = field(metadata={"alias": "text"})  # "text" in verdict.json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """Cost ratio treatment / baseline: geometric mean over pairs, or ratio of geometric means if unpaired."""
-
-    arm: str
-    quantity: str
-    num_pairs: int
-    num_runs: tuple[int, int] | None  # None if paired
-    baseline: float  # geometric mean, in the metric's own unit
-    treatment: float
-    ratio: float
-    ratios: tuple[float, ...]  # one per pair
-    ci95: tuple[float, float] | None  # confidence interval from log ratios; None for one pair
-    log_error: float | None  # standard error of log(ratio)
-    freedom: float | None  # degrees of freedom of its t distribution
+def _make_guard(
+    arm: str, guard: str, limit: float | None, value: float | None, result: GuardResult, reason: Reason
+) -> Evidence:
+    """Return one limit, and if the treatment keeps it."""
+    values = {"guard": guard, "limit": limit, "value": value}
+    return Evidence(kind="guard", arm=arm, result=result, reason=reason, values=values)
 
 
 def check_guards(
@@ -60,10 +39,10 @@ def check_guards(
     pairs: Sequence[Pair],
     sides: Sides,
     limits: Guards,
-    savings: Sequence[Saving],
+    savings: Sequence[Evidence],
     windows: Sequence[MetricWindow] = (),
     alpha: float = ALPHA,
-) -> list[Guard]:
+) -> list[Evidence]:
     """Check every guard over all steps: a limit broken early counts as broken.
 
     Each of `pairs` is a treated run with the baselines that can excuse it (for independent arms see
@@ -105,7 +84,7 @@ def pair_with_all_baselines(sides: Sides) -> list[Pair]:
     ]
 
 
-def measure_savings(arm: str, sides: Sides) -> list[Saving]:
+def measure_savings(arm: str, sides: Sides) -> list[Evidence]:
     """Measure peak memory and median step time, unless runs shared GPUs or only some of them sampled."""
     sides = sides.finished
     runs, counter = sides.runs, shared_peak_counter(sides.runs)
@@ -150,7 +129,8 @@ def largest_value(run: RecordedRun, metric: str) -> float:
 
 def _measure_saving(
     arm: str, quantity: str, sides: Sides, measure: Callable[[RecordedRun], float]
-) -> Saving | None:
+) -> Evidence | None:
+    """Return the ratio treatment / baseline: geometric mean over pairs, or ratio of geometric means."""
     values = [np.array([measure(run) for run in runs]) for runs in sides.arms]
     all_values = np.concatenate(values)
     if not (np.isfinite(all_values).all() and (all_values > 0).all()):
@@ -161,24 +141,23 @@ def _measure_saving(
     if min(sides.sizes) > 1:
         mean, error, dof = estimate_difference(log_baseline, log_treatment, paired=sides.paired)
     half_width = None if error is None else float(special.stdtrit(dof, 0.975)) * error
-    return Saving(
-        arm=arm,
-        quantity=quantity,
-        num_pairs=len(ratios),
-        num_runs=None if sides.paired else sides.sizes,
-        baseline=float(np.exp(log_baseline.mean())),
-        treatment=float(np.exp(log_treatment.mean())),
-        ratio=float(np.exp(mean)),
-        ratios=tuple(np.exp(ratios).tolist()),
-        ci95=None
-        if half_width is None
-        else (float(np.exp(mean - half_width)), float(np.exp(mean + half_width))),
-        log_error=error,
-        freedom=dof,
-    )
+    ends = None if half_width is None else np.exp([mean - half_width, mean + half_width]).tolist()
+    measured = {
+        "quantity": quantity,
+        "num_pairs": len(ratios),
+        "num_runs": None if sides.paired else sides.sizes,
+        "baseline": float(np.exp(log_baseline.mean())),  # geometric mean, in the metric's own unit
+        "treatment": float(np.exp(log_treatment.mean())),
+        "ratio": float(np.exp(mean)),
+        "ratios": tuple(np.exp(ratios).tolist()),  # one per pair
+        "ci95": ends,  # from log ratios; None for one pair
+        "log_error": error,  # standard error of log(ratio)
+        "freedom": dof,  # degrees of freedom of its t distribution
+    }
+    return Evidence(kind="cost", arm=arm, values=measured)
 
 
-def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
+def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Evidence:
     """Check that no treated run failed whose baseline finished: a failure is a result, not missing data."""
     comparable_pairs = [pair for pair in pairs if pair.baseline.finished]
     failed = [pair.treatment for pair in comparable_pairs if pair.treatment.status == "failed"]
@@ -198,14 +177,8 @@ def _check_finished(arm: str, pairs: Sequence[Pair], *, paired: bool) -> Guard:
             num_more=len(failed) - 1,
             paired=paired,
         )
-    return Guard(
-        arm=arm,
-        guard="finished",
-        limit=0,
-        value=None if result == "not recorded" else len(failed),
-        result=result,
-        reason=reason,
-    )
+    value = None if result == "not recorded" else len(failed)
+    return _make_guard(arm, "finished", 0, value, result, reason)
 
 
 def _check_finite(
@@ -216,7 +189,7 @@ def _check_finite(
     find_more_often: Callable[[Collection[str]], Iterator[Reason]],
     *,
     paired: bool,
-) -> Guard:
+) -> Evidence:
     """Check watched metrics for NaN or Inf that the same seed's baseline does not have, and all claim
     windows.
 
@@ -244,7 +217,7 @@ def _check_finite(
         num_more = len(findings) - 1
         reason = Code.FIRST_OF_SEVERAL(first=findings[0], num_more=num_more) if num_more else findings[0]
     value = len(findings) if is_recorded else None
-    return Guard(arm=arm, guard="finite", limit=0, value=value, result=result, reason=reason)
+    return _make_guard(arm, "finite", 0, value, result, reason)
 
 
 def _finite_reason(pairs: Sequence[Pair], watched: Collection[str], *, paired: bool) -> Reason:
@@ -333,7 +306,7 @@ def _non_finite_since(series: Series, baseline_curves: Sequence[Array]) -> int |
 
 def _check_token_error(
     arms: Mapping[str, str], sides: Sides, limits: Guards, alpha: float
-) -> Iterator[Guard]:
+) -> Iterator[Evidence]:
     """Check the train-inference mismatch: the worst run's median, and the share of steps above the limit."""
     limit, share = limits.token_mult_prob_error_median, limits.token_mult_prob_error_share
     recorded_sides = sides.select(
@@ -386,7 +359,7 @@ def _judge_token_error(
     values: Array | None,  # baseline, treatment
     compute_p: Callable[[], float],
     alpha: float,
-) -> Guard:
+) -> Evidence:
     value: float | None = None
     statistic, breaks = ("median", operator.ge) if threshold is None else ("share", operator.gt)
     result: GuardResult = "not recorded"
@@ -405,7 +378,7 @@ def _judge_token_error(
             result = "fail" if p_value < alpha else undecided
         value = value if math.isfinite(value) else None
     name = f"token_mult_prob_error_{statistic}"
-    return Guard(arm=arms["arm"], guard=name, limit=limit, value=value, result=result, reason=reason)
+    return _make_guard(arms["arm"], name, limit, value, result, reason)
 
 
 def _check_ratio(
@@ -413,25 +386,25 @@ def _check_ratio(
     guard: str,
     quantity: str,
     limit: float | None,
-    savings: Sequence[Saving],
+    savings: Sequence[Evidence],
     alpha: float,
-) -> Iterator[Guard]:
+) -> Iterator[Evidence]:
     """Fail if the lower bound of the ratio is above its limit. (Proving that it is kept takes a claim.)"""
     if limit is None:
         return
-    saving = next((saving for saving in savings if saving.quantity == quantity), None)
+    saving = next((saving for saving in savings if saving["quantity"] == quantity), None)
     value: float | None = None
     result: GuardResult = "not recorded"
     reason = Code.RATIO_NOT_RECORDED(quantity=quantity)
     if saving is not None:
-        value = saving.ratio
-        p_value, has_enough_runs = 1.0, min(saving.num_runs or (saving.num_pairs,)) >= MIN_FOR_MISMATCH
-        if has_enough_runs and saving.log_error is not None and saving.freedom is not None:
-            p_value = p_above(math.log(value) - math.log(limit), saving.log_error, saving.freedom)
+        value = float(saving["ratio"])
+        p_value, has_enough_runs = 1.0, min(saving["num_runs"] or (saving["num_pairs"],)) >= MIN_FOR_MISMATCH
+        if has_enough_runs and saving["log_error"] is not None:
+            p_value = p_above(math.log(value) - math.log(limit), saving["log_error"], saving["freedom"])
         result = "fail" if p_value < alpha else "open" if value > limit and not has_enough_runs else "pass"
         reason = Code.RATIO_KEPT(quantity=quantity, ratio=value, limit=limit, **arms)
         if value > limit:
             reason = Code.RATIO_EXCEEDED(
                 quantity=quantity, ratio=value, limit=limit, p=p_value, level=alpha, **arms
             )
-    yield Guard(arm=arms["arm"], guard=guard, limit=limit, value=value, result=result, reason=reason)
+    yield _make_guard(arms["arm"], guard, limit, value, result, reason)

@@ -1,7 +1,7 @@
 """Sensitivity of a comparison: faults injected in the baseline, each judged like a treatment."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -11,62 +11,26 @@ from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import certified_text
 from abrun.recipe.faults import LIBRARY, ONE_ULP, Fault, InjectedFault
 from abrun.runs.metric_names import TOKEN_MULT_PROB_ERROR
-from abrun.verdict.decide import FAILING, ArmVerdict, Verdict, judge
+from abrun.verdict.decide import FAILING, ArmVerdict, judge
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.results import ClaimResult
 
-Evidence = Literal["step one", "guard", "claim", "nothing"]
+CaughtBy = Literal["step one", "guard", "claim", "nothing"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultResult:
-    """One injected fault, judged against the baseline by the ordinary judge."""
-
-    fault: str
-    arm: str
-    size: float | None  # None if the fault has no size
-    unit: str
-    verdict: Verdict
-    caught_by: Evidence  # earliest evidence; "nothing" unless the verdict is MISMATCH
-    metric: str | None  # metric of the step or claim, or name of the guard
-    step: int | None  # first step that shows it: for a claim its last step
-    num_pairs: int  # unpaired: runs of each arm
-    # Value and limit of what caught it; for a missed fault, the first claim's estimate, if any.
-    figures: Reason | None
-    reason: Reason  # first reason of the verdict
-    advice: Reason | None  # for a missed fault: what could show it
-
-    @property
-    def caught(self) -> bool:
-        return self.caught_by != "nothing"
+def measure_sensitivity(experiment: RecordedExperiment) -> list[Evidence]:
+    """Judge each injected fault by itself, in the order of the recipe. Never part of a verdict."""
+    if experiment.regression:
+        return []
+    return [
+        _judge_fault(experiment, arm, injected)
+        for arm, injected in experiment.injected.items()
+        if injected.name != ONE_ULP
+    ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
-    """All injected faults, in the order of the recipe."""
-
-    num_caught: int
-    num_judged: int  # all but INVALID ones
-    num_pairs: int  # maximum over faults
-    num_steps: int  # of the longest run
-    faults: list[FaultResult]
-
-
-def measure_sensitivity(experiment: RecordedExperiment) -> Sensitivity | None:
-    """Judge each injected fault by itself; None if there is none. Never part of a verdict."""
-    faults = {arm: injected for arm, injected in experiment.injected.items() if injected.name != ONE_ULP}
-    if not faults or experiment.regression:
-        return None
-    judged_faults = [_judge_fault(experiment, arm, injected) for arm, injected in faults.items()]
-    return Sensitivity(
-        num_caught=sum(fault.caught for fault in judged_faults),
-        num_judged=sum(fault.verdict != "INVALID" for fault in judged_faults),
-        num_pairs=max(fault.num_pairs for fault in judged_faults),
-        num_steps=_max_num_steps(experiment),
-        faults=judged_faults,
-    )
-
-
-def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFault) -> FaultResult:
+def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFault) -> Evidence:
+    """Return one injected fault, judged against the baseline as a treatment is; its result is a verdict."""
     fault_experiment = replace(
         experiment,
         arms=(experiment.baseline, arm),
@@ -84,49 +48,47 @@ def _judge_fault(experiment: RecordedExperiment, arm: str, injected: InjectedFau
     fault = LIBRARY[injected.name]
     differing = (reason for reason in judged.reasons if reason.code is Code.STEP_ONE_DIFFERS)
     shown = [reason for reason in differing if reason["metric"] == metric]
-    is_missed = caught_by == "nothing" and judged.verdict != "INVALID"
-    return FaultResult(
-        fault=fault.name,
-        arm=arm,
-        size=None if fault.size is None else injected.amount,
-        unit=fault.unit,
-        verdict=judged.verdict,
-        caught_by=caught_by,
-        metric=metric,
-        step=step,
-        num_pairs=min(judged.num_runs) if judged.num_runs else judged.num_pairs,
-        figures=figures,
-        advice=_advise(fault, injected.amount, judged, _max_num_steps(experiment)) if is_missed else None,
-        reason=next(iter(shown), judged.reasons[0]),
-    )
+    is_missed, num_steps = caught_by == "nothing" and judged.verdict != "INVALID", _max_num_steps(experiment)
+    values = {
+        "fault": fault.name,
+        "size": None if fault.size is None else injected.amount,
+        "unit": fault.unit,
+        "caught_by": caught_by,  # the earliest evidence; "nothing" unless the verdict is MISMATCH
+        "metric": metric,  # of the step or claim, or the name of the guard
+        "step": step,  # first step that shows it: for a claim its last step
+        "num_pairs": min(judged.num_runs) if judged.num_runs else judged.num_pairs,
+        "num_steps": num_steps,  # of the longest run of the experiment
+        # Value and limit of what caught it; for a missed fault, the first claim's estimate, if any
+        "figures": figures,
+        # For a missed fault: what could show it
+        "advice": _advise(fault, injected.amount, judged, num_steps) if is_missed else None,
+    }
+    reason = next(iter(shown), judged.reasons[0])
+    return Evidence(kind="injected fault", arm=arm, result=judged.verdict, reason=reason, values=values)
 
 
 def _find_evidence(
     judged: ArmVerdict, experiment: RecordedExperiment
-) -> tuple[Evidence, str | None, int | None, Reason | None]:
+) -> tuple[CaughtBy, str | None, int | None, Reason | None]:
     """Return the earliest evidence of a mismatch (step one, then guards, then claims) with its figures."""
     if judged.verdict not in FAILING:
         return "nothing", None, None, _claim_figures(judged.claims[0]) if judged.claims else None
-    differing = [evidence for evidence in judged.step_one if evidence.result == "fail"]
-    if differing:
-        worst = max(differing, key=lambda evidence: evidence.deviation / evidence.tolerance)
-        figures = Code.FOUND_BY_STEP_ONE(
-            deviation=worst.deviation,
-            scale=worst.scale,
-            scale_from=worst.scale_from,
-            tolerance=worst.tolerance,
-        )
-        return "step one", worst.metric, worst.step, figures
-    failing = next((evidence for evidence in judged.guards if evidence.result == "fail"), None)
-    if failing is not None:
+    checks, guards = (
+        [item for item in judged.select(kind) if item.result == "fail"] for kind in ("step one", "guard")
+    )
+    if checks:
+        worst = max(checks, key=lambda check: check["deviation"] / check["tolerance"])
+        sizes = ("deviation", "scale", "scale_from", "tolerance")
+        figures = Code.FOUND_BY_STEP_ONE(**{name: worst[name] for name in sizes})
+        return "step one", worst["metric"], worst["step"], figures
+    if guards:
+        failing = guards[0]
         limit = experiment.compare.guards.token_mult_prob_error_median
-        is_error = failing.reason.code is Code.TOKEN_ERROR_EXCEEDED
+        is_error = failing.reason is not None and failing.reason.code is Code.TOKEN_ERROR_EXCEEDED
         step = _first_step_above(experiment.pairs(judged.arm), limit) if is_error else None
-        has_figures = failing.value is not None and failing.limit is not None
-        figures = (
-            Code.FOUND_BY_GUARD(value=failing.value, limit=failing.limit) if has_figures else failing.reason
-        )
-        return "guard", failing.guard, step, figures
+        numbers = {name: failing[name] for name in ("value", "limit")}
+        figures = failing.reason if None in numbers.values() else Code.FOUND_BY_GUARD(**numbers)
+        return "guard", failing["guard"], step, figures
     differing = next(result for result in judged.claims if result.result == "different")
     claim = differing.claim
     return "claim", claim.metric, claim.steps[1] if claim.steps else None, _claim_figures(differing)
@@ -150,20 +112,21 @@ def _claim_figures(result: ClaimResult) -> Reason | None:
 def _advise(fault: Fault, amount: float, judged: ArmVerdict, num_steps: int) -> Reason:
     """Return what a larger experiment, or a larger fault, could show."""
     num_pairs = min(judged.num_runs) if judged.num_runs else judged.num_pairs
-    undecided_metrics = [step_one.metric for step_one in judged.step_one if step_one.result == "open"]
+    checks = judged.select("step one")
+    undecided_metrics = [check["metric"] for check in checks if check.result == "open"]
     within_tolerance = [
         check
-        for check in judged.step_one
-        if check.aa_deviation is not None and check.aa_deviation < check.deviation <= check.tolerance
+        for check in checks
+        if check["aa_deviation"] is not None
+        and check["aa_deviation"] < check["deviation"] <= check["tolerance"]
     ]
-    worst = max(within_tolerance, key=lambda check: check.deviation, default=None)
+    worst = max(within_tolerance, key=lambda check: check["deviation"], default=None)
     can_grow = fault.size is not None and (fault.most is None or amount < fault.most)
     return Code.FAULT_MISSED(
         num_pairs=num_pairs if judged.verdict == "INCONCLUSIVE" else None,
         paired=judged.num_runs is None,
         rounded_metric=undecided_metrics[0] if undecided_metrics else None,
-        tolerance=worst
-        and {"metric": worst.metric, "deviation": worst.deviation, "aa_deviation": worst.aa_deviation},
+        tolerance=worst and {name: worst[name] for name in ("metric", "deviation", "aa_deviation")},
         amount=amount if can_grow else None,
         most=fault.most,
         num_steps=num_steps,

@@ -10,7 +10,7 @@ from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, union_steps
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
-from abrun.runs.metric_names import Transform, default_transform
+from abrun.runs.metric_names import default_transform
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
 from abrun.stats.series import Array, Steps, in_window, intersect_steps, window_bounds
@@ -20,38 +20,11 @@ from abrun.verdict.description import (
     informative_metrics,
     untransformed_claim,
 )
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import find_outside_domain, find_resolution, summarize_runs
 
 PREDICTION_CONFIDENCE = 1 - ALPHA
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRun:
-    """One metric of a single run, beside that of several runs of another arm.
-
-    `interval` holds a further run of the other arm in 95 of 100 cases: mean ± t * sd * sqrt(1 + 1/n), with
-    n - 1 degrees of freedom. Levels are on the scale of the claim (for a ratio, its logarithm).
-    """
-
-    arm: str  # the treatment of this comparison
-    run: str
-    several: str  # the arm with several runs
-    metric: str
-    window: str
-    transform: Transform
-    steps: tuple[int, int] | None  # None: final scores, which have no steps
-    num_runs: int  # of the arm with several runs
-    mean: float
-    sd: float
-    level: float  # of the single run
-    difference: float  # level - mean
-    num_sds: float | None  # |difference| / sd; None if the runs do not vary
-    interval: tuple[float, float]
-    p: float  # two-sided, of a further run this far from the mean; 1 if the runs do not vary
-    p_holm: float  # corrected over `num_metrics`
-    num_metrics: int  # the claimed metrics, or all others
-    left_out: list[Reason]  # runs of the other arm that do not have the window
 
 
 def has_single_run(experiment: RecordedExperiment, arm: str) -> bool:
@@ -60,7 +33,7 @@ def has_single_run(experiment: RecordedExperiment, arm: str) -> bool:
     return smaller == 1 < larger
 
 
-def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[NewRun]:
+def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Evidence]:
     """Return the place of a single run among several, first for claimed metrics; empty with other runs."""
     if not has_single_run(experiment, arm):
         return []
@@ -79,12 +52,12 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
     return [record for family in families for record in _correct_for_multiplicity(family)]
 
 
-def _correct_for_multiplicity(family: Sequence[NewRun | None]) -> list[NewRun]:
+def _correct_for_multiplicity(family: Sequence[Evidence | None]) -> list[Evidence]:
     """Return the measured metrics with Holm's correction, those without a spread last."""
-    new_runs = sorted((record for record in family if record), key=lambda record: record.num_sds is None)
-    adjusted = holm([record.p for record in new_runs]) if new_runs else []
+    new_runs = sorted((record for record in family if record), key=lambda record: record["num_sds"] is None)
+    adjusted = holm([record["p"] for record in new_runs]) if new_runs else []
     return [
-        replace(record, p_holm=p_value, num_metrics=len(new_runs))
+        replace(record, values={**record.values, "p_holm": p_value, "num_metrics": len(new_runs)})
         for record, p_value in zip(new_runs, adjusted, strict=True)
     ]
 
@@ -95,8 +68,12 @@ def _finished_runs(experiment: RecordedExperiment, arm: str) -> list[RecordedRun
 
 def _measure_metric(
     arm: str, run: RecordedRun, runs: Sequence[RecordedRun], claim: Claim, window: str
-) -> NewRun | None:
-    """Return the place of a run among others; None if fewer than two of them have its window."""
+) -> Evidence | None:
+    """Return the place of a run among others; None if fewer than two of them have its window.
+
+    `interval` holds a further run of the other arm in 95 of 100 cases: mean ± t * sd * sqrt(1 + 1/n), with
+    n - 1 degrees of freedom. Levels are on the scale of the claim (for a ratio, its logarithm).
+    """
     metric = claim.metric
     runs, copies = _without_copies(runs, metric)
     grid = majority_grid(runs, metric)
@@ -115,26 +92,26 @@ def _measure_metric(
     mean, sd = mean_and_sd(levels)[0], sd_with_resolution(levels, step)
     half_width = prediction_half_width(sd, len(levels), PREDICTION_CONFIDENCE)
     p_value = further_run_p(level - mean, sd, len(levels)) if sd > 0 else 1.0
-    return NewRun(
-        arm=arm,
-        run=str(run),
-        several=runs[0].name.arm,
-        metric=metric,
-        window=window,
-        transform=transform,
-        steps=selected.bounds if run.axis == "steps" else None,
-        num_runs=len(levels),
-        mean=mean,
-        sd=sd,
-        level=level,
-        difference=level - mean,
-        num_sds=abs(level - mean) / sd if sd > 0 else None,
-        interval=(mean - half_width, mean + half_width),
-        p=p_value,
-        p_holm=p_value,
-        num_metrics=1,
-        left_out=[*copies, *selected.left_out],
-    )
+    measured = {
+        "run": str(run),
+        "several": runs[0].name.arm,  # the arm with several runs
+        "metric": metric,
+        "window": window,
+        "transform": transform,
+        "steps": selected.bounds if run.axis == "steps" else None,  # None: final scores
+        "num_runs": len(levels),  # of the arm with several runs
+        "mean": mean,
+        "sd": sd,
+        "level": level,  # of the single run
+        "difference": level - mean,
+        "num_sds": abs(level - mean) / sd if sd > 0 else None,  # None if the runs do not vary
+        "interval": (mean - half_width, mean + half_width),
+        "p": p_value,  # two-sided, of a further run this far from the mean; 1 if the runs do not vary
+        "p_holm": p_value,  # corrected over `num_metrics`: the claimed metrics, or all others
+        "num_metrics": 1,
+        "left_out": [*copies, *selected.left_out],  # runs of the other arm without the window
+    }
+    return Evidence(kind="new run", arm=arm, values=measured)
 
 
 def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[RecordedRun], list[Reason]]:
@@ -149,33 +126,18 @@ def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[
     return (kept, reasons) if len(kept) > 1 else (runs, [])
 
 
-def new_run_reasons(new_runs: Sequence[NewRun]) -> list[Reason]:
+def new_run_reasons(new_runs: Sequence[Evidence]) -> list[Reason]:
     """Return the sentence on the first metric, and one on the other metrics outside their range."""
-    main, *others = (record for record in new_runs if record.num_sds is not None or record is new_runs[0])
-    outside = {record.metric: record.difference for record in others if record.p_holm < ALPHA}
+    main, *others = (row for row in new_runs if row["num_sds"] is not None or row is new_runs[0])
+    outside = {row["metric"]: row["difference"] for row in others if row["p_holm"] < ALPHA}
+    found = ("run", "several", "num_runs", "metric", "transform", "difference", "num_sds")
     finding = Code.NEW_RUN(
-        run=main.run,
-        several=main.several,
-        num_runs=main.num_runs,
-        metric=main.metric,
-        transform=main.transform,
-        difference=main.difference,
-        num_sds=main.num_sds,
-        p=main.p_holm,
-        is_outside=main.p_holm < ALPHA,
+        **{name: main[name] for name in found}, p=main["p_holm"], is_outside=main["p_holm"] < ALPHA
     )
-    spread = Code.NEW_RUN_RANGE(
-        several=main.several,
-        steps=main.steps,
-        num_runs=main.num_runs,
-        mean=main.mean,
-        sd=main.sd,
-        level=main.level,
-        interval=main.interval,
-        num_metrics=main.num_metrics,
-    )
+    ranged = ("several", "steps", "num_runs", "mean", "sd", "level", "interval", "num_metrics")
+    spread = Code.NEW_RUN_RANGE(**{name: main[name] for name in ranged})
     further = [Code.NEW_RUN_ELSEWHERE(apart=outside, num_metrics=len(others))] if others else []
-    return [finding, spread, *further, *main.left_out]
+    return [finding, spread, *further, *main["left_out"]]
 
 
 # The runs of an arm that have a whole window, for measurements over runs that may differ in length.

@@ -1,7 +1,8 @@
 """Seed noise of one arm alone: level, spread over seeds, and the differences that pairs would show."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from abrun.experiment.power import Spread, plan_claim_power
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, describe_claim
-from abrun.runs.metric_names import Transform, default_transform
+from abrun.runs.metric_names import default_transform
 from abrun.stats.equivalence import limit_test, sd_with_resolution
 from abrun.stats.noise import detectable_difference, gap_of_two_runs, passing_margin, two_groups
 from abrun.stats.power import sd_interval, sd_of_difference
@@ -23,6 +24,7 @@ from abrun.verdict.description import (
     informative_metrics,
     untransformed_claim,
 )
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.new_run import majority_grid, select_window
 from abrun.verdict.results import ClaimResult
 from abrun.verdict.sensitivity import check_distinct_seeds
@@ -38,38 +40,6 @@ GROUPS_P = 0.01  # levels that split this clearly are two groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """Smallest difference and margin that a number of pairs would show, at the upper 80 % bound of the sd."""
-
-    num_pairs: int
-    difference: float  # smallest true difference that is detected with 80 % power
-    margin: float  # smallest margin within which equal arms match with 80 % power
-    match_power: float | None  # P(match) of the claim if the arms are equal; None without a margin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeedNoise:
-    """One metric of one arm over its seeds, on the scale of its claim (for a ratio, its logarithm)."""
-
-    arm: str
-    metric: str
-    window: str
-    transform: Transform
-    claim: str | None  # the claim's text; None: the metric is not claimed
-    steps: tuple[int, int] | None  # first and last step of the window; None: final scores
-    levels: dict[str, float]  # run -> its level in the window
-    mean: float | None
-    mean_interval: tuple[float, float] | None  # 90 % confidence interval
-    sd: float | None  # over seeds; None with fewer than two runs
-    sd_interval: tuple[float, float] | None  # 90 %, for normal levels
-    gap: float | None  # two further runs are no further apart in 95 of 100 cases
-    prospects: list[Prospect]  # empty without a spread
-    pairs_needed: int | None  # for 80 % power of the claim; None: no claim, or more than 1000
-    warnings: list[Reason]  # runs left out, levels that are not normal
-    problem: Reason | None  # why there is no spread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OneArm:
     """One arm without another to compare it with: its seed noise, and what makes it unfit to measure."""
 
@@ -77,7 +47,7 @@ class OneArm:
     verdict: Verdict
     reasons: list[Reason]
     claims: list[ClaimResult]  # on the arm's level; others stay open
-    seed_noise: list[SeedNoise]
+    evidence: list[Evidence]
 
 
 def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
@@ -88,7 +58,7 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     """
     runs = [run for run in experiment.arm(experiment.baseline).values() if run.finished]
     noise = list(measure_noise(experiment, runs))
-    if not any(record.levels for record in noise):
+    if not any(record["levels"] for record in noise):
         raise ComparisonError(Code.NO_METRIC_TO_DESCRIBE(arm=experiment.baseline))
     sides = Sides(baselines=tuple(runs), treatments=(), paired=False)
     invalid = [*check_copies(runs), *check_mixed_configs(sides)]
@@ -100,7 +70,6 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     results = judge_claims(experiment, claims, analysis)[experiment.baseline] if claims else []
     verdict, outcomes = decide_verdict(
         invalid,
-        (),
         (),
         results,
         reads_step_one=False,
@@ -116,10 +85,10 @@ def describe_one_arm(experiment: RecordedExperiment) -> OneArm:
     ]
     if invalid:
         results = [replace(result, result="not tested") for result in results]
-    return OneArm(arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, seed_noise=noise)
+    return OneArm(arm=experiment.baseline, verdict=verdict, reasons=reasons, claims=results, evidence=noise)
 
 
-def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[SeedNoise]:
+def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -> Iterator[Evidence]:
     """Yield the seed noise of each claim, then that of other metrics that describe the training.
 
     Raises ComparisonError for a claim whose window the runs do not have.
@@ -135,70 +104,74 @@ def measure_noise(experiment: RecordedExperiment, runs: Sequence[RecordedRun]) -
 
 def _measure_metric(
     experiment: RecordedExperiment, sides: Sides, claim: Claim, *, is_claimed: bool
-) -> SeedNoise:
+) -> Evidence:
+    """Return one metric of the arm over its seeds, on the scale of its claim (for a ratio, its logarithm)."""
     window = claim.window if is_claimed else default_window(sides)
     grid = majority_grid(sides.runs, claim.metric)
     if is_claimed and len(grid):
         window_bounds(window, grid, claim.metric)  # raises an error
     selected = select_window(sides.runs, claim.metric, window, grid)
     transform = claim.transform or default_transform(claim.metric)
-    noise = SeedNoise(
-        arm=experiment.baseline,
-        metric=claim.metric,
-        window=window,
-        transform=transform,
-        claim=describe_claim(claim) if is_claimed else None,
-        steps=selected.bounds if sides.axis == "steps" else None,
-        levels={},
-        mean=None,
-        mean_interval=None,
-        sd=None,
-        sd_interval=None,
-        gap=None,
-        prospects=[],
-        pairs_needed=None,
-        warnings=selected.left_out,
-        problem=None,
-    )
+    noise: dict[str, Any] = {
+        "metric": claim.metric,
+        "window": window,
+        "transform": transform,
+        "claim": describe_claim(claim) if is_claimed else None,  # None: the metric is not claimed
+        "steps": selected.bounds if sides.axis == "steps" else None,  # None: final scores
+        "levels": {},  # run -> its level in the window
+        "mean": None,
+        "mean_interval": None,  # 90 % confidence interval
+        "sd": None,  # over seeds; None with fewer than two runs
+        "sd_interval": None,  # 90 %, for normal levels
+        "gap": None,  # two further runs are no further apart in 95 of 100 cases
+        "prospects": [],  # empty without a spread
+        "pairs_needed": None,  # for 80 % power of the claim; None: no claim, or more than 1000
+        "warnings": selected.left_out,  # runs left out, levels that are not normal
+    }
+
+    def without_spread(problem: Reason, **known: object) -> Evidence:
+        values = {**noise, **known}
+        return Evidence(kind="seed noise", arm=experiment.baseline, reason=problem, values=values)
+
     if not selected.values.size:
-        return replace(noise, problem=Code.NO_RUN_IN_WINDOW(metric=claim.metric, window=window))
+        return without_spread(Code.NO_RUN_IN_WINDOW(metric=claim.metric, window=window))
     if outside := find_outside_domain(selected.values, transform):
-        return replace(noise, problem=Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
+        return without_spread(Code.CLAIM_OUTSIDE_DOMAIN(problem=outside))
     levels = summarize_runs(selected.values, claim)
     names = map(str, selected.runs)
-    noise = replace(noise, levels=dict(zip(names, levels.tolist(), strict=True)), mean=float(levels.mean()))
+    noise |= {"levels": dict(zip(names, levels.tolist(), strict=True)), "mean": float(levels.mean())}
     if len(levels) < 2:
-        return replace(noise, problem=Code.ONE_RUN_ALONE(run=str(selected.runs[0])))
+        return without_spread(Code.ONE_RUN_ALONE(run=str(selected.runs[0])))
     step = find_resolution(selected.runs, claim, selected.values)
     used = Sides(baselines=tuple(selected.runs), treatments=(), paired=False)
     if sd_with_resolution(levels, step) <= MIN_SD * float(np.abs(levels).max()):
         problem = check_distinct_seeds(used) or Code.RUNS_ALIKE(num_runs=len(levels))
-        return replace(noise, sd=0.0, problem=problem)
+        return without_spread(problem, sd=0.0)
     if repeated := check_distinct_seeds(used, claim.metric):
-        return replace(noise, problem=repeated)
+        return without_spread(repeated)
     if are_outcomes(levels):
-        return replace(
-            noise, mean_interval=limit_test(levels, 0.0).interval, problem=Code.OUTCOMES_HAVE_NO_GAP()
-        )
-    return _add_spread(noise, experiment, selected.runs, levels, step, claim if is_claimed else None)
+        return without_spread(Code.OUTCOMES_HAVE_NO_GAP(), mean_interval=limit_test(levels, 0.0).interval)
+
+    noise |= _measure_spread(noise, experiment, selected.runs, levels, step, claim if is_claimed else None)
+    return Evidence(kind="seed noise", arm=experiment.baseline, values=noise)
 
 
-def _add_spread(
-    noise: SeedNoise,
+def _measure_spread(
+    noise: Mapping[str, Any],
     experiment: RecordedExperiment,
     runs: Sequence[RecordedRun],
     levels: Array,
     step: float,
     claim: Claim | None,
-) -> SeedNoise:
-    """Add the spread over at least two runs, and what pairs of runs would show.
+) -> dict[str, Any]:
+    """Return the spread over at least two runs, and what pairs of runs would show.
 
     Arms that share their seeds may vary together, and pairs then show more: their correlation counts as 0.
     """
     sd, num_runs = sd_with_resolution(levels, step), len(levels)
     climb = float("nan")
-    if claim is not None and noise.steps:  # scores do not climb
-        climb = float(np.mean(measure_climbs(runs, claim, noise.steps[1])))
+    if claim is not None and noise["steps"]:  # scores do not climb
+        climb = float(np.mean(measure_climbs(runs, claim, noise["steps"][1])))
     spread = Spread(
         sigma=sd,
         correlation=0.0,
@@ -211,24 +184,26 @@ def _add_spread(
     alpha = experiment.compare.alpha
     power = plan_claim_power(claim, experiment.compare, spread, alpha) if claim else None
     prospects = [
-        Prospect(
-            num_pairs=count,
-            difference=detectable_difference(spread.planned_sd, count, alpha),
-            margin=passing_margin(spread.planned_sd, count, alpha),
-            match_power=power.power(count) if power else None,
-        )
+        {
+            "num_pairs": count,
+            # Smallest true difference that is detected with 80 % power
+            "difference": detectable_difference(spread.planned_sd, count, alpha),
+            # Smallest margin within which equal arms match with 80 % power
+            "margin": passing_margin(spread.planned_sd, count, alpha),
+            # P(match) of the claim if the arms are equal; None without a margin
+            "match_power": power.power(count) if power else None,
+        }
         for count in PAIR_COUNTS
     ]
-    return replace(
-        noise,
-        mean_interval=limit_test(levels, 0.0, resolution=step).interval,
-        sd=sd,
-        sd_interval=sd_interval(sd, num_runs, INTERVAL_CONFIDENCE),
-        gap=gap_of_two_runs(sd, num_runs, GAP_CONFIDENCE),
-        prospects=prospects,
-        pairs_needed=power.pairs_needed if power else None,
-        warnings=[*noise.warnings, *_shape_warnings(noise.levels, levels, step, sd)],
-    )
+    return {
+        "mean_interval": limit_test(levels, 0.0, resolution=step).interval,
+        "sd": sd,
+        "sd_interval": sd_interval(sd, num_runs, INTERVAL_CONFIDENCE),
+        "gap": gap_of_two_runs(sd, num_runs, GAP_CONFIDENCE),
+        "prospects": prospects,
+        "pairs_needed": power.pairs_needed if power else None,
+        "warnings": [*noise["warnings"], *_shape_warnings(noise["levels"], levels, step, sd)],
+    }
 
 
 def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: float) -> Iterator[Reason]:
@@ -246,33 +221,25 @@ def _shape_warnings(by_run: dict[str, float], levels: Array, step: float, sd: fl
         yield skew
 
 
-def noise_reasons(noise: Sequence[SeedNoise]) -> list[Reason]:
+def noise_reasons(noise: Sequence[Evidence]) -> list[Reason]:
     """Return the sentences on the first metric with a spread, or on why there is none."""
-    main = next((record for record in noise if record.gap is not None), None)
-    main = main or next(record for record in noise if record.levels)
-    unmeasured = [record.metric for record in noise if not record.levels]
-    notes = [*main.warnings, *([Code.METRICS_WITHOUT_LEVEL(metrics=unmeasured)] if unmeasured else [])]
-    if main.sd is None or main.gap is None or main.sd_interval is None:
-        values = {"arm": main.arm, "metric": main.metric, "level": main.mean, "steps": main.steps}
-        return [
-            Code.LEVEL_ALONE(**values, num_runs=len(main.levels)),
-            *([main.problem] if main.problem else []),
-            *notes,
-        ]
-    shared = {"metric": main.metric, "transform": main.transform}
+    main = next((record for record in noise if record["gap"] is not None), None)
+    main = main or next(record for record in noise if record["levels"])
+    unmeasured = [record["metric"] for record in noise if not record["levels"]]
+    notes = [*main["warnings"], *([Code.METRICS_WITHOUT_LEVEL(metrics=unmeasured)] if unmeasured else [])]
+    shared = {"metric": main["metric"], "level": main["mean"]}
+    sample = {"steps": main["steps"], "num_runs": len(main["levels"])}
+    if main["gap"] is None:
+        problem = [main.reason] if main.reason else []
+        return [Code.LEVEL_ALONE(arm=main.arm, **shared, **sample), *problem, *notes]
+
+    shared["transform"] = main["transform"]
     return [
-        Code.NORMAL_GAP(**shared, arm=main.arm, gap=main.gap, level=main.mean),
-        Code.SEED_NOISE(
-            **shared,
-            level=main.mean,
-            num_runs=len(main.levels),
-            steps=main.steps,
-            sd=main.sd,
-            interval=main.sd_interval,
-        ),
+        Code.NORMAL_GAP(**shared, arm=main.arm, gap=main["gap"]),
+        Code.SEED_NOISE(**shared, **sample, sd=main["sd"], interval=main["sd_interval"]),
         Code.PAIRS_SHOW(
-            counts=[prospect.num_pairs for prospect in main.prospects],
-            differences=[prospect.difference for prospect in main.prospects],
+            counts=[prospect["num_pairs"] for prospect in main["prospects"]],
+            differences=[prospect["difference"] for prospect in main["prospects"]],
         ),
         *notes,
     ]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,7 @@ from abrun.stats.equivalence import ALPHA, equivalence_test, mean_and_sd
 from abrun.stats.many_tests import maxima_ratio_quantile
 from abrun.stats.resolution import agree_beyond_chance, last_decimal_unit
 from abrun.stats.series import Array
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.summaries import find_smallest_step
 
 # Rounding tolerance of a step-one metric, relative to its scale. float32 sums over a batch in
@@ -42,40 +43,16 @@ MIN_SHARED_REWARDS = 3  # distinct first rewards, equal within pairs, as evidenc
 ENTROPY_SCALE = 0.1
 
 
+# "redefined": the reward differs, while its components and all else agree. "not tested": beyond the usual
+# rounding, but the rounding of these runs is unknown. "open": so in the median pair, from rounding or from a
+# fault, which prevents a match.
 StepOneResult = Literal["pass", "fail", "redefined", "open", "not tested"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOne:
-    """Step one for one metric: the pair that deviates most, before any treated update can have an effect.
-
-    `deviation` is |treatment - baseline| / scale (for train/gen_kl_error both as sqrt(2 KL)), and
-    `scale_from` says what the scale is.
-    """
-
-    arm: str
-    metric: str
-    step: int
-    seed: int
-    num_pairs: int
-    baseline: float
-    treatment: float
-    deviation: float
-    scale: float
-    scale_from: str
-    tolerance: float
-    tolerance_from: str
-    aa_deviation: float | None  # largest among A/A reruns
-    sampled_anew: bool = False  # the arms have their own completions, so no single pair can fail
-    # "redefined": the reward differs, while its components and all else agree. "not tested": beyond the
-    # usual rounding, but the rounding of these runs is unknown. "open": so in the median pair, from rounding
-    # or from a fault, which prevents a match.
-    result: StepOneResult
+_CODES = {"fail": Code.STEP_ONE_DIFFERS, "redefined": Code.REWARD_REDEFINED, "open": Code.STEP_ONE_OPEN}
 
 
 def check_step_one(
     arm: str, pairs: Sequence[Pair], compare: Compare, alpha: float = ALPHA, num_pairs: int | None = None
-) -> list[StepOne]:
+) -> list[Evidence]:
     """Check every step-one metric that some pair has in both arms at its first step, at `alpha` over all.
 
     Any pair can fail, also one after the first `num_pairs` of an interim analysis; only those `num_pairs`
@@ -100,12 +77,21 @@ def check_step_one(
         for metric in metrics
     )
     results = [result for result in checked if result]
-    failing = [result.metric for result in results if result.result in ("fail", "open")]
+    failing = [check["metric"] for check in results if check.result in ("fail", "open")]
     if failing == [REWARD] and not sampled_anew and _components_agree(pairs):
-        return [
-            replace(result, result="redefined") if result.metric == REWARD else result for result in results
+        results = [
+            replace(check, result="redefined") if check["metric"] == REWARD else check for check in results
         ]
-    return results
+    return [_add_reason(check, pairs[0].baseline.name.arm) for check in results]
+
+
+def _add_reason(check: Evidence, baseline_arm: str) -> Evidence:
+    """Return the check with its reason, unless it passes or is not tested."""
+    if check.result not in _CODES:
+        return check
+    unshown = ("num_pairs", "aa_deviation", "sampled_anew")
+    shown = {name: value for name, value in check.values.items() if name not in unshown}
+    return replace(check, reason=_CODES[check.result](arm=check.arm, **shown, baseline_arm=baseline_arm))
 
 
 def _components_agree(pairs: Sequence[Pair]) -> bool:
@@ -129,7 +115,8 @@ def _check_metric(
     analysed_seeds: Set[int],
     *,
     sampled_anew: bool,
-) -> StepOne | None:
+) -> Evidence | None:
+    """Return the pair that deviates most in a metric; None if no pair has it in both arms."""
     first_values = [(pair, _first_values(*pair.runs, metric)) for pair in pairs]
     usable = [(pair, values) for pair, values in first_values if values and math.isfinite(values[0])]
     if not usable:
@@ -162,23 +149,22 @@ def _check_metric(
             step = _logged_step([pair for pair, _ in usable], metric) if sampled_anew else 0.0
             differences, step = deviations * scales / scales.max(), step / scales.max()
             result = "fail" if _is_shifted(differences, tolerance, alpha, step) else "not tested"
-    return StepOne(
-        arm=arm,
-        metric=metric,
-        step=first_step(pair.baseline),
-        seed=pair.seed,
-        num_pairs=len(usable),
-        baseline=baseline,
-        treatment=treatment,
-        deviation=deviation,
-        scale=scale,
-        scale_from=scale_from,
-        tolerance=tolerance,
-        tolerance_from=source,
-        aa_deviation=max(rerun_deviations, default=None),
-        sampled_anew=sampled_anew,
-        result=result,
-    )
+    values = {
+        "metric": metric,
+        "baseline": baseline,
+        "treatment": treatment,
+        "step": first_step(pair.baseline),
+        "seed": pair.seed,
+        "num_pairs": len(usable),
+        "deviation": deviation,  # |treatment - baseline| / scale; of train/gen_kl_error both as sqrt(2 KL)
+        "scale": scale,
+        "scale_from": scale_from,  # what the scale is
+        "tolerance": tolerance,
+        "tolerance_from": source,
+        "aa_deviation": max(rerun_deviations, default=None),  # largest among A/A reruns
+        "sampled_anew": sampled_anew,  # the arms have their own completions, so no single pair can fail
+    }
+    return Evidence(kind="step one", arm=arm, result=result, values=values)
 
 
 def _logged_step(pairs: Sequence[Pair], metric: str) -> float:

@@ -1,7 +1,7 @@
 """Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,96 +11,28 @@ from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import records
 from abrun.messages.codes import Code, Reason
 from abrun.runs.files import read_json
-from abrun.runs.redaction import display_safe, shortened
-from abrun.runs.traces import StoredTrace, TracedTensor
+from abrun.runs.redaction import shortened
 from abrun.verdict.decide import EXIT_CODES, ArmSection, ArmVerdict, Verdict, worst_verdict
-from abrun.verdict.description import Description
-from abrun.verdict.divergence import Divergence
-from abrun.verdict.final_weights import FinalWeights
+from abrun.verdict.evidence import Evidence, Kind, select_evidence
 from abrun.verdict.grids import grid_notes
-from abrun.verdict.guards import Guard, Saving
-from abrun.verdict.injected import Sensitivity, measure_sensitivity
+from abrun.verdict.injected import measure_sensitivity
 from abrun.verdict.machines import code_notes, environment_notes
-from abrun.verdict.new_run import NewRun
 from abrun.verdict.results import ClaimEstimate, ClaimResult, ClaimTerms, Power
-from abrun.verdict.seed_noise import OneArm, SeedNoise
-from abrun.verdict.step_one import StepOne
+from abrun.verdict.seed_noise import OneArm
+from abrun.verdict.trace import describe_trace
 
-# The first tensor in which one step of two arms differs, as `abrun trace` found it. It judges nothing.
-
-
-NEIGHBOURS = 3  # tensors kept before and after the first difference
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """One step of both arms on the same rollouts, tensor by tensor."""
-
-    arm: str
-    step: int
-    seed: int
-    level: float  # the probability with which clean arms differ in any tensor, at most
-    limit: float  # of a tensor's ratio
-    num_tensors: int
-    num_beyond: int  # tensors beyond the limit
-    first: str | None  # the first of them in the order of execution: forward, backward, update
-    last_agreeing: str | None  # the tensor before the first
-    tensors: list[TracedTensor]  # around the first difference; without one, those of the largest ratios
-    reason: Reason
-
-
-def describe_trace(experiment: RecordedExperiment) -> Trace | None:
-    """Return the result of the experiment's last trace; None if there is none of these arms."""
-    stored = experiment.trace
-    if not isinstance(stored, StoredTrace) or stored.arm not in experiment.treatments or stored.limit is None:
-        return None
-    tensors = [replace(tensor, name=display_safe(tensor.name)) for tensor in stored.tensors]
-    beyond = [index for index, tensor in enumerate(tensors) if tensor.ratio > stored.limit]
-    values = {"step": stored.step, "seed": stored.seed, "num_tensors": len(tensors)}
-    if beyond:
-        index = beyond[0]
-        first, last_agreeing = tensors[index], tensors[index - 1].name if index else None
-        shown = tensors[max(index - NEIGHBOURS, 0) : index + NEIGHBOURS + 1]
-        reason = Code.TRACE_DIFFERS(
-            **values,
-            first=first.name,
-            relative_error=first.relative_error,
-            ulps=first.ulps,
-            last_agreeing=last_agreeing,
-            num_beyond=len(beyond),
-        )
-    else:
-        first, last_agreeing = None, None
-        shown = sorted(tensors, key=lambda tensor: tensor.ratio, reverse=True)[:NEIGHBOURS]
-        reason = Code.TRACE_AGREES(
-            **values, detectable_error=stored.detectable_error, num_zero=len(stored.zero)
-        )
-    return Trace(
-        arm=stored.arm,
-        step=stored.step,
-        seed=stored.seed,
-        level=stored.level,
-        limit=stored.limit,
-        num_tensors=len(tensors),
-        num_beyond=len(beyond),
-        first=first and first.name,
-        last_agreeing=last_agreeing,
-        tensors=shown,
-        reason=reason,
-    )
-
-
-SCHEMA_VERSION = 6
-_EVIDENCE = (
-    "claims",
-    "descriptions",
-    "guards",
-    "step_one",
-    "divergence",
-    "final_weights",
-    "savings",
-    "new_runs",
-)
+SCHEMA_VERSION = 7
+# Version 6 had a list for each kind of evidence.
+_KINDS: dict[str, Kind] = {
+    "descriptions": "description",
+    "new_runs": "new run",
+    "seed_noise": "seed noise",
+    "guards": "guard",
+    "step_one": "step one",
+    "divergence": "divergence",
+    "final_weights": "final weights",
+    "savings": "cost",
+}
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
 _WITHOUT_CLAIM = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)  # reasons of a description
@@ -133,12 +65,7 @@ class VerdictFile:
     paired: bool  # False: the arms are independent, whatever their seeds (Welch)
     axis: Axis = "steps"  # final or prompts: the runs have scores, no curves
     claims: list[ClaimResult]
-    descriptions: list[Description]  # for arms with one run each, or without claims
-    guards: list[Guard]
-    step_one: list[StepOne]
-    divergence: list[Divergence]
-    final_weights: list[FinalWeights]
-    savings: list[Saving]  # step time and peak memory relative to the baseline
+    evidence: list[Evidence]
     arms: dict[str, ArmSection]
     not_tested: list[Reason]  # what the verdict does not cover
     guessed: list[Reason]  # runs that abrun did not launch: guessed meaning of names and columns
@@ -146,11 +73,11 @@ class VerdictFile:
     notes: list[Reason]
     wandb: dict[str, str]  # run -> URL of its wandb run
     environments: list[RunEnvironment]
-    sensitivity: Sensitivity | None  # None without injected faults (controls.faults)
     reference: str | None  # name of the frozen reference that is the baseline or gives sigma
-    new_runs: list[NewRun] = field(default_factory=list)  # a single run beside several of the other arm
-    seed_noise: list[SeedNoise] = field(default_factory=list)  # of one arm alone
-    trace: Trace | None = None  # result of `abrun trace`
+
+    def select(self, kind: Kind, arm: str | None = None) -> list[Evidence]:
+        """Return the evidence of one kind, on one arm or on all."""
+        return select_evidence(self.evidence, kind, arm)
 
     @property
     def is_description(self) -> bool:
@@ -191,7 +118,12 @@ def build_verdict_file(
         num_pairs=min((arm.num_pairs for arm in arms), default=0),
         paired=experiment.compare.paired,
         axis=experiment.axis,
-        **{key: [entry for arm in judged for entry in getattr(arm, key, ())] for key in _EVIDENCE},
+        claims=[claim for section in judged for claim in section.claims],
+        evidence=[
+            *(item for section in judged for item in section.evidence),
+            *measure_sensitivity(experiment),
+            *describe_trace(experiment),
+        ],
         arms={
             arm.arm: ArmSection(**{key: getattr(arm, key) for key in ArmSection.__dataclass_fields__})
             for arm in arms
@@ -201,10 +133,7 @@ def build_verdict_file(
         notes=[*environment_notes(experiment), *experiment.decided, *_reading_problems(experiment)],
         wandb={str(run.name): run.wandb for run in experiment.runs.values() if run.wandb},
         environments=_group_environments(experiment),
-        sensitivity=measure_sensitivity(experiment),
         reference=experiment.reference.name if experiment.reference else None,
-        seed_noise=one_arm.seed_noise if one_arm else [],
-        trace=describe_trace(experiment),
     )
 
 
@@ -233,16 +162,15 @@ def _reading_problems(experiment: RecordedExperiment) -> Iterator[Reason]:
         yield experiment.trace
 
 
-def select_arm(content: VerdictFile, arm: str) -> VerdictFile:
-    """Return the verdict file as if `arm` were the only treatment."""
-    evidence = {key: [record for record in getattr(content, key) if record.arm == arm] for key in _EVIDENCE}
-    section = content.arms[arm]
-    return replace(content, **evidence, arms={arm: section}, verdict=section.verdict)
-
-
 def as_json(content: VerdictFile) -> dict[str, Any]:
     """Return the content of verdict.json: a sentence for each reason, with its code next to it."""
-    return {**records.as_json(content), "claims": claim_rows(content)}
+    evidence = [evidence_row(item) for item in content.evidence]
+    return {**records.as_json(content), "claims": claim_rows(content), "evidence": evidence}
+
+
+def evidence_row(item: Evidence) -> dict[str, Any]:
+    """Return evidence as in verdict.json: a reason among its values is a code with its values."""
+    return {**records.as_json(item), "values": records.encode_reasons(item.values)}
 
 
 def claim_rows(content: VerdictFile) -> list[dict[str, Any]]:
@@ -277,10 +205,10 @@ def _unflatten_claim(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_verdict_file(path: Path) -> VerdictFile:
-    """Read a verdict.json of this schema version. Raises StoreError for any other file."""
+    """Read a verdict.json of this schema version or the one before. Raises StoreError for any other file."""
     content = read_json(path)
     version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in (6, SCHEMA_VERSION):
         raise StoreError(
             Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION)
         )
@@ -293,7 +221,11 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
 
     try:
         restored = records.restore_reasons(_with_known_codes(content))
+        if restored["schema_version"] == 6:
+            restored = _upgrade(restored)
         restored["claims"] = [_unflatten_claim(row) for row in restored["claims"]]
+        for row in restored["evidence"]:
+            row["values"] = records.decode_reasons(row["values"])
         return TypeAdapter(VerdictFile).validate_python(restored)
     except ValidationError as error:
         first_error = error.errors()[0]
@@ -302,6 +234,25 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
         raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
+
+
+def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
+    """Return content of version 6, with its reasons restored, as that of this version."""
+    rows = [(kind, row) for name, kind in _KINDS.items() for row in content.pop(name, ())]
+    sensitivity, trace = content.pop("sensitivity", None), content.pop("trace", None)
+    for fault in sensitivity["faults"] if sensitivity else ():
+        row = {**fault, "num_steps": sensitivity["num_steps"], "result": fault["verdict"]}
+        rows.append(("injected fault", row))
+    if trace:
+        rows.append(("trace", {**trace, "result": "differs" if trace["first"] else "agrees"}))
+    renamed = {"text": "reason", "problem": "reason"}
+    parts = ("arm", "result", "reason")
+    evidence = []
+    for kind, row in rows:
+        values = {renamed.get(name, name): value for name, value in row.items() if name != "verdict"}
+        common = {name: values.pop(name) for name in parts if name in values}
+        evidence.append({"kind": kind, **common, "values": values})
+    return {**content, "schema_version": SCHEMA_VERSION, "evidence": evidence}
 
 
 def _with_known_codes(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,14 @@ def _laid_out(value: Any, depth: int) -> str:
         return line
     pad = " " * (depth + 1)
     if isinstance(value, dict):
-        items = [f"{pad}{json.dumps(key)}: {_laid_out(item, depth + 1)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(items) + "\n" + pad[1:] + "}"
-    items = [f"{pad}{_laid_out(item, depth + 1)}" for item in value]
-    return "[\n" + ",\n".join(items) + "\n" + pad[1:] + "]"
+        items = [f"{json.dumps(key)}: {_laid_out(item, depth + 1)}" for key, item in value.items()]
+    else:
+        items = [_laid_out(item, depth + 1) for item in value]
+    lines = [items[0]]
+    for item in items[1:]:
+        is_short = "\n" not in lines[-1] + item and len(pad) + len(lines[-1]) + len(item) < WIDTH
+        lines = (
+            [*lines[:-1], f"{lines[-1]}, {item}"] if is_short and isinstance(value, dict) else [*lines, item]
+        )
+    body = ",\n".join(pad + line for line in lines)
+    return f"{{\n{body}\n{pad[1:]}}}" if isinstance(value, dict) else f"[\n{body}\n{pad[1:]}]"

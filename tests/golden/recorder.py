@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from jsonschema import Draft202012Validator
+
 from abrun import cli
 from abrun.report import comparing
 from abrun.report.present.figures import FIGURE_FORMATS
 from abrun.report.write import FORMATS, PAGE
 from abrun.runs import redaction
+from abrun.verdict.verdict_file import json_schema
 from tests.golden.case import Build
 from tests.golden.normal import Normaliser, figures, json_text
 
@@ -42,6 +45,7 @@ VARIABLES = {
     "TRITON_INTERPRET": "1",
 }
 REPORTS = ("verdict.json", "report.md", "report.html", "sensitivity.md")
+VERDICT_SCHEMA = Draft202012Validator(json_schema())
 PAGE_CODE = "page-code.txt"  # the hash of what all pages share
 _BLOCK = re.compile(r'<script type="application/json" id="([^"]+)">(.*?)</script>', re.S)
 _TITLE = re.compile(r"(?<=<title>).*?(?=</title>)", re.S)
@@ -126,6 +130,9 @@ def _recorded_file(name: str, text: str) -> dict[str, str]:
     if not name.endswith(".json"):
         return {name: text}
     content = json.loads(text)
+    if name.endswith("verdict.json"):
+        VERDICT_SCHEMA.validate(content)
+        content = _without_sentences(content)
     for environment in (entry["environment"] for entry in content.get("environments", [])):
         if environment.get("hosts") in (["HOST"], [socket.gethostname()]):  # of runs that were started here
             environment |= {"python": "VERSION", "devices": ["DEVICE"], "hosts": ["HOST"]}
@@ -138,12 +145,25 @@ def _recorded_file(name: str, text: str) -> dict[str, str]:
     return {name: json_text(content)}
 
 
+def _without_sentences(content: Any) -> Any:
+    """JSON without the sentences whose codes stand beside them: terminal.txt and report.md hold these."""
+    if isinstance(content, list):
+        return [_without_sentences(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
+    stems = [name.rpartition("_code")[0] for name in content if name != "exit_code"]
+    told = {"warning", *stems, *(f"{stem}s" for stem in stems)} - {"s", ""}
+    return {name: _without_sentences(value) for name, value in content.items() if name not in told}
+
+
 def _page(text: str) -> tuple[dict[str, Any], str]:
     """What a page holds, and the hash of the code and styles around that."""
     title = _TITLE.search(text)
     page: dict[str, Any] = {"title": title and title[0]}
     page |= {name: _block(name, json.loads(block)) for name, block in _BLOCK.findall(text)}
     page["report"].pop("content")  # which verdict.json holds
+    page["report"].pop("advice")
+    page["report"].pop("tables")  # of which terminal.txt holds the first rows
     code = _TITLE.sub("", _BLOCK.sub("", text))
     return page, hashlib.sha256(re.sub(r"\s+", " ", code).encode()).hexdigest() + "\n"
 

@@ -44,7 +44,7 @@ def test_another_baseline_is_post_hoc_and_without_controls(three_arms):
     content = compare(three_arms, "engine").content
     (note,) = [reason for reason in content.reasons if reason.code is Code.POST_HOC]
     assert "engine was chosen as the baseline after the launch, which declared baseline" in sentence(note)
-    assert {row.noise_floor for row in content.divergence} == {"unknown"}
+    assert {row["noise_floor"] for row in content.select("divergence")} == {"unknown"}
     treatments = {arm: content.arms[arm].treatment_diff for arm in content.arms}
     assert treatments == {
         "baseline": {"policy.logprobs.impl": ["chunked", "logits"]},

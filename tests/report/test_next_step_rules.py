@@ -15,26 +15,22 @@ from abrun.report.next_step import FIX, NextStep, suggest_steps
 CLAIM = SimpleNamespace(claim=SimpleNamespace(unit="seed"), result="same")
 CONTENT = {
     "post_hoc": False,
-    "sensitivity": None,
     "claims": [CLAIM],
-    "descriptions": [],
-    "new_runs": [],
-    "seed_noise": [],
     "paired": True,
 }
 OTHERS = {"launched": False}
 REFERENCE = {"experiment.regression": True}
 UNCLAIMED = {"content.claims": []}
-CLAIMABLE = {"claimable": SimpleNamespace(interval=(0, 1), runs_needed=9, paired=True)}
-DESCRIBED = {"content.descriptions": [SimpleNamespace(num_runs=(1, 1))]}
-SEVERAL = {"content.descriptions": [SimpleNamespace(num_runs=(2, 1))]}
+CLAIMABLE = {"claimable": {"interval": (0, 1), "runs_needed": 9, "paired": True}}
+DESCRIBED = {"evidence.description": [{"num_runs": (1, 1)}]}
+SEVERAL = {"evidence.description": [{"num_runs": (2, 1)}]}
 UNDECIDED = {"undecided_claims": ["claim"], "pairs_that_decide": ("too many", None)}
 DECIDABLE = {**UNDECIDED, "pairs_that_decide": ("9 pairs", 9)}
 UNTESTABLE = {"has_untestable_claims": True}
 OTHER = {"replacement_claims": ["claim"]}
 LOOK = {"waiting_arms": {"arm"}}
 OPEN_STEP = {"arms_with_open_checks": {"arm"}}
-ONE_ARM = {"content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")]}
+ONE_ARM = {"evidence.seed noise": [{"gap": 0.1, "levels": "abc"}]}
 NO_SHARED_STEP = "a run"
 NOT_RECORDED = {"is_claim_unrecorded": True}
 
@@ -53,9 +49,12 @@ def facts(verdict, known) -> Any:
     values = dict.fromkeys(name for name in dir(Facts) if not name.startswith("_"))
     values |= {"launched": True, "failed_guards": [], "unfinished_runs": [], "reference_seeds": ({1}, {1})}
     values |= {"waiting_arms": set(), "arms_with_open_checks": set()}
+    evidence: dict[str, list[Any]] = {}
+    holders = {"content": content, "experiment": experiment, "evidence": evidence, "": values}
     for name, value in known.items():
         holder, _, key = name.rpartition(".")
-        {"content": content, "experiment": experiment, "": values}[holder][key] = value
+        holders[holder][key] = value
+    content["select"] = lambda kind: evidence.get(kind, [])
     records = {"content": SimpleNamespace(**content), "experiment": SimpleNamespace(**experiment)}
     return SimpleNamespace(**values | records)
 
@@ -80,7 +79,7 @@ CASES = {
     "MATCH, of others, with a reference": (OTHERS | REFERENCE, ["Compare the runs of the next change"]),
     "MISMATCH": ({}, ["Confirm it"]),
     "MISMATCH, failed runs": (
-        {"failed_guards": [SimpleNamespace(guard="finished")]},
+        {"failed_guards": [{"guard": "finished"}]},
         ["See how the failed runs ended", "Confirm it"],
     ),
     "MISMATCH, engines and completions": (
@@ -180,11 +179,11 @@ CASES = {
         ["reach the next analysis"],
     ),
     "INCONCLUSIVE, of others, one run beside several": (
-        OTHERS | UNCLAIMED | SEVERAL | {"content.new_runs": ["a run"]},
+        OTHERS | UNCLAIMED | SEVERAL | {"evidence.new run": ["a run"]},
         ["For a verdict, train at least two more runs"],
     ),
     "INCONCLUSIVE, of others, a claim on one run beside several": (
-        OTHERS | {"content.new_runs": ["a run"]},
+        OTHERS | {"evidence.new run": ["a run"]},
         ["For a verdict, train at least two more runs"],
     ),
     "INCONCLUSIVE, one arm": (
@@ -192,14 +191,11 @@ CASES = {
         ["Compare runs of a change with these"],
     ),
     "INCONCLUSIVE, one arm with an open level": (
-        {
-            "content.seed_noise": [SimpleNamespace(gap=0.1, levels="abc")],
-            "content.claims": [SimpleNamespace(claim=CLAIM.claim, result="undecided")],
-        },
+        ONE_ARM | {"content.claims": [SimpleNamespace(claim=CLAIM.claim, result="undecided")]},
         ["Train at least two more runs of this"],
     ),
     "INCONCLUSIVE, one run": (
-        {"content.seed_noise": [SimpleNamespace(gap=None)]},
+        {"evidence.seed noise": [{"gap": None}]},
         ["Train at least two more runs of this"],
     ),
     "INVALID, one arm": (

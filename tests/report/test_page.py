@@ -20,7 +20,7 @@ from abrun.report.page import charts, metric_rows, render_page
 from abrun.report.panels import NUM_BUCKETS, NUM_WINDOWS, bucket_indices, bucket_means, memory_peaks
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
-from abrun.verdict.guards import Guard
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.verdict_file import RunEnvironment
 from tests.snapshot import Snapshot
 from tests.verdict.verdicts import claim, section, verdict
@@ -67,7 +67,8 @@ def hostile_page():
     arms = ("baseline", HOSTILE[0])
     of_experiment = experiment(learning(metrics=HOSTILE, arms=arms), arms=arms, name=HOSTILE[1])
     claims = [claim(metric=metric, arm=arms[1], margin_text=HOSTILE[0]) for metric in HOSTILE]
-    guard = Guard(arm=arms[1], guard=HOSTILE[0], limit=1, value=1, result="fail", reason=foreign(HOSTILE[3]))
+    values = {"guard": HOSTILE[0], "limit": 1, "value": 1}
+    guard = Evidence(kind="guard", arm=arms[1], result="fail", reason=foreign(HOSTILE[3]), values=values)
     environment = RunEnvironment(runs=[*HOSTILE], environment={HOSTILE[0]: {HOSTILE[1]: HOSTILE}})
     content = verdict(
         claims,
@@ -76,7 +77,7 @@ def hostile_page():
         notes=[*map(foreign, HOSTILE)],
         not_tested=[*map(foreign, HOSTILE)],
         reference=HOSTILE[0],
-        guards=[guard],
+        evidence=[guard],
         environments=[environment],
         arms={arms[1]: section(treatment_diff={HOSTILE[0]: [HOSTILE[1], {HOSTILE[2]: 2**70}]})},
     )

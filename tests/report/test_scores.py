@@ -160,7 +160,7 @@ def test_one_run_of_each_arm_is_paired_by_prompt(tmp_path: Path, snapshot: Snaps
     snapshot(sentences(comparison.content.reasons))
     assert comparison.next_steps[0].text.startswith("Train at least two more runs of each arm")
     described = compare(table, baseline="old")
-    assert described.content.descriptions[0].interval == pytest.approx(result.estimate.interval)
+    assert described.content.select("description")[0]["interval"] == pytest.approx(result.estimate.interval)
     assert described.exit_code == 0 and Code.PROMPTS_AS_UNITS in {r.code for r in described.content.reasons}
 
 
@@ -273,6 +273,6 @@ def test_a_gain_over_prompts_is_planned_for_itself_and_no_climb_is_read_into_the
     assert comparison.verdict == "INCONCLUSIVE" and comparison.content.claims[0].estimate.climb is None
     steps = [step.text for step in comparison.next_steps]
     assert "if the true gain is 0.02" in steps[0] and "truly equal" not in steps[0]
-    (described, *_) = compare(table).content.descriptions
-    level = described.baseline
-    assert described.margin == pytest.approx(0.05 * level, abs=0.01)
+    (described, *_) = compare(table).content.select("description")
+    level = described["baseline"]
+    assert described["margin"] == pytest.approx(0.05 * level, abs=0.01)

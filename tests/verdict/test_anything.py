@@ -107,29 +107,29 @@ def test_a_layout_is_described_by_one_command(tmp_path: Path, name: str) -> None
     found = described(LAYOUTS[name](tmp_path / "runs"), tmp_path / "report").content
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 0), found.reasons
     ours, key = ("train/loss", "loss") if name in NO_REWARD else ("train/reward", "reward")
-    one = found.descriptions[0]
+    one = found.select("description")[0]
     every, seeds = (10 if name in EVERY_10TH else 1), (SEEDS[:1] if name in ONE_EACH else SEEDS)
-    assert one.metric == ours and one.num_runs == (len(seeds), len(seeds)) and found.paired
+    assert one["metric"] == ours and one["num_runs"] == (len(seeds), len(seeds)) and found.paired
     baseline = "new" if "new" in found.baseline else "old"
     treatment = next(arm for arm in ARMS if arm != baseline)
-    assert one.baseline == pytest.approx(mean_of_last_fifth(baseline, key, seeds, every), rel=1e-6)
-    assert one.treatment == pytest.approx(mean_of_last_fifth(treatment, key, seeds, every), rel=1e-6)
-    assert (one.interval is None) == (name in ONE_EACH)
+    assert one["baseline"] == pytest.approx(mean_of_last_fifth(baseline, key, seeds, every), rel=1e-6)
+    assert one["treatment"] == pytest.approx(mean_of_last_fifth(treatment, key, seeds, every), rel=1e-6)
+    assert (one["interval"] is None) == (name in ONE_EACH)
     assert found.guessed
 
 
 def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
     sources = LAYOUTS["CSV, Step and Reward/mean"](tmp_path / "runs")
     found = described(sources, tmp_path / "report")
-    one = found.content.descriptions[0]
-    claim = f"{one.metric}:{one.window}:{one.margin:g}"
+    one = found.content.select("description")[0]
+    claim = f"{one['metric']}:{one['window']}:{one['margin']:g}"
     assert found.next_steps[0].command == f"abrun compare A B --claim '{claim}'"
     decided = described(sources, tmp_path / "claimed", claim)
-    assert decided.verdict == "MATCH" and decided.content.descriptions == []
-    assert decided.content.claims[0].estimate.certified_bound == pytest.approx(one.certified_bound)
+    assert decided.verdict == "MATCH" and decided.content.select("description") == []
+    assert decided.content.claims[0].estimate.certified_bound == pytest.approx(one["certified_bound"])
     # by its own name, or the end of ours, it is the same claim
     for name in ("Reward/mean", "reward"):
-        again = described(sources, tmp_path / "again", claim.replace(one.metric, name))
+        again = described(sources, tmp_path / "again", claim.replace(one["metric"], name))
         assert again.content.claims == decided.content.claims
 
 
@@ -157,7 +157,7 @@ def test_where_nothing_was_launched_no_settings_are_spoken_of(
     Console(file=screen, width=1000).print(found.summary())
     content = found.content
     reasons = [*content.reasons, *content.not_tested, *content.guessed, *content.notes]
-    reasons += [guard.reason for guard in content.guards]
+    reasons += [guard.reason for guard in content.select("guard")]
     text = " ".join(sentences(reasons)) + screen.getvalue()
     unsettled = [one for one in found.content.not_tested if one.code is Code.STEP_ONE_NOT_SETTLED]
     unsettled = [reason for reason in unsettled if reason["metric"] == "train/grad_norm"]
@@ -175,8 +175,8 @@ def test_the_suggested_margin_owes_nothing_to_the_treatment(tmp_path: Path) -> N
             write_csv(tmp_path / str(shift) / "old" / f"s{seed}.csv", rows("old", seed))
             write_csv(tmp_path / str(shift) / "new" / f"s{seed}.csv", moved)
         folders = [str(tmp_path / str(shift) / arm) for arm in ARMS]
-        one = described(folders, tmp_path / "report").content.descriptions[0]
-        margins.add((one.metric, one.margin, one.margin_is))
+        one = described(folders, tmp_path / "report").content.select("description")[0]
+        margins.add((one["metric"], one["margin"], one["margin_is"]))
     ((metric, margin, why),) = margins
     first, last = ([row["reward"] for row in rows("old", 1)][part] for part in (slice(6), slice(-6, None)))
     assert metric == "train/reward" and (why.code, why["of"]) == (Code.MARGIN_OFFERED, "climb")
@@ -191,7 +191,7 @@ def test_seeds_that_no_one_says_are_independent_runs_until_a_claim_is_made(
             write_csv(tmp_path / arm / f"{name}.csv", rows(arm, seed))
     sources = [str(tmp_path / arm) for arm in ARMS]
     found = described(sources, tmp_path / "report")
-    assert not found.content.paired and found.content.descriptions[0].num_runs == (3, 3)
+    assert not found.content.paired and found.content.select("description")[0]["num_runs"] == (3, 3)
     assert Code.NOTHING_SAYS_SEEDS() in found.content.guessed
     command = found.next_steps[0].command
     assert command.startswith("abrun compare A B --unpaired --claim 'train/reward:last 20%:")
@@ -205,7 +205,7 @@ def test_seeds_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "old" / "s3.csv").unlink()
     assert described(sources, tmp_path / "report").verdict == "INVALID"
     found = described(sources, tmp_path / "report", seeds=(1, 2))
-    assert found.content.descriptions[0].num_runs == (2, 2) and found.verdict == "INCONCLUSIVE"
+    assert found.content.select("description")[0]["num_runs"] == (2, 2) and found.verdict == "INCONCLUSIVE"
     with pytest.raises(ComparisonError, match="there is no run of 9; there are 1, 2, 3"):
         described(sources, tmp_path / "report", seeds=(9,))
 

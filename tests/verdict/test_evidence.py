@@ -16,9 +16,8 @@ from abrun.stats.many_tests import maxima_ratio_quantile
 from abrun.stats.power import power_at
 from abrun.verdict.claims import add_statistics, apply_holm
 from abrun.verdict.decide import decide_verdict
-from abrun.verdict.guards import Guard
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.results import ClaimResult, ClaimTerms
-from abrun.verdict.step_one import StepOne
 from tests.reasons import only
 from tests.verdict.simulate import edit, edit_rows, write_rows
 
@@ -34,7 +33,7 @@ def first_step(metric, value):
 
 
 def check(comparison, metric):
-    return next(one for one in comparison.arms[0].step_one if one.metric == metric)
+    return next(one for one in comparison.arms[0].select("step one") if one["metric"] == metric)
 
 
 def began_after(experiment_dir, step, of="a" * 64):
@@ -49,7 +48,7 @@ def began_after(experiment_dir, step, of="a" * 64):
 def test_the_first_step_after_a_shared_checkpoint_is_step_one(simulated, judged):
     experiment_dir = simulated()
     began_after(experiment_dir, 10)
-    assert check(judged(experiment_dir), "train/grad_norm").step == 11
+    assert check(judged(experiment_dir), "train/grad_norm")["step"] == 11
     edit(experiment_dir / "treatment/seed-1/environment.json", lambda content: content.pop("started_from"))
     (reason,) = judged(experiment_dir).content.reasons
     assert (reason.code, reason["key"]) == (Code.ENVIRONMENT_DIFFERS, "started_from")
@@ -63,13 +62,13 @@ def test_float32_may_round_a_metric_by_1e_4(simulated, judged, deviation, passes
         edit_rows(experiment_dir / f"{arm}/seed-2", first_step("train/grad_norm", value))
     one = check(judged(experiment_dir), "train/grad_norm")
     assert one.result == ("pass" if passes else "fail")
-    assert (one.tolerance, one.tolerance_from, one.seed) == (1e-4, "rounding of float32", 2)
+    assert (one["tolerance"], one["tolerance_from"], one["seed"]) == (1e-4, "rounding of float32", 2)
 
 
 def test_the_coarsest_dtype_sets_the_rounding(simulated, judged):
     arms = {"baseline": {}, "treatment": {"policy.dtype": "bfloat16"}}
     one = check(judged(simulated(arms=arms)), "train/grad_norm")
-    assert (one.tolerance, one.tolerance_from) == (2e-2, "rounding of bfloat16")
+    assert (one["tolerance"], one["tolerance_from"]) == (2e-2, "rounding of bfloat16")
 
 
 @pytest.mark.parametrize(("treatment", "result"), [(1.02, "pass"), (3.0, "fail")])
@@ -83,9 +82,9 @@ def test_what_the_machine_s_own_reruns_do_is_tolerated(simulated, judged, treatm
     edit_rows(experiment_dir / "treatment/seed-1", first_step("train/grad_norm", treatment))
     one = check(judged(experiment_dir), "train/grad_norm")
     factor = maxima_ratio_quantile(5, 10, 0.01 / 4 / len(STEP_ONE_METRICS))
-    assert one.aa_deviation == pytest.approx(0.01) and 2 < factor < 4
-    assert one.tolerance == pytest.approx(0.01 * factor)
-    assert one.tolerance_from == f"{factor:.3g}x the largest A/A deviation of 10"
+    assert one["aa_deviation"] == pytest.approx(0.01) and 2 < factor < 4
+    assert one["tolerance"] == pytest.approx(0.01 * factor)
+    assert one["tolerance_from"] == f"{factor:.3g}x the largest A/A deviation of 10"
     assert one.result == result
 
 
@@ -209,8 +208,8 @@ def test_a_tolerance_of_one_metric_alone(simulated, judged):
         edit_rows(experiment_dir / f"baseline/seed-{seed}", first_step(GEN_KL_ERROR, 2e-4))
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(GEN_KL_ERROR, 1.8e-3))
     comparison = judged(experiment_dir)
-    assert (check(comparison, GEN_KL_ERROR).tolerance_from, comparison.verdict) == ("recipe", "MATCH")
-    assert check(comparison, "train/grad_norm").tolerance == 0.02
+    assert (check(comparison, GEN_KL_ERROR)["tolerance_from"], comparison.verdict) == ("recipe", "MATCH")
+    assert check(comparison, "train/grad_norm")["tolerance"] == 0.02
     for seed in range(3):
         edit_rows(experiment_dir / f"treatment/seed-{seed}", first_step(TOKEN_MULT_PROB_ERROR, 1.04))
     edit_rows(experiment_dir / "baseline/seed-2", first_step("train/grad_norm", 1.0))
@@ -235,12 +234,12 @@ def test_a_loss_near_zero_is_measured_by_the_advantages_that_cancel(
             edit_rows(directory, lambda row: row.update({"train/advantages/max": 0.0}))
     found = judged(experiment_dir)
     one = check(found, "train/loss")
-    assert one.result == ("pass" if passes else "fail") and one.scale == pytest.approx(scale)
-    assert one.deviation == pytest.approx(abs(one.treatment - one.baseline) / one.scale)
+    assert one.result == ("pass" if passes else "fail") and one["scale"] == pytest.approx(scale)
+    assert one["deviation"] == pytest.approx(abs(one["treatment"] - one["baseline"]) / one["scale"])
     snapshot(dict(evidence_lines(found.content))["step one"])
     if not passes:
         reason = only(found.content.reasons, Code.STEP_ONE_DIFFERS)
-        assert (reason["deviation"], reason["tolerance"]) == (one.deviation, 1e-4)
+        assert (reason["deviation"], reason["tolerance"]) == (one["deviation"], 1e-4)
         snapshot(sentence(reason))
 
 
@@ -252,7 +251,7 @@ def test_gen_kl_error_is_read_as_the_logprob_error_it_is_the_square_of(simulated
             edit_rows(directory, lambda row, value=value: row.update({"train/gen_kl_error": value}))
     comparison = judged(experiment_dir)
     assert check(comparison, "train/gen_kl_error").result == ("pass" if passes else "fail")
-    assert divergence(comparison, "train/gen_kl_error").mean_difference == pytest.approx(kl_error - 1e-13)
+    assert divergence(comparison, "train/gen_kl_error")["mean_difference"] == pytest.approx(kl_error - 1e-13)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
         lambda content: content.update(status="failed"),
     )
     comparison = judged(experiment_dir)
-    assert check(comparison, "train/entropy").seed == 4
+    assert check(comparison, "train/entropy")["seed"] == 4
     codes = {reason.code for reason in comparison.content.reasons}
     assert codes == {Code.STEP_ONE_DIFFERS, Code.GUARD_FAILS}
 
@@ -285,7 +284,7 @@ def test_a_crashed_treatment_s_first_step_still_counts(simulated, judged):
 
 
 def divergence(comparison, metric="train/reward"):
-    return next(one for one in comparison.arms[0].divergence if one.metric == metric)
+    return next(one for one in comparison.arms[0].select("divergence") if one["metric"] == metric)
 
 
 def constant_runs(experiment_dir, values):
@@ -305,10 +304,10 @@ def test_divergence_is_measured_against_the_noise_floor(simulated, judged):
         experiment_dir, {**arms, "treatment/seed-0": (0.005, 0.03), "treatment/seed-1": (0.005, 0.03)}
     )
     one = divergence(judged(experiment_dir))
-    assert (one.noise_floor, one.first_step_apart) == ("measured", None)
-    assert one.aa_mean_difference == pytest.approx(0.01)
-    assert one.mean_difference == pytest.approx((0.005 * 19 + 0.03 * 21) / 40)
-    assert one.ratio == pytest.approx(one.mean_difference / 0.01)
+    assert (one["noise_floor"], one["first_step_apart"]) == ("measured", None)
+    assert one["aa_mean_difference"] == pytest.approx(0.01)
+    assert one["mean_difference"] == pytest.approx((0.005 * 19 + 0.03 * 21) / 40)
+    assert one["ratio"] == pytest.approx(one["mean_difference"] / 0.01)
 
 
 def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, snapshot):
@@ -318,30 +317,14 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
     constant_runs(experiment_dir, {"treatment/seed-1": (0.01, 0.01)})
     comparison = judged(experiment_dir)
     one = divergence(comparison)
-    assert (one.noise_floor, one.ratio, one.first_step_apart) == ("zero", None, 20)
+    assert (one["noise_floor"], one["ratio"], one["first_step_apart"]) == ("zero", None, 20)
     snapshot(dict(evidence_lines(comparison.content))["divergence"])
 
 
 # --- T3: error rates over simulated experiments ---
 
 EXPERIMENTS = 400
-STEP_ONE = StepOne(
-    arm="treatment",
-    metric="train/reward",
-    step=1,
-    seed=0,
-    num_pairs=6,
-    baseline=1.0,
-    treatment=1.0,
-    deviation=0.0,
-    scale=1.0,
-    scale_from="its size",
-    tolerance=1e-4,
-    tolerance_from="recipe",
-    aa_deviation=None,
-    sampled_anew=False,
-    result="pass",
-)
+STEP_ONE = Evidence(kind="step one", arm="treatment", result="pass", values={"metric": "train/reward"})
 
 
 def claim(name="train/reward", margin=1.0):
@@ -369,7 +352,13 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
     """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
     rng = np.random.default_rng(seed)
     reason = Code.FINITE(clean=[], broken=[], paired=True)
-    passing = Guard(arm="treatment", guard="finite", limit=0, value=0, result="pass", reason=reason)
+    passing = Evidence(
+        kind="guard",
+        arm="treatment",
+        result="pass",
+        reason=reason,
+        values={"guard": "finite", "limit": 0, "value": 0},
+    )
     found = []
     for _ in range(EXPERIMENTS):
         results = []
@@ -377,7 +366,7 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
             baseline = rng.normal(5, 2, num_pairs)
             treatment = baseline + rng.normal(shift, sd, num_pairs)
             results.append(add_statistics(claim(f"m{number}", margin), baseline, treatment))
-        found.append(decide_verdict([], [STEP_ONE], [passing], apply_holm(results))[0])
+        found.append(decide_verdict([], [STEP_ONE, passing], apply_holm(results))[0])
     return {verdict: found.count(verdict) for verdict in ("MATCH", "MISMATCH", "INCONCLUSIVE")}
 
 

@@ -164,15 +164,15 @@ def test_a_description_s_interval_is_that_of_a_claim(num_pairs, share):
     right = left + (rng.random(left.shape) < share) / 16
     claim = Claim(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
     (tested,) = verdict(claim, ACCURACY, baseline=left, treatment=right).claims
-    (described,) = verdict(None, ACCURACY, baseline=left, treatment=right).descriptions
+    (described,) = verdict(None, ACCURACY, baseline=left, treatment=right).select("description")
     assert (
-        described.interval == tested.estimate.interval
-        and described.certified_bound == tested.estimate.certified_bound
+        described["interval"] == tested.estimate.interval
+        and described["certified_bound"] == tested.estimate.certified_bound
     )
-    assert described.certified_bound is not None and described.certified_bound > 0
-    assert described.margin and tested.estimate.standard_error is not None
+    assert described["certified_bound"] is not None and described["certified_bound"] > 0
+    assert described["margin"] and tested.estimate.standard_error is not None
     sd = tested.estimate.standard_error * np.sqrt(num_pairs)
-    assert described.runs_needed == pairs_needed(described.margin, sd)
+    assert described["runs_needed"] == pairs_needed(described["margin"], sd)
 
 
 def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
@@ -183,13 +183,13 @@ def test_runs_needed_of_a_metric_in_steps_count_what_a_step_may_do():
     claim = Claim(metric=ACCURACY, margin=0.01, transform="identity", climbs=False)
     arms = {"baseline": curves[:3], "treatment": curves[3:]}
     (tested,) = verdict(claim, ACCURACY, paired=False, **arms).claims
-    (described,) = verdict(None, ACCURACY, paired=False, **arms).descriptions
-    assert tested.result == "undecided" and tested.estimate.interval == described.interval
-    assert tested.estimate.standard_error is not None and described.margin
+    (described,) = verdict(None, ACCURACY, paired=False, **arms).select("description")
+    assert tested.result == "undecided" and tested.estimate.interval == described["interval"]
+    assert tested.estimate.standard_error is not None and described["margin"]
     sds = (tested.estimate.standard_error * np.sqrt(3 / 2),) * 2
     sd, freedom = np.hypot(*sds), welch_dof_per_run(sds)
     assert tested.power.pairs_needed == pairs_needed(0.01, sd, dof_per_pair=freedom) == 95
-    assert described.runs_needed == pairs_needed(described.margin, sd, dof_per_pair=freedom)
+    assert described["runs_needed"] == pairs_needed(described["margin"], sd, dof_per_pair=freedom)
 
 
 REWARD = "train/reward"

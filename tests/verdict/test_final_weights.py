@@ -25,7 +25,7 @@ def everywhere(experiment_dir, weights):
 
 
 def found(comparison):
-    (one,) = comparison.content.final_weights
+    (one,) = comparison.content.select("final weights")
     return one
 
 
@@ -44,9 +44,9 @@ def test_the_pair_that_ends_farthest_apart(simulated, judged, snapshot):
     comparison = judged(experiment_dir)
     one = found(comparison)
     norm = math.sqrt(0.5**2 + 2.0**2 + 1e-3**2)
-    assert (one.num_pairs, one.num_equal, one.seed, one.num_reruns) == (5, 3, 1, 2)
-    assert one.relative_difference == pytest.approx(0.25 / norm)
-    assert one.aa_relative_difference == pytest.approx(0.25 / norm)
+    assert (one["num_pairs"], one["num_equal"], one["seed"], one["num_reruns"]) == (5, 3, 1, 2)
+    assert one["relative_difference"] == pytest.approx(0.25 / norm)
+    assert one["aa_relative_difference"] == pytest.approx(0.25 / norm)
     snapshot(dict(evidence_lines(comparison.content))["final weights"])
 
 
@@ -55,8 +55,8 @@ def test_equal_weights_and_nothing_else_to_say(simulated, judged, snapshot):
     everywhere(experiment_dir, WEIGHTS)
     comparison = judged(experiment_dir)
     one = found(comparison)
-    apart = (one.seed, one.relative_difference, one.aa_relative_difference)
-    assert one.num_equal == 5 and apart == (None, None, None)
+    apart = (one["seed"], one["relative_difference"], one["aa_relative_difference"])
+    assert one["num_equal"] == 5 and apart == (None, None, None)
     snapshot(dict(evidence_lines(comparison.content))["final weights"])
 
 
@@ -67,7 +67,7 @@ def test_hashes_alone_a_damaged_sample_and_other_models(simulated, judged):
         ended_with(experiment_dir / f"treatment/seed-{seed}", weights, digest="another")
     (experiment_dir / "treatment/seed-0/final-sketch.safetensors").write_bytes(b"{not" * 9)
     one = found(judged(experiment_dir))
-    assert (one.num_equal, one.num_pairs, one.seed) == (2, 5, None)
+    assert (one["num_equal"], one["num_pairs"], one["seed"]) == (2, 5, None)
 
 
 def test_a_weight_that_is_no_number_is_the_farthest(simulated, judged):
@@ -76,6 +76,7 @@ def test_a_weight_that_is_no_number_is_the_farthest(simulated, judged):
     ended_with(experiment_dir / "treatment/seed-3", changed("a", 0, np.nan))
     ended_with(experiment_dir / "treatment/seed-4", changed("a", 0, 100.0))
     one = found(judged(experiment_dir))
-    assert one.seed == 3 and math.isnan(one.relative_difference)
+    assert one["seed"] == 3 and math.isnan(one["relative_difference"])
     written = json.loads((experiment_dir / "report/verdict.json").read_text())
-    assert written["final_weights"][0]["relative_difference"] == "NaN"
+    (weights,) = (item for item in written["evidence"] if item["kind"] == "final weights")
+    assert weights["values"]["relative_difference"] == "NaN"

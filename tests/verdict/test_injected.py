@@ -20,7 +20,7 @@ from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import Recipe
 from abrun.recipe.faults import FAULTS as LIBRARY_OF_FAULTS
-from abrun.report.injected import caught_sentence, sensitivity_rows, sensitivity_summary
+from abrun.report.injected import caught_sentence, count_caught, sensitivity_rows, sensitivity_summary
 from abrun.verdict.injected import measure_sensitivity
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import RECIPE, edit_rows
@@ -79,13 +79,13 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     directory = simulated(controls=FAULTS, shift={LATE: -0.2})
     content = judged(directory).content
     assert content.verdict == "MATCH" and list(content.arms) == ["treatment"]
-    found = content.sensitivity
-    assert (found.num_caught, found.num_judged) == (1, 2)
-    missed, caught = found.faults
-    assert (missed.caught_by, missed.verdict, missed.step) == ("nothing", "MATCH", None)
-    assert (caught.caught_by, caught.metric, caught.step) == ("claim", "train/reward", 40)
+    found = content.select("injected fault")
+    assert count_caught(found) == (1, 2)
+    missed, caught = found
+    assert (missed["caught_by"], missed.result, missed["step"]) == ("nothing", "MATCH", None)
+    assert (caught["caught_by"], caught["metric"], caught["step"]) == ("claim", "train/reward", 40)
     assert (caught.reason.code, caught.reason["metric"]) == (Code.CLAIM_DIFFERS, "train/reward")
-    assert (caught.size, caught.unit, caught.num_pairs) == (0.25, "of the rows", 5)
+    assert (caught["size"], caught["unit"], caught["num_pairs"]) == (0.25, "of the rows", 5)
     said = caught_sentence(found, paired=True)
     assert said in (directory / "report" / "report.md").read_text()
     snapshot(said)
@@ -94,15 +94,15 @@ def test_a_fault_beyond_the_margin_is_caught_and_the_verdict_is_the_treatment_s(
     assert re.fullmatch(
         r"train/reward differs by [+-][\d.e-]+, certified bound [\d.e-]+, margin ±0.02", figures
     )
-    advice = missed.advice
+    advice = missed["advice"]
     assert advice.code is Code.FAULT_MISSED and (advice["num_pairs"], advice["paired"]) == (None, True)
     assert advice["tolerance"]["deviation"] > advice["tolerance"]["aa_deviation"] >= 0
     assert (advice["amount"], advice["num_steps"], advice["rounded_metric"]) == (1, 40, None)
     snapshot(sentence(advice))
-    assert caught.advice is None and caught.figures.code == Code.MOVED_METRIC
-    assert caught.figures["difference"] == pytest.approx(-0.2, abs=0.05)
+    assert caught["advice"] is None and caught["figures"].code == Code.MOVED_METRIC
+    assert caught["figures"]["difference"] == pytest.approx(-0.2, abs=0.05)
     plain = simulated()
-    assert judged(plain).content.sensitivity is None
+    assert judged(plain).content.select("injected fault") == []
 
 
 def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
@@ -110,11 +110,11 @@ def test_faults_of_which_none_was_judged_are_no_score_of_0_of_0(
 ) -> None:
     directory = simulated(controls=FAULTS)
     shutil.rmtree(directory / "fault-misgrouped/seed-0")
-    found = judged(directory).content.sensitivity
+    found = judged(directory).content.select("injected fault")
     snapshot(caught_sentence(found, paired=True))
     shutil.rmtree(directory / f"{LATE}/seed-0")
-    found = judged(directory).content.sensitivity
-    assert found.num_judged == 0 and "0 of 0" not in (directory / "report/report.md").read_text()
+    found = judged(directory).content.select("injected fault")
+    assert count_caught(found) == (0, 0) and "0 of 0" not in (directory / "report/report.md").read_text()
     snapshot(caught_sentence(found, paired=True))
     snapshot(sensitivity_summary(load_experiment(directory), found))
 
@@ -174,8 +174,9 @@ def test_controls_change_nothing_of_the_verdict(
 ) -> None:
     without = judged(simulated(controls={"aa_reruns": 1})).content
     within = judged(simulated(controls=FAULTS, shift={LATE: -0.2})).content
-    for key in ("reasons", "claims", "guards", "step_one"):
-        assert getattr(within, key) == getattr(without, key), key
+    assert (within.reasons, within.claims) == (without.reasons, without.claims)
+    for kind in ("guard", "step one"):
+        assert within.select(kind) == without.select(kind), kind
     assert set(without.not_tested) - set(within.not_tested) == {
         Code.NO_FAULT_INJECTED(faults=[], can_inject=True)
     }
@@ -206,8 +207,8 @@ def test_a_fault_that_leaves_step_one_open_is_told_from_rounding_by_float32(
     for path in directory.glob("fault-misgrouped/*"):
         edit_rows(path, lambda row: row.update({"train/token_mult_prob_error": 1.04}))
     found = measure_sensitivity(load_experiment(directory))
-    assert found is not None and found.faults[0].verdict == "INCONCLUSIVE"
-    advice = found.faults[0].advice
+    assert found[0].result == "INCONCLUSIVE"
+    advice = found[0]["advice"]
     assert advice is not None and advice["rounded_metric"] == "train/token_mult_prob_error"
 
 
@@ -216,7 +217,8 @@ def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
 ) -> None:
     directory = simulated(controls={"ulp_reruns": 3}, shift={"treatment": 0.1})
     content = judged(directory).as_json()
-    one = next(each for each in content["divergence"] if each["metric"] == "train/reward")
+    diverging = (item["values"] for item in content["evidence"] if item["kind"] == "divergence")
+    one = next(each for each in diverging if each["metric"] == "train/reward")
     runs = load_experiment(directory)
     ratios, moved, spread = [], [], []
     for seed in range(3):
@@ -241,4 +243,4 @@ def test_what_one_ulp_grows_into_is_a_ratio_seed_by_seed(
     assert one["seed_spread"] == pytest.approx(sum(spread) / 40)
     assert one["share_of_seed_spread"] == pytest.approx(one["mean_difference"] / one["seed_spread"])
     assert "the divergence caused by one ULP" in (directory / "report" / "report.md").read_text()
-    assert content["sensitivity"] is None and content["num_pairs"] == 5
+    assert content["num_pairs"] == 5

@@ -80,7 +80,7 @@ def test_no_time_of_runs_that_shared_gpus_is_judged(simulated, judged, claim, sn
     expected = "holds" if claim["metric"] == MEMORY else "not tested"
     assert verdict_of(comparison)[1] == expected
     assert comparison.verdict == ("PASS" if expected == "holds" else "INCONCLUSIVE")
-    quantities = {saving.quantity for saving in comparison.content.savings}
+    quantities = {saving["quantity"] for saving in comparison.content.select("cost")}
     assert "step time" not in quantities and "peak memory" in quantities
     assert Code.GPUS_SHARED(runs_per_gpu=4) in comparison.content.notes
     snapshot(sentence(first_reason(comparison)))

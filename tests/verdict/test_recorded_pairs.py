@@ -166,7 +166,7 @@ def test_warnings_descriptions_and_the_page_subtract_step_by_step_as_the_claim_d
     (row,) = metric_rows(recorded, [CLAIM.metric])
     assert abs(row["arms"][0]["difference"]) < 0.01
     section = judge(recorded, [])[0]
-    (description,) = [each for each in section.descriptions if each.metric == CLAIM.metric]
-    assert abs(description.difference) < 0.01
+    (description,) = [each for each in section.select("description") if each["metric"] == CLAIM.metric]
+    assert abs(description["difference"]) < 0.01
     claim = judge(recorded, [CLAIM])[0].claims[0]
     assert claim.result == "equivalent" and Code.DIFFERS_EARLIER not in [one.code for one in claim.warnings]

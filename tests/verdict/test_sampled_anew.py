@@ -49,7 +49,7 @@ def judged(pairs: Sequence[Firsts], metric: str = REWARD, **config: Any) -> ArmV
 
 
 def result_of(verdict: ArmVerdict, metric: str) -> str:
-    return next(check.result for check in verdict.step_one if check.metric == metric)
+    return next(check.result for check in verdict.select("step one") if check["metric"] == metric)
 
 
 def sampled(rng: np.random.Generator, num_completions: int, chance: float, low: float) -> Firsts:
@@ -180,7 +180,7 @@ def test_other_rollout_settings_are_other_completions_of_abrun_s_trainer():
     assert not has_shared_rollouts(experiment(pairs, baseline=config, treatment=config).pairs("treatment"))
     assert has_shared_prompts(other.pairs("treatment"))
     verdict = judge(other, [Claim(metric=REWARD, margin=0.05, climbs=False)])[0]
-    assert {check.result for check in verdict.step_one} <= {"pass", "not tested"}
+    assert {check.result for check in verdict.select("step one")} <= {"pass", "not tested"}
 
 
 COMPONENTS = ("rewards/accuracy_reward/mean", "rewards/format_reward/mean")

@@ -47,33 +47,33 @@ def compared(*sources: str, claims=(), **reading) -> Comparison:
 
 def test_one_arm_reports_level_spread_and_what_pairs_show(tmp_path: Path) -> None:
     found = compared(write_arm(tmp_path / "runs"))
-    noise = {record.metric: record for record in found.content.seed_noise}["train/reward"]
+    noise = {record["metric"]: record for record in found.content.select("seed noise")}["train/reward"]
     sd = np.std(LEVELS, ddof=1)
     assert (found.verdict, found.exit_code, found.content.is_description) == ("INCONCLUSIVE", 0, True)
-    assert noise.mean == pytest.approx(0.85, abs=1e-3) and noise.sd == pytest.approx(sd, rel=0.02)
-    assert noise.gap == pytest.approx(stats.t.ppf(0.975, 4) * sd * math.sqrt(2), rel=0.02)
-    assert noise.steps == (41, 50) and len(noise.levels) == 5 and noise.problem is None
-    assert [prospect.num_pairs for prospect in noise.prospects] == [3, 5, 8, 10]
-    assert noise.prospects[0].difference > 2 * noise.prospects[3].difference
+    assert noise["mean"] == pytest.approx(0.85, abs=1e-3) and noise["sd"] == pytest.approx(sd, rel=0.02)
+    assert noise["gap"] == pytest.approx(stats.t.ppf(0.975, 4) * sd * math.sqrt(2), rel=0.02)
+    assert noise["steps"] == (41, 50) and len(noise["levels"]) == 5 and noise.reason is None
+    assert [prospect["num_pairs"] for prospect in noise["prospects"]] == [3, 5, 8, 10]
+    assert noise["prospects"][0]["difference"] > 2 * noise["prospects"][3]["difference"]
     text = " ".join(map(sentence, found.content.reasons))
     assert "by their seeds alone" in text and "% of the level" in text
-    assert "train/reward" in found.as_json()["seed_noise"][0]["metric"]
+    assert "train/reward" in found.as_json()["evidence"][0]["values"]["metric"]
 
 
 def test_a_claim_on_one_arm_stays_open_and_gets_its_power(tmp_path: Path) -> None:
     found = compared(write_arm(tmp_path / "runs"), claims=["reward:steps 31-50:0.1", "loss:last 20%:<0.9"])
-    reward, loss = found.content.seed_noise[:2]
+    reward, loss = found.content.select("seed noise")[:2]
     assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 4)  # a gate must not pass on one arm
-    assert reward.steps == (31, 50) and reward.claim == "±0.1" and loss.claim == "level below 0.9"
-    powers = [prospect.match_power or 0.0 for prospect in reward.prospects]
-    assert powers == sorted(powers) and powers[-1] > 0.99 and reward.pairs_needed in range(3, 9)
-    assert [prospect.match_power for prospect in loss.prospects] == [None] * 4
+    assert reward["steps"] == (31, 50) and reward["claim"] == "±0.1" and loss["claim"] == "level below 0.9"
+    powers = [prospect["match_power"] or 0.0 for prospect in reward["prospects"]]
+    assert powers == sorted(powers) and powers[-1] > 0.99 and reward["pairs_needed"] in range(3, 9)
+    assert [prospect["match_power"] for prospect in loss["prospects"]] == [None] * 4
 
 
 def test_one_run_alone_says_what_cannot_be_known(tmp_path: Path) -> None:
     found = compared(write_arm(tmp_path / "new", [0.55], first_seed=7))
     assert reason_of(found, Code.ONE_RUN_ALONE)["run"] == "new/seed-7"
-    assert found.exit_code == 0 and found.content.seed_noise[0].gap is None
+    assert found.exit_code == 0 and found.content.select("seed noise")[0]["gap"] is None
     assert found.next_steps[0].text.startswith("Train at least two more runs of this arm")
 
 
@@ -82,14 +82,14 @@ def test_one_run_alone_says_what_cannot_be_known(tmp_path: Path) -> None:
 def test_one_run_beside_several(tmp_path: Path, seed: int, order: int) -> None:
     sources = [write_arm(tmp_path / "earlier"), write_arm(tmp_path / "new", [0.55], first_seed=seed)]
     found = compared(*sources[::order])
-    record = found.content.new_runs[0]
+    record = found.content.select("new run")[0]
     mean, sd = np.mean(LEVELS), np.std(LEVELS, ddof=1)
     half_width = stats.t.ppf(0.975, 4) * sd * math.sqrt(1 + 1 / 5)
-    assert (record.run, record.several, record.num_runs) == (f"new/seed-{seed}", "earlier", 5)
-    assert record.difference == pytest.approx(0.55 - mean, abs=2e-3)
-    assert record.num_sds == pytest.approx((mean - 0.55) / sd, rel=0.03)
-    assert record.interval == pytest.approx((mean - half_width, mean + half_width), abs=4e-3)
-    assert record.p <= record.p_holm <= 2 * record.p and record.num_metrics == 2
+    assert (record["run"], record["several"], record["num_runs"]) == (f"new/seed-{seed}", "earlier", 5)
+    assert record["difference"] == pytest.approx(0.55 - mean, abs=2e-3)
+    assert record["num_sds"] == pytest.approx((mean - 0.55) / sd, rel=0.03)
+    assert record["interval"] == pytest.approx((mean - half_width, mean + half_width), abs=4e-3)
+    assert record["p"] <= record["p_holm"] <= 2 * record["p"] and record["num_metrics"] == 2
     reason = reason_of(found, Code.NEW_RUN)
     assert reason is found.content.reasons[0] and reason["is_outside"] and found.exit_code == 0
     assert "below earlier, 19 times the usual seed sd" in sentence(reason)
@@ -131,9 +131,9 @@ def test_a_published_score_four_points_above_mine(
 def test_reruns_of_one_configuration_say_which_gap_is_normal(tmp_path: Path) -> None:
     """The scores are made up in the shape of open-instruct #648: reruns of one configuration."""
     found = compared(write_scores(tmp_path / "reruns.csv", grpo=[0.612, 0.602, 0.607, 0.615]))
-    reason, noise = found.content.reasons[0], found.content.seed_noise[0]
+    reason, noise = found.content.reasons[0], found.content.select("seed noise")[0]
     assert reason.code is Code.NORMAL_GAP and 0.01 < reason["gap"] < 0.04  # a gap of one point is normal
-    assert noise.steps is None and "two runs of grpo differ by up to" in sentence(reason)
+    assert noise["steps"] is None and "two runs of grpo differ by up to" in sentence(reason)
 
 
 # --- attacks ---
@@ -146,10 +146,10 @@ def test_short_long_and_broken_runs_do_not_move_the_window(tmp_path: Path) -> No
     write_run(folder / "seed6.csv", 0.85, seed=6, steps=500)  # trained longer
     write_run(folder / "seed7.csv", 0.85, seed=7, nan_at=45)
     found = compared(str(folder))
-    noise = found.content.seed_noise[0]
-    assert noise.metric == "train/reward" and noise.steps == (41, 50)
-    assert [*noise.levels] == [f"runs/seed-{seed}" for seed in (0, 1, 2, 3, 4, 6)]
-    assert {Code.LEFT_OUT_SHORT, Code.LEFT_OUT_NOT_FINITE} <= {reason.code for reason in noise.warnings}
+    noise = found.content.select("seed noise")[0]
+    assert noise["metric"] == "train/reward" and noise["steps"] == (41, 50)
+    assert [*noise["levels"]] == [f"runs/seed-{seed}" for seed in (0, 1, 2, 3, 4, 6)]
+    assert {Code.LEFT_OUT_SHORT, Code.LEFT_OUT_NOT_FINITE} <= {reason.code for reason in noise["warnings"]}
     assert reason_of(found, Code.LEFT_OUT_SHORT)["run"] == "runs/seed-5"
 
 
@@ -158,9 +158,9 @@ def test_one_seed_twice_is_no_spread(tmp_path: Path) -> None:
     write_arm(folder, LEVELS[:3])
     (folder / "seed3.csv").write_text((folder / "seed0.csv").read_text())
     found = compared(str(folder))
-    assert found.content.seed_noise[0].problem is not None
+    assert found.content.select("seed noise")[0].reason is not None
     assert reason_of(found, Code.ONE_RUN_AS_TWO_SEEDS)["run"] == "runs/seed-3"
-    assert all(noise.gap is None for noise in found.content.seed_noise)
+    assert all(noise["gap"] is None for noise in found.content.select("seed noise"))
 
 
 def test_a_constant_metric_has_no_gap(tmp_path: Path) -> None:
@@ -170,9 +170,11 @@ def test_a_constant_metric_has_no_gap(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / f"seed{seed}.csv").write_text("step,reward,loss\n" + "\n".join(lines) + "\n")
     found = compared(str(folder))
-    constant = next(noise for noise in found.content.seed_noise if noise.metric == "train/reward")
-    assert constant.problem is not None and constant.problem.code is Code.RUNS_ALIKE
-    assert constant.gap is None and reason_of(found, Code.SEED_NOISE)["metric"] == "train/loss"
+    constant = next(
+        noise for noise in found.content.select("seed noise") if noise["metric"] == "train/reward"
+    )
+    assert constant.reason is not None and constant.reason.code is Code.RUNS_ALIKE
+    assert constant["gap"] is None and reason_of(found, Code.SEED_NOISE)["metric"] == "train/loss"
 
 
 def test_a_mixture_of_arms_is_said_or_refused(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_mixture_of_arms_is_said_or_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "fused-seed9.csv", 0.5, seed=9)
     found = compared(folder)  # told apart by their names
     assert {found.content.baseline, *found.content.arms} == {"run", "fused"}
-    assert found.content.new_runs[0].run.startswith("fused/")
+    assert found.content.select("new run")[0]["run"].startswith("fused/")
     assert compared(f"old={folder}").content.baseline == "old"
 
 
@@ -191,9 +193,9 @@ def test_a_copy_among_the_earlier_runs_adds_no_spread(tmp_path: Path) -> None:
     earlier, new = tmp_path / "earlier", write_arm(tmp_path / "new", [0.55], first_seed=9)
     write_arm(earlier, LEVELS[:4])
     (earlier / "seed4.csv").write_text((earlier / "seed0.csv").read_text())
-    record = compared(str(earlier), new).content.new_runs[0]
-    assert record.num_runs == 4
-    assert [reason.code for reason in record.left_out] == [Code.ONE_RUN_AS_TWO_SEEDS]
+    record = compared(str(earlier), new).content.select("new run")[0]
+    assert record["num_runs"] == 4
+    assert [reason.code for reason in record["left_out"]] == [Code.ONE_RUN_AS_TWO_SEEDS]
 
 
 def test_a_distance_that_two_runs_cannot_judge_is_explained(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_the_page_and_the_figure_show_one_arm(tmp_path: Path) -> None:
     output = tmp_path / "report"
     compare_sources([write_arm(tmp_path / "runs")], ReadingOptions(), output=output)
     page = (output / "report.html").read_text()
-    assert '"seed_noise":[{' in page and "noiseSection" in page
+    assert '"kind":"seed noise"' in page and '"gap"' in page
     assert "| train/reward | 41-50 | 5 |" in (output / "report.md").read_text()
     assert (output / "train-reward.svg").exists()
 

@@ -53,9 +53,10 @@ def test_metrics_on_another_axis_move_no_window(tmp_path: Path) -> None:
     assert plain.verdict == watched.verdict == "MISMATCH"
     assert plain.content.claims == watched.content.claims
     assert watched.arms[0].coverage == plain.arms[0].coverage
-    shown = described(arms(tmp_path / "shown", monitored, worse=0.1), tmp_path / "c").content.descriptions
-    assert shown[0].metric == "train/reward" and shown[0].steps == plain.content.claims[0].claim.steps
-    assert {one.metric: one.steps for one in shown}["ray/gpu_util"] == (3200, 3990)
+    shown = described(arms(tmp_path / "shown", monitored, worse=0.1), tmp_path / "c")
+    shown = shown.content.select("description")
+    assert shown[0]["metric"] == "train/reward" and shown[0]["steps"] == plain.content.claims[0].claim.steps
+    assert {one["metric"]: one["steps"] for one in shown}["ray/gpu_util"] == (3200, 3990)
 
 
 def test_tags_over_samples_have_windows_of_their_own(tmp_path: Path) -> None:
@@ -69,11 +70,11 @@ def test_tags_over_samples_have_windows_of_their_own(tmp_path: Path) -> None:
             write_events(tmp_path / f"{arm}-s{seed}", steps, {"lm loss": "lm loss"})
             write_events(tmp_path / f"{arm}-s{seed}", samples, {"loss": BY_SAMPLES}, suffix=".samples")
     found = described([f"tb:{tmp_path}"], tmp_path / "out", baseline="old")
-    by_metric = {one.metric: one for one in found.content.descriptions}
-    assert by_metric["train/loss"].steps == (49, 60)
-    assert by_metric[BY_SAMPLES].steps == (49 * 256, 60 * 256)
+    by_metric = {one["metric"]: one for one in found.content.select("description")}
+    assert by_metric["train/loss"]["steps"] == (49, 60)
+    assert by_metric[BY_SAMPLES]["steps"] == (49 * 256, 60 * 256)
     for metric in ("train/loss", BY_SAMPLES):
-        assert by_metric[metric].difference == pytest.approx(0.3, abs=0.02)
+        assert by_metric[metric]["difference"] == pytest.approx(0.3, abs=0.02)
 
 
 def grid(first: int, last: int, every: int = 1) -> dict[str, int]:
@@ -199,7 +200,7 @@ def test_profiling_at_step_0_changes_no_verdict(tmp_path: Path, difference: floa
         "MISMATCH" if difference else "MATCH"
     )
     assert both[0].content.claims == both[1].content.claims == both[2].content.claims
-    assert both[0].content.step_one == both[1].content.step_one == both[2].content.step_one
+    assert all(one.content.select("step one") == both[0].content.select("step one") for one in both)
 
 
 @pytest.mark.parametrize(

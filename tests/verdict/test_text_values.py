@@ -127,14 +127,16 @@ def test_metrics_whose_names_mean_something_in_a_claim_are_described(tmp_path: P
         ]
 
     found = described(write_arms(tmp_path, of, "jsonl"), tmp_path / "out")
-    assert name in [one.metric for one in found.content.descriptions]
+    assert name in [one["metric"] for one in found.content.select("description")]
     write_arms(
         tmp_path / "alone",
         lambda arm, seed: [{"step": r["step"], name: r[name]} for r in of(arm, seed)],
         "jsonl",
     )
     alone = [str(tmp_path / "alone" / arm) for arm in ("old", "new")]
-    assert [one.metric for one in described(alone, tmp_path / "out2").content.descriptions] == [name]
+    assert [one["metric"] for one in described(alone, tmp_path / "out2").content.select("description")] == [
+        name
+    ]
 
 
 @pytest.mark.parametrize("in_later_start", [False, True])

@@ -62,7 +62,7 @@ def test_equal_arms_match_by_welch_and_it_is_said(tmp_path, compared, margin):
     reason = found.content.reasons[0]
     assert (reason.code, reason["over"]["runs"]) == (Code.CLAIM_EQUIVALENT, [5, 4])
     assert reason["over"]["welch"]
-    assert found.content.paired is False and found.content.step_one == [] == found.content.divergence
+    assert found.content.paired is False and found.content.select("step one") == []
     assert (tmp_path / "out/report.md").read_text().startswith("# MATCH (post hoc, unpaired): old-vs-new")
     import jsonschema
 
@@ -162,7 +162,9 @@ def test_a_recipe_can_declare_it(simulated, judged):
     )
     found = judged(experiment_dir)
     assert not found.content.post_hoc and found.content.claims[0].claim.num_runs == (5, 5)
-    share = next(one for one in found.content.guards if one.guard == "token_mult_prob_error_share")
+    share = next(
+        one for one in found.content.select("guard") if one["guard"] == "token_mult_prob_error_share"
+    )
     assert share.result == "open"  # one run of five: Welch does not show it at the guard's level
     with pytest.raises(ValueError, match="paired: false with interim"):
         Compare(paired=False, interim=[3, 5])
@@ -217,7 +219,7 @@ def test_nothing_is_said_of_pairs_where_none_are(simulated, judged, claim, shift
         of_faults.read_text(),
         *sensitivity_columns(paired=False),
         *(step.text for step in found.next_steps),
-        *(sentence(reason) for fault in faults.faults for reason in (fault.reason, fault.advice) if reason),
+        *(sentence(reason) for fault in faults for reason in (fault.reason, fault["advice"]) if reason),
     ]
     assert "5 and 5 unpaired" in str(said)
     assert re.findall(r".*\bpairs?\b.*", "\n".join(said)) == []

@@ -58,7 +58,7 @@ def test_every_verdict_fits_it(simulated, judged, scenario, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"schema_version": 2}, "schema_version is 2, but this abrun reads 6"),
+        ({"schema_version": 2}, "schema_version is 2, but this abrun reads 7"),
         ({"schema_version": None}, "schema_version is null"),
         ({"num_pairs": "many"}, "num_pairs: "),
         ({"claims": [{"arm": "treatment"}]}, "claims.0.claim.metric: "),

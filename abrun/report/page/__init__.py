@@ -19,6 +19,8 @@ import orjson
 
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
 from abrun.report.context import Context, verdict_qualifiers, verdict_title
+from abrun.report.evidence import evidence_tables
+from abrun.report.injected import advice_lines, sensitivity_table
 from abrun.report.page import charts
 from abrun.report.panels import display_unit, memory_peaks
 from abrun.runs.layout import RunName
@@ -95,9 +97,14 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         metrics = [*(claimed | known_metrics | recorded)]
         blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
     num_drawn = len(blocks)
-    peaks = memory_peaks(experiment)
+    peaks, faults = memory_peaks(experiment), content.select("injected fault")
+    told = evidence_tables(content, limit=None)
+    if faults:
+        told["injected fault"] = [sensitivity_table(faults, paired=content.paired)]
     report = {
         "content": as_json(content),
+        "advice": list(advice_lines(faults)),
+        "tables": {kind: [table.to_json() for table in tables] for kind, tables in told.items()},
         "title": verdict_title(content),
         "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,

@@ -6,6 +6,9 @@ const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const report = read("report");
 const { content, arms } = report;
 const treatments = arms.slice(1);
+// The evidence of one kind, with its values as fields.
+const evidenceOf = (kind) =>
+  content.evidence.filter((item) => item.kind === kind).map((item) => ({ ...item, ...item.values }));
 const MINUS = "\u2212";
 function el(name, properties, ...children) {
   const element = document.createElement(name);
@@ -145,8 +148,6 @@ const comparedText = () =>
   !treatments.length ? "" : `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const withArm = (headings) => (several ? [["arm"], ...headings] : headings);
 const armCell = (row) => (several ? [row.arm] : []);
-// The recipe key of a control, if the runs have a recipe.
-const recipeKey = (key) => (context.has_recipe ? ` (${key})` : "");
 
 const sections = [];
 function section(id, title, ...children) {

@@ -83,20 +83,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 );
 
 const body = [
-  noiseSection(),
-  newRunsSection(),
-  descriptionSection(),
+  ...evidenceSections(true),
   claimsSection(),
-  sensitivitySection(),
   curvesSection(),
   metricsSection(),
   completionsSection(),
-  guardsSection(),
-  stepOneSection(),
-  divergenceSection(),
-  traceSection(),
-  finalWeightsSection(),
-  costSection(),
+  ...evidenceSections(false),
   notTestedSection(),
   configurationSection(),
   runsSection(),

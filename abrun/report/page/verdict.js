@@ -18,15 +18,15 @@ const isDescription = verdictName === "DESCRIPTION";
 
 function verdictCard() {
   const [glyph, outcome] = VERDICTS[verdictName] || ["?", ""];
-  const skippedStepOne = ["MATCH", "PASS"].includes(content.verdict) && !(content.step_one || []).length;
-  const described = isDescription ? content.descriptions : [];
-  const alone = (content.seed_noise || []).length > 0;
+  const skippedStepOne = ["MATCH", "PASS"].includes(content.verdict) && !evidenceOf("step one").length;
+  const described = isDescription ? evidenceOf("description") : [];
+  const alone = evidenceOf("seed noise").length > 0;
   const oneRunPerArm = described.length > 0 && described.every((description) => !description.interval);
   const meaning = alone && (content.claims || []).length
     ? "One arm alone: claims on its own level are tested, and its spread from run to run is measured."
     : alone
     ? "One arm alone: its spread from run to run, no test."
-    : isDescription && (content.new_runs || []).length
+    : isDescription && evidenceOf("new run").length
     ? "One run beside the spread of several: no verdict on the arms."
     : oneRunPerArm
     ? "One run per arm: descriptive statistics, no test."
@@ -63,10 +63,11 @@ const seedsAgreeing = (detected) =>
   `${detected.direction} in ${detected.num_agreeing} of ${detected.num_compared} ${detected.paired ? "seeds" : "runs"}`;
 
 function describedFinding() {
-  if ((content.new_runs || []).length) return null;
-  const [row] = content.descriptions;
+  if (evidenceOf("new run").length) return null;
+  const described = evidenceOf("description");
+  const [row] = described;
   // A ratio that holds at every step comes first, as a reason
-  if (!row || !row.detected || content.descriptions.some((one) => one.ratio_at_each_step)) return null;
+  if (!row || !row.detected || described.some((one) => one.ratio_at_each_step)) return null;
   return [
     el("b", {}, `${row.metric} is ${number(Math.abs(row.difference), 3)} ${row.detected.direction} in ${row.arm}`),
     `: ${number(row.treatment)} against ${number(row.baseline)} in ${baselineName()}; ${seedsAgreeing(row.detected)}.`,
@@ -132,7 +133,7 @@ function armsTable() {
 }
 
 function levelRows() {
-  const records = isDescription ? content.descriptions : content.claims || [];
+  const records = isDescription ? evidenceOf("description") : content.claims || [];
   const level = (record, which) => {
     const value = record[isDescription ? which : `${which}_mean`];
     if (typeof value !== "number") return null;
@@ -155,7 +156,7 @@ function facts() {
   const planned = Math.max(...armSections.map((arm) => arm.num_planned_pairs));
   const hasAnalyses = armSections.some((arm) => (arm.interim_analyses || []).length);
   const pairs = hasAnalyses ? `compared, of ${planned} planned` : `of ${planned} finished`;
-  const noise = content.seed_noise || [];
+  const noise = evidenceOf("seed noise");
   const list = [
     noise.length
       ? ["runs of the arm", String(Object.keys(noise[0].levels).length)]
@@ -164,9 +165,9 @@ function facts() {
       : ["pairs", armSections.length ? `${content.num_pairs} ${pairs}` : String(content.num_pairs)],
   ];
   if (content.reference) list.push(["reference", content.reference]);
-  if (content.sensitivity)
-    list.push(["injected faults", el("a", { href: "#sensitivity" }, context.injected_faults || "see below")]);
-  const drift = (content.divergence || []).find((row) => row.ulp && row.ulp.ratio !== null);
+  if (evidenceOf("injected fault").length)
+    list.push(["injected faults", el("a", { href: "#injected-fault" }, context.injected_faults || "see below")]);
+  const drift = evidenceOf("divergence").find((row) => row.ulp && row.ulp.ratio !== null);
   if (drift) {
     const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95, 2)}` : "";
     const text = `${drift.metric}: ${number(drift.ulp.ratio, 2)}\u00d7${range}`;

@@ -330,11 +330,11 @@ def test_without_shared_prompts_step_one_is_not_tested(
 
     metrics = dict.fromkeys(["train/reward", metric])
     content = _judged(tmp_path, [*metrics], baseline=cells(*baseline), b=cells(*treatment))
-    assert content.step_one == []
+    assert content.select("step one") == []
     why = only(content.not_tested, Code.STEP_ONE_NOT_READ)["why"]
     assert (why.code, why["metric"], why["seed"]) == (Code.PROMPTS_NOT_KNOWN, metric, 0)
     snapshot(sentence(why))
-    finished = next(guard for guard in content.guards if guard.guard == "finished")
+    finished = next(guard for guard in content.select("guard") if guard["guard"] == "finished")
     assert (finished.result, finished.reason) == ("not recorded", Code.ENDINGS_NOT_KNOWN())
 
 
@@ -392,4 +392,4 @@ def test_a_setting_in_a_column_of_its_own_does_not_head_the_description(tmp_path
             rows = "".join(f"{step},0.001,{step + seed}\n" for step in range(1, 11))
             (tmp_path / f"{arm}-s{seed}.csv").write_text("step,Lernrate,Verlust\n" + rows)
     comparison = compare(load(tmp_path))
-    assert [row.metric for row in comparison.content.descriptions] == ["Verlust", "Lernrate"]
+    assert [row["metric"] for row in comparison.content.select("description")] == ["Verlust", "Lernrate"]

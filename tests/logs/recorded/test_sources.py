@@ -194,7 +194,7 @@ def test_the_pairs_whose_counters_go_on_are_read_at_step_one(tmp_path: Path) -> 
     again = [*rows("new", 2)[:30], *rows("new", 2)]
     write_csv(tmp_path / "new/s2.csv", again)
     found = judged([tmp_path / "old", tmp_path / "new"], tmp_path / "report")
-    assert {one.num_pairs for one in found.content.step_one} == {2}
+    assert {one["num_pairs"] for one in found.content.select("step one")} == {2}
     restarted = Code.COUNTER_RESTARTED(runs=["new/seed-2"], num_repeated=30, num_steps=60)
     assert restarted in found.content.reasons
 
@@ -227,7 +227,7 @@ def test_moments_in_names(name: str, expected: str) -> None:
 )
 def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
     write_arms(tmp_path / "trl", old=layout)
-    noise = judged([tmp_path / "trl"], tmp_path / "report").content.seed_noise
+    noise = judged([tmp_path / "trl"], tmp_path / "report").content.select("seed noise")
     assert noise[0].arm == "trl" and len(noise[0].levels) == 3
     experiment = open_sources([str(tmp_path / "trl")], ReadingOptions(allows_one_arm=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3

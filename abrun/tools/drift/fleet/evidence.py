@@ -252,18 +252,19 @@ def _summarize(
     (section,) = content.arms.values()
     is_tested = content.verdict != "INVALID"
     failed_seeds = tuple(_failed_seeds(experiment, content.claims))
-    failures = [guard for guard in content.guards if guard.guard in _ACCIDENTS and guard.result == "fail"]
+    guards, checks = content.select("guard"), content.select("step one")
+    failures = [guard for guard in guards if guard["guard"] in _ACCIDENTS and guard.result == "fail"]
     # The failure comes first: runs that failed early also lack steps to compare.
-    causes = [Code.GUARD_FAILS(guard=failures[0].guard, reason=failures[0].reason)] if failures else []
+    causes = [Code.GUARD_FAILS(guard=failures[0]["guard"], reason=failures[0].reason)] if failures else []
     reasons = dict.fromkeys([*causes, *section.reasons])
     return Judgement(
         verdict=content.verdict,
         reasons=tuple(reasons),
         claims=tuple(_claim_evidence(comparison, experiment.compare.alpha)) if is_tested else (),
         p_guards=min(_guard_levels(comparison, experiment.compare.alpha), default=None),
-        is_open_apart_from_claims=any(step.result == "open" for step in content.step_one)
-        or any(guard.result in ("open", "baseline too") for guard in content.guards),
-        breaks_exact_rule=any(step.result == "fail" for step in content.step_one)
+        is_open_apart_from_claims=any(check.result == "open" for check in checks)
+        or any(guard.result in ("open", "baseline too") for guard in guards),
+        breaks_exact_rule=any(check.result == "fail" for check in checks)
         or any(claim.claim.test == "exact" and claim.result == "different" for claim in content.claims),
         num_runs=len(experiment.sides(comparison.arms[0].arm).treatments),
         failed_seeds=failed_seeds,
@@ -275,9 +276,9 @@ def _summarize(
 def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvidence]:
     """Yield the claims with the statistics that the fleet's tests need."""
     single_runs = {
-        (run.metric, run.window): run
-        for run in comparison.content.new_runs
-        if run.several == REFERENCE_ARM and run.num_runs >= MIN_FOR_MISMATCH
+        (run["metric"], run["window"]): run
+        for run in comparison.content.select("new run")
+        if run["several"] == REFERENCE_ARM and run["num_runs"] >= MIN_FOR_MISMATCH
     }
     for result in comparison.content.claims:
         terms = result.claim
@@ -295,11 +296,11 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
             yield replace(
                 plain,
                 design="single",
-                difference=single.difference / terms.margin,
+                difference=single["difference"] / terms.margin,
                 margin=terms.margin,
-                variance=(single.sd / terms.margin) ** 2,
-                variance_factor=1 + 1 / single.num_runs,
-                dof=single.num_runs - 1,
+                variance=(single["sd"] / terms.margin) ** 2,
+                variance_factor=1 + 1 / single["num_runs"],
+                dof=single["num_runs"] - 1,
             )
         elif plain.p_alone is not None:
             yield _with_difference(plain, result)
@@ -333,8 +334,9 @@ def _with_difference(plain: ClaimEvidence, result: ClaimResult) -> ClaimEvidence
 
 def _guard_levels(comparison: Comparison, alpha: float) -> Iterator[float]:
     """Yield the level of the recipe at which each test of a guard fails."""
-    for guard in comparison.content.guards:
-        p_value, level = guard.reason.values.get("p"), guard.reason.values.get("level")
+    reasons = [guard.reason for guard in comparison.content.select("guard") if guard.reason]
+    for reason in reasons:
+        p_value, level = reason.values.get("p"), reason.values.get("level")
         if p_value is not None and level:
             yield min(1.0, p_value * alpha / level)
 
@@ -347,7 +349,7 @@ def _failed_seeds(experiment: RecordedExperiment, claims: list[ClaimResult]) -> 
     for pair in experiment.pairs(arm) if sides.paired else pair_with_all_baselines(sides):
         single = Sides(baselines=(pair.baseline,), treatments=(pair.treatment,), paired=sides.paired)
         guards = check_guards(arm, [pair], single, experiment.compare.guards, (), windows)
-        if any(guard.guard in _ACCIDENTS and guard.result == "fail" for guard in guards):
+        if any(guard["guard"] in _ACCIDENTS and guard.result == "fail" for guard in guards):
             yield pair.seed
 
 
@@ -357,7 +359,7 @@ def _find_reference_problem(
     """Return why the reference is red by the rules that its recipe is held to; None if it is not."""
     if is_over_budget(reference):
         return "the accepted changes in its ledger have drifted beyond the budget"
-    for guard in comparison.content.guards:
+    for guard in comparison.content.select("guard"):
         if guard.result == "baseline too":
             return str(guard.reason)
     baselines = experiment.sides(comparison.arms[0].arm).baselines
