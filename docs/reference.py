@@ -26,6 +26,7 @@ from abrun.recipe.experiment import CommandRecipe, Recipe
 from abrun.recipe.families import BIASED_HEADS, ENCODER_DECODERS, MULTIMODAL, SAMPLING_ROUTERS, SHARED_LAYERS
 from abrun.recipe.faults import FAULTS, Fault
 from abrun.recipe.section import Section
+from abrun.verdict.evidence import Kind
 from abrun.verdict.verdict_file import VerdictFile, json_schema
 from tests.trainer.models.families import ABILITIES, FAMILIES
 
@@ -368,6 +369,9 @@ The verdict for programs, next to `report.html`; `abrun compare --json` prints t
 `abrun/verdict/verdict.schema.json` is its JSON schema, with types. NaN and infinities are text. Fields
 named `*_code` or `*_codes` hold the [reason codes](codes.md) of the sentences in the field of the same
 name.
+
+`evidence` is one list. Each entry has its `kind` ({kinds}), an arm, a result (`measured` if it decides
+nothing), a reason or none, and its `values`, in which a reason is its code and values.
 """
 
 
@@ -377,7 +381,8 @@ def verdict_page() -> str:
     comments = {
         name: _prose(field_comment(VerdictFile, name)) for name in inspect.get_annotations(VerdictFile)
     }
-    lines = [VERDICT_HEAD, "## Top level", "", _names(schema), ""]
+    head = VERDICT_HEAD.format(kinds=", ".join(f"`{kind}`" for kind in get_args(Kind)))
+    lines = [head, "## Top level", "", _names(schema), ""]
     lines += [*(f"- `{name}`: {comment}" for name, comment in comments.items() if comment), ""]
     for name, record in schema["$defs"].items():
         if not record.get("properties"):

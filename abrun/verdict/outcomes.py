@@ -6,8 +6,7 @@ from typing import Any
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import window_target
 from abrun.runs.metric_names import FINAL_WEIGHTS
-from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION
-from abrun.verdict.one_sided import assumed_improvement
+from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
 
 

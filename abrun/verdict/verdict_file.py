@@ -271,7 +271,7 @@ def json_schema() -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     schema = _add_code_fields(TypeAdapter(VerdictFile).json_schema(mode="serialization"))
-    schema = _allow_non_finite_numbers(schema)
+    schema = _replace(schema, "type", "number", {"$ref": "#/$defs/Number"})  # JSON has no NaN and Inf
     _flatten_claim_schema(schema["$defs"])
     schema["$defs"]["Number"] = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "abrun verdict"}
@@ -298,7 +298,10 @@ def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
             if _REASON in repr(content):
                 is_list = content.get("type") == "array"
                 codes_field = records.codes_key(name, list[Reason] if is_list else Reason)
-                properties |= {name: _replace_reasons_by_text(content), codes_field: content}
+                properties |= {
+                    name: _replace(content, "$ref", _REASON, {"type": "string"}),
+                    codes_field: content,
+                }
                 if name in record.get("required", ()):
                     record["required"].append(codes_field)
     if "Code" in schema.get("$defs", {}):
@@ -307,25 +310,15 @@ def _add_code_fields(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _replace_reasons_by_text(schema: Any) -> Any:
+def _replace(schema: Any, key: str, value: str, new: dict[str, str]) -> Any:
+    """Return the schema with `new` in place of every part whose `key` is `value`."""
     if isinstance(schema, list):
-        return [_replace_reasons_by_text(entry) for entry in schema]
+        return [_replace(entry, key, value, new) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    if schema.get("$ref") == _REASON:
-        return {"type": "string"}
-    return {key: _replace_reasons_by_text(entry) for key, entry in schema.items()}
-
-
-def _allow_non_finite_numbers(schema: Any) -> Any:
-    """Return the schema with NaN and Inf allowed as text, since JSON has no numbers for them."""
-    if isinstance(schema, list):
-        return [_allow_non_finite_numbers(element) for element in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("type") == "number":
-        return {"$ref": "#/$defs/Number"}
-    return {key: _allow_non_finite_numbers(value) for key, value in schema.items()}
+    if schema.get(key) == value:
+        return dict(new)
+    return {name: _replace(entry, key, value, new) for name, entry in schema.items()}
 
 
 def _group_environments(experiment: RecordedExperiment) -> list[RunEnvironment]:

@@ -404,7 +404,6 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         time_range=None,
         environment=None,
         levels=[],
-        has_recipe=True,
         injected_faults=None,
         next_steps=[],
         completions=found,

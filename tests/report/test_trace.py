@@ -42,7 +42,7 @@ def test_the_first_difference_is_in_every_form_of_the_report(tmp_path: Path) -> 
     experiment_dir = write_experiment(tmp_path / "runs/demo", steps=12, seeds=[0, 1])
     set_metric(experiment_dir, "treatment", "train/grad_norm", 9.0, 1, 1)
     before = compared(experiment_dir)
-    assert before.content.trace is None and "abrun trace" in shown(before)
+    assert before.content.select("trace") == [] and "abrun trace" in shown(before)
     write_trace(experiment_dir, (0.5, 1.2, 40.0, math.inf))
     comparison = compared(experiment_dir)
     sentence = (
@@ -53,9 +53,11 @@ def test_the_first_difference_is_in_every_form_of_the_report(tmp_path: Path) -> 
     assert sentence in text and "abrun trace" not in text
     report = experiment_dir / "report"
     assert "activation:loss" in (report / "report.md").read_text().replace("\\", "")
-    stored = json.loads((report / "verdict.json").read_text())["trace"]
-    assert stored["first"] == "activation:loss" and stored["last_agreeing"] == "activation:lm_head.logprobs"
-    assert stored["tensors"][3]["ratio"] == "Infinity" and stored["reason"] == sentence
+    evidence = json.loads((report / "verdict.json").read_text())["evidence"]
+    (stored,) = (item for item in evidence if item["kind"] == "trace")
+    values = stored["values"]
+    assert values["first"] == "activation:loss" and values["last_agreeing"] == "activation:lm_head.logprobs"
+    assert values["tensors"][3]["ratio"] == "Infinity" and stored["reason"] == sentence
     assert stored["reason_code"]["code"] == Code.TRACE_DIFFERS
     assert sentence in (report / "report.html").read_text()
 
@@ -63,9 +65,9 @@ def test_the_first_difference_is_in_every_form_of_the_report(tmp_path: Path) -> 
 def test_a_trace_without_a_difference_says_so(tmp_path: Path) -> None:
     experiment_dir = write_experiment(tmp_path / "runs/demo", steps=12, seeds=[0, 1])
     write_trace(experiment_dir, (0.5, 1.2, 3.0, 0.0))
-    trace = compared(experiment_dir).content.trace
-    assert trace.reason.code is Code.TRACE_AGREES and trace.first is None
-    assert [tensor.name for tensor in trace.tensors] == [NAMES[2], NAMES[1], NAMES[0]]
+    (trace,) = compared(experiment_dir).content.select("trace")
+    assert trace.reason and trace.reason.code is Code.TRACE_AGREES and trace["first"] is None
+    assert [tensor["name"] for tensor in trace["tensors"]] == [NAMES[2], NAMES[1], NAMES[0]]
 
 
 def test_a_trace_of_other_values_is_not_shown_but_named(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_trace_of_other_values_is_not_shown_but_named(tmp_path: Path) -> None:
     configs["baseline"]["limits"]["retries"] = 7  # changes no number
     write_trace(experiment_dir, (0.5, 1.2, 40.0, 9.0), configs=configs)
     content = compared(experiment_dir).content
-    assert content.trace is None
+    assert content.select("trace") == []
     assert Code.TRACE_OF_OTHER_VALUES(arm="treatment", step=1, keys=["policy.dtype"]) in content.notes
 
 
@@ -86,5 +88,5 @@ def test_a_damaged_trace_is_a_note_and_no_error(tmp_path: Path, damage: str) -> 
     experiment_dir = write_experiment(tmp_path / "runs/demo", steps=12, seeds=[0, 1])
     write_trace(experiment_dir, (0.5, 1.2, 40.0, 9.0)).write_text(damage)
     content = compared(experiment_dir).content
-    assert content.trace is None
+    assert content.select("trace") == []
     assert [note.code for note in content.notes].count(Code.TRACE_UNREADABLE) == 1

@@ -51,7 +51,8 @@ def test_a_gradient_norm_three_times_as_high_at_each_step(gradient_norms):
         "train/grad_norm is 3.05x as high in fsdp as in megatron at each of 100 steps"
     )
     assert "nearly constant factor" in content["reasons"][0]
-    crossing = {row["metric"] for row in content["descriptions"] if row["ratio_at_each_step"] is None}
+    described = [item["values"] for item in content["evidence"] if item["kind"] == "description"]
+    crossing = {row["metric"] for row in described if row["ratio_at_each_step"] is None}
     assert crossing == {"train/reward", "train/entropy"}
 
 

@@ -9,9 +9,10 @@ import pytest
 
 import abrun.verdict
 from abrun.errors import StoreError
-from abrun.messages import records
+from abrun.messages import records, sentence
 from abrun.messages.codes import Code, Reason
 from abrun.runs.files import json_text
+from abrun.verdict.evidence import Kind
 from abrun.verdict.verdict_file import as_json, json_schema, read_verdict_file
 from tests.verdict.simulate import edit_rows
 from tests.verdict.verdicts import claim, verdict
@@ -142,3 +143,28 @@ def test_a_claim_of_a_file_from_before_one_sided_claims_has_its_kind(tmp_path: P
     (tmp_path / "verdict.json").write_text(json.dumps(stored))
     content = read_verdict_file(tmp_path / "verdict.json")
     assert [claim.claim.kind for claim in content.claims] == ["limit", "limit", "within"] * 2
+
+
+def test_the_evidence_of_a_file_of_version_6_is_read() -> None:
+    path = Path(__file__).parents[2] / "docs/evidence/smollm2-fp32-head/verdict.json"
+    stored, content = json.loads(path.read_text()), read_verdict_file(path)
+    lists: dict[Kind, str] = {
+        "guard": "guards",
+        "step one": "step_one",
+        "divergence": "divergence",
+        "cost": "savings",
+    }
+    for kind, name in lists.items():
+        read = [{**item.values, "arm": item.arm, "result": item.result} for item in content.select(kind)]
+        assert len(read) == len(stored[name])
+        for item, row in zip(read, stored[name], strict=True):
+            assert row.keys() - item.keys() <= {"text", "text_code"}
+            assert all(item[key] == value for key, value in row.items() if key in item)
+    assert [sentence(guard.reason) for guard in content.select("guard") if guard.reason] == [
+        row["text"] for row in stored["guards"]
+    ]
+    faults = content.select("injected fault")
+    assert [(fault["fault"], fault.result) for fault in faults] == [
+        (fault["fault"], fault["verdict"]) for fault in stored["sensitivity"]["faults"]
+    ]
+    assert {fault["num_steps"] for fault in faults} == {stored["sensitivity"]["num_steps"]}

@@ -60,8 +60,14 @@ const KINDS = {
     values: { quantity: "quantity", BASELINE: "baseline", TREATMENT: "treatment", ratio: "ratio", "95\u00a0% CI": "ci95", pairs: "num_pairs", runs: "num_runs" },
   },
 };
-// A chart of the mismatch that a guard limits, what could show a missed fault, bars of the peaks of memory.
+// Reasons, a chart of the mismatch that a guard limits, what could show a missed fault, bars of peaks of memory.
+const reasonsOf = (kind) => {
+  const list = evidenceOf(kind).filter((row) => row.reason);
+  return list.length && el("ul", { class: "notes" }, list.map(({ metric, reason }) => el("li", {}, metric ? `${metric}: ${reason}` : reason)));
+};
 const EXTRAS = {
+  trace: () => reasonsOf("trace"),
+  "seed noise": () => reasonsOf("seed noise"),
   guard: () => report.mismatch && figureOf(report.mismatch, { limit: report.mismatch_limit }),
   "injected fault": () => report.advice.length && el("ul", { class: "notes" }, report.advice.map((text) => el("li", {}, text))),
   cost: () => report.memory && memoryBars(report.memory),
