@@ -381,9 +381,6 @@ def test_gpus_are_assigned_and_not_shared(
     assert "CUDA_VISIBLE_DEVICES='5'" in (tmp_path / "small" / "treatment/seed-0/stdout.log").read_text()
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, "cluster={gpus_per_node: 2}", name="two", jobs=2)
-    assert Code.TOO_MANY_JOBS(jobs=2, gpus_per_run=2, gpus=3, runs_per_gpu=1) in list(
-        refusal.value.reason.walk()
-    )
     snapshot(refusal.value)
 
 
