@@ -28,7 +28,7 @@ class Reason:
         return self.values[name]
 
     def __str__(self) -> str:
-        """Return the reason as one sentence without a full stop; reasons among its values become sentences."""
+        """Return the reason as one sentence without a full stop; reasons among its values too."""
         return render(MESSAGES[self.code], self.values)
 
     def walk(self) -> "Iterator[Reason]":
