@@ -66,7 +66,18 @@ def render_preview(
     The last line says whether this machine can run the plan. `is_staged`: it stops once it is decided.
     """
     described = _render_plan(plan, can_stage=True, is_staged=is_staged)
-    return Group(*described, *_render_machine(plan, feasible, num_jobs))
+    machine, reasons = feasible.machine, feasible.problems
+    assert machine is not None, "a scheduler's jobs are shown instead"
+    if not reasons:
+        count = _count_parallel(plan, machine, num_jobs)
+        return Group(*described, Text(f"\nThis machine ({machine}) runs {count} at once."))
+    count = count_text(len(reasons), "reason")
+    return Group(
+        *described,
+        _heading(f"Problems on this machine ({machine})"),
+        *_bullet_list(reasons),
+        Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above."),
+    )
 
 
 def render_jobs_preview(plan: ExperimentPlan, feasible: Feasibility, cluster: ClusterJobs) -> RenderableType:
@@ -124,12 +135,18 @@ def _render_plan(
         title += f" + {recipe.controls.aa_reruns} A/A"
     num_controls, inert = sum(run.is_control for run in plan.runs), find_ineffective_settings(plan)
     title += f" + {num_controls} control runs" if num_controls else ""
+    differences = [
+        (arm, key, yaml_text(baseline_value), yaml_text(arm_value))
+        for arm, changes in plan.treatment_diff.items()
+        for key, (baseline_value, arm_value) in changes.items()
+    ]
     return [
         Text(title, style="bold"),
         *_render_runs(plan),
         *_render_commands(plan),
         _heading("Resolved differences from the baseline"),
-        *_render_diff(plan),
+        *_render_table(["arm", "key", "baseline", "arm's"], differences, len(differences)),
+        *map(Text, sentences(precision_differences(plan))),
         *([_heading("Settings without effect"), *_bullet_list(inert)] if inert else []),
         *([_heading("Values chosen for auto")] if plan.decided else []),
         *map(Text, describe_decisions(plan.decided)),
@@ -195,35 +212,8 @@ def _describe_devices(config: RunConfig) -> str:
     return devices if cluster.nodes == 1 else f"{cluster.nodes} nodes x {devices}"
 
 
-def _render_machine(
-    plan: ExperimentPlan, feasible: Feasibility, num_jobs: int | None
-) -> list[RenderableType]:
-    machine, reasons = feasible.machine, feasible.problems
-    assert machine is not None, "a scheduler's jobs are shown instead"
-    count = count_text(len(reasons), "reason")
-    if reasons:
-        return [
-            _heading(f"Problems on this machine ({machine})"),
-            *_bullet_list(reasons),
-            Text(f"This machine cannot run {plan.recipe.name}: {count}, listed above."),
-        ]
-    return [Text(f"\nThis machine ({machine}) runs {_count_parallel(plan, machine, num_jobs)} at once.")]
-
-
 def _count_parallel(plan: ExperimentPlan, machine: Machine, num_jobs: int | None) -> int:
     return count_parallel_runs(machine, num_jobs, (run.config for run in plan.runs))
-
-
-def _render_diff(plan: ExperimentPlan) -> list[RenderableType]:
-    rows = [
-        (arm, key, yaml_text(baseline_value), yaml_text(arm_value))
-        for arm, changes in plan.treatment_diff.items()
-        for key, (baseline_value, arm_value) in changes.items()
-    ]
-    return [
-        *_render_table(["arm", "key", "baseline", "arm's"], rows, len(rows)),
-        *(Text(sentence(reason)) for reason in precision_differences(plan)),
-    ]
 
 
 def precision_differences(plan: ExperimentPlan) -> list[Reason]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -328,12 +328,9 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
     A process belongs to the run by RUN_DIR_VARIABLE in its environment. Excludes this process and its
     ancestors.
     """
-    path, living = os.path.realpath(run_dir), _list_living()
-    root_pids = set[int]()
-    for process in living:
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(RUN_DIR_VARIABLE) == path:
-                root_pids.add(process.pid)
+    living = _list_living()
+    roots = _with_variable(living, RUN_DIR_VARIABLE, os.path.realpath(run_dir))
+    root_pids = {process.pid for process in roots}
     own_lineage = next((lineage for process, lineage in living.items() if process.pid == os.getpid()), [])
     return {
         process
@@ -344,12 +341,16 @@ def find_run_processes(run_dir: Path) -> set[psutil.Process]:
 
 def find_processes_with(variable: str, value: str) -> set[psutil.Process]:
     """Return all living processes that were started with this environment variable."""
-    processes = set[psutil.Process]()
-    for process in _list_living():
+    return _with_variable(_list_living(), variable, value)
+
+
+def _with_variable(processes: Iterable[psutil.Process], variable: str, value: str) -> set[psutil.Process]:
+    started = set[psutil.Process]()
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(variable) == value:
-                processes.add(process)
-    return processes
+                started.add(process)
+    return started
 
 
 def kill_all(

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,3 +24,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
 @pytest.fixture(autouse=True)
 def _installed(trainer_installed: None) -> None:
     """Launches of fakes are checked like those of the trainer."""
+
+
+@pytest.fixture
+def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_behaviour(step_s: float = 0.0, **runs: str) -> None:
+        """`treatment_0="fail"`: what the fake trainer does in which run."""
+        named = {"/seed-".join(run.split("_")): what for run, what in runs.items()}
+        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": step_s, "runs": named}))
+
+    return set_behaviour

@@ -100,16 +100,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FAKE_TRAINER", raising=False)
 
 
-@pytest.fixture
-def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def set_behaviour(step_s: float = 0.0, **runs: str) -> None:
-        """`treatment_0="fail"`: what the fake trainer does in which run."""
-        named = {"/seed-".join(run.split("_")): what for run, what in runs.items()}
-        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": step_s, "runs": named}))
-
-    return set_behaviour
-
-
 # --- a launch that goes well ---
 
 
@@ -391,7 +381,6 @@ def test_gpus_are_assigned_and_not_shared(
     assert "CUDA_VISIBLE_DEVICES='5'" in (tmp_path / "small" / "treatment/seed-0/stdout.log").read_text()
     with pytest.raises(LaunchError) as refusal:
         launch(tmp_path, "cluster={gpus_per_node: 2}", name="two", jobs=2)
-    assert "--jobs: got 2 runs at once with 2 GPUs each, but this machine has 3; use" in str(refusal.value)
     snapshot(refusal.value)
 
 
@@ -471,15 +460,6 @@ def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool
 
     for module in (launches, experiment):
         monkeypatch.setattr(module, "write_json", write)
-
-
-def test_a_disk_that_fills_up_while_preparing_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_space_for(monkeypatch, lambda path: path.parent.name == "seed-1")
-    with pytest.raises(StoreError, match="No space left"):
-        launch(tmp_path / "runs")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fills_up_later_leaves_no_process_and_can_be_resumed(

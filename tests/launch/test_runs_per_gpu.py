@@ -1,7 +1,6 @@
 """Several runs on a GPU: their places, their shares of its memory, MPS, and what is refused."""
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -123,7 +122,9 @@ def test_neighbours_change_nothing_that_is_compared() -> None:
 
 
 @pytest.fixture
-def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def on_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[..., None]
+) -> Callable[..., None]:
     """One GPU, fake trainers, and the stand-in for CUDA's daemon, whose folders are in `tmp_path`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setitem(LOCAL_LAUNCHERS, *FAKE)
@@ -131,10 +132,6 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     monkeypatch.setenv("PATH", f"{HERE}{os.pathsep}{os.environ['PATH']}")
     for variable in (mps.PIPE_VARIABLE, mps.LOG_VARIABLE, "OMP_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
-
-    def behave(step_s: float = 0.0, **runs: str) -> None:
-        named = {"/seed-".join(run.split("_")): what for run, what in runs.items()}
-        monkeypatch.setenv("FAKE_TRAINER", json.dumps({"step_s": step_s, "runs": named}))
 
     behave()
     return behave

@@ -25,19 +25,20 @@ BY_GUARD = {"stale_rollout_weights", "partial_weight_sync"}
 BY_A_CLAIM_OR_NOTHING = {"late_half_batch", "forced_eos"}
 
 
+def run_faults(tmp_path: Path, *words: str) -> tuple[str, Path]:
+    """Return what the command prints, and the folder of its report."""
+    command = ["faults", "run", RECIPE, *words, "--runs-dir", str(tmp_path)]
+    said = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert said.exit_code == 0, said.output
+    return said.output, tmp_path / "quickstart-faults-sensitivity" / "report"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tmp_path: Path) -> None:
     """Half an hour on two cores."""
-    said = CliRunner().invoke(
-        app,
-        ["faults", "run", RECIPE, "--runs-dir", str(tmp_path)],
-        catch_exceptions=False,
-    )
-    assert said.exit_code == 0, said.output
-    found = json.loads(
-        (tmp_path / "quickstart-faults-sensitivity" / "report" / "sensitivity.json").read_text()
-    )
+    said, report = run_faults(tmp_path)
+    found = json.loads((report / "sensitivity.json").read_text())
     seen = {one["fault"]: one["caught_by"] for one in found["faults"]}
     assert seen.keys() | NOT_THERE == {fault.name for fault in FAULTS}
     assert found["not_injected"].keys() == NOT_THERE
@@ -47,7 +48,7 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
         elif name not in BY_A_CLAIM_OR_NOTHING:
             assert caught_by == "step one", name
     assert all(one["verdict"] == "MISMATCH" for one in found["faults"] if one["caught_by"] != "nothing")
-    assert "not injected: value_unshifted, which needs algorithm.type: ppo" in said.output
+    assert "not injected: value_unshifted, which needs algorithm.type: ppo" in said
 
 
 @pytest.mark.slow
@@ -55,22 +56,7 @@ def test_every_fault_is_called_a_mismatch_where_the_table_of_measured_md_says(tm
 def test_faults_of_two_ranks_are_called_a_mismatch(tmp_path: Path) -> None:
     """Six to sixteen minutes on two cores."""
     settings = ("--set", "cluster.cpu_ranks=2", "--set", "algorithm.normalize_over=batch")
-    said = CliRunner().invoke(
-        app,
-        [
-            "faults",
-            "run",
-            RECIPE,
-            *settings,
-            "--faults",
-            ",".join(sorted(RANKS)),
-            "--runs-dir",
-            str(tmp_path),
-        ],
-        catch_exceptions=False,
-    )
-    assert said.exit_code == 0, said.output
-    report = tmp_path / "quickstart-faults-sensitivity" / "report"
+    _, report = run_faults(tmp_path, *settings, "--faults", ",".join(sorted(RANKS)))
     found = json.loads((report / "sensitivity.json").read_text())
     assert {one["fault"]: one["caught_by"] for one in found["faults"]} == dict.fromkeys(RANKS, "step one")
     assert "| rank_mean |" in (report / "sensitivity.md").read_text().replace("\\", "")

@@ -13,32 +13,10 @@ from abrun.runs.rundir import RunDir
 
 SMALL = Path(__file__).with_name("small.yaml")
 NAMES = (
-    *(
-        "types",
-        "random",
-        "token",
-        "queue",
-        "typing",
-        "logging",
-        "json",
-        "signal",
-        "socket",
-        "platform",
-        "copy",
-    ),
-    *("code", "secrets", "select", "statistics", "string", "struct", "tempfile", "uuid", "calendar", "ast"),
-    *(
-        "numpy",
-        "scipy",
-        "torch",
-        "yaml",
-        "pydantic",
-        "orjson",
-        "wandb",
-        "tests",
-        "matplotlib",
-        "transformers",
-    ),
+    *("types", "random", "token", "queue", "typing", "logging", "json", "signal", "socket", "platform"),
+    *("copy", "code", "secrets", "select", "statistics", "string", "struct", "tempfile", "uuid", "calendar"),
+    *("ast", "numpy", "scipy", "torch", "yaml", "pydantic", "orjson", "wandb", "tests", "matplotlib"),
+    "transformers",
 )
 TRAINER = """
 import json, os, sys

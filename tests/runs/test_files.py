@@ -1,16 +1,18 @@
 """Files of the store: whole JSON, appended lines, torn lines, full disks."""
 
+import errno
 import math
 import os
 import resource
 import signal
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from abrun.errors import StoreError
-from abrun.runs.files import read_json, write_json
+from abrun.runs.files import exists, is_directory, is_file, read_json, write_json
 from abrun.runs.lines import LineReader, LineWriter, read_json_lines
 from tests.snapshot import Snapshot
 
@@ -121,3 +123,25 @@ def test_text_that_is_none_is_written_so_that_it_reads(tmp_path: Path) -> None:
     """Half a surrogate is how Python holds a byte of a path that is no UTF-8."""
     LineWriter(tmp_path / "rows.jsonl").write({"message": "caf\udce9", "\ud800": "Grüße"})
     assert read_json_lines(tmp_path / "rows.jsonl") == [{"message": "caf?", "?": "Grüße"}]
+
+
+# --- whether a file is there ---
+
+
+def test_files_and_folders_are_told_apart_from_what_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("file")
+    assert [exists(tmp_path), is_file(tmp_path), is_directory(tmp_path)] == [True, False, True]
+    assert [exists(file), is_file(file), is_directory(file)] == [True, True, False]
+    assert is_file(tmp_path / "link") and not is_directory(tmp_path / "link")
+    for absent in ("none", "none/deeper", "file/deeper", "loop", "a\0b"):
+        assert not any(look(tmp_path / absent) for look in (exists, is_file, is_directory)), absent
+
+
+@pytest.mark.parametrize("look", [exists, is_file, is_directory])
+def test_what_cannot_be_seen_is_an_error(look: Callable[[Path], bool], tmp_path: Path) -> None:
+    with pytest.raises(OSError) as refusal:
+        look(tmp_path / ("x" * 300))
+    assert refusal.value.errno == errno.ENAMETOOLONG

@@ -260,7 +260,14 @@ def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) ->
     """Return a variant for every combination of the `KEY=V1,V2,...` sweeps. Raises RecipeError."""
     base = load_recipe(path, overrides)
     values_by_key: dict[str, list[Any]] = {}
-    for key, values in map(_parse_sweep, sweeps):
+    for option in sweeps:
+        key, equals, text = option.partition("=")
+        values = parse_yaml(f"[{text}]", f"--sweep {key}") if equals and text.strip() else []
+        if not (key and isinstance(values, list) and values):
+            raise RecipeError(
+                f"--sweep: got {option!r}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
+                "policy.backend.tensor_parallel=1,2"
+            )
         if key in values_by_key:
             raise RecipeError(f"--sweep: got {key} twice; give all its values at once, such as {key}=A,B")
         for arm, arm_settings in base.arms.items():
@@ -277,17 +284,6 @@ def expand_sweep(path: Path, overrides: Sequence[str], sweeps: Sequence[str]) ->
         recipe = load_recipe(path, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in swept)])
         variants.append(Variant(recipe=recipe, swept=swept))
     return variants
-
-
-def _parse_sweep(option: str) -> tuple[str, list[Any]]:
-    key, equals, values = option.partition("=")
-    parsed = parse_yaml(f"[{values}]", f"--sweep {key}") if equals and values.strip() else []
-    if not (key and isinstance(parsed, list) and parsed):
-        raise RecipeError(
-            f"--sweep: got {option!r}; allowed: KEY=VALUE,VALUE with a dotted key, such as "
-            "policy.backend.tensor_parallel=1,2"
-        )
-    return key, list(parsed)
 
 
 # --- measuring ---

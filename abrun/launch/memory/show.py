@@ -7,7 +7,6 @@ from abrun.launch.memory.profile import (
     Cell,
     MemoryProfile,
     Point,
-    SizeLimit,
     describe_point,
     format_bytes,
     shorten_key,
@@ -88,23 +87,23 @@ def _make_limit_table(profile: MemoryProfile) -> Table:
     baseline_sizes = {
         limit.swept: limit.fits for limit in profile.size_limits[::-1] if limit.arm == profile.arms[0]
     }
-    rows = [_make_limit_row(limit, keys, baseline_sizes.get(limit.swept)) for limit in profile.size_limits]
+    rows = []
+    for limit in profile.size_limits:
+        swept, baseline_size = dict(limit.swept), baseline_sizes.get(limit.swept)
+        rows.append(
+            [
+                *(str(swept.get(key, "-")) for key in keys),
+                limit.arm,
+                f"{limit.fits:,}" if limit.fits else "none",
+                f"{limit.fails:,}" if limit.fails else "none (model's maximum fits)",
+                limit.failed_in or "-",
+                f"{limit.fits / baseline_size:.2f}" if limit.fits and baseline_size else "-",
+            ]
+        )
     headings = [*map(shorten_key, keys), "arm", "fits", "does not fit", "fails in", "ratio"]
     is_length = profile.size_limits[0].what == "length"
     unit_text = "tokens per sequence" if is_length else "sequences per micro-batch"
     return _make_table(f"largest size that fits: {unit_text}", headings, rows)
-
-
-def _make_limit_row(limit: SizeLimit, keys: Sequence[str], baseline_size: int | None) -> list[str]:
-    swept = dict(limit.swept)
-    return [
-        *(str(swept.get(key, "-")) for key in keys),
-        limit.arm,
-        f"{limit.fits:,}" if limit.fits else "none",
-        f"{limit.fails:,}" if limit.fails else "none (model's maximum fits)",
-        limit.failed_in or "-",
-        f"{limit.fits / baseline_size:.2f}" if limit.fits and baseline_size else "-",
-    ]
 
 
 def _size_headings(profile: MemoryProfile) -> list[str]:
