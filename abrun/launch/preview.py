@@ -14,7 +14,7 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.local import count_parallel_runs
 from abrun.launch.prepare import find_ineffective_settings
-from abrun.messages import sentence
+from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.messages.records import encode_reasons
