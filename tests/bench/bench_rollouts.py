@@ -60,7 +60,7 @@ def make_network(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> An
     from transformers import AutoModelForCausalLM
 
     from abrun.recipe.policy import Model
-    from abrun.trainer.models.presets import preset_config
+    from abrun.trainer.models.sources import preset_config
 
     torch.manual_seed(0)
     with device:
@@ -76,8 +76,8 @@ def ours(shapes: Shapes, device: torch.device, *, in_place: bool) -> Callable[[i
     from abrun.trainer.backends.dtensor import DtensorBackend
     from abrun.trainer.backends.ranks import make_ranks
     from abrun.trainer.models import Text, character_tokenizer
-    from abrun.trainer.rollout.draws import Draws
     from abrun.trainer.rollout.torch_engine import TorchEngine
+    from abrun.trainer.seeds import Draws
 
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1

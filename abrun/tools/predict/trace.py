@@ -27,14 +27,12 @@ from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.microbatches import largest_microbatch, set_microbatch_size
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.files import open_log
-from abrun.tools.predict.allocations import AllocationTracker
-from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
+from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, AllocationTracker, fake_gpu, group_by_kind
 from abrun.trainer.backends import make_backend
 from abrun.trainer.backends.dtensor.fsdp import DTYPES
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.loop.learner import Learner
-from abrun.trainer.loop.lengths import max_sampled_tokens, sequence_lengths_of
-from abrun.trainer.loop.setup import RunSetup
+from abrun.trainer.loop.data import max_sampled_tokens, sequence_lengths_of
+from abrun.trainer.loop.setup import Learner, RunSetup
 from abrun.trainer.memory.measure import make_random_batch
 from abrun.trainer.models import config_of, load_text, max_positions_of
 from abrun.trainer.rollout.vllm.startup import cache_bytes
