@@ -22,7 +22,7 @@ import torch
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import LOG, open_row_writer, read_job, report_refusal
 from abrun.messages.codes import Code
-from abrun.processes import die_with_parent, run_to_end
+from abrun.processes import die_with_parent, reap_orphans, run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.microbatches import largest_microbatch, set_microbatch_size
 from abrun.recipe.run import OwnRunConfig
@@ -179,7 +179,7 @@ def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
 
 def main() -> None:
     questions, own_pid = socket.socket(fileno=int(sys.argv[1])), os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays as a zombie
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(()))  # no fork stays as a zombie
     while True:
         message, pipes, _, _ = socket.recv_fds(questions, MAX_PATH_BYTES, 1)
         if not message:  # the client is gone
