@@ -27,7 +27,7 @@ MOVES = {
     "abrun.memory.measure": "abrun.trainer.memory.measure",
     "abrun.memory.peak": "abrun.trainer.memory.peak",
     # The tools: each behind one command, imported by nothing
-    "abrun.memory.allocations": "abrun.tools.predict.allocations",
+    "abrun.memory.allocations": "abrun.tools.predict.fake_device",
     "abrun.memory.compiled": "abrun.tools.predict.compiled",
     "abrun.memory.fake_device": "abrun.tools.predict.fake_device",
     "abrun.memory.trace": "abrun.tools.predict.trace",
@@ -35,7 +35,7 @@ MOVES = {
     "abrun.memory.facts": "abrun.tools.predict.facts",
     "abrun.memory.probes": "abrun.tools.predict.probes",
     "abrun.launch.auto": "abrun.tools.predict.auto",
-    "abrun.launch.candidates": "abrun.tools.predict.candidates",
+    "abrun.launch.candidates": "abrun.tools.predict.auto",
     "abrun.diagnose.trace": "abrun.tools.trace",
     "abrun.diagnose.logprob_diff": "abrun.tools.logprob_diff",
     "abrun.diagnose.bisect": "abrun.tools.bisect",

@@ -132,7 +132,7 @@ def _scratch(ranks: range) -> Iterator[tuple[Path, dict[int, int]]]:
             folder = stack.enter_context(scratch_folder())
             lines = stack.enter_context(progress.open_status_lines(folder, ranks))
         except OSError as error:
-            raise LaunchError(Code.NO_TEMPORARY_FILES(error=str(error))) from None
+            raise LaunchError(f"temporary files: {error}; free some space there, or set TMPDIR") from None
         yield folder, lines
 
 
@@ -149,7 +149,7 @@ def _run_ranks(
             on_started()
             failure = first_failure(processes, scratch)
     except (OSError, OverflowError, ValueError) as error:  # an invalid port raises the latter two
-        raise LaunchError(Code.RANKS_NOT_STARTED(node=options.node, error=str(error))) from None
+        raise LaunchError(f"node {options.node} cannot start its ranks: {error}") from None
     if failure is None:
         return 0, None
     reason = Code.RANK_FAILED(

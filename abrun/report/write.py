@@ -17,7 +17,6 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence, sentences
-from abrun.messages.codes import Code
 from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
     certified_text,
@@ -97,7 +96,9 @@ def write_report(
     except (OSError, StoreError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause)
-        raise ComparisonError(Code.OUTPUT_UNWRITABLE(folder=output, problem=reason)) from None
+        raise ComparisonError(
+            f"--output: {output} cannot be written: {reason}; choose another folder"
+        ) from None
     written = zip(("json", "html", "markdown"), files, strict=True)
     return [*(path for form, path in written if form in formats), *figures]
 

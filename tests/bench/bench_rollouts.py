@@ -21,9 +21,9 @@ from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.models import Text, character_tokenizer
-from abrun.trainer.models.presets import preset_config
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.models.sources import preset_config
 from abrun.trainer.rollout.torch_engine import TorchEngine
+from abrun.trainer.seeds import Draws
 from tests.bench.common import make_parser, seconds_of, sync_of
 
 NUM_CALLS = 3  # after the first

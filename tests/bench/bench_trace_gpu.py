@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 
 from abrun.errors import AbrunError
+from abrun.launch.supervisor import Observer
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import read_capture
 from abrun.runs.files import read_json, write_json
 from abrun.tools.trace.command import MAX_TOKENS, REPLICAS, read_replicas
 from abrun.tools.trace.judge import NUM_REPLICAS, judge_trace
 from abrun.tools.trace.measure import Tracer, run_job
-from abrun.tools.trace.observe import Observer
 from abrun.trainer.backends.ranks import join_ranks
 from abrun.trainer.loop.setup import make_setup
 from abrun.trainer.training import make_algorithm

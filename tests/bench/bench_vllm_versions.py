@@ -190,7 +190,7 @@ class Bench:
         return [logprob for row in self.engine._vllm.score(sequences) for logprob in row[1:]]
 
     def sample(self, number: int = 0) -> list[Any]:
-        from abrun.trainer.rollout.draws import Draws
+        from abrun.trainer.seeds import Draws
 
         prompts = self.random_tokens(self.shapes.num_prompts, self.shapes.prompt_length, seed=2)
         draws = Draws(seed=0, stream="sampling", step=number, rows=range(len(prompts)))

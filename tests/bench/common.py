@@ -72,7 +72,7 @@ def make_model(preset: str, folder: Path, device: str, *, vocab_size: int = 100)
     Raises RuntimeError.
     """
     from abrun.recipe.policy import Model
-    from abrun.trainer.models.presets import preset_config
+    from abrun.trainer.models.sources import preset_config
 
     write_weights(preset_config(Model.model_validate({"preset": preset})), folder, device)
     write_tokenizer(folder, vocab_size)

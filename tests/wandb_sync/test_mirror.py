@@ -16,6 +16,7 @@ from abrun.logs.wandb_files import read_wandb_files
 from abrun.messages.codes import Code, Reason
 from abrun.runs.experiment import write_experiment
 from abrun.runs.rundir import RunDir
+from abrun.runs.writer import begin_attempt
 from abrun.wandb_sync import report, run_module, wandb_run
 from abrun.wandb_sync.__main__ import exit_code_of
 from abrun.wandb_sync.sync import sync_experiment
@@ -53,7 +54,7 @@ def run_of(experiment: Path) -> RunDir:
 
 def attempt(run: RunDir, first: int, last: int, value: float) -> None:
     """An attempt at the run that records steps, and dies."""
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     for step in range(first, last + 1):
         writer.metrics(step, {"train/reward": value + step})
 
@@ -108,7 +109,7 @@ def test_a_wandb_run_ends_as_its_run_does(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(tmp_path / "x")
-    writer = run.begin_attempt()
+    writer = begin_attempt(run)
     writer.metrics(1, {"train/reward": 1.0})
     if ending == "finished":
         writer.finish(1, {})

@@ -21,18 +21,16 @@ import torch
 
 from abrun.errors import AbrunError, RecipeError
 from abrun.experiment.probe import LOG, open_row_writer, read_job, report_refusal
-from abrun.processes import die_with_parent, run_to_end
+from abrun.processes import die_with_parent, reap_orphans, run_to_end
 from abrun.recipe.algorithms import PolicyGradientSettings, Ppo
 from abrun.recipe.run import OwnRunConfig, largest_microbatch, set_microbatch_size
 from abrun.runs.files import open_log
-from abrun.tools.predict.allocations import AllocationTracker
-from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, fake_gpu, group_by_kind
+from abrun.tools.predict.fake_device import REFERENCE, WEIGHTS, AllocationTracker, fake_gpu, group_by_kind
 from abrun.trainer.backends import make_backend
 from abrun.trainer.backends.dtensor.fsdp import DTYPES
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.loop.learner import Learner
-from abrun.trainer.loop.lengths import max_sampled_tokens, sequence_lengths_of
-from abrun.trainer.loop.setup import RunSetup
+from abrun.trainer.loop.data import max_sampled_tokens, sequence_lengths_of
+from abrun.trainer.loop.setup import Learner, RunSetup
 from abrun.trainer.memory.measure import make_random_batch
 from abrun.trainer.models import config_of, load_text, max_positions_of
 from abrun.trainer.rollout.vllm.startup import cache_bytes
@@ -182,7 +180,7 @@ def find_largest_microbatch(config: OwnRunConfig) -> tuple[int, int]:
 
 def main() -> None:
     questions, own_pid = socket.socket(fileno=int(sys.argv[1])), os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork stays as a zombie
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(()))  # no fork stays as a zombie
     while True:
         message, pipes, _, _ = socket.recv_fds(questions, MAX_PATH_BYTES, 1)
         if not message:  # the client is gone

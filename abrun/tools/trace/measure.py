@@ -38,7 +38,7 @@ from abrun.tools.trace.observe import (
     LEARNING_RATE,
     LOSS,
     LossInputs,
-    Observer,
+    StepObserver,
     StepRecord,
     perturb_weights,
 )
@@ -49,7 +49,7 @@ from abrun.trainer.loop.branch import SavedTensors, load_saved
 from abrun.trainer.loop.setup import RunSetup, Sampler, make_setup
 from abrun.trainer.models import config_of
 from abrun.trainer.rollout import Completion, RolloutEngine
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 from abrun.trainer.training import make_algorithm
 
 
@@ -88,7 +88,7 @@ class Tracer:
         self._setup, self._step, self._folder = setup, int(job["step"]), Path(job["captures"])
         self._arm = job["arm"]
         self._inputs: LossInputs | None = None  # None: the first capture is the baseline's
-        self._observer = Observer(setup, job["max_tokens"])
+        self._observer = StepObserver(setup, job["max_tokens"])
         specs = setup.learner.shard_specs()
         local = {
             full_name.replace("weights/", "", 1): piece.shape

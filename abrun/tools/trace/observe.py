@@ -26,9 +26,8 @@ from abrun.trainer.backends.head import EntropyMode
 from abrun.trainer.backends.microbatches import Microbatch, Microbatches
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
-from abrun.trainer.loop.learner import VALUE_MODEL_PREFIX
-from abrun.trainer.loop.policy_objective import PolicyObjective
-from abrun.trainer.loop.setup import RunSetup
+from abrun.trainer.loop.grpo import PolicyObjective
+from abrun.trainer.loop.setup import VALUE_MODEL_PREFIX, RunSetup
 from abrun.trainer.rl.batch import Sequences, sequence_lengths
 from abrun.trainer.rl.metrics import MetricParts
 from abrun.trainer.seeds import derive_seed
@@ -172,7 +171,7 @@ def perturb_weights(model: Trainable, dtype: str, seed: int, name: str) -> None:
     model.load_local_state(state | moved)
 
 
-class Observer:
+class StepObserver:
     """Observes steps of one run. Make it before faults are injected, so that it sees what they change."""
 
     def __init__(self, setup: RunSetup, max_tokens: int) -> None:

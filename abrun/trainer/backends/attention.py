@@ -19,7 +19,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.families import stream_setting
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.context import Order, Spans
-from abrun.trainer.backends.packing import Packing, make_packing
+from abrun.trainer.backends.microbatches import Packing, make_packing
 from abrun.trainer.models import Facts, facts_of, small_twin
 from abrun.trainer.models.checks import (
     agree,

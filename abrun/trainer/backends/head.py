@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Filters, Logprobs
-from abrun.trainer.backends.packing import Packing
+from abrun.trainer.backends.microbatches import Packing
 from abrun.trainer.backends.ranks import all_gather
 from abrun.trainer.kernels import (
     DEFAULT_MEMORY_BUDGET_BYTES,

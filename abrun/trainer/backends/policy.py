@@ -17,16 +17,15 @@ from torch import Tensor
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends import B, Objective, Trainable, ValueModelObjective
 from abrun.trainer.backends.head import EntropyMode, HeadOutput
-from abrun.trainer.backends.microbatches import Microbatch, Microbatches
-from abrun.trainer.backends.packing import Packing
+from abrun.trainer.backends.microbatches import Microbatch, Microbatches, Packing
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterLoad
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.kernels import TokenLoss
 from abrun.trainer.models import save_network
+from abrun.trainer.rl.advantages import shift_right
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.metrics import MetricParts, merge, merge_keys
-from abrun.trainer.rl.values import shift_right
 
 RoutingT = TypeVar("RoutingT")  # a backend's record of how a micro-batch was routed to experts
 AuxLossInputs = tuple[float, RouterLoad]  # the auxiliary loss's coefficient, and the global batch's load

@@ -12,8 +12,7 @@ from torch import Tensor
 from abrun.trainer.backends import Backend, Decoder, make_backend
 from abrun.trainer.faults.site import FaultSite, leading_rows, wrap_method
 from abrun.trainer.rollout import Completion, make_engine
-from abrun.trainer.rollout.draws import Draws
-from abrun.trainer.seeds import derive_seed
+from abrun.trainer.seeds import Draws, derive_seed
 
 State = dict[str, Tensor]
 

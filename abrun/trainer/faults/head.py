@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from abrun.trainer.backends.context import Span, make_spans
 from abrun.trainer.faults.site import FaultSite, partly_detached, wrap_method
-from abrun.trainer.loop.policy_objective import PolicyLosses, PolicyObjective
+from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
 from abrun.trainer.rl.batch import TrainBatch
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from abrun.trainer.backends.head import EntropyMode
 from abrun.trainer.faults.site import FaultSite, Updates, partly_detached, wrap_method
-from abrun.trainer.loop.policy_objective import PolicyLosses, PolicyObjective
+from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
 from abrun.trainer.rl.batch import TrainBatch
 from abrun.trainer.rl.losses import PolicyLoss, TokenLosses
 from abrun.trainer.rl.metrics import MetricParts

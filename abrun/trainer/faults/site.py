@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from abrun.trainer.backends.microbatches import Microbatches
-from abrun.trainer.loop.policy_objective import PolicyObjective
+from abrun.trainer.loop.grpo import PolicyObjective
 from abrun.trainer.loop.setup import RunSetup
 from abrun.trainer.rl.batch import TrainBatch
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .grid import Cost, Grid, make_grid, make_whole_row_grid
-from .head import ResolvedHead
-from .matmul import add_matmul
+from .head import ResolvedHead, add_matmul
 from .softmax import LogitGradient, SoftmaxSums, Targets
 
 # Maximum number of rows that one matmul sums into d_hidden if its operands are float32: a float32 sum of

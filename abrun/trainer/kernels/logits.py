@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from .head import LOWEST_LOGIT, ResolvedHead
-from .matmul import project
+from .head import LOWEST_LOGIT, ResolvedHead, project
 
 # Entropies without gradient process the rows in this many splits, so they need a sixteenth of a logits copy.
 ENTROPY_SPLITS = 16

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from .grid import Cost
-from .head import LOWEST_LOGIT, ResolvedHead
-from .matmul import matmul
+from .head import LOWEST_LOGIT, ResolvedHead, matmul
 from .softmax import LogitGradient, SoftmaxSums
 
 

@@ -16,8 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels
 from .grid import Cost
-from .head import ResolvedHead
-from .matmul import matmul
+from .head import ResolvedHead, matmul
 from .softmax import LogitGradient, SoftmaxSums
 
 kernels: Any = triton_kernels  # launched by Triton's rules, not by Python's

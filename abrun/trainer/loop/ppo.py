@@ -7,14 +7,9 @@ from torch import Tensor
 
 from abrun.recipe.algorithms import Ppo
 from abrun.trainer.backends import ValueModel
-from abrun.trainer.loop.grpo import Metrics, PolicyGradient
-from abrun.trainer.loop.learner import learning_rate_at
-from abrun.trainer.loop.policy_objective import PolicyObjective
-from abrun.trainer.loop.setup import RunSetup
-from abrun.trainer.rl.batch import ActorCriticBatch, ScoredBatch
-from abrun.trainer.rl.losses import TokenLosses, weighted_losses
-from abrun.trainer.rl.metrics import MetricParts, all_reduce, merge
-from abrun.trainer.rl.values import (
+from abrun.trainer.loop.grpo import Metrics, PolicyGradient, PolicyObjective
+from abrun.trainer.loop.setup import RunSetup, learning_rate_at
+from abrun.trainer.rl.advantages import (
     ValueLoss,
     generalized_advantages,
     token_rewards,
@@ -24,6 +19,9 @@ from abrun.trainer.rl.values import (
     value_statistics,
     whiten,
 )
+from abrun.trainer.rl.batch import ActorCriticBatch, ScoredBatch
+from abrun.trainer.rl.losses import TokenLosses, weighted_losses
+from abrun.trainer.rl.metrics import MetricParts, all_reduce, merge
 
 
 class PpoAlgorithm(PolicyGradient[Ppo, ActorCriticBatch]):

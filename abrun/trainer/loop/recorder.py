@@ -29,7 +29,7 @@ from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends import Backend
-from abrun.trainer.loop.recordings import RecordedRollouts
+from abrun.trainer.loop.data import RecordedGroups
 from abrun.trainer.models import content_of, sketch_of, weights_hash
 
 RECORDED_PACKAGES = (
@@ -126,7 +126,7 @@ class Recorder:
         step: int,
         policy: Backend,
         final_weights: Mapping[str, Any] | None,
-        recorded_rollouts: RecordedRollouts | None,
+        recorded_rollouts: RecordedGroups | None,
     ) -> None:
         """Record the end of the run, with its final weights. Collective.
 

@@ -18,13 +18,12 @@ from abrun.errors import LaunchError
 from abrun.recipe.algorithms import Grpo, Ppo
 from abrun.runs.metric_names import OVERLONG_PENALTY, SIGNAL_SHARE
 from abrun.runs.rollouts import RecordedStep
-from abrun.trainer.loop.data import check_length
-from abrun.trainer.loop.recordings import Group, origin_of, record_groups
+from abrun.trainer.loop.data import Group, check_length, origin_of, record_groups
 from abrun.trainer.loop.setup import RunSetup
 from abrun.trainer.rl.advantages import overlong_penalties
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.trainer.rollout import Completion, RolloutEngine
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 
 FetchGroups = Callable[[int], list[Group]]  # this rank's groups of a fetch
 

@@ -15,7 +15,7 @@ from abrun.recipe.tasks import CompletionsTask, PreferencesTask, Validation
 from abrun.trainer.loop.data import check_length
 from abrun.trainer.loop.recorder import Recorder
 from abrun.trainer.loop.setup import RunSetup
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 from abrun.trainer.tasks import Example
 
 

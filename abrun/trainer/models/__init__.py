@@ -1,8 +1,13 @@
 """Models: presets with random weights, and Hugging Face checkpoints (a local folder or a hub name)."""
 
 from abrun.recipe.policy import ARCHITECTURES
-from abrun.trainer.models.checks import check_decoding, check_network
-from abrun.trainer.models.content import content_of, sketch_of, weights_hash
+from abrun.trainer.models.checks import (
+    InPlaceCache,
+    attention_in_place,
+    check_decoding,
+    check_network,
+    holds_all_tokens,
+)
 from abrun.trainer.models.families import (
     Facts,
     attends_to_all,
@@ -14,11 +19,19 @@ from abrun.trainer.models.families import (
     routers_of,
     takes_weight_decay,
 )
-from abrun.trainer.models.in_place import InPlaceCache, attention_in_place, holds_all_tokens
 from abrun.trainer.models.parts import read_slice, small_twin
-from abrun.trainer.models.presets import EOS, PAD, UNKNOWN, CharacterTokenizer, character_tokenizer
+from abrun.trainer.models.sources import EOS, PAD, UNKNOWN, CharacterTokenizer, character_tokenizer
 from abrun.trainer.models.text import Text, load_text
-from abrun.trainer.models.weights import config_of, load_network, open_network, published, save_network
+from abrun.trainer.models.weights import (
+    config_of,
+    content_of,
+    load_network,
+    open_network,
+    published,
+    save_network,
+    sketch_of,
+    weights_hash,
+)
 
 __all__ = [
     "ARCHITECTURES",

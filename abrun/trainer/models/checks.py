@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from abrun.errors import RecipeError
-from abrun.trainer.models.families import Facts, cache_name, refused
-from abrun.trainer.models.in_place import InPlaceCache, attention_in_place, supports_in_place_attention
+from abrun.trainer.models.families import Facts, attends_to_all, cache_name, refused
 
 NUM_TOKENS, NUM_COMMON = 8, 5  # tokens of each of two rows; tokens of their common beginning
 PROMPT_LENGTHS, NUM_STEPS = (5, 3), 3  # prompt length of each row; decoding steps
@@ -257,3 +260,129 @@ def restored_afterwards(network: nn.Module) -> Iterator[None]:
                 module.training = mode
             for buffer, saved in buffers:
                 buffer.copy_(saved)
+
+
+# Decoding from a key-value cache that is allocated once and num_cached in place.
+#
+# Every step runs the same operators on the same memory, so that a CUDA graph can capture it, and nothing
+# is copied as a sequence grows. Letters: B sequences, K slots of the cache, D head dimension.
+
+ATTENTION = "abrun_in_place"
+MULTIPLE = 16  # the number of slots is a multiple of this, which GPU attention kernels take without a copy
+
+
+class InPlaceCache(Cache):
+    """The cache, and the attention mask of a step. A row's next token goes into slot `position` [1]."""
+
+    def __init__(
+        self,
+        cache: Cache,  # its layers are moved one by one, so that only one is in memory twice
+        is_token: Tensor,  # [B, S] bool, of the cached tokens: False for padding
+        num_new: int,  # tokens to come
+    ) -> None:
+        assert isinstance(cache, InPlaceCache) or holds_all_tokens(cache)
+        num_cached = is_token.shape[1]
+        num_slots = -(-(num_cached + num_new) // MULTIPLE) * MULTIPLE
+        self.position = torch.tensor([num_cached], device=is_token.device)
+
+        layers: list[Any] = []
+        while cache.layers:
+            layers.append(_InPlaceLayer(cache.layers.pop(0), num_cached, num_slots, self.position))
+        super().__init__(layers=layers)
+        # [B, 1, 1, K], additive: transformers uses a mask of four dimensions unchanged.
+        self.mask = torch.full(
+            (len(is_token), 1, 1, num_slots),
+            float("-inf"),
+            dtype=layers[0].keys.dtype,
+            device=is_token.device,
+        )
+        self.mask[:, 0, 0, :num_cached].masked_fill_(is_token, 0.0)
+
+    def take(self) -> None:
+        """Unmask the slot of the next tokens, which they will fill."""
+        self.mask.index_fill_(3, self.position, 0.0)
+
+    def advance(self) -> None:
+        self.position += 1
+
+    def grown(self, num_new: int) -> "InPlaceCache":
+        """Return a cache with slots for `num_new` more tokens, which replaces this one."""
+        return InPlaceCache(self, self.mask[:, 0, 0, : int(self.position)] == 0, num_new)
+
+
+class _InPlaceLayer(DynamicLayer):
+    """Keys and values [B, key heads, K, D]; empty slots are 0, since masked values are still multiplied."""
+
+    def __init__(self, layer: Any, num_cached: int, num_slots: int, position: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = (
+            _copy_to_slots(old, num_cached, num_slots) for old in (layer.keys, layer.values)
+        )
+        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+        self._position = position
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:  # [B, key heads, 1, D] each
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, self._position, key_states)
+        self.values.index_copy_(2, self._position, value_states)
+        return self.keys, self.values
+
+
+def _copy_to_slots(states: Tensor, num_cached: int, num_slots: int) -> Tensor:
+    slots = states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
+    slots[:, :, :num_cached] = states[:, :, :num_cached]
+    return slots
+
+
+def supports_in_place_attention(network: Any) -> bool:
+    """Return True if `attention_in_place` can replace the network's attention."""
+    config = network.config
+    return config._attn_implementation == "sdpa" and not config.sub_configs and attends_to_all(config)
+
+
+def holds_all_tokens(cache: Any) -> bool:
+    """Return True if each layer of a cache holds keys and values of all tokens, as `InPlaceCache` needs."""
+    return type(cache) is DynamicCache and all(
+        type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers
+    )
+
+
+@contextlib.contextmanager
+def attention_in_place(network: Any) -> Iterator[None]:
+    """Use `_attention` inside: the stock attention, except for how heads of a single token share keys."""
+    implementation = network.config._attn_implementation
+    network.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(implementation)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [B, heads, S, D]
+    key: Tensor,  # [B, key heads, K, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:  # [B, S, heads, D]
+    """Attend as transformers does; for a single token, treat heads that share keys as several queries.
+
+    Some versions of the stock attention repeat keys and values for each of these heads, so that a decoding
+    step reads several times the memory.
+    """
+    (rows, heads, length, size), key_heads = query.shape, key.shape[1]
+    if length > 1 or heads == key_heads or settings.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
+    query = query.reshape(rows, key_heads, heads // key_heads, size)
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output.reshape(rows, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -20,8 +20,13 @@ from abrun.errors import RecipeError
 from abrun.recipe.policy import Model
 from abrun.recipe.refusals import shortened
 from abrun.trainer.models.families import max_positions_of
-from abrun.trainer.models.presets import CharacterTokenizer, character_tokenizer, preset_config
-from abrun.trainer.models.sources import loading, source_of
+from abrun.trainer.models.sources import (
+    CharacterTokenizer,
+    character_tokenizer,
+    loading,
+    preset_config,
+    source_of,
+)
 
 # The assistant's turn of a chat template: the text around a completion and the token that ends it.
 

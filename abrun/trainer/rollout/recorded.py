@@ -9,7 +9,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend
 from abrun.trainer.models import Text
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 
 
 class RecordedEngine:

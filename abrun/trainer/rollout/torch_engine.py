@@ -20,7 +20,7 @@ from abrun.trainer.backends import Backend, Decoder
 from abrun.trainer.models import InPlaceCache, Text, holds_all_tokens
 from abrun.trainer.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 
 # CUDA graphs for a decoding step that always runs the same operators on the same memory.
 # A small step on a GPU is bound by its thousands of kernel launches; a CUDA graph needs one launch. The
@@ -120,7 +120,7 @@ class _ReplayedStep:
         return graph
 
 
-INITIAL_PLACES = 512  # initial capacity of a cache in tokens; it doubles when completions need more
+INITIAL_SLOTS = 512  # initial capacity of a cache in tokens; it doubles when completions need more
 STEPS_BETWEEN_CHECKS = 16  # on a GPU: checking whether all sequences have ended synchronizes with the device
 
 
@@ -251,17 +251,17 @@ class TorchEngine:
     def _decode_in_place(
         self, decoder: Decoder, sequences: "_DecodingBatch", cache: Any, is_token: Tensor
     ) -> None:
-        """Decode with a preallocated cache, which is enlarged when completions need more places."""
+        """Decode with a preallocated cache, which is enlarged when completions need more slots."""
         num_drawn, max_new_tokens = 1, self._rollout.max_new_tokens
         while num_drawn < max_new_tokens and not sequences.all_ended():
-            num_places = min(max(num_drawn, INITIAL_PLACES), max_new_tokens - num_drawn)
+            num_slots = min(max(num_drawn, INITIAL_SLOTS), max_new_tokens - num_drawn)
             cache = (
-                cache.grown(num_places)
+                cache.grown(num_slots)
                 if isinstance(cache, InPlaceCache)
-                else InPlaceCache(cache, is_token, num_places)
+                else InPlaceCache(cache, is_token, num_slots)
             )
             with self._make_step(decoder, sequences, cache) as step:
-                for _ in range(num_places):
+                for _ in range(num_slots):
                     progress.report()
                     step()
                     num_drawn += 1
@@ -269,13 +269,13 @@ class TorchEngine:
                         return
 
     def _make_step(
-        self, decoder: Decoder, sequences: "_DecodingBatch", places: InPlaceCache
+        self, decoder: Decoder, sequences: "_DecodingBatch", cache: InPlaceCache
     ) -> contextlib.AbstractContextManager[Step]:
         def step() -> None:
-            places.take()
-            logits, _ = decoder(sequences.token_ids, places.mask, sequences.position_ids, places)
+            cache.take()
+            logits, _ = decoder(sequences.token_ids, cache.mask, sequences.position_ids, cache)
             sequences.draw(logits)
-            places.advance()
+            cache.advance()
 
         if self._replayer is None or decoder.collective:
             return run_unrecorded(step)

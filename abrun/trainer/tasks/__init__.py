@@ -47,15 +47,15 @@ class TrainingTask(Protocol):
 def make_task(config: TaskConfig) -> TrainingTask:
     """Return the task of a recipe. Raises RecipeError if its file is missing or has an invalid line."""
     if isinstance(config, Arithmetic):
-        from abrun.trainer.tasks.arithmetic import arithmetic
+        from abrun.trainer.tasks.generated import arithmetic
 
         return arithmetic(config)
     if isinstance(config, WordProblems):
-        from abrun.trainer.tasks.word_problems import word_problems
+        from abrun.trainer.tasks.generated import word_problems
 
         return word_problems(config)
     if isinstance(config, ReasoningGym):
-        from abrun.trainer.tasks.reasoning import reasoning_gym
+        from abrun.trainer.tasks.generated import reasoning_gym
 
         return reasoning_gym(config)
     from abrun.trainer.tasks.problems import make_problem_file

@@ -12,9 +12,8 @@ from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.models import Text
 from abrun.trainer.rl.batch import collate
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.torch_engine import TorchEngine
-from abrun.trainer.seeds import derive_seed
+from abrun.trainer.seeds import Draws, derive_seed
 
 
 def stale(config: OwnRunConfig, backend: Backend, text: Text) -> TorchEngine:

@@ -12,8 +12,8 @@ from abrun.launch.memory.profile import GIB
 from abrun.messages.codes import Code
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
-from abrun.tools.predict import candidates, probes
-from abrun.tools.predict.candidates import CandidateSearch, NotMeasured
+from abrun.tools.predict import auto, probes
+from abrun.tools.predict.auto import CandidateSearch, NotMeasured
 from abrun.tools.predict.facts import Answer
 from abrun.tools.predict.probes import Probe
 from tests.tools.predict.fake_pool import ForgetfulPool
@@ -144,8 +144,8 @@ def test_every_order_of_answers_decides_as_one_question_after_the_other(
             job={"lengths": [8], "num_sequences": 1},
         )
 
-    monkeypatch.setattr(candidates, "ask_step", keep_steps("predicted"))
-    monkeypatch.setattr(candidates, "ask_measured", keep_steps("measured"))
+    monkeypatch.setattr(auto, "ask_step", keep_steps("predicted"))
+    monkeypatch.setattr(auto, "ask_measured", keep_steps("measured"))
     monkeypatch.setattr(probes, "store_answer", lambda *_: None)
     monkeypatch.setattr(probes, "usable_cores", lambda: rng.randint(1, 9))
     outcomes = set()

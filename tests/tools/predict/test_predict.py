@@ -22,6 +22,7 @@ from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig, set_microbatch_size
 from abrun.tools.predict import fake_device, probes
+from abrun.tools.predict.interface import make_prediction_table
 from abrun.tools.predict.peaks import (
     PeakPrediction,
     SweepPrediction,
@@ -30,7 +31,6 @@ from abrun.tools.predict.peaks import (
     predict_recipe,
     resolve_device_memory,
 )
-from abrun.tools.predict.show import make_prediction_table
 from abrun.tools.predict.trace import trace
 from abrun.trainer import backends
 from abrun.trainer.backends.dtensor import fsdp

@@ -11,9 +11,9 @@ from rich.console import Console
 from abrun.errors import ComparisonError, StoreError
 from abrun.runs.captures import Capture, Kind, write_capture
 from abrun.runs.traces import TraceResult
+from abrun.tools.trace.cli import summary
 from abrun.tools.trace.command import REPLICAS, read_replicas
 from abrun.tools.trace.judge import judge_trace, measure_errors, standardise
-from abrun.tools.trace.report import summary
 
 NAMES: tuple[tuple[Kind, str], ...] = (
     ("activation", "model.embed_tokens"),

@@ -11,10 +11,9 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import make_backend
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.grpo import GrpoAlgorithm
-from abrun.trainer.loop.learner import Learner
 from abrun.trainer.loop.phases import Phases
 from abrun.trainer.loop.ppo import PpoAlgorithm
-from abrun.trainer.loop.setup import RunSetup
+from abrun.trainer.loop.setup import Learner, RunSetup
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from tests.trainer.backends.oracle import Row
 

@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends import attention
 from abrun.trainer.backends.dtensor.layers import prepare_layers
-from abrun.trainer.backends.packing import make_packing
+from abrun.trainer.backends.microbatches import make_packing
 from abrun.trainer.models import load_network
 from tests.spawn import run_ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from abrun.trainer.backends import context as context_module
 from abrun.trainer.backends.attention import _varlen_attention
 from abrun.trainer.backends.context import ContextSplit, make_context_split, make_spans
-from abrun.trainer.backends.packing import make_packing
+from abrun.trainer.backends.microbatches import make_packing
 from abrun.trainer.rl.losses import clipped_policy_loss, gspo_loss, loss_weights
 from tests.spawn import run_ranks
 from tests.trainer.backends.policies import CPU, WeightedLoss, gradients, make_backend, rows, some_batch

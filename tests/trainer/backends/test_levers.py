@@ -19,7 +19,7 @@ from abrun.trainer.backends.dtensor import DtensorBackend, layers
 from abrun.trainer.backends.head import EntropyMode
 from abrun.trainer.backends.microbatches import Microbatches
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.loop.policy_objective import PolicyLosses, PolicyObjective
+from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
 from abrun.trainer.loop.ppo import PpoValueObjective
 from abrun.trainer.models import check_network, facts_of
 from abrun.trainer.rl.batch import ActorCriticBatch

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from abrun.trainer.backends.context import ContextSplit
 from abrun.trainer.backends.head import EntropyMode
+from abrun.trainer.rl.advantages import shift_right
 from abrun.trainer.rl.losses import TokenLosses, gspo_loss, loss_weights
 from abrun.trainer.rl.metrics import MetricParts, all_reduce
-from abrun.trainer.rl.values import shift_right
 from tests.spawn import run_ranks
 from tests.trainer.backends.megatron_policies import gradients, make_backend, network
 from tests.trainer.backends.policies import Advised, WeightedLoss, plain_logprobs, some_batch
@@ -189,7 +189,7 @@ def patched(owner: Any, name: str, value: Any) -> Callable[[], Any]:
 
 
 def positions_from_0() -> Any:
-    import abrun.trainer.backends.megatron.stages as stages
+    import abrun.trainer.backends.megatron.backend as stages
 
     def made(positions: Tensor, **more: Any) -> Any:
         return passing(positions=torch.arange(len(positions)), **more)
@@ -217,7 +217,7 @@ def with_fault(fault: str | None) -> list[float]:
 
 
 def shifted_in_slices() -> dict[str, Any]:
-    from abrun.trainer.backends.packing import Packing
+    from abrun.trainer.backends.microbatches import Packing
 
     gather = Packing.to_full
     with pytest.MonkeyPatch.context() as patch:

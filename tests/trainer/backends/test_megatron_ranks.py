@@ -191,8 +191,8 @@ def test_more_cuts_do_too(cases: dict[str, Case]) -> None:
 def faulty() -> dict[str, list[float]]:
     """Gradient norms of a step, right and with a fault each."""
     import abrun.trainer.backends.megatron.backend as backend_module
+    import abrun.trainer.backends.megatron.backend as stages
     import abrun.trainer.backends.megatron.parameters as parameters
-    import abrun.trainer.backends.megatron.stages as stages
 
     def one_step(cut: dict[str, Any]) -> list[float]:
         backend = make_backend("qwen2", temperature=0.7, cut=cut, optimizer=OPTIMIZER, logprobs=CHUNKED)

@@ -174,8 +174,8 @@ def test_more_cuts_are_those_of_dtensor(cuts: dict[str, Cut], expected: dict[str
 
 def faulty() -> dict[str, dict[str, Tensor]]:
     """Gradients with a fault each, of tokens that are told where to go."""
+    from abrun.trainer.backends.megatron.backend import Stages
     from abrun.trainer.backends.megatron.routing import StageRouters, _AttachLoss
-    from abrun.trainer.backends.megatron.stages import Stages
     from abrun.trainer.backends.routing import RouterLoad
 
     told, places = StageRouters.start_microbatch, Stages.token_positions

@@ -19,8 +19,15 @@ from abrun.recipe.policy import Policy
 from abrun.trainer.backends import attention
 from abrun.trainer.backends.context import Span
 from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.backends.microbatches import Microbatches, _assign_rows, _RowLengths, assign_samples
-from abrun.trainer.backends.packing import Packing, make_packing, shared_prefix_lengths
+from abrun.trainer.backends.microbatches import (
+    Microbatches,
+    Packing,
+    _assign_rows,
+    _RowLengths,
+    assign_samples,
+    make_packing,
+    shared_prefix_lengths,
+)
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.rl.batch import Sequences, collate, sequence_lengths
 from tests.spawn import run_ranks

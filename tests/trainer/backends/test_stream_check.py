@@ -11,7 +11,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends import attention
 from abrun.trainer.backends.attention import enable_streams, hidden_states
-from abrun.trainer.backends.packing import make_packing
+from abrun.trainer.backends.microbatches import make_packing
 from abrun.trainer.models import facts_of, open_network
 from tests.trainer.models.architectures import MAMBA_HEADS, tiny_network
 

@@ -30,8 +30,8 @@ from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.recorder import hash_policy
 from abrun.trainer.models import Text, character_tokenizer, content_of, open_network, published, weights_hash
 from abrun.trainer.models.parts import Checkpoint
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.torch_engine import TorchEngine
+from abrun.trainer.seeds import Draws
 from tests.spawn import run_ranks
 from tests.trainer.backends.policies import (
     CPU,
@@ -283,7 +283,7 @@ def _summed_over_ranks(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 _make, _replicate = TensorParallel.__init__, TensorParallel.replicate
-_VALUE_MODEL = "abrun.trainer.backends.dtensor.value_model.DtensorValueModel._backbone_states"
+_VALUE_MODEL = "abrun.trainer.backends.dtensor.DtensorValueModel._backbone_states"
 FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
     "hidden states alike": (Case(kind="qwen2"), _patched("_shard_base", _base_that_does_not_enter)),
     "head norms alike": (Case(kind="qwen3"), _patched("replicate", _alike)),

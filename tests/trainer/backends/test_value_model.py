@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from abrun.recipe.algorithms import Ppo
-from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.backends.dtensor.value_model import DtensorValueModel
+from abrun.trainer.backends.dtensor import DtensorBackend, DtensorValueModel
 from abrun.trainer.rl.losses import TokenLosses
 from abrun.trainer.rl.metrics import MetricParts
 from tests.spawn import run_ranks

@@ -64,7 +64,7 @@ def test_a_trainer_says_whether_its_run_succeeds(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = run_of(tmp_path / "x")
-    run.begin_attempt().metrics(1, {"train/reward": 1.0})
+    begin_attempt(run).metrics(1, {"train/reward": 1.0})
     mirror = WandbSync(run, pytest.fail)
     mirror.finish(is_success=is_success)
     (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")

@@ -26,7 +26,7 @@ from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.metrics import MetricParts
 from abrun.trainer.rl.sampling import sample
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 from tests.trainer.loop.runs import group, train_here
 from tests.written_runs import make_run, run_config
 

@@ -7,7 +7,7 @@ import pytest
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Optimizer
 from abrun.recipe.refusals import validated
-from abrun.trainer.loop.learner import learning_rate_at
+from abrun.trainer.loop.setup import learning_rate_at
 
 
 @pytest.mark.parametrize(

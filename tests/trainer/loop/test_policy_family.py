@@ -14,11 +14,9 @@ import torch
 from abrun.recipe.algorithms import Grpo
 from abrun.runs.lines import read_json_lines
 from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.loop.grpo import GrpoAlgorithm
-from abrun.trainer.loop.learner import Learner
-from abrun.trainer.loop.policy_objective import PolicyObjective
+from abrun.trainer.loop.grpo import GrpoAlgorithm, PolicyObjective
 from abrun.trainer.loop.rollouts import Rollouts
-from abrun.trainer.loop.setup import RunSetup, make_setup
+from abrun.trainer.loop.setup import Learner, RunSetup, make_setup
 from abrun.trainer.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.trainer.rl.losses import loss_weights
 from tests.trainer.loop import runs

@@ -18,8 +18,8 @@ from abrun.recipe.policy import Model
 from abrun.runs.files import read_json
 from abrun.runs.rundir import RunDir
 from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.loop import policy_objective
-from abrun.trainer.loop.policy_objective import PolicyObjective
+from abrun.trainer.loop import grpo
+from abrun.trainer.loop.grpo import PolicyObjective
 from abrun.trainer.models import content_of, load_network, sketch_of, weights_hash
 from abrun.trainer.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.trainer.rl.sampling import filtered_logprobs
@@ -181,13 +181,13 @@ def test_the_injected_fault_flips_every_second_position(
     tmp_path: Path, warm_weights: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[torch.Tensor] = []
-    original = policy_objective.clipped_policy_loss
+    original = grpo.clipped_policy_loss
 
     def spy(trainer_logprobs, old_logprobs, advantages, token_mask, **clip):
         seen.append(advantages)
         return original(trainer_logprobs, old_logprobs, advantages, token_mask, **clip)
 
-    monkeypatch.setattr(policy_objective, "clipped_policy_loss", spy)
+    monkeypatch.setattr(grpo, "clipped_policy_loss", spy)
     right = train_with(tmp_path / "right", warm_weights, "steps=1")[1]
     of_right, seen = seen, []
     wrong = train_with(tmp_path / "wrong", warm_weights, "steps=1", "injected_fault=flipped_advantages")[1]

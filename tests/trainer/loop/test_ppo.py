@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from abrun.recipe.algorithms import Ppo
-from abrun.trainer.loop.policy_objective import PolicyObjective
+from abrun.trainer.loop.grpo import PolicyObjective
 from abrun.trainer.loop.ppo import PpoAlgorithm, PpoValueObjective
 from abrun.trainer.loop.setup import make_setup
+from abrun.trainer.rl.advantages import generalized_advantages, shift_right, token_rewards
 from abrun.trainer.rl.batch import ActorCriticBatch, RolloutBatch, ScoredBatch
-from abrun.trainer.rl.values import generalized_advantages, shift_right, token_rewards
 from tests.trainer.loop import runs
 from tests.trainer.loop.runs import Trainer, run_to_end
 from tests.trainer.loop.test_batch_cuts_of_a_run import assert_same_up_to_rounding

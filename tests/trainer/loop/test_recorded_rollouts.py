@@ -33,7 +33,7 @@ from abrun.runs.metric_names import AGAINST_SAMPLER
 from abrun.runs.rollouts import read_step, step_path
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
-from abrun.trainer.loop.recordings import RecordedRollouts
+from abrun.trainer.loop.data import RecordedGroups
 from abrun.trainer.models import load_text
 from tests.bench.launches import clockless_rows
 from tests.launch.fakes import FAKE, run_to_end
@@ -155,7 +155,7 @@ def problem_of(source: Path, recipe_file: Path, **overrides: Any) -> str:
     settings = config.algorithm
     assert isinstance(settings, Grpo)
     with pytest.raises(StoreError) as error:
-        recorded = RecordedRollouts(
+        recorded = RecordedGroups(
             config, load_text(config.model, weights=None), Path("/nowhere/run/seed-0"), 0
         )
         for step in range(1, config.steps + 1):
@@ -168,7 +168,7 @@ def test_recordings_are_found_by_experiment_arm_and_run(
     place: str, launched: Path, recipe_file: Path
 ) -> None:
     config = reading_config(launched / place, recipe_file)
-    recorded = RecordedRollouts(config, load_text(config.model, weights=None), Path("/nowhere/run/seed-0"), 0)
+    recorded = RecordedGroups(config, load_text(config.model, weights=None), Path("/nowhere/run/seed-0"), 0)
     assert recorded.folder == launched / "baseline" / "seed-0" / "rollouts"
 
 

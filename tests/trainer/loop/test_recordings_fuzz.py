@@ -18,7 +18,7 @@ from abrun.recipe.experiment import load_recipe
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs import rollouts
 from abrun.runs.rollouts import RecordedCompletion, RecordedGroup, RecordedStep, step_path
-from abrun.trainer.loop.recordings import Group, RecordedRollouts, origin_of
+from abrun.trainer.loop.data import Group, RecordedGroups, origin_of
 from abrun.trainer.models import Text, load_text
 from tests.fuzzing import SEED, WORDS, bounded, check_line, damaged, rounds
 from tests.trainer.loop.test_recorded_rollouts import RECIPE
@@ -61,7 +61,7 @@ def read(config: OwnRunConfig, text: Text, source: Path) -> list[Group] | None:
     changed = config.rollout.model_copy(update={"engine": "recorded", "from": str(source), "record": False})
     try:
         with bounded():
-            recorded = RecordedRollouts(config.model_copy(update={"rollout": changed}), text, ELSEWHERE, 0)
+            recorded = RecordedGroups(config.model_copy(update={"rollout": changed}), text, ELSEWHERE, 0)
             return recorded.groups(1, 0, len(PROMPTS), len(COMPLETIONS))
     except StoreError as error:
         check_line(error)

@@ -9,9 +9,8 @@ from abrun.recipe.algorithms import Dpo, Grpo, ImportanceCorrection, OverlongPun
 from abrun.recipe.section import Section
 from abrun.runs.metric_names import METRICS
 from abrun.trainer.rl import losses
-from abrun.trainer.rl.advantages import STD_EPSILON, Baseline, NormalizeOver
+from abrun.trainer.rl.advantages import MIN_VARIANCE, STD_EPSILON, Baseline, NormalizeOver
 from abrun.trainer.rl.losses import Correction
-from abrun.trainer.rl.values import MIN_VARIANCE
 
 DOCS = Path(__file__).parents[3] / "docs"
 LOSSES = (DOCS / "explanation" / "logprobs-and-losses.md").read_text()

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from abrun.trainer.backends.packing import make_packing, shared_prefix_lengths
-from abrun.trainer.rl.advantages import group_advantages
-from abrun.trainer.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
-from abrun.trainer.rl.dpo import dpo_loss, preference_metrics
-from abrun.trainer.rl.losses import importance_weights, kl_penalty, loss_weights
-from abrun.trainer.rl.values import (
+from abrun.trainer.backends.microbatches import make_packing, shared_prefix_lengths
+from abrun.trainer.rl.advantages import (
     generalized_advantages,
+    group_advantages,
     reward_to_go_advantages,
     token_rewards,
     value_loss,
     value_loss_metrics,
     value_statistics,
 )
+from abrun.trainer.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
+from abrun.trainer.rl.dpo import dpo_loss, preference_metrics
+from abrun.trainer.rl.losses import importance_weights, kl_penalty, loss_weights
 from tests.trainer.rl.test_metrics import Tensors, full_parts_of, random_batch
 from tests.trainer.rl.test_policy_losses import LOSSES
 from tests.trainer.rl.test_values import alone

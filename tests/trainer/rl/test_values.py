@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from abrun.trainer.rl.values import (
+from abrun.trainer.rl.advantages import (
     AllReduceSum,
     TokenStatistics,
     generalized_advantages,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from abrun.trainer.rollout.draws import Draws
+from abrun.trainer.seeds import Draws
 
 ROWS, TOKENS = 64, 40
 

@@ -10,11 +10,11 @@ from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.tools.trace.observe import one_ulp_away
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer, in_place, open_network
+from abrun.trainer.models import Text, character_tokenizer, checks, open_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.trainer.rollout import Completion, torch_engine
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.torch_engine import TorchEngine
+from abrun.trainer.seeds import Draws
 
 PROMPTS = ["1+1=", "a rather long prompt, to pad the others for: 12345+67890=", "x", "30+12=", "Q: why?"] * 2
 MAX_NEW_TOKENS = 9
@@ -96,8 +96,8 @@ def test_a_cache_gets_more_places_as_completions_need_them(
 ) -> None:
     rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS)
     _, expected = generate(make_model(), rollout)
-    monkeypatch.setattr(torch_engine, "INITIAL_PLACES", first_room)
-    monkeypatch.setattr(in_place, "MULTIPLE", 1)
+    monkeypatch.setattr(torch_engine, "INITIAL_SLOTS", first_room)
+    monkeypatch.setattr(checks, "MULTIPLE", 1)
     _, found = generate(make_model(), rollout)
     for one, other in zip(found, expected, strict=True):
         assert (one.token_ids, one.truncated) == (other.token_ids, other.truncated)

@@ -11,8 +11,8 @@ from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.models import Text, character_tokenizer, open_network
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.torch_engine import TorchEngine
+from abrun.trainer.seeds import Draws
 from tests.trainer.loop.runs import single_rank
 
 pytestmark = pytest.mark.gpu

@@ -26,8 +26,8 @@ from abrun.trainer.models import (
     facts_of,
     open_network,
 )
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.torch_engine import TorchEngine
+from abrun.trainer.seeds import Draws
 from tests.trainer.models.architectures import tiny_network
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ import torch
 
 from abrun.errors import LaunchError
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.models.presets import preset_config
+from abrun.trainer.models.sources import preset_config
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.rollout.vllm import transfer
 from abrun.trainer.rollout.vllm.startup import cache_bytes

@@ -24,8 +24,8 @@ from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.models import Text, character_tokenizer, load_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer
+from abrun.trainer.seeds import Draws
 from tests.written_runs import run_config
 
 with_vllm = [

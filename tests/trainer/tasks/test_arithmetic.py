@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from abrun.recipe.tasks import Arithmetic, Validation
 from abrun.trainer.tasks import Example, hold_out, make_task
-from abrun.trainer.tasks.arithmetic import value
+from abrun.trainer.tasks.generated import value
 
 NAMES = {"+": "add", "-": "subtract", "*": "multiply"}
 

@@ -9,7 +9,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.trainer.tasks import Example, make_task
 from abrun.trainer.tasks.final_answers import last_box, last_number, number
-from abrun.trainer.tasks.verifiers import boxed, final_number, judge_by_value
+from abrun.trainer.tasks.problems import boxed, final_number, judge_by_value
 from tests.snapshot import Snapshot
 
 # One completion a line, and what it earns where the last number is compared literally

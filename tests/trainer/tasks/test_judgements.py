@@ -11,7 +11,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
 from abrun.trainer.tasks import Example, make_task, values
 from abrun.trainer.tasks.expressions import final_answer
-from abrun.trainer.tasks.verifiers import judge_by_reference, judge_by_value
+from abrun.trainer.tasks.problems import judge_by_reference, judge_by_value
 
 # One reference a line, with completions that a person calls right and wrong
 JUDGEMENTS = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from abrun.recipe.tasks import WordProblems
 from abrun.trainer.models import UNKNOWN, character_tokenizer
 from abrun.trainer.tasks import Example, TrainingTask, make_task
-from abrun.trainer.tasks.word_problems import TOPICS
+from abrun.trainer.tasks.generated import TOPICS
 from tests.snapshot import Snapshot
 
 GOLDEN = "4d3d5645efda1f5852c25a10f3f2d84764e719e492412996d27869f05f1cd1d0"

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils import get_total_norm
 
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
-from abrun.trainer.backends.norms import sum_of_squares
-from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
+from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs, sum_of_squares
 from abrun.trainer.models import takes_weight_decay
 
 T = TypeVar("T")

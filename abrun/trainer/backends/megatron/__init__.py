@@ -1,8 +1,8 @@
 """The megatron backend: megatron-core's layers, pipeline and optimizer, without Transformer Engine.
 
 Modules: `library` (supported versions), `cpu` (running without CUDA), `groups` (process groups), `network`
-(architecture), `names` (weights), `parameters` (gradients and optimizer), `routing` (experts), `stages`
-(passes over microbatches), `decoding`, `backend` (the policy) and `value_model`.
+(architecture), `parameters` (weights, gradients and optimizer), `routing` (experts) and `backend` (the policy
+and its passes over microbatches).
 """
 
 from typing import Any

@@ -24,7 +24,7 @@ from abrun.trainer.backends.attention import attend_in_stream
 from abrun.trainer.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.trainer.backends.megatron.library import dtype_of
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting
-from abrun.trainer.backends.packing import Packing
+from abrun.trainer.backends.microbatches import Packing
 from abrun.trainer.models import Facts, attends_to_all
 
 

@@ -13,8 +13,8 @@ from abrun.trainer.backends import Backend
 from abrun.trainer.backends.ranks import all_gather_lists
 from abrun.trainer.models import Text
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.vllm.instance import VllmInstance
+from abrun.trainer.seeds import Draws
 
 
 class ColocatedEngine:

@@ -20,11 +20,11 @@ from abrun.trainer.backends import Backend
 from abrun.trainer.backends.ranks import limit_memory
 from abrun.trainer.models import Text
 from abrun.trainer.rollout import Completion, RolloutEngine
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.vllm.client import EngineClient, HostProcess, ProcessLostError, engine_log
 from abrun.trainer.rollout.vllm.instance import SPARE_BYTES
 from abrun.trainer.rollout.vllm.server import EngineSetup
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer, SharedBufferTransfer
+from abrun.trainer.seeds import Draws
 
 Answer = TypeVar("Answer")
 

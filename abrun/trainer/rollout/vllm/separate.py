@@ -16,10 +16,10 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend
 from abrun.trainer.models import Text
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout.draws import Draws
 from abrun.trainer.rollout.vllm.client import ChildProcess, EngineClient
 from abrun.trainer.rollout.vllm.server import EngineSetup
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer
+from abrun.trainer.seeds import Draws
 
 
 class SeparateEngine:
