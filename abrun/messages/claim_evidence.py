@@ -129,10 +129,6 @@ MESSAGES: dict[Code, Message] = {
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",
-    Code.POLICY_LOSS: "{metric}: {kind}: the loss of a policy gradient does not measure learning; claim a "
-    "reward, or add ', lower is better' to --claim",
-    Code.DIRECTION_UNKNOWN: "{metric}: {kind}: whether higher is better is unknown; add ', higher is better' "
-    "or ', lower is better' to --claim, or higher_is_better to the recipe's claim",
     Code.TARGET_MET_BEFORE_TRAINING: "{run} meets the target {target:g} before training ({value:g}); claim "
     "another target, or say with ', lower is better' or ', higher is better' which direction improves",
     Code.TIME_NOT_RECORDED: "{run} does not record its {unit}{metrics:if  ({metrics:join  or })}; "
@@ -147,7 +143,6 @@ MESSAGES: dict[Code, Message] = {
     "evaluate more often",
     Code.TARGET_GRIDS_DIFFER: "the treatment evaluates every {treatment:g} steps and the baseline every "
     "{baseline:g}; more evaluations are more chances to reach the target",
-    Code.TARGET_WITHOUT_STEPS: "{metric}: {window}: the runs have final scores but no steps; claim a margin",
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
     "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "
     "change late, so compare the raw values",

@@ -41,17 +41,6 @@ def _memory_ran_out(
     return f"{device} ran out of memory during {doing or 'the start'}; {remedy} ({error})"
 
 
-def _engine_not_shared(runs_per_gpu: int, cache_bytes: int | None, share_bytes: int | None) -> str:
-    """vLLM's cache does not fit a run's share; `share_bytes` None: alone, vLLM would size it by the GPU."""
-    got = f"cluster.runs_per_gpu: got {runs_per_gpu}, but"
-    if cache_bytes is None or share_bytes is None:
-        return f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1"
-    return (
-        f"{got} vLLM's cache of {cache_bytes / GIB:.1f} GiB takes most of a run's share of "
-        f"{share_bytes / GIB:.1f} GiB; use fewer, or auto"
-    )
-
-
 def _ranks_silent(silent_s, ranks, num_unstarted, num_more) -> str:
     """No rank makes progress; `ranks` has the positions of at most four."""
     places = [
@@ -99,9 +88,6 @@ MESSAGES: dict[Code, Message] = {
     Code.COLLECTIVE_TIMED_OUT: "waiting for other ranks timed out after {waited_s:.0f} s, in an NCCL "
     "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
-    Code.ENGINE_NOT_SHARED: _engine_not_shared,
-    Code.SHARE_EMPTY: "cluster.runs_per_gpu: got {runs_per_gpu}, but a GPU of {device_gib:.0f} GiB "
-    "has no memory for so many shares; use fewer",
     Code.NODE_LOST: "{node} is lost: {error}",
     Code.JOB_WAITS: "job {job} waits: {why}",
     Code.RUN_WAITS: "job {job} waits {why}",
@@ -117,17 +103,8 @@ MESSAGES: dict[Code, Message] = {
     Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
     Code.RESUMABLE: "{ending}; continue with --resume",
     Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; create it again with --resume",
-    Code.ATTEMPT_REMOVED: "{path}: was removed, so attempt {attempt} stops",
-    Code.ATTEMPT_FENCED: "{path}: attempt {newest} now owns this run, so attempt {attempt} stops",
-    Code.LAUNCHED_BY_ANOTHER: "{path}: {owner} is already launching this; wait for it, {pid:if stop it with: "
-    "kill {pid}|stop it there}{may_take_over:if , or take over with --take-over}",
-    Code.FILE_LOCKED: "{path}: another process is changing it; wait for it and try again",
-    Code.FOLDER_LOCKED: "{folder}: another {command} is working there; wait for it, or give another --output",
     Code.LOCK_TAKEN_OVER: "took over the lock of {owner}{is_gone:if , which has ended|{as_asked:if  "
     "(--take-over)|, which no longer renews it}}",
-    Code.TAKEN_OVER: "{path}: {owner} has taken over, so this launcher stops its runs",
-    Code.NO_TEMPORARY_FILES: "temporary files: {error}; free some space there, or set TMPDIR",
-    Code.RANKS_NOT_STARTED: "node {node} cannot start its ranks: {error}",
     Code.TIME_LIMIT_REACHED: "limits.run_s: not finished after {limit_s:g} s",
     Code.STALL_LIMIT_REACHED: "limits.stalled_s: {silence}",
     Code.RANKS_SILENT: _ranks_silent,
@@ -141,14 +118,9 @@ MESSAGES: dict[Code, Message] = {
     Code.WARM_START_FAILED: "the warm start in {directory} {status}",
     Code.RECORDING_FAILED: "{run}, whose rollouts it trains on, {status}",
     Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed in the same way at their start",
-    Code.RUN_DIRECTORY_GONE: "{directory} no longer exists",
-    Code.COMMAND_NOT_STARTED: "trainer.argv: got {command:repr}, which cannot be started: {error}; give the "
-    "path of an executable file",
     Code.ALIAS_NOT_LOGGED: _alias_not_logged,
     Code.NO_METRICS: _no_metrics,
     Code.METRICS_UNREADABLE: "metrics: {problem}",
-    Code.METRICS_LEAD_TO_RUN_FILE: "{path}: points to {target}, which is reserved for abrun; write to a file "
-    "of your own",
     Code.METRICS_LOST_ROWS: "{path}: lost its rows up to step {step} while the command ran; train again with "
     "--resume, and remove the trainer's checkpoints if it would continue from them",
 }

@@ -3,50 +3,12 @@
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
 
-
-def _summary(num_recipes, counts, names) -> str:
-    """The fleet in one sentence: how many recipes regressed here, and where all others stand."""
-    num_regressed = counts["regressed here"]
-    head = f"{num_regressed} of {num_recipes} recipes" if num_regressed else "no recipe"
-    others = [
-        template.format(num=num, verb="is" if num == 1 else "are", past="was" if num == 1 else "were")
-        for status, template in _OTHERS.items()
-        if (num := counts[status]) or status == "green"
-    ]
-    text = f"{head} regressed here; {', '.join(others)}"
-    return f"{text}. Look at {', '.join(names)}" if names else text
-
-
-_OTHERS = {
-    "red before": "{num} {past} red before",
-    "flaked": "{num} flaked",
-    "open": "{num} {verb} open",
-    "not judged": "{num} could not be judged",
-    "green": "{num} {verb} green",
-}
 MESSAGES: dict[Code, Message] = {
-    Code.FLEET_SUMMARY: _summary,
-    Code.FLEET_FOLDER_MISSING: "{option}: got {folder}, {problem}; give a folder with a subfolder for each "
-    "recipe",
-    Code.FLEET_EMPTY: "--fleet: {folder} has no recipe; give a folder with a subfolder of runs "
-    "for each recipe",
-    Code.FLEET_NOT_JUDGED: "--fleet: none of the {num:count recipe} in {folder} can be judged; the first is "
-    "{recipe}: {problem}",
     Code.FLEET_WITHOUT_REFERENCE: "{recipe} has no reference; make one: abrun reference save RUNS "
     "-o {reference}",
     Code.FLEET_TWO_REFERENCES: "{recipe} has two references, {first} and {second}; remove one",
     Code.FLEET_WITHOUT_RUNS: "{recipe} has a reference but no runs in {folder}; run it, or remove "
     "its reference",
-    Code.FLEET_OPTION_REFUSED: "--fleet: got {option} as well; drop it",
-    Code.FLEET_NEEDS_SOURCE: "compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER",
-    Code.FLEET_OUTPUT_HOLDS_RUNS: "--output: {folder} holds the runs of the fleet; choose another folder",
-    Code.FLEET_PROCESS_DIED: "--fleet: one of {num} processes was killed, perhaps for lack of memory; judge "
-    "fewer recipes at a time",
-    Code.FLEET_FILE_REFUSED: "--before: {path}: {problem}; give the --output folder of an earlier abrun "
-    "compare --fleet",
-    Code.FLEET_ATTEMPT_FAILED: "attempt {attempt} of {run} failed: {message}",
-    Code.FLEET_DRIFT_USED_UP: "the accepted changes in its ledger have drifted beyond the budget",
-    Code.FLEET_REFERENCE_BREAKS_LIMIT: "its own runs break the limit {limit} on {metric}",
     Code.FLEET_REFERENCE_RED: "the reference itself is red: {problem}; make a new reference",
     Code.FLEET_GONE_ON_RETRY: "{attempt}{num_more:if , and {num_more} more|}; every run finished in a later "
     "attempt and matches",

@@ -44,34 +44,7 @@ MESSAGES: dict[Code, Message] = {
     Code.GATE_STATE: "gate on {metric} over steps {first}-{last}, {higher:if higher|lower} is better: "
     "{num_candidates:count candidate}, {num_discoveries} kept; the incumbent is {incumbent} "
     "({num_runs:count run}); level of the next candidate {level:.2g}",
-    Code.GATE_LEDGER_MISSING: "--against: {path} is not a file; start a ledger: abrun gate INCUMBENT --start "
-    "--against {path} --claim 'train/reward:last 20%:better 0'",
-    Code.GATE_LEDGER_EXISTS: "--start: {path} already exists; drop --start to ask it, or choose another file",
-    Code.GATE_LEDGER_INVALID: "--against: {path} is not a ledger of abrun gate; start one with --start",
-    Code.GATE_LINE_LOST: "--against: {path}: answer {number} stands where answer {expected} should; "
-    "restore the file",
-    Code.GATE_CLAIM_REFUSED: "--claim: got another kind of claim on {metric}; allowed: METRIC:WINDOW:better "
-    "NUMBER, in the metric's unit, such as 'train/reward:last 20%:better 0'",
-    Code.GATE_DIRECTION_UNKNOWN: "--claim: whether higher is better is unknown for {metric}; add "
-    "', higher is better' or ', lower is better'",
-    Code.GATE_WORTH_REFUSED: "--worth: got {worth:repr}; allowed: a number above the claim's {margin:g}, or "
-    "standard deviations such as '2 sigma'",
-    Code.GATE_INCUMBENT_REFUSED: "{incumbent}: got {num_runs:count run} as the incumbent; allowed: at least "
-    "{minimum} that differ, so that the noise is known",
-    Code.GATE_SUPERSEDED: "{candidate}: new runs of an earlier incumbent; to judge it against {incumbent}, "
-    "run it anew and give another --name",
-    Code.GATE_RUNS_CHANGED: "{candidate}: {num_missing} of the {num_earlier} runs that were judged are "
-    "missing or changed; give all earlier runs with the new ones, or another --name",
-    Code.GATE_TOO_MANY_SEEDS: "{candidate}: got {num_seeds} seeds; allowed: at most {maximum}, chosen in "
-    "advance (--seeds 0-{maximum})",
-    Code.GATE_RUN_NOT_FINISHED: "{run}: is {status}, so the candidate cannot be judged; wait or run it again",
-    Code.GATE_RUN_SHORT: "{run}: {metric} {recorded:if covers steps {recorded[0]}-{recorded[1]}|is not "
-    "recorded}, but the gate reads steps {steps[0]}-{steps[1]}; run it to the end",
     Code.GATE_DIVERGED: "WORSE: {metric} of {candidate} is NaN or infinite in "
     "{num_diverged:count run}; discard it",
     Code.GATE_FAILED: "WORSE: of {candidate}, {runs:list} failed; discard it, or run what failed again",
-    Code.GATE_COPIES: "{problem}; run {candidate} with seeds that no other run has",
-    Code.GATE_INCUMBENT_DIVERGED: "{incumbent}: {num_diverged:count run} failed or became NaN or infinite; "
-    "an incumbent needs runs that end; leave the run out with --exclude",
-    Code.START_NEEDS: "--start requires {missing}; add it",
 }

@@ -32,12 +32,5 @@ def _refused(field: str, got: str) -> str:
 
 
 MESSAGES: dict[Code, Message] = {
-    Code.NOT_ALLOWED: "{field}: got {got}; allowed: {allowed:list}",
-    Code.OPTION_NEEDS: "{option} requires {needed}; add it, or drop {option}",
-    Code.PATH_MISSING: "{path}: {problem}; {remedy}",
-    Code.OF_SUBJECT: "{subject}: {problem}",
-    Code.UNREADABLE: "{path}: cannot be read: {error}",
-    Code.NOT_READABLE_AS: "{path}: not readable as {format}: {problem}",
-    Code.LOCKED: "{path}: another {problem}",
     Code.SETTING_REFUSED: _refused,
 }
