@@ -65,7 +65,7 @@ def test_a_graph_samples_what_single_operators_do_also_after_an_update(
 ) -> None:
     preset, policy, rollout = CASES[case]
     monkeypatch.setattr(
-        "abrun.trainer.rollout.torch_engine.INITIAL_PLACES", 20
+        "abrun.trainer.rollout.torch_engine.INITIAL_SLOTS", 20
     )  # so that the cache grows, too
     with single_rank("nccl"):
         backend = make_backend(preset, policy)
