@@ -87,11 +87,11 @@ class CommandGroup(TyperGroup):
                 if not isinstance(application, typer.Typer):
                     raise AbrunError(f"{COMMANDS}: {entry.name}: {entry.value} is no Typer application")
                 finish_help(application)
-                found = get_group(application).commands
+                commands = get_group(application).commands
             except AbrunError as error:
                 note(str(error))
                 continue
-            for name, command in found.items():
+            for name, command in commands.items():
                 self.commands.setdefault(name, command)
 
 

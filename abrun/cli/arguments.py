@@ -11,7 +11,6 @@ import typer
 
 from abrun.cli.app import note
 from abrun.errors import RecipeError
-from abrun.runs.files import is_directory
 from abrun.runs.redaction import shortened
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ def resolve_recipe_file(context: typer.Context, path: Path | None) -> Path | Non
     if path is None:
         return None
     from abrun.experiment.starter.shipped import find_recipe
+    from abrun.runs.files import is_directory
 
     recipe_path = find_recipe(path, context.params.get("runs_dir", Path("runs")))
     if recipe_path != path:
@@ -47,6 +47,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 def complete_experiment(incomplete: str) -> list[str]:
     """Return the experiments under `runs/` for shell completion."""
     from abrun.runs.experiment import list_experiments
+    from abrun.runs.files import is_directory
 
     runs = Path("runs")
     experiments = list_experiments(runs) if is_directory(runs) else []

@@ -150,19 +150,10 @@ def compare(
     fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
-        _judge_fleet(
-            reading,
-            {"SOURCE": sources, "--claim": claim, "--wandb": wandb},
-            allow_open=allow_inconclusive,
-            as_json=as_json,
-            folder=fleet,
-            references=reference,
-            earlier=before,
-            rerun=rerun,
-            arm=arm,
-            output=output,
-            step_one=not no_step_one,
-        )
+        refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
+        options = {"references": reference, "earlier": before, "rerun": rerun, "arm": arm, "output": output}
+        options |= {"folder": fleet, "step_one": not no_step_one}
+        _judge_fleet(reading, refused, options, allow_open=allow_inconclusive, as_json=as_json)
     refuse_options({"--before": before, "--rerun": rerun}, needed="--fleet")
     if not sources:
         raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
@@ -180,33 +171,34 @@ def compare(
         output=output,
         command=typed_command(),
     )
+    _print(comparison, as_json=as_json)
+    if wandb:
+        _upload(comparison, sources, runs_dir)
+    code = comparison.exit_code
+    raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
+
+
+def _print(comparison: "Comparison", *, as_json: bool) -> None:
     if as_json:
         print_json(comparison.as_json())
     else:
         console().print(comparison.summary())
-    if wandb:
-        _upload(comparison, sources, runs_dir)
-    is_tolerated = allow_inconclusive and comparison.verdict == "INCONCLUSIVE"
-    raise typer.Exit(0 if is_tolerated else comparison.exit_code)
 
 
 def _judge_fleet(
     reading: "ReadingOptions",
     refused: Mapping[str, Any],  # values of options that do not apply to fleets
+    options: Mapping[str, Any],  # those of fleets
     *,
     allow_open: bool,  # exit with 0 if a recipe is open, and nothing worse
     as_json: bool,
-    **options: Any,
 ) -> NoReturn:
     """Judge a fleet, print it, and exit with its code. Raises RecipeError for a refused option."""
     from abrun.recipe.implementations import load_tool
 
     fleet = load_tool("fleet", "--fleet")
-    given = reading.given_options
-    refused = {
-        **refused,
-        **{name: given.get(name) for name in ("--baseline", "--interim", "--versions-differ")},
-    }
+    names = ("--baseline", "--interim", "--versions-differ")
+    refused = {**refused, **{name: reading.given_options.get(name) for name in names}}
     refuse_options(refused, "--fleet: got {option} as well; drop it")
     comparison = fleet.compare_fleet(fleet.FleetOptions(reading=reading, command=typed_command(), **options))
     if as_json:

@@ -294,10 +294,10 @@ def compare_designs(
             mismatches = np.any([claim.mismatches for claim in decided], axis=0)
             is_decided = np.concatenate([matches | mismatches, np.ones((1, matches.shape[1]), bool)])
             decided_at = is_decided.argmax(axis=0)
-            last = np.minimum(decided_at, num_analyses - 1)
+            analysis = np.minimum(decided_at, num_analyses - 1)
             columns = np.arange(matches.shape[1])
-            all_match = all_match & matches[last, columns] & ~mismatches[last, columns]
-            stop = np.maximum(stop, last)
+            all_match = all_match & matches[analysis, columns] & ~mismatches[analysis, columns]
+            stop = np.maximum(stop, analysis)
         return float(np.array(interim)[stop].mean()), float(all_match.mean())
 
     pairs_if_equal, power = simulate(0.0)

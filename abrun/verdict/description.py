@@ -8,6 +8,7 @@ baseline alone.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -177,21 +178,9 @@ def _describe_metric(
     distance = np.abs(values[-1] - values[0]) if sides.sizes == (1, 1) else None
     varying = spread_values(first, second, paired=sides.paired)
     step = find_resolution(sides.runs, untransformed_claim(metric), varying)
-    test = (
-        equivalence_test(baseline, treatment, 1.0, resolution=step, paired=sides.paired)
-        if min(sides.sizes) > 1
-        else None
-    )
     margin, margin_is = _suggest_margin(sides, metric, float(baseline.mean()), last_step)
     curves = values[: sides.sizes[0]], values[sides.sizes[0] :]
     ratio = ratio_at_each_step(*curves)
-    detected = runs_needed = None
-    if test:
-        interval, paired = test.interval, sides.paired
-        detected = detect(baseline, treatment, test.mean_difference, interval, paired=paired, unit=unit)
-    if test and margin:
-        runs_needed = _count_runs_needed(test, margin, (baseline, treatment), step, paired=sides.paired)
-
     described = {
         "metric": metric,
         "window": window,
@@ -207,13 +196,9 @@ def _describe_metric(
         "mean_distance": None if distance is None else float(distance.mean()),
         "largest_distance": None if distance is None else float(distance.max()),
         "largest_at": None if distance is None else int(steps[distance.argmax()]),
-        # None with one run of each arm
-        "detected": detected and asdict(detected),  # None if the interval includes zero
-        "interval": test.interval if test else None,  # 90 % confidence interval of the difference
-        "certified_bound": test.certified_bound if test else None,  # smallest margin that would pass now
+        **_describe_test(sides, unit, (baseline, treatment), margin, step),
         "margin": margin,  # suggested from the baseline alone; None if the baseline is 0
         "margin_is": margin_is,  # how the margin was derived
-        "runs_needed": runs_needed,  # sample size for 80 % power at that margin; None above 1000
         # Geometric mean, minimum and maximum of treatment / baseline over all steps and pairs, if all of
         # these ratios are on one side of 1 and their mean is not near it; None otherwise
         "ratio_at_each_step": ratio,
@@ -222,6 +207,24 @@ def _describe_metric(
         "num_steps": len(steps),  # that all runs share
     }
     return Evidence(kind="description", arm=arm, values=described)
+
+
+def _describe_test(
+    sides: Sides, unit: str, arms: tuple[Array, Array], margin: float | None, resolution: float
+) -> dict[str, Any]:
+    """Return what an equivalence test says of two arms' values; None for all with one run of each arm."""
+    if min(sides.sizes) == 1:
+        return dict.fromkeys(("detected", "interval", "certified_bound", "runs_needed"))
+    paired = sides.paired
+    test = equivalence_test(*arms, 1.0, resolution=resolution, paired=paired)
+    detected = detect(*arms, test.mean_difference, test.interval, paired=paired, unit=unit)
+    return {
+        "detected": detected and asdict(detected),  # None if the interval includes zero
+        "interval": test.interval,  # 90 % confidence interval of the difference
+        "certified_bound": test.certified_bound,  # smallest margin that would pass now
+        # Sample size for 80 % power at the suggested margin; None above 1000
+        "runs_needed": _count_runs_needed(test, margin, arms, resolution, paired=paired) if margin else None,
+    }
 
 
 def _ratio_reasons(described: Sequence[Evidence], baseline: str) -> list[Reason]:

@@ -116,7 +116,7 @@ def test_a_wandb_run_ends_as_its_run_does(
     elif ending == "interrupted":
         writer.interrupt(exit_code=3)
     elif ending == "failed":
-        writer.fail(Code.OF_SUBJECT(subject="x", problem="y"), exit_code=2)
+        writer.fail(Code.FOREIGN_TEXT(text="x: y"), exit_code=2)
     mirrored(run)
     (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
     assert read_wandb_files([file], "run").failure == (f"exit code {code}" if code else "")

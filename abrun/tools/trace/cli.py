@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from abrun.cli.app import console, make_group, print_json, survive_output_errors
 from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument, typed_command
-from abrun.report.present.tables import Table, columns
-from abrun.runs.files import is_directory
-from abrun.runs.traces import TracedTensor, TraceResult
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from abrun.runs.traces import TracedTensor, TraceResult
 
 Dumps = Annotated[
     list[Path] | None,
@@ -64,6 +64,7 @@ def trace(
     from abrun.recipe.experiment import load_recipe
     from abrun.report.next_step import TRAIN_IN_FLOAT32
     from abrun.runs.experiment import is_experiment
+    from abrun.runs.files import is_directory
     from abrun.runs.traces import FOLDER, StoredTrace
     from abrun.tools.trace.command import trace_dumps, trace_recipe
 
@@ -112,15 +113,20 @@ NEIGHBOURS = 3  # rows shown before and after the first difference
 MAX_MISSING = 6  # names of tensors that one arm lacks
 
 
-def summary(result: TraceResult) -> RenderableType:
+def summary(result: "TraceResult") -> "RenderableType":
     """Return what the trace found, and the tensors around it: without a difference, the largest errors."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from abrun.report.present.tables import Table, columns
+
     rows = [_row(result, tensor) for tensor in _shown(result)]
     titles = (*COLUMNS[:3], "times a replica's" if result.num_replicas else "times one ULP", "")
     table = Table(columns(*titles, numeric=titles[1:4]), rows)
     return Group(Text("\n".join(_headlines(result))), table.to_rich(pad_edge=True))
 
 
-def _headlines(result: TraceResult) -> Iterator[str]:
+def _headlines(result: "TraceResult") -> Iterator[str]:
     first, last = result.first, result.last_agreeing
     of = f"step {result.step}, {len(result.tensors)} tensors"
     if result.limit is None:
@@ -155,7 +161,7 @@ def _headlines(result: TraceResult) -> Iterator[str]:
         yield f"not compared, because one arm lacks them: {', '.join(shown)}{more}"
 
 
-def _unjudged(result: TraceResult, of: str) -> Iterator[str]:
+def _unjudged(result: "TraceResult", of: str) -> Iterator[str]:
     """Yield what can be said without a repeat of the baseline."""
     changed = [tensor for tensor in result.tensors if tensor.ulps]
     if not changed:
@@ -166,7 +172,7 @@ def _unjudged(result: TraceResult, of: str) -> Iterator[str]:
     yield "the largest relative errors, in the order of execution:"
 
 
-def _shown(result: TraceResult) -> list[TracedTensor]:
+def _shown(result: "TraceResult") -> "list[TracedTensor]":
     tensors = list(result.tensors)
     if result.first is None:
         size = "relative_error" if result.limit is None else "ratio"
@@ -176,7 +182,7 @@ def _shown(result: TraceResult) -> list[TracedTensor]:
     return tensors[max(index - NEIGHBOURS, 0) : index + NEIGHBOURS + 1]
 
 
-def _row(result: TraceResult, tensor: TracedTensor) -> tuple[str, ...]:
+def _row(result: "TraceResult", tensor: "TracedTensor") -> tuple[str, ...]:
     values = (tensor.relative_error, tensor.ulps, tensor.ratio)
     mark = "<- first" if tensor is result.first else "differs" if tensor in result.beyond else ""
     return tensor.name, *(f"{value:.2g}" for value in values), mark

@@ -228,7 +228,7 @@ def test_moments_in_names(name: str, expected: str) -> None:
 def test_one_folder_of_one_arm(tmp_path: Path, layout: str) -> None:
     write_arms(tmp_path / "trl", old=layout)
     noise = judged([tmp_path / "trl"], tmp_path / "report").content.select("seed noise")
-    assert noise[0].arm == "trl" and len(noise[0].levels) == 3
+    assert noise[0].arm == "trl" and len(noise[0]["levels"]) == 3
     experiment = open_sources([str(tmp_path / "trl")], ReadingOptions(allows_one_arm=True))
     assert experiment.arms == ("trl",) and len(experiment.runs) == 3
 

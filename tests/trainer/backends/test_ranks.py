@@ -184,6 +184,6 @@ def test_a_rank_waits_in_the_installed_torch_alone(tmp_path: Path, file: str, wa
     """Any folder may be named torch, and torch's own files lie up to five folders deep."""
     stack = tmp_path / "rank-0.stack"
     stack.write_text(f'Current thread 0x1:\n  File "{file}", line 7 in wait\n')
-    place = progress._stack_location(stack)
+    place = progress._locate(os.getpid(), stack)
     assert str(place) == f"wait ({'/'.join(file.split('/')[-3:])}:7)"
     assert is_in_torch(place) == waits
