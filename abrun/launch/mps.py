@@ -65,7 +65,7 @@ class MpsService:
                 start_new_session=True,  # Ctrl-C must not reach it before the runs have ended
             )
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not any((self._folder / "pipes").glob("*")):
+            while not _has_files(self._folder / "pipes"):
                 if self._keeper.poll() is not None or time.monotonic() > deadline:
                     raise OSError(f"{DAEMON} did not start")
                 time.sleep(POLL_S)
@@ -126,6 +126,12 @@ def is_served(env: Mapping[str, str] = os.environ) -> bool:
         return psutil.pid_exists(int((DEFAULT_PIPES / PID_FILE).read_text()))
     except (OSError, ValueError):
         return False
+
+
+def _has_files(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # removed by a keeper whose daemon has ended
+        return any(folder.iterdir())
+    return False
 
 
 def _variables_of(folder: Path) -> dict[str, str]:
