@@ -462,6 +462,15 @@ def no_space_for(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool
         monkeypatch.setattr(module, "write_json", write)
 
 
+def test_a_disk_that_fills_up_while_preparing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_space_for(monkeypatch, lambda path: path.parent.name == "seed-1")
+    with pytest.raises(StoreError, match="No space left"):
+        launch(tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_fills_up_later_leaves_no_process_and_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Callable[..., None]
 ) -> None:

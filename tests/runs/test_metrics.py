@@ -159,6 +159,26 @@ def test_of_several_attempts_the_last_validation_counts(tmp_path: Path) -> None:
     assert found[0].prompts_sha256 == "ab"
 
 
+def test_every_flipped_bit_of_a_validation_is_noticed(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path, 1)
+    writer = LineWriter(tmp_path / "validation.jsonl")
+    for step in (0, 4):
+        writer.write(json.loads(validation_line(step, 1, [0, 0.5])))
+    writer.close()
+    path = tmp_path / "validation.jsonl"
+    content = path.read_bytes()
+    assert list(run.validations()) == [0, 4]
+    for bit in range(0, 8 * len(content), 7):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = run.validations()
+        except StoreError:
+            continue
+        assert [row.rewards.tolist() for row in found.values()] == [[0, 0.5], [0, 0.5]]
+
+
 @pytest.mark.parametrize(
     "line",
     [
