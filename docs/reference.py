@@ -340,8 +340,8 @@ def _fault_line(fault: Fault) -> str:
 CODES_HEAD = """# Reason codes
 
 In `verdict.json`, each list of sentences has a list of codes with their values next to it: `reasons` and
-`reason_codes`. In Python, `error.code` and `error.reason.values` say why abrun refused something. Wordings
-may change; a code keeps its meaning. Codes of verdicts are listed with the names of their values.
+`reason_codes`. Wordings may change; a code keeps its meaning. Other refusals are text alone
+(`foreign_text`). Codes of verdicts are listed with the names of their values.
 """
 NAMES_ONLY = ("Next steps", "Preflight", "Refusals")
 

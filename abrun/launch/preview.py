@@ -15,9 +15,8 @@ from abrun.launch.cluster import ClusterJobs
 from abrun.launch.local import count_parallel_runs
 from abrun.launch.prepare import find_ineffective_settings
 from abrun.messages import sentence, sentences
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
-from abrun.messages.records import encode_reasons
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
 from abrun.recipe.experiment import BASELINE
@@ -116,12 +115,10 @@ def preview_as_json(plan: ExperimentPlan, feasible: Feasibility, num_jobs: int |
         "warm_starts": {key: config.steps for key, config in plan.warm_starts.items()},
         "treatment_diff": plan.treatment_diff,
         "notes": inert,
-        "note_codes": [encode_reasons(Code.FOREIGN_TEXT(text=text)) for text in inert],
         "decided": plan.decided,
         "machine": str(machine) if machine else None,
         "runs_at_once": _count_parallel(plan, machine, num_jobs) if machine and not reasons else None,
         "refusals": reasons,
-        "refusal_codes": [encode_reasons(Code.FOREIGN_TEXT(text=text)) for text in reasons],
     }
 
 
