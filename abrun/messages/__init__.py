@@ -1,4 +1,4 @@
-"""Sentences of all reason codes. Wordings are defined only in this package.
+"""Sentences of all reason codes: of verdicts, and of what stored files or decisions name by a code.
 
 Each module has a table from code to message. A message is a template, or a function if a sentence needs more
 than a template. Functions get a reason's values as keyword arguments; the values have no static types.

@@ -1,4 +1,4 @@
-"""Reason codes, in which verdicts, checks and refusals are expressed: a code with its values.
+"""Reason codes of verdicts, and of refusals that something decides by or a file stores.
 
 `abrun.messages` turns a reason into a sentence. Programs decide by `reason.code` and `reason.values`, never
 by a sentence. Codes are a public interface, for example in `verdict.json`: wordings may change, but a code
