@@ -74,7 +74,7 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
 
 def evidence_tables(content: VerdictFile, limit: int | None = MAX_METRICS) -> dict[Kind, list[Table]]:
     """Return the tables of evidence that stands where claims stand, with at most `limit` unclaimed rows."""
-    found = {kind: content.select(kind) for kind in TABLES}
+    found: dict[Kind, list[Evidence]] = {kind: content.select(kind) for kind in TABLES}
     return {kind: TABLES[kind](evidence, content, limit) for kind, evidence in found.items() if evidence}
 
 

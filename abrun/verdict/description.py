@@ -41,7 +41,7 @@ from abrun.stats.step_ratio import is_factor, ratio_at_each_step
 from abrun.verdict.claims import judge_equivalence
 from abrun.verdict.evidence import Evidence
 from abrun.verdict.margins import resolve_margin
-from abrun.verdict.results import detect
+from abrun.verdict.results import SampleUnit, detect
 from abrun.verdict.summaries import (
     find_resolution,
     learning_direction,
@@ -210,7 +210,7 @@ def _describe_metric(
 
 
 def _describe_test(
-    sides: Sides, unit: str, arms: tuple[Array, Array], margin: float | None, resolution: float
+    sides: Sides, unit: SampleUnit, arms: tuple[Array, Array], margin: float | None, resolution: float
 ) -> dict[str, Any]:
     """Return what an equivalence test says of two arms' values; None for all with one run of each arm."""
     if min(sides.sizes) == 1:

@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 
 from abrun.errors import AbrunError
-from abrun.launch.supervisor import Observer
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.captures import read_capture
 from abrun.runs.files import read_json, write_json
 from abrun.tools.trace.command import MAX_TOKENS, REPLICAS, read_replicas
 from abrun.tools.trace.judge import NUM_REPLICAS, judge_trace
 from abrun.tools.trace.measure import Tracer, run_job
+from abrun.tools.trace.observe import StepObserver
 from abrun.trainer.backends.ranks import join_ranks
 from abrun.trainer.loop.setup import make_setup
 from abrun.trainer.training import make_algorithm
@@ -189,7 +189,7 @@ def measure_times(runs: Runs, device: torch.device, dtype: str, compiles: bool) 
     sync = sync_of(device.type)
     folder = runs.folder("", f"times-{dtype}", 0)
     plain, observed, captured = (make_setup(run, 0, None, device) for _ in range(3))
-    observer, tracer = Observer(observed, MAX_TOKENS), Tracer(captured, _job(run, folder, BASELINE))
+    observer, tracer = StepObserver(observed, MAX_TOKENS), Tracer(captured, _job(run, folder, BASELINE))
     algorithms = [make_algorithm(setup) for setup in (plain, observed, captured)]
     calls = (
         lambda: algorithms[0].step(1),

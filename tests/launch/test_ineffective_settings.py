@@ -30,7 +30,7 @@ def never_clips(loss: str) -> str:
     return f"algorithm.loss: got '{loss}', but with one update per step the importance ratio is 1"
 
 
-def reasons(*overrides: str) -> list[Reason]:
+def reasons(*overrides: str) -> list[str]:
     return find_ineffective_settings(make_plan(load_recipe(QUICKSTART, overrides)))
 
 

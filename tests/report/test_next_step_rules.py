@@ -323,5 +323,5 @@ def lines_that_yield(steps: Iterator[NextStep]) -> Iterator[int]:
         rule = steps
         while isinstance(rule, GeneratorType) and rule.gi_yieldfrom is not None:
             rule = rule.gi_yieldfrom
-        if isinstance(rule, GeneratorType):
+        if isinstance(rule, GeneratorType) and rule.gi_frame is not None:
             yield rule.gi_frame.f_lineno

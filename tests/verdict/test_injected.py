@@ -146,7 +146,7 @@ def test_a_fault_that_is_part_of_an_arm_is_said(
     directory = simulated(**changes)
     reason = Code.NO_FAULT_INJECTED(faults=faults, can_inject=can_inject)
     assert reason in judged(directory).content.not_tested
-    snapshot(sensitivity_summary(load_experiment(directory), None))
+    snapshot(sensitivity_summary(load_experiment(directory), []))
 
 
 def test_the_library_is_listed_and_one_of_it_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from abrun.errors import RecipeError
-from abrun.messages import sentence
 from abrun.recipe.families import (
     BIASED_HEADS,
     MIXED,
@@ -73,7 +72,7 @@ def test_multimodal_families_are_those_that_transformers_has_no_causal_lm_for(sn
     for kind in ("mistral3", "qwen2_5_vl", "qwen3_vl"):
         obstacle = family_refusal({"model_type": kind})
         assert obstacle
-        snapshot(sentence(obstacle))
+        snapshot(obstacle)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_configuration_is_refused_as_its_network_is(kind: str) -> None:
         return
     obstacle = family_refusal(config)
     if obstacle is not None:
-        assert reason is not None and sentence(obstacle) in reason
+        assert reason is not None and obstacle in reason
         return
     assert (stream_misfit(config, PACKED) is None) == (reason is None), reason
     for part in (config, config.get("text_config")):

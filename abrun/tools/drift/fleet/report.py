@@ -33,7 +33,7 @@ _CHIPS: dict[Status, str] = {
     "green": "good",
 }
 _TONES = {0: "MATCH", 3: "MISMATCH", 4: "INCONCLUSIVE", 5: "INVALID"}
-_OTHERS = {
+_OTHERS: dict[Status, str] = {
     "red before": "{num} {past} red before",
     "flaked": "{num} flaked",
     "open": "{num} {verb} open",
