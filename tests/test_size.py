@@ -15,7 +15,7 @@ BUDGETS = {  # room -> lines
     "external": 520,
     "launch": 5_410,
     "logs": 8_260,
-    "messages": 2_490,
+    "messages": 2_390,
     "processes": 980,
     "recipe": 4_300,
     "report": 4_470,

@@ -7,28 +7,23 @@ than a template. Functions get a reason's values as keyword arguments; the value
 from abrun.messages import (
     claim_evidence,
     claims,
-    comparing,
     endings,
     fleet,
     gate,
     guards,
     injected,
-    launching,
     noise,
     not_tested,
     notes,
-    preflight,
-    recipes,
     refusals,
-    stores,
     validity,
     verdicts,
 )
 from abrun.messages.codes import MESSAGES, Reason
 
 _MODULES = (
-    *(claim_evidence, claims, comparing, endings, fleet, gate, guards, injected, launching),
-    *(noise, not_tested, notes, preflight, recipes, refusals, stores, validity, verdicts),
+    *(claim_evidence, claims, endings, fleet, gate, guards, injected),
+    *(noise, not_tested, notes, refusals, validity, verdicts),
 )
 for _module in _MODULES:
     MESSAGES.update(_module.MESSAGES)
