@@ -9,7 +9,7 @@ from typing import Protocol
 
 from abrun.errors import LaunchError
 from abrun.experiment.plan import ExperimentPlan
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.implementations import LOCAL_LAUNCHERS, load_implementation, scheduler_names
 from abrun.recipe.run import RunConfig
 from abrun.runs.rundir import RunDir

@@ -19,7 +19,7 @@ from abrun.experiment.plan import ExperimentPlan, RunName, compare_hash, describ
 from abrun.experiment.preflight.checks import refuse_unset_variables
 from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
-from abrun.messages.texts import listed, plural
+from abrun.messages.numbers import listed, plural
 from abrun.recipe.algorithms import PolicyGradientSettings
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run, refuse_removed_settings

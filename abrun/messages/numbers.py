@@ -1,7 +1,7 @@
-"""Texts of the numbers in claims, shared by sentences and tables: one function for each quantity."""
+"""Texts of numbers, lists and plurals, shared by sentences and tables: one function for each quantity."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 # `abrun power --from` plans with the upper bound of the sd instead, and so needs more pairs.
@@ -148,3 +148,25 @@ def pairs_or_more_text(count: int | None) -> str:
 def count_text(number: int, noun: str) -> str:
     """Return a number and its noun: `no GPUs`, `1 GPU`, `2 GPUs`."""
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+# --- lists and plurals ---
+
+
+def listed(names: object) -> str:
+    """Return names with commas between them; a text unchanged."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        return str(names)
+    return ", ".join(map(str, names))
+
+
+def counted(things: int | Sized, noun: str) -> str:
+    """Return a number, or how many things there are, with its noun: `1 pair`, `2 pairs`."""
+    number = things if isinstance(things, int) else len(things)
+    return f"{number} {plural(number, noun)}"
+
+
+def plural(things: int | Sized, noun: str) -> str:
+    """Return the noun of so many things: `seed` or `seeds`."""
+    number = things if isinstance(things, int) else len(things)
+    return noun if number == 1 else f"{noun}s"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.policy import Dtensor, Megatron, Policy
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, field_validator
 
 from abrun.errors import RecipeError
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.implementations import find_scheduler, scheduler_names
 from abrun.recipe.reading import parse_yaml, refuse_secrets
 from abrun.recipe.refusals import shortened, type_name, validated

@@ -23,7 +23,7 @@ from abrun.logs.recorded.ledger import Ledger
 from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import ReadingOptions, SourceContents, read_sources
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.claims import Claim, Compare, claim_option
 from abrun.recipe.extras import missing_package
 from abrun.recipe.refusals import validated

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from abrun.errors import StoreError
-from abrun.messages.numbers import more_text
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed, more_text
 from abrun.processes import poll_interval
 from abrun.runs.experiment import is_experiment, planned_runs
 from abrun.runs.files import open_regular, read_error

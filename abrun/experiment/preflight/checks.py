@@ -19,8 +19,7 @@ from abrun.experiment.preflight.machine import Machine
 from abrun.experiment.preflight.model_files import folder_refusal, hub_model_refusal, model_shape
 from abrun.experiment.preflight.settings import SETTINGS
 from abrun.messages.codes import Code, Reason
-from abrun.messages.numbers import count_text
-from abrun.messages.texts import plural
+from abrun.messages.numbers import count_text, plural
 from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import dtensor_misfit, family_refusal, megatron_misfit, stream_misfit, vllm_misfit

@@ -10,7 +10,7 @@ from pathlib import Path
 from abrun.errors import RecipeError
 from abrun.experiment.starter.schema import recipe_schema
 from abrun.experiment.starter.shipped import PACKAGE, recipe_files, recipes_folder
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.policy import ARCHITECTURES
 from abrun.runs.files import exists, is_file
 from abrun.runs.layout import NAME_PATTERN

@@ -25,7 +25,7 @@ from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_re
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
 from abrun.messages.codes import Code
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm, parse_time_limit
 from abrun.recipe.run import RunConfig

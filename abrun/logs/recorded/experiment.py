@@ -15,7 +15,7 @@ from abrun.errors import ComparisonError
 from abrun.logs.log import Axis, RunRecording
 from abrun.logs.recorded.ledger import Ledger
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.claims import Claim, Compare
 from abrun.recipe.extras import is_imported
 from abrun.recipe.faults import ONE_ULP, InjectedFault

@@ -11,7 +11,7 @@ from abrun.logs import Log
 from abrun.logs.recorded.experiment import count_repeated_steps
 from abrun.logs.starts import merge_starts
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.runs.layout import RunName
 from abrun.runs.metric_names import STEP_ONE
 from abrun.runs.redaction import list_names, printable

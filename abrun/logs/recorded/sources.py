@@ -19,7 +19,7 @@ from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs
 from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import counted
+from abrun.messages.numbers import counted
 from abrun.recipe.claims import Claim, Compare, is_interim_schedule
 from abrun.recipe.experiment import BASELINE
 from abrun.runs.experiment import find_experiment, is_experiment

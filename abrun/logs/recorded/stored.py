@@ -11,7 +11,7 @@ from abrun.experiment.plan import describe_decisions, launched_compare_hash
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.logs.recorded.reference import load_reference
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers

@@ -23,8 +23,7 @@ from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.memory.profile import GIB
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
 from abrun.messages.codes import Code, Reason
-from abrun.messages.numbers import count_text, percent_text
-from abrun.messages.texts import listed
+from abrun.messages.numbers import count_text, listed, percent_text
 from abrun.recipe.experiment import (
     AUTO_SETTINGS,
     CHECKPOINTING,

@@ -16,8 +16,7 @@ from typing import Any
 from abrun.errors import LaunchError, RecipeError
 from abrun.experiment.probe import ProbeRefused
 from abrun.launch.memory.profile import COMMAND, GIB, MASTER_DTYPE, Point, SweepPlan
-from abrun.messages.numbers import percent_text
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed, percent_text
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.command import CommandRunConfig
 from abrun.recipe.experiment import ExperimentDeclaration

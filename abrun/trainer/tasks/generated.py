@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from abrun.errors import RecipeError
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.tasks import Arithmetic, ReasoningGym, WordProblems
 from abrun.runs.redaction import shortened
 from abrun.trainer.tasks import Example

@@ -18,7 +18,7 @@ from typing import Any
 
 from abrun.errors import RecipeError
 from abrun.messages.codes import Code
-from abrun.messages.texts import counted
+from abrun.messages.numbers import counted
 from abrun.recipe.tasks import CompletionsTask, Gsm8k, Jsonl, PreferencesTask
 from abrun.runs.files import open_regular
 from abrun.trainer.tasks import Example

@@ -13,7 +13,7 @@ from typing import Any
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.messages import sentence
-from abrun.messages.texts import counted
+from abrun.messages.numbers import counted
 from abrun.runs.files import PUBLIC_MODE, is_file, read_json, share_new_folder, write_file, write_json
 from abrun.runs.redaction import hide_secrets_of
 from abrun.stats.equivalence import ALPHA

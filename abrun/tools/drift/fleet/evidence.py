@@ -16,7 +16,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, Reference, Sides
 from abrun.logs.recorded.reference import REFERENCE_ARM, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import read_sources
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import listed
+from abrun.messages.numbers import listed
 from abrun.recipe.claims import ClaimKind
 from abrun.report.comparing import Comparison, compare, with_options
 from abrun.report.write import PAGE

@@ -13,7 +13,7 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
 from abrun.messages.codes import Code, Reason
-from abrun.messages.texts import counted
+from abrun.messages.numbers import counted
 from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import default_transform
 from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
