@@ -202,9 +202,10 @@ def _find_in(folder: Folder, top: Path, unsupported: list[str]) -> Iterator[RunF
             yield RunFiles(format=form, name=name, path=path, files=tuple(files))
 
     names = {entry.name for entry in (*folder.files, *folder.folders)}
-    if form := find_folder_format(folder.path, names):
+    form = find_folder_format(folder.path, names)
+    if form and (places := list(form.take(folder))):  # none if a subfolder alone is named like its files
         folder.folders.clear()
-        yield from locate(form, form.take(folder))
+        yield from locate(form, iter(places))
         return
     claimed: dict[Format | None, list[Path]] = defaultdict(list)
     for file in folder.files:

@@ -35,6 +35,12 @@ def values(log: Log, metric: str) -> dict[int, float]:
 # --- CSV ---
 
 
+def test_a_folder_named_like_files_of_wandb_hides_no_table(tmp_path: Path) -> None:
+    (tmp_path / "x.wandb").mkdir()
+    (tmp_path / "a.csv").write_text("step,train/reward\n1,0.5\n2,0.75\n")
+    assert values(one(tmp_path), "train/reward") == {1: 0.5, 2: 0.75}
+
+
 def test_csv_keeps_nan_apart_from_not_recorded(tmp_path: Path, snapshot: Snapshot) -> None:
     path = tmp_path / "a.csv"
     path.write_text('step,"train/reward, mean",loss,note\n1,0.5,nan,hi\n2,,inf,\n3,0.25,-Infinity,1e3\n')

@@ -108,6 +108,8 @@ class TracingProcesses:
         """Return the socket of the server with this environment; one that is new prints into `log`."""
         with self._lock:
             key = frozenset(config.trainer.env.items())
+            if key in self._servers and self._servers[key][0].poll() is not None:  # killed
+                self._servers.pop(key)[1].close()
             if key not in self._servers:
                 questions, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with server_end:

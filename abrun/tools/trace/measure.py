@@ -339,7 +339,7 @@ def _depth(parameter: str, modules: list[str]) -> tuple[int, str]:
 
 # The completions of a step, recorded by one arm and replayed to the other.
 #
-# Recordings of whole runs (trainer.loop.recordings) hold groups after rewards and filters. A trace replays
+# Recordings of whole runs (abrun.runs.rollouts) hold groups after rewards and filters. A trace replays
 # the engine alone, with the support of each token, so that faults of verifiers, filters and grouping stay
 # visible.
 

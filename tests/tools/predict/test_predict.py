@@ -340,6 +340,18 @@ def test_a_dry_run_without_the_model_is_still_a_plan(
         assert refusal.value.code is Code.PROBE_FAILED
 
 
+def test_a_process_that_was_killed_between_questions_is_started_again(tmp_path: Path) -> None:
+    config: Any = load_recipe(RECIPE).run_config("baseline")
+    with probes.TracingProcesses(tmp_path) as processes:
+        answers = []
+        for question in ("first", "second"):
+            answers.append(processes.do_job(tmp_path / question, config, probes.LONGEST_OF_RUN))
+            for process, _ in processes._servers.values():
+                process.kill()
+                process.wait()
+    assert answers[0] == answers[1] != []
+
+
 def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: Snapshot
 ) -> None:
