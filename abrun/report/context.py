@@ -26,6 +26,7 @@ class Context:
     levels: list[Levels]
     next_steps: list[NextStep]
     completions: ReportedCompletions | None
+    has_recipe: bool  # if so, the page names the recipe keys of missing controls
     injected_faults: str | None  # a short summary; None without a recipe
 
 
@@ -54,6 +55,7 @@ def make_context(experiment: RecordedExperiment, content: VerdictFile, command: 
         levels=claim_levels(content),
         next_steps=next_steps(experiment, content, command),
         completions=collect_completions(experiment),
+        has_recipe=experiment.has_recipe,
         injected_faults=sensitivity_summary(experiment, content.select("injected fault")),
     )
 

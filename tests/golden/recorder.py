@@ -162,8 +162,6 @@ def _page(text: str) -> tuple[dict[str, Any], str]:
     page: dict[str, Any] = {"title": title and title[0]}
     page |= {name: _block(name, json.loads(block)) for name, block in _BLOCK.findall(text)}
     page["report"].pop("content")  # which verdict.json holds
-    page["report"].pop("advice")
-    page["report"].pop("tables")  # of which terminal.txt holds the first rows
     code = _TITLE.sub("", _BLOCK.sub("", text))
     return page, hashlib.sha256(re.sub(r"\s+", " ", code).encode()).hexdigest() + "\n"
 

@@ -17,6 +17,7 @@ from abrun.report.comparing import compare, with_options
 from abrun.report.context import Context, make_context
 from abrun.report.page import render_page
 from abrun.verdict.decide import judge
+from abrun.verdict.evidence import Evidence
 from abrun.verdict.verdict_file import build_verdict_file
 from tests.report.test_page import experiment, foreign, hostile_page, learning
 from tests.verdict.verdicts import claim, verdict
@@ -404,6 +405,7 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
         time_range=None,
         environment=None,
         levels=[],
+        has_recipe=True,
         injected_faults=None,
         next_steps=[],
         completions=found,
@@ -421,6 +423,48 @@ def test_completions_stand_side_by_side_and_are_only_text(opened):
             left, right = (one.bounding_box() for one in section.locator(".column").all())
             assert (left["y"] == right["y"]) == (width == 1280)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_each_kind_of_evidence_has_its_section_and_another_kind_one_with_its_values(opened):
+    def found(kind, result="pass", **values):
+        return Evidence(
+            kind=kind, arm="treatment", result=result, reason=foreign(f"{kind}, in words"), values=values
+        )
+
+    step_one = {
+        "metric": "train/loss",
+        "baseline": 1,
+        "treatment": 2,
+        "deviation": 0.5,
+        "tolerance": 1,
+        "seed": 3,
+    }
+    step_one |= {
+        "tolerance_from": "rounding",
+        "scale": 2,
+        "scale_from": "the larger value",
+        "aa_deviation": None,
+    }
+    evidence = [
+        found("guard", guard="token_mult_prob_error_median", value=1.01, limit=1.05),
+        found("guard", "not recorded", guard="peak_memory_ratio", value=None, limit=2),
+        found("step one", **step_one),
+        found("price", "high", amount_of_money=12, currency="EUR"),
+    ]
+    with opened(render_page(experiment(learning()), verdict([claim()], evidence=evidence))) as page:
+        guards = page.locator("#guards")
+        assert guards.locator("tbody tr").count() == 1
+        assert "token mult prob error median" in guards.inner_text()
+        assert "Not checked, because the runs did not record it: peak memory ratio." in guards.inner_text()
+        checks = page.locator("#step-one").inner_text()
+        assert "agrees" in checks and "relative to the larger value (2)" in checks and "50\u00a0%" in checks
+        rows = page.locator("#price tr").all()
+        assert [cell.inner_text() for cell in rows[0].locator("th").all()] == [
+            *("arm", "result", "amount of money", "currency", "finding")
+        ]
+        assert [cell.inner_text() for cell in rows[1].locator("td").all()] == [
+            *("treatment", "high", "12", "EUR", "price, in words")
+        ]
 
 
 def test_every_claim_is_drawn_in_units_of_its_margin(opened):

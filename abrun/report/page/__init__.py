@@ -18,9 +18,8 @@ import numpy as np
 import orjson
 
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
+from abrun.messages import records
 from abrun.report.context import Context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import evidence_tables
-from abrun.report.injected import advice_lines, sensitivity_table
 from abrun.report.page import charts
 from abrun.report.panels import display_unit, memory_peaks
 from abrun.runs.layout import RunName
@@ -97,14 +96,10 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
         metrics = [*(claimed | known_metrics | recorded)]
         blocks = _chart_blocks(experiment, claims, metrics, MAX_BYTES)
     num_drawn = len(blocks)
-    peaks, faults = memory_peaks(experiment), content.select("injected fault")
-    told = evidence_tables(content, limit=None)
-    if faults:
-        told["injected fault"] = [sensitivity_table(faults, paired=content.paired)]
+    peaks = memory_peaks(experiment)
     report = {
-        "content": as_json(content),
-        "advice": list(advice_lines(faults)),
-        "tables": {kind: [table.to_json() for table in tables] for kind, tables in told.items()},
+        # Reasons among the values of evidence as sentences
+        "content": {**as_json(content), "evidence": records.as_json(content.evidence)},
         "title": verdict_title(content),
         "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,

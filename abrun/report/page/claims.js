@@ -1,5 +1,141 @@
-// The claims and their curves.
+// The claims and their curves, or the description of arms without a claim.
 "use strict";
+
+const distances = (row) => [number(row.mean_distance, 3), number(row.largest_distance, 3), String(row.largest_at)];
+
+function takesText(row, counted) {
+  if (row.detected && Math.min(...row.interval.map(Math.abs)) > row.margin) return "the difference exceeds it";
+  return `${row.runs_needed ?? "more than 1000"} ${counted}${row.detected ? `, but a difference was detected: ${row.detected.direction}` : ""}`;
+}
+
+function prospects(row) {
+  if (!row.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
+  return [
+    outwardInterval(row.interval),
+    `\u00b1${boundText(row.certified_bound)}`,
+    row.margin === null ? "\u2013" : el("span", { title: row.margin_is }, `\u00b1${number(row.margin, 3)}`),
+    row.margin === null ? "\u2013" : takesText(row, row.paired ? "pairs" : "runs of each arm"),
+  ];
+}
+
+function descriptionSection() {
+  const single = new Set(evidenceOf("new run").map((row) => row.arm));
+  const list = evidenceOf("description").filter((row) => !single.has(row.arm));
+  if (!list.length) return null;
+  const hasOneRunPerArm = list.every((row) => row.interval === null);
+  const intro = hasOneRunPerArm
+    ? "Levels over the window, and the distance of the curves over all steps that both runs recorded. With one run per arm, an effect of the treatment cannot be distinguished from seed noise."
+    : "Levels over the window, and the difference with its 90 % confidence interval (CI). The certified bound is the smallest margin that these runs would pass. The suggested margin follows from the baseline alone; the last column is the sample size for 80 % power if the arms are equal.";
+  const headings = hasOneRunPerArm
+    ? [["mean |difference| over steps", "right"], ["largest", "right"], ["at step", "right"]]
+    : [["90 % CI", "right nowrap"], ["certified bound", "right"], ["suggested margin", "right"], ["sample size for it", "right"]];
+  const title = hasOneRunPerArm ? "The two runs" : "Differences";
+  return section(
+    "description",
+    title,
+    el("p", { class: "intro" }, `${comparedText()} ${intro}`),
+    table(
+      title,
+      [
+        ...withArm([["metric"]]),
+        ["steps", "nowrap"],
+        [baselineName(), "right"],
+        [treatmentName(), "right"],
+        ["difference", "right"],
+        ...headings,
+      ],
+      list.map((row) => [
+        ...armCell(row),
+        named(row.metric, "b"),
+        `${row.steps[0]}\u2013${row.steps[1]}`,
+        number(row.baseline, 4),
+        number(row.treatment, 4),
+        signed(row.difference, 3),
+        ...(hasOneRunPerArm ? distances(row) : prospects(row)),
+      ]),
+    ),
+  );
+}
+
+// One arm alone: the spread from run to run, and what pairs of runs would show.
+function noiseSection() {
+  const list = evidenceOf("seed noise");
+  if (!list.length) return null;
+  const counts = (list.find((row) => row.prospects.length) || { prospects: [] }).prospects.map((row) => row.num_pairs);
+  const range = (ends) => (ends ? outwardInterval(ends) : "\u2013");
+  const intro = "Level and standard deviation (sd) over runs, with 90 % confidence intervals. The gap is the largest between two runs that seed noise alone explains (95 %). The last columns are the smallest differences that so many pairs of runs detect with 80 % power, planned with the upper 80 % bound of the sd.";
+  return section(
+    "noise",
+    "Seed noise",
+    el("p", { class: "intro" }, intro),
+    table(
+      "Seed noise",
+      [
+        ["metric"],
+        ["steps", "nowrap"],
+        ["runs", "right"],
+        ["level", "right"],
+        ["sd over runs", "right"],
+        ["gap", "right"],
+        ...counts.map((count) => [`shown by ${count} pairs`, "right"]),
+      ],
+      list.map((row) => [
+        [named(row.metric, "b"), muted([row.claim, row.transform === "identity" ? "" : scaleText(row.transform), row.reason].filter(Boolean).join("; "))],
+        row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
+        String(Object.keys(row.levels).length),
+        [number(row.mean, 4), muted(range(row.mean_interval))],
+        [number(row.sd, 3), muted(range(row.sd_interval))],
+        number(row.gap, 3),
+        ...counts.map((_, at) => [
+          number(row.prospects[at]?.difference, 3),
+          typeof row.prospects[at]?.match_power === "number" ? muted(`P(match) ${percent(row.prospects[at].match_power)}`) : null,
+        ]),
+      ]),
+    ),
+  );
+}
+
+// A single run beside several runs of the other arm.
+function newRunsSection() {
+  const list = evidenceOf("new run");
+  if (!list.length) return null;
+  const [first] = list;
+  const heads = several ? [["run"]] : [];
+  return section(
+    "new-run",
+    "One run beside several",
+    el(
+      "p",
+      { class: "intro" },
+      `The level of a single run beside those of several. 95 of 100 further runs of ${first.several} would be in the interval (prediction interval of Student\u2019s t); p is corrected over the claimed metrics, or over all others (Holm).`,
+    ),
+    table(
+      "One run beside several",
+      [
+        ...heads,
+        ["metric"],
+        ["steps", "nowrap"],
+        ["several runs", "right"],
+        [several ? "single run" : first.run, "right"],
+        ["difference", "right"],
+        ["in sds", "right"],
+        ["95 of 100 further runs", "right nowrap"],
+        ["p (Holm)", "right"],
+      ],
+      list.map((row) => [
+        ...heads.map(() => row.run),
+        named(row.metric, "b"),
+        row.steps ? `${row.steps[0]}\u2013${row.steps[1]}` : "\u2013",
+        [number(row.mean, 4), muted(`${row.num_runs} runs, sd ${number(row.sd, 3)}`)],
+        number(row.level, 4),
+        signed(row.difference, 3),
+        number(row.num_sds, 2),
+        outwardInterval(row.interval),
+        number(row.p_holm, 2),
+      ]),
+    ),
+  );
+}
 
 function claimsSection() {
   const claims = content.claims || [];

@@ -148,6 +148,8 @@ const comparedText = () =>
   !treatments.length ? "" : `Differences are ${withRole(treatmentName(), "treatment")} minus ${withRole(baselineName(), "baseline")}.`;
 const withArm = (headings) => (several ? [["arm"], ...headings] : headings);
 const armCell = (row) => (several ? [row.arm] : []);
+// The recipe key of a control, if the runs have a recipe.
+const recipeKey = (key) => (context.has_recipe ? ` (${key})` : "");
 
 const sections = [];
 function section(id, title, ...children) {

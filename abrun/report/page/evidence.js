@@ -1,137 +1,303 @@
-// The evidence besides the claims: a section for each kind, with what only some kinds add to it.
+// The evidence besides the claims, in tables: guards, step one, divergence, injected faults, time and memory.
 "use strict";
 
-const DIAGNOSTIC = "A diagnostic: it does not affect the verdict.";
-// Title, introduction, and headings of values; tables of other kinds come as texts.
-const KINDS = {
-  "seed noise": {
-    leads: true,
-    title: "Seed noise",
-    intro:
-      "Level and standard deviation (sd) over runs, with 90 % confidence intervals. The gap is the largest between two runs that seed noise alone explains (95 %). Shown by N pairs: the smallest difference that so many pairs of runs detect with 80 % power.",
-  },
-  "new run": {
-    leads: true,
-    title: "One run beside several",
-    intro:
-      "The level of a single run beside those of several, and the interval of 95 of 100 further runs (prediction interval of Student\u2019s t); p is corrected over the claimed metrics, or over all others (Holm).",
-  },
-  description: {
-    leads: true,
-    title: "Description",
-    intro:
-      "Levels over the window, and the difference. With one run per arm, an effect of the treatment cannot be distinguished from seed noise. With several, the certified bound is the smallest margin that these runs would pass; the suggested margin follows from the baseline alone.",
-  },
-  "injected fault": {
-    title: "What this comparison would have caught",
-    intro:
-      "Faults injected into the baseline, each judged like a treatment. One with the verdict MATCH or PASS would have passed; with INCONCLUSIVE it was left open.",
-  },
-  guard: {
-    title: "Guards",
-    intro: "One-sided limits that the treatment must meet at every step.",
-    values: { guard: "guard", result: "result", value: "value", limit: "limit", finding: "reason" },
-  },
-  "step one": {
-    title: "Step one",
-    intro:
-      "Before the first update can show an effect of the treatment, the arms must agree up to rounding. Each row is the pair with the largest deviation, relative to the metric's size or to the size of the terms that cancel in it.",
-    values: { metric: "metric", result: "result", BASELINE: "baseline", TREATMENT: "treatment", "relative deviation": "deviation", "relative to": "scale", "which is": "scale_from", tolerance: "tolerance", "from": "tolerance_from", "A/A deviation": "aa_deviation", seed: "seed" },
-  },
-  divergence: {
-    title: "Divergence",
-    intro: `The distance of the arms, averaged over steps, relative to that of baseline reruns of the same seed (the A/A noise floor), to the divergence caused by one ULP in the initial weights, and to the baseline's sd over seeds, as far as they were measured. ${DIAGNOSTIC}`,
-    values: { metric: "metric", "mean |difference|": "mean_difference", "A/A mean |difference|": "aa_mean_difference", "noise floor": "noise_floor", "ratio to A/A": "ratio", "ratio to one ULP": "ulp_ratio", "its 95\u00a0% CI": "ulp_ci95", "ratio to sd over seeds": "share_of_seed_spread", "first step that differs in any bit": "first_step_apart" },
-  },
-  trace: {
-    title: "Trace",
-    intro: `Tensors around the first difference, or those with the largest errors. ${DIAGNOSTIC}`,
-    values: { tensor: "name", "relative error": "relative_error", ULPs: "ulps", "share of limit": "share", finding: "finding" },
-  },
-  "final weights": {
-    title: "Final weights",
-    intro:
-      "Bitwise equality of the trained weights, by a hash of all of them; if they differ, their distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
-    values: { "bit-identical": "num_equal", pairs: "num_pairs", "relative distance": "relative_difference", "A/A": "aa_relative_difference", "one ULP": "ulp_relative_difference", seed: "seed" },
-  },
-  cost: {
-    title: "Time and memory",
-    intro: "Geometric means, and their ratio. Not a test of equivalence.",
-    values: { quantity: "quantity", BASELINE: "baseline", TREATMENT: "treatment", ratio: "ratio", "95\u00a0% CI": "ci95", pairs: "num_pairs", runs: "num_runs" },
-  },
-};
-// Reasons, a chart of the mismatch that a guard limits, what could show a missed fault, bars of peaks of memory.
-const reasonsOf = (kind) => {
-  const list = evidenceOf(kind).filter((row) => row.reason);
-  return list.length && el("ul", { class: "notes" }, list.map(({ metric, reason }) => el("li", {}, metric ? `${metric}: ${reason}` : reason)));
-};
-const EXTRAS = {
-  trace: () => reasonsOf("trace"),
-  "seed noise": () => reasonsOf("seed noise"),
-  guard: () => report.mismatch && figureOf(report.mismatch, { limit: report.mismatch_limit }),
-  "injected fault": () => report.advice.length && el("ul", { class: "notes" }, report.advice.map((text) => el("li", {}, text))),
-  cost: () => report.memory && memoryBars(report.memory),
-};
-const NAMES = ["metric", "guard", "tensor", "fault", "quantity"];
-
-// Rows whose values stand in the columns: parts of some evidence are rows or values of their own.
-function rowsOf(kind) {
-  const rows = evidenceOf(kind);
-  if (kind === "divergence") return rows.map((row) => ({ ...row, ulp_ratio: row.ulp?.ratio, ulp_ci95: row.ulp?.ci95 }));
-  if (kind === "cost") return rows.map((row) => ({ ...row, baseline: amount(row, row.baseline), treatment: amount(row, row.treatment) }));
-  if (kind !== "trace") return rows;
-  return rows.flatMap((row) =>
-    row.tensors.map((tensor) => ({
-      ...tensor,
-      share: typeof tensor.ratio === "number" ? tensor.ratio / row.limit : tensor.ratio,
-      finding: tensor.name === row.first ? "first" : tensor.ratio === "Infinity" || tensor.ratio > row.limit ? "differs" : "",
-    })),
-  );
-}
-
-function amount({ quantity }, value) {
-  if (!quantity.startsWith("peak memory")) return `${number(value, 3)} s`;
-  return value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
-}
-
-// A kind that has no entry is shown with all its values.
-function evidenceSections(leads) {
-  const others = [...new Set(content.evidence.map((item) => item.kind))].filter((kind) => !(kind in KINDS));
-  const known = Object.keys(KINDS).filter((kind) => Boolean(KINDS[kind].leads) === leads);
-  return [...known, ...(leads ? [] : others)].map(evidenceSection);
-}
-
-function evidenceSection(kind) {
-  const told = KINDS[kind] || { title: kind, intro: "" };
-  const tables = (report.tables[kind] || []).map(({ columns, rows }) => [columns, rows]);
-  const rows = rowsOf(kind);
-  if (rows.length && !tables.length && !told.leads) {
-    const values = told.values || Object.fromEntries(Object.keys(content.evidence.find((item) => item.kind === kind).values).map((name) => [name, name]));
-    const heads = Object.keys(values).map((head) => ({ BASELINE: baselineName(), TREATMENT: treatmentName() })[head] || head);
-    const cells = (row) => Object.values(values).map((name) => row[name]);
-    tables.push([[...(several ? ["arm"] : []), ...heads], rows.map((row) => [...armCell(row), ...cells(row)])]);
-  }
-  const extra = EXTRAS[kind]?.();
-  if (!tables.length && !extra) return null;
+function guardsSection() {
+  const list = evidenceOf("guard");
+  const isChecked = (guard) => guard.result !== "not recorded";
+  const checked = list.filter(isChecked);
+  if (!checked.length && !report.mismatch) return null;
+  const nameOf = (guard) => guard.guard.replaceAll("_", " ");
+  const missing = [...new Set(list.filter((guard) => !isChecked(guard)).map(nameOf))];
   return section(
-    kind.replaceAll(" ", "-"),
-    told.title,
-    el("p", { class: "intro" }, told.intro),
-    ...tables.map(([heads, cells]) => evidenceTable(told.title, heads, cells)),
-    extra || null,
+    "guards",
+    "Guards",
+    el("p", { class: "intro" }, "One-sided limits that the treatment must meet at every step."),
+    checked.length
+      ? table(
+          "Guards",
+          withArm([["guard"], ["result"], ["value", "right"], ["limit", "right"], ["finding"]]),
+          checked.map((guard) => [
+            ...armCell(guard),
+            el("span", { class: "name" }, nameOf(guard)),
+            chip(guard.result),
+            number(guard.value),
+            number(guard.limit),
+            guard.reason,
+          ]),
+        )
+      : null,
+    missing.length ? el("p", { class: "caption" }, `Not checked, because the runs did not record it: ${missing.join(", ")}.`) : null,
+    report.mismatch ? figureOf(report.mismatch, { limit: report.mismatch_limit }) : null,
   );
 }
 
-function evidenceTable(title, heads, rows) {
-  const isNumeric = (value) => typeof value !== "string" || /^[-+\u00b1[\d]|^$/.test(value);
-  const shown = (value, at) => {
-    if (NAMES.includes(heads[at]) && typeof value === "string") return named(value, at ? "span" : "b");
-    if (heads[at] === "result") return chip(value);
-    if (Array.isArray(value)) return interval(value);
-    return typeof value === "string" ? value.replace(/(^|[[( ])-(?=\d)/g, `$1${MINUS}`) : number(value);
+function stepOneSection() {
+  const list = evidenceOf("step one");
+  if (!list.length) return null;
+  const meter = (check) => {
+    const share =
+      typeof check.deviation === "number" && check.tolerance ? check.deviation / check.tolerance : Infinity;
+    const bar = el(
+      "span",
+      { class: `meter ${check.result === "pass" ? "" : "over"}`, "aria-hidden": "true" },
+      el("i", {}),
+    );
+    bar.firstChild.style.width = `${Math.min(100, 100 * share)}%`;
+    return [
+      bar,
+      muted(
+        share === Infinity
+          ? "not finite"
+          : `${share < 0.01 && share > 0 ? "below 1" : number(100 * share, 2)}\u00a0%`,
+      ),
+    ];
   };
-  const columns = heads.map((head, at) => [head, rows.every((row) => isNumeric(row[at])) ? "right" : ""]);
-  return table(title, columns, rows.map((row) => row.map(shown)));
+  return section(
+    "step-one",
+    "Step one",
+    el(
+      "p",
+      { class: "intro" },
+      "Before the first update can show an effect of the treatment, the arms must agree up to rounding. Each row is the pair " +
+        "with the largest deviation. The deviation is relative to the scale given below it: the metric's size, or the size of " +
+        "the terms that cancel in it.",
+    ),
+    table(
+          "Step one",
+          withArm([
+            ["metric"],
+            ["result"],
+            [baselineName(), "right"],
+            [treatmentName(), "right"],
+            ["relative deviation", "right"],
+            ["tolerance"],
+            ["share of tolerance"],
+            ["A/A deviation", "right"],
+            ["seed", "right"],
+          ]),
+          list.map((check) => [
+            ...armCell(check),
+            named(check.metric),
+            chip({ pass: "agrees", fail: "deviates" }[check.result] || check.result),
+            number(check.baseline, 6),
+            number(check.treatment, 6),
+            [number(check.deviation, 2), muted(`relative to ${check.scale_from} (${number(check.scale, 3)})`)],
+            [number(check.tolerance, 2), muted(check.tolerance_from)],
+            meter(check),
+            number(check.aa_deviation, 2),
+            String(check.seed),
+          ]),
+    ),
+  );
+}
+
+function finalWeightsSection() {
+  const list = evidenceOf("final weights");
+  if (!list.length) return null;
+  return section(
+    "final-weights",
+    "Final weights",
+    el(
+      "p",
+      { class: "intro" },
+      "Bitwise equality of the trained weights, by a hash of all of them; if they differ, their distance relative to the norm of the baseline's weights, estimated within 8 % from sketches. A diagnostic: it does not affect the verdict unless a claim limits the distance. Reinforcement learning amplifies rounding, so large distances are expected even if the arms are equivalent.",
+    ),
+    table(
+      "Final weights",
+      withArm([
+        ["bit-identical pairs"],
+        ["relative distance", "right"],
+        ["A/A", "right"],
+        ["seed", "right"],
+      ]),
+      list.map((row) => [
+        ...armCell(row),
+        `${row.num_equal} of ${row.num_pairs}`,
+        number(row.relative_difference, 2),
+        number(row.aa_relative_difference, 2),
+        row.seed === null ? "" : String(row.seed),
+      ]),
+    ),
+  );
+}
+
+function traceSection() {
+  const [trace] = evidenceOf("trace");
+  if (!trace) return null;
+  return section(
+    "trace",
+    "Trace",
+    el("p", { class: "intro" }, `${trace.reason}. A diagnostic: it does not affect the verdict.`),
+    table(
+      trace.first ? "Tensors around the first difference, in the order of execution" : "Tensors with the largest errors",
+      [["tensor"], ["relative error", "right"], ["ULPs", "right"], ["share of limit", "right"], ["finding"]],
+      trace.tensors.map((tensor) => [
+        named(tensor.name),
+        number(tensor.relative_error, 2),
+        number(tensor.ulps, 2),
+        number(typeof tensor.ratio === "number" ? tensor.ratio / trace.limit : tensor.ratio, 2),
+        tensor.name === trace.first ? "first" : tensor.ratio === "Infinity" || tensor.ratio > trace.limit ? "differs" : "",
+      ]),
+    ),
+    el(
+      "p",
+      { class: "caption" },
+      `Arm ${trace.arm}. The limit comes from repeats of the baseline's step perturbed by one ULP; arms that agree exceed it with a probability of at most ${number(100 * trace.level, 2)}\u00a0%.`,
+    ),
+  );
+}
+
+function divergenceSection() {
+  const list = evidenceOf("divergence");
+  if (!list.length) return null;
+  const firstDifferentStep = (row) =>
+    row.noise_floor !== "zero" ? "" : row.first_step_apart === null ? "never" : String(row.first_step_apart);
+  const ulpRatioText = ({ ulp }) =>
+    ulp === null ? "" : ulp.ratio === null ? "no ratio" : `${number(ulp.ratio, 2)}\u00d7 ${ulp.ci95 ? interval(ulp.ci95) : ""}`;
+  const isKnown = list.some((row) => row.noise_floor !== "unknown");
+  const hasUlp = list.some((row) => row.ulp !== null);
+  const compared = [
+    isKnown ? "with the distance of baseline reruns of the same seed (the A/A noise floor)" : "",
+    hasUlp ? "with the divergence caused by one ULP in the initial weights" : "",
+    "with the baseline's sd over seeds",
+  ];
+  return section(
+    "divergence",
+    "Divergence",
+    el(
+      "p",
+      { class: "intro" },
+      `The distance of the arms, averaged over steps, compared ${compared.filter(Boolean).join(", and ")}. A diagnostic: it does not affect the verdict.`,
+      isKnown ? "" : ` The noise floor is unknown, because there are no A/A reruns${recipeKey("controls.aa_reruns")}.`,
+      list.some((row) => row.noise_floor === "zero") ? " There is no ratio to A/A where baseline reruns are bit-identical." : "",
+    ),
+    table(
+      "Divergence",
+      withArm([
+        ["metric"],
+        ["mean |difference|", "right"],
+        ["A/A mean |difference|", "right"],
+        ["ratio to A/A", "right"],
+        ["ratio to one ULP", "right nowrap"],
+        ["ratio to sd over seeds", "right"],
+        ["first step that differs in any bit", "right"],
+      ]),
+      list.map((row) => [
+        ...armCell(row),
+        named(row.metric),
+        number(row.mean_difference, 3),
+        number(row.aa_mean_difference, 3),
+        row.noise_floor === "measured" ? `${number(row.ratio, 2)}\u00d7` : "",
+        ulpRatioText(row),
+        row.share_of_seed_spread === null ? "" : number(row.share_of_seed_spread, 2),
+        firstDifferentStep(row),
+      ]),
+    ),
+  );
+}
+
+function sensitivitySection() {
+  const faults = evidenceOf("injected fault");
+  if (!faults.length) return null;
+  const judged = faults.filter((fault) => fault.result !== "INVALID");
+  const numCaught = judged.filter((fault) => fault.caught_by !== "nothing").length;
+  const numPairs = Math.max(...faults.map((fault) => fault.num_pairs));
+  const seen = (fault) =>
+    fault.caught_by === "nothing"
+      ? fault.result === "INVALID" ? "not judged" : "nothing"
+      : [fault.caught_by, fault.metric].filter(Boolean).join(": ");
+  return section(
+    "sensitivity",
+    "What this comparison would have caught",
+    el(
+      "p",
+      { class: "intro" },
+      "Faults injected into the baseline, each judged like a treatment: " +
+        (judged.length
+          ? `${numCaught} of ${judged.length} were caught, by ${numPairs} ${content.paired === false ? "runs of each arm" : "pairs"} of ${faults[0].num_steps} steps. A fault with the verdict MATCH or PASS would have passed; with INCONCLUSIVE it was left open.`
+          : "none could be judged."),
+    ),
+    table(
+      "Injected faults",
+      [["fault"], ["size", "right"], ["verdict"], ["caught by"], ["step", "right"], ["figures"], ["pairs", "right"]],
+      faults.map((fault) => [
+        named(fault.fault),
+        fault.size === null ? "-" : `${number(fault.size, 3)} ${fault.unit}`,
+        fault.result,
+        seen(fault),
+        fault.step === null ? "-" : String(fault.step),
+        fault.figures || "-",
+        String(fault.num_pairs),
+      ]),
+    ),
+    ...faults
+      .filter((fault) => fault.advice)
+      .map((fault) => el("p", {}, el("b", {}, fault.fault), ` could be seen by ${fault.advice}`)),
+  );
+}
+
+function costSection() {
+  const list = evidenceOf("cost");
+  if (!list.length && !report.memory) return null;
+  const bytes = (value) =>
+    value >= 2 ** 28 ? `${number(value / 2 ** 30, 3)} GiB` : `${number(value / 2 ** 20, 3)} MiB`;
+  const shown = (saving, value) =>
+    saving.quantity.startsWith("peak memory") ? bytes(value) : `${number(value, 3)} s`;
+  return section(
+    "cost",
+    "Time and memory",
+    list.length || report.memory
+      ? el(
+          "p",
+          { class: "intro" },
+          `Cost of ${treatmentName()} relative to ${baselineName()}: ${content.paired === false ? "ratio of geometric means" : "geometric mean of paired ratios"}. Not a test of equivalence.`,
+        )
+      : null,
+    list.length
+      ? table(
+          "Time and memory",
+          withArm([
+            ["quantity"],
+            [baselineName(), "right"],
+            [treatmentName(), "right"],
+            ["ratio", "right"],
+            ["95\u00a0% CI", "right"],
+            [content.paired === false ? "runs" : "pairs", "right"],
+          ]),
+          list.map((saving) => [
+            ...armCell(saving),
+            saving.quantity,
+            shown(saving, saving.baseline),
+            shown(saving, saving.treatment),
+            el("b", {}, number(saving.ratio, 3)),
+            interval(saving.ci95),
+            saving.num_runs ? bothSizes(saving.num_runs) : String(saving.num_pairs),
+          ]),
+        )
+      : null,
+    report.memory ? memoryBars(report.memory) : null,
+  );
+}
+
+// Kinds of evidence that have no section of their own: all their values.
+const SECTIONS = ["seed noise", "new run", "description", "injected fault", "guard", "step one", "divergence", "trace", "final weights", "cost"];
+
+function otherSections() {
+  const others = [...new Set(content.evidence.map((item) => item.kind))].filter((kind) => !SECTIONS.includes(kind));
+  return others.map((kind) => {
+    const list = content.evidence.filter((item) => item.kind === kind);
+    const names = Object.keys(list[0].values);
+    const shown = (value) => (typeof value === "string" ? value : Array.isArray(value) ? interval(value) : number(value));
+    return section(
+      kind.replaceAll(" ", "-"),
+      kind,
+      table(
+        kind,
+        [["arm"], ["result"], ...names.map((name) => [name.replaceAll("_", " ")]), ["finding"]],
+        list.map((item) => [item.arm, item.result, ...names.map((name) => shown(item.values[name])), item.reason || ""]),
+      ),
+    );
+  });
 }
 
 function memoryBars(memory) {

@@ -83,12 +83,21 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
 );
 
 const body = [
-  ...evidenceSections(true),
+  noiseSection(),
+  newRunsSection(),
+  descriptionSection(),
   claimsSection(),
+  sensitivitySection(),
   curvesSection(),
   metricsSection(),
   completionsSection(),
-  ...evidenceSections(false),
+  guardsSection(),
+  stepOneSection(),
+  divergenceSection(),
+  traceSection(),
+  finalWeightsSection(),
+  costSection(),
+  ...otherSections(),
   notTestedSection(),
   configurationSection(),
   runsSection(),

@@ -166,7 +166,7 @@ function facts() {
   ];
   if (content.reference) list.push(["reference", content.reference]);
   if (evidenceOf("injected fault").length)
-    list.push(["injected faults", el("a", { href: "#injected-fault" }, context.injected_faults || "see below")]);
+    list.push(["injected faults", el("a", { href: "#sensitivity" }, context.injected_faults || "see below")]);
   const drift = evidenceOf("divergence").find((row) => row.ulp && row.ulp.ratio !== null);
   if (drift) {
     const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95, 2)}` : "";

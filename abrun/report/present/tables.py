@@ -85,11 +85,6 @@ class Table:
         lines = [titles, ["---"] * len(titles), *self.rows]
         return [f"| {' | '.join(escape(str(cell)) for cell in line)} |" for line in lines]
 
-    def to_json(self) -> dict[str, list[Any]]:
-        """Return the titles and rows as texts."""
-        rows = [[str(cell) for cell in row] for row in self.rows]
-        return {"columns": [str(column.title) for column in self.columns], "rows": rows}
-
     def to_html(self) -> str:
         """Return an HTML table. Cells of non-numeric columns have the class `text`."""
         body = "".join(self._to_html_row("td", row) for row in self.rows)
