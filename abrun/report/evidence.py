@@ -72,10 +72,10 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
         yield "interim analyses", f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
 
 
-def evidence_tables(content: VerdictFile, limit: int | None = MAX_METRICS) -> dict[Kind, list[Table]]:
-    """Return the tables of evidence that stands where claims stand, with at most `limit` unclaimed rows."""
+def evidence_tables(content: VerdictFile) -> dict[Kind, list[Table]]:
+    """Return the tables of evidence that stands where claims stand, with few unclaimed rows."""
     found: dict[Kind, list[Evidence]] = {kind: content.select(kind) for kind in TABLES}
-    return {kind: TABLES[kind](evidence, content, limit) for kind, evidence in found.items() if evidence}
+    return {kind: TABLES[kind](evidence, content) for kind, evidence in found.items() if evidence}
 
 
 def treatment_name(content: VerdictFile) -> str:
@@ -116,7 +116,7 @@ def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
 # --- descriptions: levels and differences without a claim ---
 
 
-def _description_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+def _description_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
     single = {row.arm for row in content.select("new run")}
     described = [row for row in evidence if row.arm not in single]
     titles = ["metric", "steps", content.baseline, treatment_name(content)]
@@ -126,7 +126,7 @@ def _description_tables(evidence: Sequence[Evidence], content: VerdictFile, limi
         sample = "suggested margin: sample size if the arms are equal"
         titles += ["difference [90 % CI]", "certified bound", sample]
     by_arm = [[row for row in described if row.arm == arm] for arm in content.arms]
-    first = limit and limit // (1 + (len(content.arms) > 1))
+    first = MAX_METRICS // (1 + (len(content.arms) > 1))
     shown = [row for rows in by_arm for row in rows[:first]]
     arm = ["arm"] * (len(content.arms) > 1)
     cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown]
@@ -205,11 +205,11 @@ def _power_cells(noise: Evidence) -> list[str]:
     return [*("-" if power is None else percent_text(power) for power in powers), needed]
 
 
-def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
     """Return the table of metrics, and one of the power of claims with a margin, if there are any."""
     claimed = [noise for noise in evidence if noise["claim"] is not None]
     unclaimed = [noise for noise in evidence if noise["claim"] is None and noise["gap"] is not None]
-    listed = [*claimed, *unclaimed[:limit]]
+    listed = [*claimed, *unclaimed[:MAX_METRICS]]
     tables = []
     if listed:
         heading = ["metric", "steps", "runs", "level", "sd over runs [90 % CI]", "gap"]
@@ -226,13 +226,13 @@ def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int
     return tables
 
 
-def _new_run_tables(evidence: Sequence[Evidence], content: VerdictFile, limit: int | None) -> list[Table]:
+def _new_run_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
     """Return a table for each arm that is compared by a single run."""
     by_arm = [[row for row in evidence if row.arm == arm] for arm in content.arms]
-    return [_new_run_table(rows, limit) for rows in by_arm if rows]
+    return [_new_run_table(rows) for rows in by_arm if rows]
 
 
-def _new_run_table(new_runs: Sequence[Evidence], limit: int | None) -> Table:
+def _new_run_table(new_runs: Sequence[Evidence]) -> Table:
     heading = [
         "metric",
         "steps",
@@ -252,7 +252,7 @@ def _new_run_table(new_runs: Sequence[Evidence], limit: int | None) -> Table:
             interval_text(row["interval"]),
             f"{row['p_holm']:.2g}",
         ]
-        for row in new_runs[:limit]
+        for row in new_runs[:MAX_METRICS]
     ]
     return Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)
 
@@ -398,7 +398,7 @@ LINES: dict[Kind, tuple[str, Line]] = {
     "final weights": ("final weights", _final_weights_line),
     "cost": ("cost", _cost_line),
 }
-TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile, int | None], list[Table]]] = {
+TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile], list[Table]]] = {
     "new run": _new_run_tables,
     "description": _description_tables,
     "seed noise": _noise_tables,

@@ -182,7 +182,7 @@ def while_unclaimed(facts: Facts) -> Iterator[NextStep]:
 
 def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
     """A reference can only be paired with runs of its own seeds."""
-    yield from check_step_one(facts)
+    yield from settle_step_one(facts)
     reference_seeds, run_seeds = facts.reference_seeds
     seeds_left = sorted(reference_seeds - run_seeds)
     if not facts.content.claims:
@@ -210,7 +210,7 @@ def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
 
 
 def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
-    yield from check_step_one(facts)
+    yield from settle_step_one(facts)
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
         return
@@ -230,7 +230,7 @@ def after_description_of_others(facts: Facts) -> Iterator[NextStep]:
 
 
 def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
-    yield from check_step_one(facts)
+    yield from settle_step_one(facts)
     if facts.waiting_arms:
         yield reach_next_analysis(facts)
     elif any(run.unread for run in facts.experiment.runs.values()):
@@ -241,7 +241,7 @@ def while_unclaimed_of_others(facts: Facts) -> Iterator[NextStep]:
 
 def while_open_of_others(facts: Facts) -> Iterator[NextStep]:
     """Suggest fresh runs: repeating a test on the same runs inflates its error rate."""
-    yield from check_step_one(facts)
+    yield from settle_step_one(facts)
     if facts.content.select("new run"):
         yield NextStep(MORE_OF_NEW, COMPARE)
         return
@@ -358,7 +358,7 @@ def on_fresh_seeds(text: str, experiment: RecordedExperiment, num_pairs: int | N
     )
 
 
-def check_step_one(facts: Facts) -> Iterator[NextStep]:
+def settle_step_one(facts: Facts) -> Iterator[NextStep]:
     """Yield what tells rounding from a fault, for runs that abrun did not launch."""
     if facts.arms_with_open_checks:
         text = (

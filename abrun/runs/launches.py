@@ -1,4 +1,4 @@
-"""What launchers write into a run directory, and what node agents leave there for them.
+"""Files of launchers in a run directory, and what node agents leave there for them.
 
 A launcher writes `config.json`, and `launch.json` with every start and how it saw it end.
 """

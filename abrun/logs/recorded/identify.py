@@ -1,4 +1,4 @@
-"""Who is who in the sources of a comparison: the arm and the seed of every run.
+"""Identification of the runs in the sources of a comparison: the arm and the seed of each.
 
 Each strategy returns the naming of all runs, or why it gives none, or None if it is not for such sources. The
 first naming counts. Strategies read evidence of falling weight: options, the runs' own files, columns and job
