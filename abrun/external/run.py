@@ -49,7 +49,7 @@ from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
 from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.runs.rundir import RunDir
-from abrun.runs.writer import FencedError, RunWriter, begin_attempt
+from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
 POLL_S = 1.0
 # Launchers wait 35 s before they kill.
@@ -200,10 +200,11 @@ class _Run:
 
     def _copy_metrics(self, *, has_ended: bool = False) -> None:
         self._writer.check_fence()
+        with contextlib.suppress(LostRowsError):
+            for step, row in self._follower.new_rows(has_ended=has_ended):
+                self._writer.metrics(step, row)
         if self._writer.has_lost_rows:
-            self._writer.rewrite_metrics(self._follower.rows)
-        for step, row in self._follower.new_rows(has_ended=has_ended):
-            self._writer.metrics(step, row)
+            self._writer.rewrite_metrics(self._follower.rows)  # the new ones are among them
         step = self._follower.last_step
         # Only a new step counts as progress, not a growing log.
         if step > self._step:

@@ -107,6 +107,10 @@ class FencedError(StoreError):
     """A newer attempt owns the run directory: this process must not write any more."""
 
 
+class LostRowsError(StoreError):
+    """metrics.jsonl was removed, replaced or truncated while an attempt wrote it."""
+
+
 class RunWriter:
     """Writer for one attempt. Every write first checks that no newer attempt owns the directory.
 
@@ -123,7 +127,7 @@ class RunWriter:
         self._samples: LineWriter | None = None
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the metrics of one step. Raises StoreError if earlier rows were lost."""
+        """Append the metrics of one step. Raises LostRowsError if earlier rows were lost."""
         self.check_fence()
         self._refuse_lost_rows()
         self._metrics.write(self._row(step, values))
@@ -147,7 +151,7 @@ class RunWriter:
 
     def _refuse_lost_rows(self) -> None:
         if self.has_lost_rows:
-            raise StoreError(
+            raise LostRowsError(
                 f"{self._metrics.path}: {ROWS_LOST}; continue with --resume, which records the lost steps "
                 "again"
             )
@@ -218,7 +222,7 @@ class RunWriter:
         write_file(self.path / layout.FINAL_SKETCH, content)
 
     def finish(self, step: int, content: Mapping[str, Any] | None = None, /, **details: Any) -> None:
-        """Write result.json, which marks the run as finished.
+        """Write result.json, which marks the run as finished. Raises LostRowsError if rows were lost.
 
         `content`: the `final_weights_hash` and, for each file of `final_weights`, a `fingerprint`; for a
         command's run, the `text_values` of its log.

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from abrun.runs.files import read_json, write_json
 from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
-from abrun.runs.writer import begin_attempt
+from abrun.runs.writer import RunWriter, begin_attempt
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, FORKING, run_to_end
 from tests.snapshot import Snapshot
@@ -455,6 +455,21 @@ def test_rows_that_are_lost_while_a_command_runs_are_written_again(
     assert all(row["train/reward"] < 2 for row in rows(directory))
     repair = next(event for event in events(directory) if event["event"] == "repair")
     assert "metrics.jsonl was removed" in repair["message"]
+
+
+def test_rows_that_are_lost_between_two_of_a_copy_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, write = prepared(tmp_path, "steps=6"), RunWriter.metrics
+
+    def write_and_lose(writer: RunWriter, step: int, values: Mapping[str, float]) -> None:
+        write(writer, step, values)
+        if step == 2:
+            (directory / "metrics.jsonl").unlink()
+
+    monkeypatch.setattr(RunWriter, "metrics", write_and_lose)
+    assert external_run.run(directory) == 0
+    assert [row["step"] for row in rows(directory)] == list(range(1, 7))
 
 
 @pytest.mark.parametrize(
