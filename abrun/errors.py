@@ -1,7 +1,7 @@
 """Errors that a user can fix. Each message is one line: field, value received, what is allowed, next step."""
 
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 
 
 class AbrunError(Exception):
@@ -9,7 +9,7 @@ class AbrunError(Exception):
 
     def __init__(self, reason: Reason | str) -> None:
         super().__init__(reason)
-        self.reason = reason if isinstance(reason, Reason) else Code.FOREIGN_TEXT(text=reason)
+        self.reason = reason if isinstance(reason, Reason) else in_words(reason)
 
     @property
     def code(self) -> Code:

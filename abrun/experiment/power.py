@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim, Compare
 from abrun.runs.files import MAX_FILE_BYTES, read_regular
 from abrun.stats.equivalence import ALPHA, MIN_FOR_MISMATCH
@@ -357,14 +356,16 @@ def staged_options(compare: Compare, seeds: Sequence[int], designs: Designs) -> 
     return f"--seeds {first_seeds} --until-decided --max-seeds {designs.interim[-1]}"
 
 
-def design_reason(compare: Compare, seeds: Sequence[int], designs: Designs) -> Reason:
+def design_reason(compare: Compare, seeds: Sequence[int], designs: Designs) -> str:
     """Return which design is cheaper if the arms are equal."""
     pairs_if_equal, fixed_pairs = designs.pairs_if_equal, designs.fixed_pairs
     if designs.saved_pairs <= 0:
-        return Code.INTERIM_COSTS_MORE(pairs_if_equal=pairs_if_equal, fixed_pairs=fixed_pairs)
-    return Code.INTERIM_SAVES(
-        pairs_if_equal=pairs_if_equal,
-        fixed_pairs=fixed_pairs,
-        max_pairs=designs.interim[-1],
-        options=staged_options(compare, seeds, designs),
+        return (
+            f"One analysis is cheaper: {fixed_pairs:.3g} pairs; interim analyses with the same P(match) take "
+            f"{pairs_if_equal:.3g} on average if the arms are equal"
+        )
+    return (
+        f"Interim analyses are cheaper: {pairs_if_equal:.3g} pairs on average if the arms are equal, at most "
+        f"{designs.interim[-1]}; one analysis with the same P(match) takes {fixed_pairs:.3g}; launch with "
+        f"{staged_options(compare, seeds, designs)}"
     )

@@ -21,7 +21,7 @@ from abrun.errors import AbrunError, LaunchError, StoreError
 from abrun.experiment.preflight.machine import cpu_name
 from abrun.logs import read_log
 from abrun.logs.aliases import FRAMEWORKS, rename_metrics
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.processes import (
     RUN_DIR_VARIABLE,
     PauseDetector,
@@ -245,15 +245,12 @@ class _Run:
             return Code.SEE_LOG(ending=ending, log=self._run_dir.log)
         if not self._follower.has_metrics:
             metrics = self._config.trainer.metrics
-            return Code.NO_METRICS(
-                format=metrics.format,
-                path=self._call.metrics_path,
-                problem=self._follower.problem,
-                notes=self._follower.notes,
-                log=self._run_dir.log,
-            )
+            why = self._follower.problem or "; ".join(self._follower.notes) or "it holds no numbers"
+            remedy = f"correct format or path, or read {self._run_dir.log}"
+            place = f"{metrics.format} at {self._call.metrics_path}"
+            return in_words(f"no metrics: trainer.metrics: {place}: {why}; {remedy}")
         problem = self._follower.problem
-        return Code.METRICS_UNREADABLE(problem=problem) if problem else None
+        return in_words(f"metrics: {problem}") if problem else None
 
 
 VERSION_SCRIPT = """
@@ -426,7 +423,10 @@ class MetricsFollower:
         self._max_step = max(last_step, self._max_step)
         self.problem = None
         if last_step < self._max_step:
-            self.problem = Code.METRICS_LOST_ROWS(path=self._path, step=self._max_step)
+            self.problem = in_words(
+                f"{self._path}: lost its rows up to step {self._max_step} while the command ran; train again "
+                "with --resume, and remove the trainer's checkpoints if it would continue from them"
+            )
         read_time_s = time.monotonic() - now
         self._next_read_s = now + max(MIN_PAUSE_S, read_time_s / MAX_READING_SHARE)
         changed_rows = [

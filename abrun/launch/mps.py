@@ -19,8 +19,6 @@ from pathlib import Path
 
 import psutil
 
-from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.processes import (
     MODULE_OPTIONS,
     Popen,
@@ -110,7 +108,10 @@ def mps_for(configs: Iterable[RunConfig], say: Callable[[str], object]) -> Itera
                 raise FileNotFoundError(f"{DAEMON} is not installed")
             service = MpsService()
         except OSError as error:
-            say(sentence(Code.MPS_NOT_STARTED(problem=str(error))))
+            say(
+                "cluster.runs_per_gpu: runs share GPUs by time slices, without CUDA's multi-process service: "
+                f"{error}"
+            )
     try:
         yield service
     finally:

@@ -14,7 +14,7 @@ from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.launch.cluster import ClusterJobs
 from abrun.launch.local import count_parallel_runs
 from abrun.launch.prepare import find_ineffective_settings
-from abrun.messages import sentence, sentences
+from abrun.messages import sentences
 from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.recipe.claims import Compare, describe_claim
@@ -280,7 +280,7 @@ def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -
     ]
     designs = propose_designs(compare, len(seeds), powers, len(plan.recipe.arms) - 1)
     if designs and designs.saved_pairs > 0 and designs.pairs_if_equal < len(seeds):
-        lines.append(Text(sentence(design_reason(compare, seeds, designs))))
+        lines.append(Text(design_reason(compare, seeds, designs)))
     return lines
 
 

@@ -11,8 +11,7 @@ import psutil
 from abrun.errors import LaunchError, StoreError
 from abrun.experiment.plan import ExperimentPlan
 from abrun.launch.engine import StartedRun
-from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason
 from abrun.processes import find_run_processes, kill_all
 from abrun.recipe.run import OwnRunConfig, RunConfig
 from abrun.runs.experiment import WARM_START, WARM_STARTS, run_dir, warm_start_dir
@@ -103,7 +102,7 @@ class LaunchJob:
             self.lock.close()
             raise
         if note:
-            say(f"{self.label}: {sentence(note)}")
+            say(f"{self.label}: {note}")
         config = self.config.model_dump(mode="json")
         record = RunRecord(experiment=WARM_STARTS, name=WARM_START, initial_weights=None, config=config)
         write_config(self.run, record)
@@ -199,7 +198,7 @@ class LaunchQueue:
             if not (job.started or job.is_done) and all(need.status == "finished" for need in job.depends_on):
                 yield job
 
-    def find_unstartable(self) -> Iterator[tuple[list[LaunchJob], Reason, Reason | None]]:
+    def find_unstartable(self) -> Iterator[tuple[list[LaunchJob], str, Reason | None]]:
         """Yield jobs that will not be started, with the reason and the failure behind it."""
         waiting: dict[LaunchJob, list[LaunchJob]] = {}
         for job in self.jobs:
@@ -207,17 +206,17 @@ class LaunchQueue:
             if lost and not job.is_done:
                 waiting.setdefault(lost[0], []).append(job)
         for needed, jobs in waiting.items():
-            cause = (
-                Code.WARM_START_FAILED(directory=needed.run.path, status=needed.status)
-                if needed.is_warm_start
-                else Code.RECORDING_FAILED(run=needed.label, status=needed.status)
-            )
+            what = f"the warm start in {needed.run.path}"
+            if not needed.is_warm_start:
+                what = f"{needed.label}, whose rollouts it trains on,"
+            cause = f"{what} {needed.status}"
             yield jobs, cause, read_state(needed.run, WARM_START).reason
         failed_jobs = [] if self.running_jobs else self.find_common_failure()
         unfinished = [job for job in self.jobs if not job.is_done]
         if failed_jobs and unfinished:
             first_job, num_more = failed_jobs[0], len(failed_jobs) - 1
-            cause = Code.FAILED_ALIKE(run=first_job.label, num_more=num_more)
+            which = f"{first_job.label} and {num_more} more, of several seeds,"
+            cause = f"{which} failed in the same way at their start"
             yield unfinished, cause, read_state(first_job.run, WARM_START).reason
 
     def find_common_failure(self) -> list[LaunchJob]:

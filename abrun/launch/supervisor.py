@@ -24,7 +24,7 @@ from abrun.launch.engine import Devices, Engine
 from abrun.launch.prepare import prepare_experiment
 from abrun.launch.queue import LaunchJob, LaunchQueue
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.numbers import count_text
 from abrun.processes import (
     StopRequests,
@@ -191,9 +191,9 @@ class Supervisor:
     def _start_ready(self) -> None:
         for jobs, cause, ending in self._queue.find_unstartable():
             suffix = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-            self._say(f"{jobs[0].label}{suffix}: not started: {sentence(cause)}")
+            self._say(f"{jobs[0].label}{suffix}: not started: {cause}")
             for job in jobs:
-                self._end_unstarted(job, Code.NOT_STARTED(cause=cause, ending=ending))
+                self._end_unstarted(job, in_words(f"not started: {cause}: {ending}"))
         for job in self._queue.ready_jobs():
             devices = self._engine.find_devices(job.run, job.config)
             if devices is None:
@@ -302,7 +302,7 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     if reads_output:  # those that agents noted, or else those that a foreign program printed, causes first
         lines = dict.fromkeys(re.findall(FOREIGN_ERROR, printed, re.MULTILINE))
         errors = read_endings(job.run, launch.attempts, printed)
-        errors = errors or [Code.FOREIGN_TEXT(text=line) for line in lines]
+        errors = errors or [in_words(line) for line in lines]
         errors.sort(key=lambda error: not any(reason.code in CAUSE_CODES for reason in error.walk()))
     failed_before = recorded_status == "failed" and (attempt.ended_s or math.inf) < job.stop_requested_s
     if (job.is_stopping and not failed_before) or (recorded_status == "interrupted" and not errors):
@@ -318,7 +318,7 @@ def _determine_ending(job: LaunchJob, exit_status: int) -> tuple[Status, Reason 
     elif exit_status:
         ending = ending_reason(exit_status, printed, job.oom_kills)
     else:
-        ending = Code.ENDED_WITHOUT_RESULT()
+        ending = in_words("ended without a result")
     return "failed", Code.SEE_LOG(ending=ending.map_texts(redacted), log=job.run.log)
 
 

@@ -1,6 +1,6 @@
 """Sentences on claims that cannot be tested or measured, and cautions on those that were tested."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
@@ -66,15 +66,6 @@ def _exact_outcomes(needed: int | None, num: int, paired: bool) -> str:
 def _differs_earlier(blocks: Sequence[str], largest: str, difference: float) -> str:
     size = f"most by {difference:+.3g} in {largest}" if len(blocks) > 1 else f"by {difference:+.3g}"
     return f"the arms differ by more than the margin in steps {', '.join(blocks)} ({size})"
-
-
-def _no_spread(metric: str, margin: str, whose: Mapping[str, str]) -> str:
-    """The margin is in sigmas, but the runs (of a `reference`, or of an `arm`) have no spread."""
-    if "reference" in whose:
-        runs = f"reference {whose['reference']!r}"
-    else:
-        runs = f"arm {whose['arm']} of {whose['experiment']}"
-    return f"{metric}: margin: got {margin!r}, but {runs} has no spread over seeds; give an absolute margin"
 
 
 def _values_unfit(needed: str) -> str:
@@ -159,10 +150,4 @@ MESSAGES: dict[Code, Message] = {
     Code.LARGEST_STEP: "at the step where each pair differs most, only ±{bound:.3g} would hold",
     Code.STEPS_APART: "the medians hide steps: {share:.0%} of the treatment's, and {baseline_share:.0%} of "
     "the baseline's, are more than {ratio:.2f}x from those of the other seeds",
-    Code.EMPTY_WINDOW: "{metric}: window: got {window:repr}, which selects none of its {num} recorded steps "
-    "({steps[0]}-{steps[1]}); use a wider window, such as 'all'",
-    Code.METRIC_OUTSIDE_DOMAIN: "{metric}: {problem}; declare `transform: identity` for this metric",
-    Code.SIGMA_UNKNOWN: "{metric}: margin: got {margin:repr} over {window:repr}, but reference "
-    "{reference:repr} has no sigma for it; it has: {known:list}",
-    Code.NO_SPREAD: _no_spread,
 }

@@ -44,6 +44,11 @@ class Reason:
         return Reason(self.code, {name: _map_texts(value, change) for name, value in self.values.items()})
 
 
+def in_words(text: str) -> Reason:
+    """Return a reason that is its sentence: nothing decides by it."""
+    return Code.FOREIGN_TEXT(text=text)
+
+
 MESSAGES: dict["Code", Message] = {}  # filled by `abrun.messages` from its tables
 
 
@@ -134,37 +139,19 @@ class Code(StrEnum):
 
     # Endings of runs and of their processes
     FOREIGN_TEXT, EXIT_CODE, KILLED, OUT_OF_MEMORY_KILLED = auto(), auto(), auto(), auto()
-    ENDED_WITHOUT_RESULT, SEE_LOG, SEVERAL_ERRORS, RANK_FAILED = auto(), auto(), auto(), auto()
-    EXCEPTION, RANKS_LOST, RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT = auto(), auto(), auto(), auto()
-    MEMORY_RAN_OUT, NODE_LOST, JOB_WAITS, RUN_WAITS, JOB_STATE = auto(), auto(), auto(), auto(), auto()
-    MPS_NOT_STARTED, JOB_BEGINS_OR_ENDS, JOB_ENDED, JOB_LEFT_NOTHING = auto(), auto(), auto(), auto()
-    JOB_RUN_SILENT, JOB_CANCELLED, JOB_NOT_IN_QUEUE, RESUMABLE = auto(), auto(), auto(), auto()
-    RUN_REMOVED, JOB_STOPPED, JOB_FORGOTTEN, LOCK_TAKEN_OVER = auto(), auto(), auto(), auto()
+    SEE_LOG, SEVERAL_ERRORS, RANK_FAILED, EXCEPTION, RANKS_LOST = auto(), auto(), auto(), auto(), auto()
+    RANKS_NOT_FOUND, COLLECTIVE_TIMED_OUT, MEMORY_RAN_OUT, NODE_LOST = auto(), auto(), auto(), auto()
     TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT, NODES_SILENT = auto(), auto(), auto(), auto()
-    NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, LAUNCHER_GONE = auto(), auto(), auto(), auto()
-    PROCESS_GONE, NOT_STARTED, WARM_START_FAILED, FAILED_ALIKE = auto(), auto(), auto(), auto()
-    ALIAS_NOT_LOGGED, NO_METRICS, METRICS_UNREADABLE, METRICS_LOST_ROWS = auto(), auto(), auto(), auto()
-
-    # Preflight checks
-    PACKAGE_NOT_INSTALLED, PACKAGE_BROKEN, IMPORT_TOO_SLOW, NO_GPU = auto(), auto(), auto(), auto()
-    TORCH_WITHOUT_CUDA, TORCH_FINDS_NO_GPU = auto(), auto()
-
-    # Refusals in general
-    SETTING_REFUSED = auto()
-
-    # Refusals: comparing
-    AXES_MIXED, EMPTY_WINDOW, METRIC_OUTSIDE_DOMAIN, SIGMA_UNKNOWN = auto(), auto(), auto(), auto()
-    NO_SPREAD = auto()
+    NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
 
     # Gate: answers about a candidate, their caveats, and refusals
     GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN = auto(), auto(), auto(), auto()
     GATE_SEEDS_SPENT, GATE_EVIDENCE, GATE_INCUMBENT, GATE_AGE = auto(), auto(), auto(), auto()
     GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT, GATE_STATE, GATE_DIVERGED = auto(), auto(), auto(), auto()
-    GATE_FAILED, OTHER_VERDICT_SCHEMA, VERDICT_DAMAGED = auto(), auto(), auto()
+    GATE_FAILED = auto()
 
     # Refusals: launching
-    NODE_CANNOT_RUN, PROBE_FAILED, RECORDING_FAILED, SLURM_COMMAND_FAILED = auto(), auto(), auto(), auto()
-    INTERIM_SAVES, INTERIM_COSTS_MORE, AUTO_ASKED, AUTO_NOT_MEASURED = auto(), auto(), auto(), auto()
+    PROBE_FAILED = auto()
 
     # Refusals: recipes
     PROBLEMS_UNREADABLE = auto()
@@ -177,8 +164,7 @@ class Code(StrEnum):
     FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED, FLEET_MAY_BE_CHANCE = auto(), auto(), auto()
 
     # Refusals: run directories and logs
-    STEPS_SENT, MIRROR_NOT_BEGUN, MIRROR_STOPPED, MIRROR_NOT_ENDED = auto(), auto(), auto(), auto()
-    REPORT_SENT, WANDB_SWITCHED_OFF = auto(), auto()
+    STEPS_SENT, MIRROR_NOT_BEGUN = auto(), auto()
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

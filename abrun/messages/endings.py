@@ -64,21 +64,11 @@ def _alias_not_logged(name, metric, num_steps, logged, num_more, close) -> str:
     return f"trainer.aliases: {name}: no metric {metric!r} in {num_steps} logged steps; logged: {names}{hint}"
 
 
-def _no_metrics(format: str, path: str, problem: str | None, notes: Sequence[str], log: str) -> str:
-    reason = problem or "; ".join(notes) or "it holds no numbers"
-    return f"no metrics: trainer.metrics: {format} at {path}: {reason}; correct format or path, or read {log}"
-
-
-def _job_ended(job: str, state: str) -> str:
-    return f"job {job} ended: {state}{OUT_OF_MEMORY if state == 'OUT_OF_MEMORY' else ''}"
-
-
 MESSAGES: dict[Code, Message] = {
     Code.FOREIGN_TEXT: "{text}",
     Code.EXIT_CODE: "exit code {exit_code}{last_line:if  ({last_line})}",
     Code.KILLED: "killed by {signal}",
     Code.OUT_OF_MEMORY_KILLED: "{signal:if killed by {signal}|exit code {exit_code}}" + OUT_OF_MEMORY,
-    Code.ENDED_WITHOUT_RESULT: "ended without a result",
     Code.SEE_LOG: "{ending}; see {log}",
     Code.SEVERAL_ERRORS: "{errors:join ; }{out_of_memory:if " + OUT_OF_MEMORY + "}",
     Code.RANK_FAILED: "rank {rank} of {num_ranks}{host:if  (on {host})}: {cause}",
@@ -89,22 +79,6 @@ MESSAGES: dict[Code, Message] = {
     "collective ({work})",
     Code.MEMORY_RAN_OUT: _memory_ran_out,
     Code.NODE_LOST: "{node} is lost: {error}",
-    Code.JOB_WAITS: "job {job} waits: {why}",
-    Code.RUN_WAITS: "job {job} waits {why}",
-    Code.JOB_STATE: "job {job} is {state}: {message}",
-    Code.JOB_BEGINS_OR_ENDS: "job {job} is starting or ending on {nodes}",
-    Code.JOB_ENDED: _job_ended,
-    Code.JOB_LEFT_NOTHING: "{ending}, and wrote nothing to {directory} (do the nodes share it?); look into "
-    "{folder}, and run: scontrol show job {job}",
-    Code.JOB_RUN_SILENT: "{ending}, and its run wrote no result (disk full?)",
-    Code.JOB_STOPPED: "job {job} was stopped",
-    Code.JOB_FORGOTTEN: "job {job} is unknown at {url} (was the Ray head restarted?)",
-    Code.JOB_CANCELLED: "job {job} was cancelled while it waited; continue with --resume",
-    Code.JOB_NOT_IN_QUEUE: "job {job} is no longer in Slurm's queue",
-    Code.RESUMABLE: "{ending}; continue with --resume",
-    Code.RUN_REMOVED: "{directory}: was removed while job {job} runs; create it again with --resume",
-    Code.LOCK_TAKEN_OVER: "took over the lock of {owner}{is_gone:if , which has ended|{as_asked:if  "
-    "(--take-over)|, which no longer renews it}}",
     Code.TIME_LIMIT_REACHED: "limits.run_s: not finished after {limit_s:g} s",
     Code.STALL_LIMIT_REACHED: "limits.stalled_s: {silence}",
     Code.RANKS_SILENT: _ranks_silent,
@@ -112,15 +86,5 @@ MESSAGES: dict[Code, Message] = {
     Code.NO_NEW_STEP: "no step after step {step} for {silent_s:.0f} s",
     Code.NO_SIGN_OF_LIFE: "no progress for {silent_s:.0f} s",
     Code.STOPPED_BY_SIGNAL: "stopped by a signal; continue with --resume",
-    Code.LAUNCHER_GONE: "run and launcher ended without writing a result (killed?); continue with --resume",
-    Code.PROCESS_GONE: "process died without writing a result (disk full?)",
-    Code.NOT_STARTED: "not started: {cause}: {ending}",
-    Code.WARM_START_FAILED: "the warm start in {directory} {status}",
-    Code.RECORDING_FAILED: "{run}, whose rollouts it trains on, {status}",
-    Code.FAILED_ALIKE: "{run} and {num_more} more, of several seeds, failed in the same way at their start",
     Code.ALIAS_NOT_LOGGED: _alias_not_logged,
-    Code.NO_METRICS: _no_metrics,
-    Code.METRICS_UNREADABLE: "metrics: {problem}",
-    Code.METRICS_LOST_ROWS: "{path}: lost its rows up to step {step} while the command ran; train again with "
-    "--resume, and remove the trainer's checkpoints if it would continue from them",
 }

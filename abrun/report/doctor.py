@@ -21,7 +21,7 @@ from abrun.experiment.preflight.checks import TRAINER_PACKAGES
 from abrun.experiment.preflight.machine import Machine, this_machine
 from abrun.experiment.preflight.settings import Packages, setting_refusal
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Reason, in_words
 from abrun.messages.records import as_json
 from abrun.processes import first_traceback
 from abrun.recipe.extras import (
@@ -129,7 +129,7 @@ def diagnosis_of(machine: Machine, gpus: tuple[Gpu, ...], imported: Mapping[str,
         versions={name: packages.get(name) for name in PACKAGES},
         parts=tuple(_check_items(imported, machine.packages, bool(gpus))),
         warnings=tuple(
-            Code.FOREIGN_TEXT(text=untested)
+            in_words(untested)
             for name in TRAINER_PACKAGES
             if (untested := untested_version(name, packages.get(name)))
         ),
@@ -152,7 +152,7 @@ def _check_items(imported: Mapping[str, Any], packages: Packages, has_gpus: bool
             if kind != "launcher":
                 refusal = triton_refusal if name == "triton" else trainer_problem
             unusable = setting_refusal(field, name, packages, on_gpu=no_gpu is None)
-            refusal = refusal or (Code.FOREIGN_TEXT(text=unusable) if unusable else None)
+            refusal = refusal or (in_words(unusable) if unusable else None)
             yield DoctorItem(kind=kind, name=name, refusal=refusal)
 
 
@@ -161,21 +161,24 @@ def _unusable_gpus(built: Any, version: str | None, has_gpus: bool) -> Reason | 
     if count:
         return None
     if os.environ.get("CUDA_VISIBLE_DEVICES") is not None and has_gpus:
-        return Code.SETTING_REFUSED(
-            field="CUDA_VISIBLE_DEVICES", got=repr(os.environ["CUDA_VISIBLE_DEVICES"])
+        hidden = repr(os.environ["CUDA_VISIBLE_DEVICES"])
+        return in_words(
+            f"CUDA_VISIBLE_DEVICES: got {hidden}, which hides every GPU; unset CUDA_VISIBLE_DEVICES"
         )
     if not has_gpus:
-        return Code.NO_GPU()
+        return in_words("nvidia-smi lists no GPU; use cluster.gpus_per_node: 0")
     if cuda is None:
-        return Code.TORCH_WITHOUT_CUDA(version=version, install=install_command("torch", "--force-reinstall"))
-    return Code.TORCH_FINDS_NO_GPU(version=version, cuda=cuda)
+        install = install_command("torch", "--force-reinstall")
+        return in_words(f"torch {version} is built without CUDA; {install}")
+    built = f"torch {version}, built for CUDA {cuda},"
+    return in_words(f"{built} finds no GPU (is the driver too old?); see nvidia-smi")
 
 
 def try_import(package: str, timeout_s: float = TIMEOUT_S) -> Any:
     """Return what a package's probe prints; where it fails, why, in a line."""
     if package not in installed_packages():
         extra = "train" if package in EXTRAS["train"] else package
-        return Code.PACKAGE_NOT_INSTALLED(package=package, extra=extra)
+        return in_words(f"the package {package} is missing; pip install 'abrun[{extra}]'")
     try:
         probe = BEFORE_PROBE + PROBES[package] + AFTER_PROBE
         process = subprocess.run(
@@ -186,12 +189,18 @@ def try_import(package: str, timeout_s: float = TIMEOUT_S) -> Any:
         error_lines = first_traceback(process.stderr).splitlines()
         reason = " ".join(error_lines[-1].split())[:200] if error_lines else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        return Code.IMPORT_TOO_SLOW(package=package, seconds=timeout_s)
+        return in_words(
+            f"importing {package} took more than {timeout_s} s; run abrun doctor again when the machine is "
+            "idle"
+        )
     except (OSError, ValueError, IndexError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     # A package that was built for another torch breaks imports, although abrun does not need it
     unneeded = next((name for name in NOT_NEEDED if name in reason), None)
-    return Code.PACKAGE_BROKEN(package=package, error=reason, unneeded=unneeded)
+    remedy = f"pip install --force-reinstall {package}"
+    if unneeded:
+        remedy = f"pip uninstall {unneeded}, which abrun does not need"
+    return in_words(f"{package} cannot be imported: {reason}; {remedy}")
 
 
 def _run_nvidia_smi() -> str:

@@ -20,10 +20,7 @@ from abrun.experiment.power import (
     propose_designs,
 )
 from abrun.logs.recorded.experiment import RecordedExperiment
-from abrun.messages import sentence
-from abrun.messages.codes import Reason
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
-from abrun.messages.records import encode_reasons
 from abrun.recipe.claims import Claim, Compare, describe_claim
 from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
 from abrun.recipe.reading import dotted
@@ -184,7 +181,6 @@ class PowerPlan:
             "levels": self._levels,
             "claims": [self._claim_json(plan.claim, plan.spread, plan.power) for plan in self.claims],
             "designs": self.designs and asdict(self.designs),
-            "design_code": self.designs and encode_reasons(self._design_reason(self.designs)),
         }
 
     def _claim_json(self, claim: Claim, spread: Spread | None, power: ClaimPower | None) -> dict[str, Any]:
@@ -263,10 +259,10 @@ class PowerPlan:
         return [
             Text("\nExpected cost with and without interim analyses", style="bold"),
             Table(columns("design", *headings, numeric=headings), rows),
-            Text(sentence(self._design_reason(designs))),
+            Text(self._design_reason(designs)),
         ]
 
-    def _design_reason(self, designs: Designs) -> Reason:
+    def _design_reason(self, designs: Designs) -> str:
         return design_reason(self.compare, self.seeds or range(self.num_pairs), designs)
 
     def _spread(self, claim: Claim) -> Spread | None:

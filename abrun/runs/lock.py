@@ -18,8 +18,6 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from abrun.errors import StoreError
-from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
 from abrun.runs.files import (
     UnreadableError,
     make_folder,
@@ -56,7 +54,7 @@ class Lease:
         self._file: int | None = None
         self._next_refresh_s = 0.0
 
-    def acquire(self, *, take_over: bool = False) -> Reason | None:
+    def acquire(self, *, take_over: bool = False) -> str | None:
         """Lock the directory or raise LockedError; return a note if a previous owner lost the lock.
 
         `take_over` also replaces an owner on another machine that may be alive; it stops at its next
@@ -75,9 +73,9 @@ class Lease:
         self._file, self._next_refresh_s = file, time.monotonic() + FIRST_REFRESH_S
         if previous_owner is None:
             return None
-        return Code.LOCK_TAKEN_OVER(
-            owner=str(previous_owner), is_gone=previous_owner.shares_kernel, as_asked=take_over
-        )
+        why = " (--take-over)" if take_over else ", which no longer renews it"
+        why = ", which has ended" if previous_owner.shares_kernel else why
+        return f"took over the lock of {previous_owner}{why}"
 
     def refresh(self) -> None:
         """Renew the lease; cheap enough to call often. Raises TakenOverError if it is lost."""
@@ -151,7 +149,7 @@ def launcher_lock(
     note = lease.acquire(take_over=take_over)
     try:
         if note:
-            say(sentence(note))
+            say(note)
         yield lease
     finally:
         lease.close()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.runs import layout
 from abrun.runs.files import require_access
 from abrun.runs.layout import RunName
@@ -97,9 +97,10 @@ def read_state(run: RunDir, name: RunName) -> RunState:
     record, started_s, progress = latest.record, latest.started_s or 0.0, None
     status, reason = record.status, recorded_reason(record)
     if is_process_gone and latest.launcher and latest.launcher.is_gone:
-        status, reason = "interrupted", Code.LAUNCHER_GONE()
+        ending = "run and launcher ended without writing a result (killed?); continue with --resume"
+        status, reason = "interrupted", in_words(ending)
     elif is_process_gone:
-        status, reason = "failed", Code.PROCESS_GONE()
+        status, reason = "failed", in_words("process died without writing a result (disk full?)")
     if run.finished:
         status = "finished"
     elif status == "finished":

@@ -244,12 +244,8 @@ def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -
     recorded = union_steps(run.series(claim.metric).steps for run in sides.runs)
     if len(recorded) and not in_window(recorded, bounds).any():
         raise ComparisonError(
-            Code.EMPTY_WINDOW(
-                metric=claim.metric,
-                window=claim.window,
-                num=len(recorded),
-                steps=[recorded[0], recorded[-1]],
-            )
+            f"{claim.metric}: window: got {claim.window!r}, which selects none of its {len(recorded)} "
+            f"recorded steps ({recorded[0]}-{recorded[-1]}); use a wider window, such as 'all'"
         )
     num_baselines = len(sides.baselines)
     return steps[inside], values[:num_baselines, inside], values[num_baselines:, inside]

@@ -7,7 +7,6 @@ import numpy as np
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Reference, stack_runs, union_steps
-from abrun.messages.codes import Code
 from abrun.messages.numbers import margin_of_reference_text, margin_text
 from abrun.recipe.claims import Claim, Compare, Unit, describe_margin
 from abrun.stats.equivalence import mean_and_sd
@@ -43,20 +42,13 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
         == (claim.metric, claim.window, claim.transform)
         for frozen_claim in reference.compare.claims
     ):
+        known = (f"{frozen.metric} over {frozen.window}" for frozen in reference.compare.claims)
         raise ComparisonError(
-            Code.SIGMA_UNKNOWN(
-                metric=claim.metric,
-                margin=claim.declared_margin,
-                window=claim.window,
-                reference=reference.name,
-                known=[
-                    f"{frozen_claim.metric} over {frozen_claim.window}"
-                    for frozen_claim in reference.compare.claims
-                ],
-            )
+            f"{claim.metric}: margin: got {claim.declared_margin!r} over {claim.window!r}, but reference "
+            f"{reference.name!r} has no sigma for it; it has: {', '.join(known)}"
         )
     runs = [run for run in reference.runs if not run.name.rerun]
-    margin = number * _sigma_lower_bound(claim, runs, {"reference": reference.name})
+    margin = number * _sigma_lower_bound(claim, runs, f"reference {reference.name!r}")
     return Margin(
         number=margin, unit="", text=describe(margin_of_reference_text(margin, number, reference.name))
     )
@@ -74,18 +66,21 @@ def freeze_claims(experiment: RecordedExperiment, arm: str) -> Compare:
     for claim in experiment.compare.claims:
         number, unit = claim.margin_in if claim.difference_kind is not None else (0.0, "")
         if unit == "sigma":
-            margin = number * _sigma_lower_bound(claim, runs, {"arm": arm, "experiment": experiment.name})
+            margin = number * _sigma_lower_bound(claim, runs, f"arm {arm} of {experiment.name}")
             claim = claim.with_margin(float(f"{margin:.3g}"))
         frozen.append(claim)
     return experiment.compare.model_copy(update={"claims": frozen})
 
 
-def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: dict[str, str]) -> float:
+def _sigma_lower_bound(claim: Claim, runs: list[RecordedRun], source: str) -> float:
     """Return the lower bound of the runs' sigma in units of the transformed metric."""
     values = summarize_window(runs, claim)
     sigma = mean_and_sd(values)[1] if len(values) > 1 else 0.0
     if not sigma > 0:
-        raise ComparisonError(Code.NO_SPREAD(metric=claim.metric, margin=claim.declared_margin, whose=source))
+        raise ComparisonError(
+            f"{claim.metric}: margin: got {claim.declared_margin!r}, but {source} has no spread over seeds; "
+            "give an absolute margin"
+        )
     return sigma_lower_bound(sigma, len(values))
 
 

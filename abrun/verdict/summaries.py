@@ -30,7 +30,7 @@ def transform_values(values: Array, transform: Transform, metric: str) -> Array:
         return values
     problem = find_outside_domain(values, transform)
     if problem:
-        raise ComparisonError(Code.METRIC_OUTSIDE_DOMAIN(metric=metric, problem=problem))
+        raise ComparisonError(f"{metric}: {problem}; declare `transform: identity` for this metric")
     return np.log(_log_argument(values, transform))
 
 

@@ -210,7 +210,8 @@ def read_verdict_file(path: Path) -> VerdictFile:
     version = content.get("schema_version")
     if version not in (6, SCHEMA_VERSION):
         raise StoreError(
-            Code.OTHER_VERDICT_SCHEMA(path=path, version=shortened(version), readable=SCHEMA_VERSION)
+            f"{path}: schema_version is {shortened(version)}, but this abrun reads {SCHEMA_VERSION}; compare "
+            "the runs again"
         )
     return parse_verdict_file(content, path)
 
@@ -230,10 +231,10 @@ def parse_verdict_file(content: Mapping[str, Any], path: Path) -> VerdictFile:
     except ValidationError as error:
         first_error = error.errors()[0]
         place = ".".join(map(str, first_error["loc"]))
-        raise StoreError(Code.VERDICT_DAMAGED(path=path, field=place, problem=first_error["msg"])) from None
+        raise StoreError(f"{path}: {place}: {first_error['msg']}; compare the runs again") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:  # such as a code of a newer version
         problem = f"{type(error).__name__}: {error}"
-        raise StoreError(Code.VERDICT_DAMAGED(path=path, field="verdict.json", problem=problem)) from None
+        raise StoreError(f"{path}: verdict.json: {problem}; compare the runs again") from None
 
 
 def _upgrade(content: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abrun.messages import sentence, sentences
-from abrun.messages.codes import Code
+from abrun.messages.codes import in_words
 from abrun.messages.records import print_reason
 from abrun.recipe.extras import missing_package
 from abrun.runs.experiment import is_experiment, open_experiment
@@ -88,7 +88,7 @@ def main() -> int:
         settings = wandb.Settings(init_timeout=INIT_TIMEOUT_S)
         run = wandb.init(**named, job_type=JOB_TYPE, resume="allow", settings=settings)
         if run.disabled:
-            print_reason(Code.WANDB_SWITCHED_OFF())
+            print_reason(in_words("wandb is disabled here (WANDB_MODE=disabled?)"))
             return 1
         artifact = wandb.Artifact(request["name"], type="report", metadata=request["summary"])
         for path in request["files"]:
@@ -98,9 +98,10 @@ def main() -> int:
         url, folder = run.url, run.dir
         run.finish()
     except Exception as error:
-        print_reason(Code.FOREIGN_TEXT(text=error_line(error)))
+        print_reason(in_words(error_line(error)))
         return 1
-    print_reason(Code.REPORT_SENT(url=url, folder=Path(folder).parent))
+    place = url or f"offline in {Path(folder).parent}; upload it with wandb sync"
+    print_reason(in_words(f"The report is in wandb: {place}"))
     return 0
 
 

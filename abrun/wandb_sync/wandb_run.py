@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from abrun.errors import StoreError
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.recipe.run import Wandb
 from abrun.runs.launches import write_wandb_location
 from abrun.runs.records import RunRecord
@@ -52,7 +52,7 @@ class WandbRun:
             self._run.log({STEP_KEY: step, **values}, step=step)
         except Exception as error:
             self._run = None
-            self._say(Code.MIRROR_STOPPED(error=error_line(error)))
+            self._say(in_words(f"wandb stopped: {error_line(error)}"))
             return False
         self._last_sent_step = step
         return True
@@ -64,7 +64,7 @@ class WandbRun:
         try:
             self._run.finish(exit_code)
         except Exception as error:
-            self._say(Code.MIRROR_NOT_ENDED(error=error_line(error)))
+            self._say(in_words(f"did not finish: {error_line(error)}"))
 
     def _begin(self, record: RunRecord, settings: Wandb, mode: Any) -> Any:
         try:

@@ -25,8 +25,7 @@ from abrun.experiment.preflight import checks
 from abrun.launch import queue, supervisor
 from abrun.launch.prepare import own_experiment
 from abrun.launch.supervisor import LaunchOutcome
-from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.records import encode_reasons
 from abrun.processes import find_run_processes
 from abrun.recipe.experiment import load_recipe, parse_stored_run
@@ -242,7 +241,7 @@ def test_a_failed_run_does_not_stop_the_others(tmp_path: Path, behave: Callable[
         ),
         "treatment/seed-1": (
             *(0, None),
-            see_log(directory, "treatment/seed-1", Code.ENDED_WITHOUT_RESULT()),
+            see_log(directory, "treatment/seed-1", in_words("ended without a result")),
         ),
     }
     for run, (exit_code, killed_by, reason) in expected.items():
@@ -262,9 +261,9 @@ def test_what_fails_whatever_the_seed_is_not_tried_with_all_of_them(
     assert list(outcome.statuses.values()) == ["failed"] * 8
     tried = [run for run in map(str, outcome.statuses) if launches_of(tmp_path / "small", run)[-1].pid]
     assert tried == ["baseline/seed-0", "treatment/seed-0", "baseline/seed-1"]
-    cause = Code.FAILED_ALIKE(run="baseline/seed-0", num_more=2)
     state = state_of(tmp_path / "small", "baseline/seed-3")
-    assert state.reason == Code.NOT_STARTED(cause=cause, ending=PLANNED_FAILURE)
+    cause = "baseline/seed-0 and 2 more, of several seeds, failed in the same way at their start"
+    assert state.message == f"not started: {cause}: {PLANNED_FAILURE}"
     for text in (*observer.said, state.message):
         snapshot(text)
     behave()
@@ -359,10 +358,10 @@ def test_runs_whose_warm_start_failed_say_so(tmp_path: Path, behave: Callable[..
     assert outcome.statuses[RunName(arm="baseline", seed=0)] == "failed"
     assert launches_of(tmp_path / "small", "baseline/seed-0")[-1].pid is None
     (made,) = (tmp_path / "warm-starts").iterdir()
-    cause = Code.WARM_START_FAILED(directory=made, status="failed")
-    reason = state_of(tmp_path / "small", "baseline/seed-0").reason
-    assert reason == Code.NOT_STARTED(cause=cause, ending=PLANNED_FAILURE)
-    assert len(observer.said) == 1 and sentence(cause) in observer.said[0]
+    cause = f"the warm start in {made} failed"
+    state = state_of(tmp_path / "small", "baseline/seed-0")
+    assert state.message == f"not started: {cause}: {PLANNED_FAILURE}"
+    assert len(observer.said) == 1 and cause in observer.said[0]
     behave()
     assert (
         launch(tmp_path, "warm_start={steps: 2}", "arms.cold={warm_start: null}", resume=True).exit_code == 0
@@ -739,8 +738,7 @@ def test_a_launcher_that_is_taken_over_stops_its_runs_and_says_so(
     observer = Silent()
     behave()
     assert launch(tmp_path, "steps=400", resume=True, take_over=True, observer=observer).exit_code == 0
-    note = Code.LOCK_TAKEN_OVER(owner="process 7 on host elsewhere", is_gone=False, as_asked=True)
-    assert observer.said[0] == sentence(note)
+    assert observer.said[0] == "took over the lock of process 7 on host elsewhere (--take-over)"
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "warm-starts", ".hidden", "a b"])

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from abrun.errors import StoreError
-from abrun.messages import sentence
-from abrun.messages.codes import Code
 from abrun.runs import lock
 from abrun.runs.lock import LOCK, Lease, LockedError, TakenOverError, describe_launcher, launcher_lock
 from abrun.runs.owner import this_process_fields
@@ -49,7 +47,8 @@ def taken(directory: Path, **options: Any) -> list[str]:
 
 
 def took_over(owner: str, *, is_gone: bool = False, as_asked: bool = False) -> str:
-    return sentence(Code.LOCK_TAKEN_OVER(owner=owner, is_gone=is_gone, as_asked=as_asked))
+    why = ", which has ended" if is_gone else " (--take-over)" if as_asked else ", which no longer renews it"
+    return f"took over the lock of {owner}{why}"
 
 
 @pytest.mark.parametrize("has_kernel_locks", [True, False])
@@ -123,7 +122,7 @@ def test_who_is_taken_over_notices_at_its_next_touch(tmp_path: Path, monkeypatch
     newer = Lease(tmp_path)
     note = newer.acquire(take_over=True)
     owner = f"process {os.getpid()} on host a"
-    assert note == Code.LOCK_TAKEN_OVER(owner=owner, is_gone=False, as_asked=True)
+    assert note == took_over(owner, as_asked=True)
     time.sleep(2 * lock.REFRESH_EVERY_S)
     owner = f"process {os.getpid()} on host {socket.gethostname()}"
     with pytest.raises(TakenOverError, match=f"{owner} has taken over, so this launcher stops its runs"):

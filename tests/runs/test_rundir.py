@@ -255,7 +255,7 @@ def test_a_run_whose_process_is_gone_without_a_word_is_not_running(tmp_path: Pat
     process.kill()
     process.wait()
     state = read_state(run, NAME)
-    assert (state.status, state.reason) == ("failed", Code.PROCESS_GONE())
+    assert (state.status, state.message) == ("failed", "process died without writing a result (disk full?)")
     end_launch(run, "failed", Code.FOREIGN_TEXT(text="killed"), exit_code=None, signal="SIGKILL")
     begin_attempt(run)
     assert read_state(run, NAME).status == "running"

@@ -232,7 +232,7 @@ def test_a_window_between_recorded_steps_is_refused(simulated, judged):
                 ),
             )
     sparse = Claim(metric="validation/accuracy", margin=0.1, window="steps 11-19")
-    with refused(Code.EMPTY_WINDOW, window="steps 11-19", num=4, steps=[10, 40]):
+    with refused("window: got 'steps 11-19', which selects none of its 4 recorded steps (10-40)"):
         judged(experiment_dir, claims=[sparse])
     assert judged(experiment_dir, claims=[sparse.model_copy(update={"window": "all"})]).verdict == "MATCH"
 

@@ -85,9 +85,8 @@ def test_a_file_of_another_shape_is_one_line(tmp_path, change, said):
 def test_a_file_with_codes_that_cannot_be_read_is_refused(tmp_path, change):
     path = tmp_path / "verdict.json"
     path.write_text(json.dumps(as_json(verdict([claim()])) | change))
-    with pytest.raises(StoreError) as refused:
+    with pytest.raises(StoreError, match="; compare the runs again"):
         read_verdict_file(path)
-    assert refused.value.code == Code.VERDICT_DAMAGED
 
 
 def test_a_file_with_device_time_and_counted_comparisons_is_read_without_them(tmp_path):

@@ -33,7 +33,7 @@ from abrun.launch.engine import Devices, StartedRun
 from abrun.launch.queue import LaunchJob
 from abrun.launch.ray.agent import NodeAgent
 from abrun.messages import sentence
-from abrun.messages.codes import Code, Reason
+from abrun.messages.codes import Code, Reason, in_words
 from abrun.messages.numbers import count_text
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Ray
@@ -312,7 +312,7 @@ class GangRun:
             return
         except RayError as error:  # the agent could not be started
             cause = " ".join(str(getattr(error, "cause", None) or error).split())
-            self._note(node, Code.NODE_CANNOT_RUN(host=node.name, problem=cause[-300:]))
+            self._note(node, in_words(f"{node.name}: {cause[-300:]}"))
             node.status = 2
             return
         if node.address is None:

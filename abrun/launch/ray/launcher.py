@@ -18,7 +18,7 @@ from abrun.experiment.plan import ExperimentPlan
 from abrun.experiment.preflight.checks import anywhere_refusals
 from abrun.experiment.preflight.settings import ray_refusal
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs
-from abrun.messages.codes import Code
+from abrun.messages.codes import in_words
 from abrun.messages.records import printed_reason
 from abrun.processes import MODULE_OPTIONS
 from abrun.runs.experiment import WARM_START
@@ -305,25 +305,25 @@ class RayCluster(ClusterJobs):
             waiting, name = self._driver.get("waiting", {}), str(state.name)
             label = f"warm start {state.directory.name}" if state.name == WARM_START else name
             if label in waiting:  # the directory's state may still be that of a lost machine
-                reason = Code.RUN_WAITS(job=job, why=waiting[label])
+                reason = in_words(f"job {job} waits {waiting[label]}")
             elif not self._driver:
-                reason = Code.JOB_STATE(job=job, state=ray_job.status, message=ray_job.message)
+                reason = in_words(f"job {job} is {ray_job.status}: {ray_job.message}")
             else:
                 return state
             return replace(state, status="waiting", reason=reason)
         if state.status not in ACTIVE_STATUSES:
             return state
         if self._record.get("cancelled") or (ray_job and ray_job.status == "STOPPED"):
-            stopped = Code.RESUMABLE(ending=Code.JOB_STOPPED(job=job))
+            stopped = in_words(f"job {job} was stopped; continue with --resume")
             return replace(state, status="interrupted", reason=stopped)
         if ray_job is None:
-            forgotten_job = Code.RESUMABLE(ending=Code.JOB_FORGOTTEN(job=job, url=self._record["url"]))
-            return replace(state, status="failed", reason=forgotten_job)
+            head = f"at {self._record['url']} (was the Ray head restarted?)"
+            forgotten = in_words(f"job {job} is unknown {head}; continue with --resume")
+            return replace(state, status="failed", reason=forgotten)
         lines = [line.strip() for line in ray_job.message.splitlines() if line.strip()]
         printed = list(filter(None, map(printed_reason, lines)))
         message = self._driver.get("ended") or next(reversed(printed or lines), ray_job.status)
-        ended = Code.JOB_ENDED(job=job, state=message)
-        return replace(state, status="failed", reason=ended)
+        return replace(state, status="failed", reason=in_words(f"job {job} ended: {message}"))
 
     def stop_jobs(self) -> None:
         stop_job(self._record["url"], self._record["job"])

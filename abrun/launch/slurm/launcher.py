@@ -24,7 +24,8 @@ from abrun.experiment.plan import ExperimentPlan, PlannedRun, group_pairs
 from abrun.experiment.preflight.checks import anywhere_refusals, separate_job_refusals
 from abrun.launch.cluster import ACTIVE_STATUSES, ClusterJobs, LeftInQueueError
 from abrun.launch.queue import LaunchQueue
-from abrun.messages.codes import Code
+from abrun.messages.codes import in_words
+from abrun.messages.endings import OUT_OF_MEMORY
 from abrun.messages.numbers import listed
 from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.launcher import Slurm, parse_time_limit
@@ -114,13 +115,13 @@ def kill_jobs(jobs: Sequence[str]) -> None:
 def _scancel(*argv: str) -> None:
     process = _run("scancel", "--quiet", *argv)
     if process.stderr:  # it fails silently for jobs that have ended or are in another state
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command="scancel", answer=_error_text(process.stderr)))
+        raise LaunchError(f"slurm: scancel: {_error_text(process.stderr)}")
 
 
 def run_slurm(*argv: str) -> str:
     process = _run(*argv)
     if process.returncode:
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=_error_text(process.stderr)))
+        raise LaunchError(f"slurm: {argv[0]}: {_error_text(process.stderr)}")
     return process.stdout
 
 
@@ -136,7 +137,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
             f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
         ) from None
     except OSError as error:
-        raise LaunchError(Code.SLURM_COMMAND_FAILED(command=argv[0], answer=str(error))) from None
+        raise LaunchError(f"slurm: {argv[0]}: {error}") from None
     if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
         answer = _error_text(process.stderr)[-200:]
         raise LaunchError(
@@ -539,32 +540,36 @@ class SlurmCluster(ClusterJobs):
         job, index = places[0]
         task = known_tasks.get((job, index)) or known_tasks.get((job, None))
         is_removed = not is_warm_start and not RunDir(state.directory).exists
-        ended = Code.JOB_ENDED(job=task.name, state=task.state) if task else Code.JOB_NOT_IN_QUEUE(job=job)
+        resume = "continue with --resume"
+        ended = f"job {job} is no longer in Slurm's queue"
+        if task:
+            memory = OUT_OF_MEMORY if task.state == "OUT_OF_MEMORY" else ""
+            ended = f"job {task.name} ended: {task.state}{memory}"
 
         match (task.phase if task else "FORGOTTEN", state.status):
             case ("QUEUED", _):
-                status, reason = "waiting", Code.JOB_WAITS(job=task.name, why=task.reason)
+                status, reason = "waiting", f"job {task.name} waits: {task.reason}"
             case ("RUNNING", "pending" | "interrupted") if is_removed:
-                status, reason = "failed", Code.RUN_REMOVED(directory=state.directory, job=task.name)
+                gone = f"{state.directory}: was removed while job {task.name} runs"
+                status, reason = "failed", f"{gone}; create it again with --resume"
             case ("RUNNING", "pending" | "interrupted"):
-                status, reason = "waiting", Code.JOB_BEGINS_OR_ENDS(job=task.name, nodes=task.nodes)
+                status, reason = "waiting", f"job {task.name} is starting or ending on {task.nodes}"
             case (phase, status) if phase == "RUNNING" or status not in ACTIVE_STATUSES:
                 return state
             case ("FORGOTTEN", "pending") if self._record.get("cancelled"):
-                status, reason = "interrupted", Code.JOB_CANCELLED(job=job)
+                status, reason = "interrupted", f"job {job} was cancelled while it waited; {resume}"
             case ("CANCELLED", _):
-                status, reason = "interrupted", Code.RESUMABLE(ending=ended)
+                status, reason = "interrupted", f"{ended}; {resume}"
             case (_, "pending"):
                 folder = self._experiment_dir / FOLDER
-                status, reason = (
-                    "failed",
-                    Code.JOB_LEFT_NOTHING(ending=ended, directory=state.directory, folder=folder, job=job),
-                )
+                nothing = f"wrote nothing to {state.directory} (do the nodes share it?)"
+                look = f"look into {folder}, and run: scontrol show job {job}"
+                status, reason = "failed", f"{ended}, and {nothing}; {look}"
             case ("FAILED", _):
-                status, reason = "failed", Code.JOB_RUN_SILENT(ending=ended)
+                status, reason = "failed", f"{ended}, and its run wrote no result (disk full?)"
             case _:
                 status, reason = "failed", ended
-        return replace(state, status=status, reason=reason)
+        return replace(state, status=status, reason=in_words(reason))
 
     def stop_jobs(self) -> None:
         self._query_cached()

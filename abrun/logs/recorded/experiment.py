@@ -335,6 +335,19 @@ def count_repeated_steps(metrics: Mapping[str, Series]) -> int:
     return max((series.recounted for series in step_one_metrics or metrics.values()), default=0)
 
 
+def refuse_mixed_axes(runs: Iterable[tuple[Axis, str]]) -> None:
+    """Raise ComparisonError if some runs have curves and others only scores; each run with its place."""
+    kinds = {"steps": "training steps", "final": "final scores", "prompts": "scores per prompt"}
+    places: dict[Axis, str] = {}
+    for axis, place in runs:
+        places.setdefault(axis, place)
+    if len(places) > 1:
+        found = " and ".join(f"{kinds[axis]} ({place})" for axis, place in places.items())
+        raise ComparisonError(
+            f"sources: got {found}, which have no values in common; compare runs of one kind"
+        )
+
+
 def union_steps(grids: Iterable[Steps]) -> Steps:
     distinct = {id(grid): grid for grid in grids if len(grid)}  # the metrics of a run often share their steps
     first_grid, *other_grids = distinct.values() or [np.empty(0, np.int64)]

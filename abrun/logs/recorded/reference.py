@@ -20,9 +20,14 @@ import numpy as np
 from abrun.errors import ComparisonError, StoreError
 from abrun.experiment.plan import RunName, compare_hash
 from abrun.logs.log import Axis
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
+from abrun.logs.recorded.experiment import (
+    RecordedExperiment,
+    RecordedRun,
+    Reference,
+    refuse_mixed_axes,
+    union_steps,
+)
 from abrun.logs.recorded.ledger import Ledger, append_entry, read_ledger
-from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare
 from abrun.recipe.refusals import shortened
 from abrun.runs.files import (
@@ -209,8 +214,8 @@ def make_regression_experiment(
     """
     experiment.choose_arm(arm, experiment.arms)  # raises
     if reference.runs and reference.runs[0].axis != experiment.axis:
-        places = {reference.runs[0].axis: reference.runs[0].place, experiment.axis: experiment.name}
-        raise ComparisonError(Code.AXES_MIXED(places=places))
+        first = reference.runs[0]
+        refuse_mixed_axes([(first.axis, first.place), (experiment.axis, experiment.name)])
     reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
     for name, run in experiment.runs.items():

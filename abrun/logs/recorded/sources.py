@@ -14,7 +14,7 @@ from abrun.errors import ComparisonError
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.naming import guess_baseline
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, resolve_claims
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, refuse_mixed_axes, resolve_claims
 from abrun.logs.recorded.identify import Sources, arm_from_source, identify_runs, parse_source
 from abrun.logs.recorded.selection import ReadingOptions, restarted_counter_reasons
 from abrun.logs.recorded.stored import choose_baseline, load_experiment
@@ -153,7 +153,7 @@ def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> Recor
     named_logs = list(zip(naming.names, sources.logs, strict=True))
     selected, left_out = selection.select(named_logs, excluded, paired=paired and not allows_one_arm)
 
-    _refuse_mixed_axes(selected)
+    refuse_mixed_axes((log.axis, log.place) for log in selected.values())
     has_steps = any(log.axis == "steps" for log in selected.values())
     renamed = rename_all([log.metrics for log in selected.values()], sources.aliases, may_recognise=has_steps)
     by_name, prompts_left_out = share_prompts(_rename_logs(selected, renamed))
@@ -287,15 +287,6 @@ def _refuse_without_numbers(runs: Mapping[RunName, Log], arms: Sequence[str]) ->
         problem = f"{first_log.place}: {note}; give files with a metric's numbers by step"
         reason = next(iter(first_log.unread.values()), problem)
         raise ComparisonError(f"arms: {arm!r} has no numbers in {counted(len(logs), 'run')}: {reason}")
-
-
-def _refuse_mixed_axes(runs: Mapping[RunName, Log]) -> None:
-    """Raise ComparisonError if some runs have curves and others only scores."""
-    places: dict[str, str] = {}
-    for log in runs.values():
-        places.setdefault(log.axis, log.place)
-    if len(places) > 1:
-        raise ComparisonError(Code.AXES_MIXED(places=places))
 
 
 def _leave_out_other_reruns(

@@ -22,7 +22,6 @@ from abrun.experiment.preflight.machine import usable_cores
 from abrun.experiment.preflight.settings import triton_refusal
 from abrun.launch.memory.profile import GIB
 from abrun.launch.prepare import refuse_existing, refuse_impossible, resolve_experiment_dir
-from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, listed, percent_text
 from abrun.recipe.experiment import (
     AUTO_SETTINGS,
@@ -103,7 +102,7 @@ def decide_values(
 ) -> Decisions:
     """Return the decided value of each open key, and why. `is_local`: the plan runs on this machine."""
     keys, configs = recipe.auto_keys, _open_arm_configs(recipe, {})
-    request = Code.AUTO_ASKED(recipe=recipe.name, fields=[*keys])
+    request = f"{recipe.name}: {', '.join(keys)}: got 'auto'"
     if not configs:
         values = {key: AUTO_SETTINGS[key].values[0] for key in keys}
         explanation = f"auto resolves to {format_values(values)}: no arm with an open value trains on GPUs"
@@ -401,7 +400,7 @@ def format_values(values: Values) -> str:
 
 def _search(
     recipe: Recipe | CommandRecipe,
-    request: Reason,
+    request: str,
     configs: Mapping[str, OwnRunConfig],
     device_bytes: int,
     *,
@@ -429,13 +428,8 @@ def _search(
             trials = search.run()
         except NotMeasured as failure:
             raise LaunchError(
-                Code.AUTO_NOT_MEASURED(
-                    asked=request,
-                    arm=failure.arm,
-                    values=format_values(failure.values),
-                    error=failure.error.reason,
-                    instead=_format_alternatives(recipe.auto_keys),
-                )
+                f"{request}, but a step of arms.{failure.arm} with {format_values(failure.values)} could not "
+                f"be measured: {failure.error}; or give values: {_format_alternatives(recipe.auto_keys)}"
             ) from None
         when = f"in {time.monotonic() - started_s:.0f} s"
         if not pool.has_started:
@@ -474,7 +468,7 @@ def _open_arm_configs(recipe: Recipe | CommandRecipe, values: Values) -> dict[st
     return configs
 
 
-def _refuse_unpredictable(request: Reason, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
+def _refuse_unpredictable(request: str, keys: Iterable[str], configs: Mapping[str, OwnRunConfig]) -> None:
     for arm, config in configs.items():
         if config.policy.backend.type != "dtensor":
             backend = config.policy.backend.type

@@ -19,7 +19,7 @@ from abrun.launch.cluster import cancel_experiment, find_cluster_jobs
 from abrun.launch.ray import driver
 from abrun.launch.ray import launcher as ray_launcher
 from abrun.launch.ray.launcher import RayJob
-from abrun.messages.codes import Code
+from abrun.messages.codes import in_words
 from abrun.messages.records import encode_reasons
 from abrun.recipe.experiment import load_recipe
 from abrun.runs.launches import begin_launch
@@ -204,7 +204,7 @@ def test_what_the_driver_says_waits_is_waiting(ray: FakeRay, tmp_path: Path) -> 
     assert seen(experiment_dir).status == "running"
 
 
-NOT_ON_HEAD = Code.NODE_CANNOT_RUN(host="/x", problem="not on head")
+NOT_ON_HEAD = in_words("/x: not on head")
 
 
 @pytest.mark.parametrize(
