@@ -38,6 +38,10 @@ class _Package(ModuleType):
         super().__setattr__(name, value)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("abrun")

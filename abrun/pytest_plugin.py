@@ -3,6 +3,7 @@
 Registered by an entry point. Imports only pytest until a test uses the fixture.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
     """Return `assert_equivalent(runs_a, runs_b, metric, margin)`, which fails unless the verdict is MATCH.
 
     `runs_a` and `runs_b` are folders or files of runs over seeds, as `abrun compare` reads them; the first
-    are the baseline. `margin` is absolute (0.02), or text such as "1.5 sigma" or "5%". Other options of
+    are the baseline. Runs whose numbers did not change at all pass. `margin` is absolute (0.02), or text
+    such as "1.5 sigma" or "5%". Other options of
     `abrun.compare` are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns the
     result; its report is in the test's `tmp_path`, and the failure message names it.
     """
@@ -39,9 +41,10 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
 
         report = tmp_path / "abrun-report"
         try:
+            name_a, name_b = _names(Path(runs_a), Path(runs_b))
             result = compare(
-                f"a={runs_a}",
-                f"b={runs_b}",
+                f"{name_a}={runs_a}",
+                f"{name_b}={runs_b}",
                 claim=f"{metric}:{window}:{margin}",
                 output=report,
                 formats=("html", "json"),
@@ -55,3 +58,10 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
         pytest.fail(f"{result.verdict}: {runs_a} and {runs_b}\n{reasons}\n  report: {report}", pytrace=False)
 
     return check
+
+
+def _names(first: Path, second: Path) -> tuple[str, str]:
+    """Return names for two sources: the last part in which their paths differ."""
+    parts = zip(reversed(first.resolve().parts), reversed(second.resolve().parts), strict=False)
+    name, other = next(((part, other) for part, other in parts if part != other), ("a", "b"))
+    return (name, other) if re.fullmatch(r"[\w.-]+ [\w.-]+", f"{name} {other}") else ("a", "b")

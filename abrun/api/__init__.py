@@ -10,17 +10,21 @@ import html
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import sentences
+from abrun.messages.numbers import counted
 from abrun.recipe.extras import missing_package
+from abrun.recipe.refusals import suggest_name, validated
+from abrun.runs.metric_names import REWARD
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
     from abrun.logs.recorded.experiment import RecordedExperiment as RecordedExperiment
     from abrun.logs.recorded.sources import SourceContents
@@ -32,6 +36,7 @@ COLORS = {
     **dict.fromkeys(("MATCH", "PASS"), "#1a7f37"),
     **dict.fromkeys(("MISMATCH", "FAIL"), "#cf222e"),
     "INCONCLUSIVE": "#9a6700",
+    "DESCRIPTION": "#57606a",
     "INVALID": "#8250df",
 }
 SHORT_COLUMNS = [
@@ -44,6 +49,14 @@ SHORT_COLUMNS = [
     "margin_text",
     "result",
 ]
+READING_OPTIONS = (
+    *("baseline", "pattern", "group", "aliases", "step_column", "seeds", "exclude"),
+    *("unpaired", "versions_differ", "interim"),
+)
+ALL_OPTIONS = (
+    *("claim", "reference", "arm", "step_one", "alpha", "require", "output", "formats", "runs_dir"),
+    *READING_OPTIONS,
+)
 NO_SOURCE_PROBLEM = "got no source; give an experiment's name, or paths of runs"
 CLAIM_COLUMNS = [
     *SHORT_COLUMNS,
@@ -55,12 +68,12 @@ CLAIM_COLUMNS = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Experiment:
     """Runs of two or more arms: an experiment of abrun, or runs logged by any framework."""
 
-    contents: "SourceContents" = field(repr=False)
-    recorded: "RecordedExperiment" = field(repr=False)
+    contents: "SourceContents"
+    recorded: "RecordedExperiment"
     exit_code: int = 0  # of its launch: 0 every run finished, 1 some did not, 128 + signal
 
     @property
@@ -104,18 +117,23 @@ class Experiment:
         """Compare these runs with `abrun.compare`."""
         return compare(self, **options)
 
+    def __repr__(self) -> str:
+        runs = self.recorded.runs.values()
+        finished = f"{sum(run.finished for run in runs)} of {counted(runs, 'run')} finished"
+        return f"Experiment({self.name!r}, arms: {', '.join(self.arms)}; {finished})"
+
     def _repr_html_(self) -> str:
         table = _as_html(lambda: self.runs.drop(columns="place"))
         return f"<p><b>{html.escape(self.name)}</b></p>{table}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """Verdict of a comparison with its evidence."""
 
-    comparison: "Comparison" = field(repr=False)
-    experiment: Experiment = field(repr=False)
-    verdict: str  # MATCH, PASS, MISMATCH, FAIL, INCONCLUSIVE or INVALID
+    comparison: "Comparison"
+    experiment: Experiment
+    verdict: str  # MATCH, PASS, MISMATCH, FAIL, INCONCLUSIVE, INVALID, or DESCRIPTION without a claim
 
     @property
     def exit_code(self) -> int:
@@ -167,6 +185,29 @@ class Result:
     def report(self) -> Path | None:
         """Return the path of report.html; None unless `compare` got `output`, the folder of the report."""
         return next((path for path in self.comparison.files if path.suffix == ".html"), None)
+
+    def __repr__(self) -> str:
+        return f"Result({self.verdict}, {self.verdict_file.experiment!r})"
+
+    def figure(self, metric: str | None = None) -> "Figure | None":
+        """Return the curves of a metric in all arms, with their bands over seeds.
+
+        By default of the first claim's metric, or else the reward. Raises ComparisonError without matplotlib,
+        or for a metric that the runs do not record.
+        """
+        from abrun.report import plots
+        from abrun.report.present.figures import figure_style
+
+        if missing := missing_package("figures"):
+            raise ComparisonError(f"figures: {missing}")
+        runs, claims = self.experiment.recorded, self.verdict_file.claims
+        name = metric or next((claim.claim.metric for claim in claims), REWARD)
+        if not len(steps := runs.metric_steps(name)):
+            recorded = sorted({metric for run in runs.runs.values() for metric in run.metrics})
+            raise ComparisonError(f"figure: no run records {name!r}; {suggest_name(name, recorded)}")
+        with figure_style():
+            figure = plots.draw_metric(runs, name, [claim for claim in claims if claim.claim.metric == name])
+            return figure or plots.draw_band(runs, name, (int(steps[0]), int(steps[-1])))
 
     def __str__(self) -> str:
         """Return the output of `abrun compare`."""
@@ -261,7 +302,7 @@ def load(*sources: str | Path, runs_dir: str | Path = "runs", **reading: Any) ->
 
 def compare(
     *sources: str | Path | Experiment,
-    claim: str | Sequence[str] | None = None,
+    claim: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
     reference: str | Path | None = None,
     arm: str | None = None,
     step_one: bool = True,
@@ -274,12 +315,13 @@ def compare(
 ) -> Result:
     """Judge whether arms converge the same way; the options are those of `abrun compare`.
 
-    `sources` are those of `load`, or an `Experiment`. `claim`: claims such as
-    'train/reward:last 20%:0.05'. Nothing is written unless `output` is given: the folder of the report, in
-    `formats` (json, html, markdown, png, svg), by default every available one (PNG and SVG need matplotlib).
-    Raises StoreError or ComparisonError if the sources cannot be compared as requested.
+    `sources` are those of `load`, or an `Experiment`. `claim`: one or several, each as text,
+    'train/reward:last 20%:0.05', or as in recipes, `{"metric": "train/reward", "margin": 0.05}`. Nothing is
+    written unless `output` is given: the folder of the report, in `formats` (json, html, markdown, png, svg),
+    by default every available one (PNG and SVG need matplotlib). Raises StoreError or ComparisonError if the
+    sources cannot be compared as requested.
     """
-    from abrun.recipe.claims import parse_claim
+    from abrun.recipe.claims import Claim, parse_claim
     from abrun.report.comparing import CompareOptions, compare_contents
 
     if formats is not None and output is None:
@@ -296,9 +338,14 @@ def compare(
         )
     paths = [str(source) for source in sources]
     contents = experiment.contents if experiment else _read_contents(paths, runs_dir, reading)
-    claim_texts = [claim] if isinstance(claim, str) else claim
+    claims = [claim] if isinstance(claim, str | Mapping) else claim
     options = CompareOptions(
-        claims=[parse_claim(text) for text in claim_texts] if claim_texts else None,
+        claims=[
+            parse_claim(entry) if isinstance(entry, str) else validated(Claim, entry, "claim")
+            for entry in claims
+        ]
+        if claims
+        else None,
         reference=Path(reference) if reference else None,
         arm=arm,
         step_one=step_one,
@@ -316,10 +363,9 @@ def _read_contents(
 ) -> "SourceContents":
     from abrun.logs.recorded.sources import ReadingOptions, read_sources
 
-    fields = ReadingOptions.__dataclass_fields__
-    unknown = [name for name in options if name not in fields]
+    unknown = [name for name in options if name not in READING_OPTIONS]
     if unknown:
-        raise RecipeError(f"got the option {unknown[0]!r}; allowed: {', '.join(fields)}")
+        raise RecipeError(f"got the option {unknown[0]!r}; {suggest_name(unknown[0], ALL_OPTIONS)}")
     if not sources:
         raise RecipeError(NO_SOURCE_PROBLEM)
     aliases = options.get("aliases", ())

@@ -72,6 +72,9 @@ RunFolder = Annotated[
 # Eager: parsed before the arguments that name an experiment in it.
 RunsDir = Annotated[Path, typer.Option(help="Folder of all experiments.", is_eager=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print all evidence, definitions and next commands.")
+]
 DryRunJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print the plan as JSON.")]
 Overrides = Annotated[
     list[str] | None,

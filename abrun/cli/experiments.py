@@ -288,13 +288,13 @@ def _dry_run(
     there is nothing to resume.
     """
     from abrun.api.launching import plan_launch
+    from abrun.launch.prepare import refuse_nothing_to_resume
     from abrun.launch.preview import check_feasibility, preview_as_json, render_jobs_preview, render_preview
-    from abrun.runs.experiment import open_experiment
 
     planned = plan_launch(recipe, options, dry_run=True, say=(lambda _: None) if as_json else screen.say)
     plan, cluster = planned.plan, planned.cluster
     if options.resume:
-        open_experiment(planned.experiment_dir)
+        refuse_nothing_to_resume(planned.experiment_dir)
     feasible = check_feasibility(plan, options.jobs, cluster)
     if as_json:
         print_json(preview_as_json(plan, feasible, options.jobs))

@@ -43,6 +43,7 @@ from abrun.cli.arguments import (
     StepColumn,
     ToWandb,
     Unpaired,
+    Verbose,
     VersionsDiffer,
     add_seeds,
     make_reading,
@@ -119,6 +120,7 @@ def compare(
     output: ReportFolder = None,
     allow_inconclusive: AllowInconclusive = False,
     wandb: ToWandb = False,
+    verbose: Verbose = False,
     as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
@@ -171,18 +173,14 @@ def compare(
         output=output,
         command=typed_command(),
     )
-    _print(comparison, as_json=as_json)
+    if as_json:
+        print_json(comparison.as_json())
+    else:
+        console().print(comparison.summary(verbose=verbose))
     if wandb:
         _upload(comparison, sources, runs_dir)
     code = comparison.exit_code
     raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
-
-
-def _print(comparison: "Comparison", *, as_json: bool) -> None:
-    if as_json:
-        print_json(comparison.as_json())
-    else:
-        console().print(comparison.summary())
 
 
 def _judge_fleet(
@@ -524,8 +522,9 @@ def list_faults(context: typer.Context, as_json: FaultsJson = False) -> None:
     if as_json:
         print(json.dumps(fault_library_json(FAULTS), indent=1))
         return
-    console().print(fault_library_table())
-    console().say(f"{fault_algorithms_text()} For settings, sizes and sources: abrun faults show NAME")
+    screen = console()
+    screen.print(fault_library_table(screen.width))
+    screen.say(f"{fault_algorithms_text()} What shows a fault, settings and sources: abrun faults show NAME")
 
 
 @faults.command("show")

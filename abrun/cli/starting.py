@@ -129,6 +129,9 @@ def recipes(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")
     ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="With whole descriptions, and the experiments of docs/evidence.md.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the built-in recipes with their cost, or print one.
@@ -168,9 +171,15 @@ def recipes(
     )
     screen = console()
     for group in RECIPE_GROUPS:
-        rows = [(recipe.name, recipe.cost, recipe.about) for recipe in shipped if recipe.where == group]
-        table = Table(columns("name", "cost", "about", no_wrap=("name",), fold=True), rows)
+        listed = [recipe for recipe in shipped if recipe.where == group]
+        listed = [recipe for recipe in listed if show_all or not recipe.is_evidence]
+        rows = [(recipe.name, recipe.cost if show_all else recipe.size, recipe.about) for recipe in listed]
+        table = Table(columns("name", "cost" if show_all else "runs x steps", "about"), rows)
+        table = table if show_all else table.cut_to(screen.width)
         screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
+    if not show_all:
+        num_more = sum(recipe.is_evidence for recipe in shipped)
+        screen.print(f"{num_more} more, of docs/evidence.md, and whole descriptions: abrun recipes --all")
     screen.print(
         "abrun launch NAME runs one; abrun recipes NAME prints it; fields: docs/reference/recipes.md."
     )

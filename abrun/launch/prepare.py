@@ -45,7 +45,7 @@ from abrun.runs.files import (
     write_file,
 )
 from abrun.runs.launches import write_config
-from abrun.runs.layout import NAME_PATTERN
+from abrun.runs.layout import EXPERIMENT, NAME_PATTERN
 from abrun.runs.lock import LOCK, Lease, launcher_lock
 from abrun.runs.records import RunRecord
 from abrun.runs.redaction import yaml_text
@@ -111,6 +111,13 @@ def refuse_existing(experiment_dir: Path) -> None:
         raise LaunchError(f"{experiment_dir}: is not empty and not an experiment; choose another --name")
 
 
+def refuse_nothing_to_resume(experiment_dir: Path) -> None:
+    """Raise StoreError if there is no experiment to resume, or none that can be read."""
+    if not os.path.lexists(experiment_dir / EXPERIMENT):
+        raise StoreError(f"{experiment_dir}: there is nothing to resume; leave out --resume")
+    open_experiment(experiment_dir)
+
+
 @contextlib.contextmanager
 def own_experiment(
     plan: ExperimentPlan,
@@ -127,7 +134,7 @@ def own_experiment(
     """
     refuse = _refuse_queued if resume else refuse_existing
     if resume:
-        open_experiment(experiment_dir)
+        refuse_nothing_to_resume(experiment_dir)
     refuse(experiment_dir)
     states = {run.name: read_run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
     finished_names = [name for name, state in states.items() if state.status == "finished"]

@@ -110,8 +110,7 @@ MESSAGES: dict[Code, Message] = {
     Code.ONE_RUN_AS_TWO_SEEDS: _one_run_as_two_seeds,
     Code.SKEWED: _skewed,
     Code.SEEDS_NOT_CLIMBED: "{num} of {of} baseline seeds did not climb by more than the margin",
-    Code.BOUND_OF_ZERO: "the bound is 0 because both arms have the same summary in every "
-    "{paired:if pair|run}",
+    Code.BOUND_OF_ZERO: "the values are the same in every {paired:if pair|run}, so the bound is 0",
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin exceeds the baseline's level of {level:.3g}: an arm at 0 would "
     "pass",
     Code.EXACT_OUTCOMES: _exact_outcomes,

@@ -129,4 +129,4 @@ def summarize_not_tested(reasons: Sequence[Reason]) -> str:
     names = list(dict.fromkeys(SHORT_NAMES[code] for code in codes))
     omitted = ", ..." if len(names) > _MAX_NAMED else ""
     count = f"{len(reasons)} thing{'s' * (len(reasons) != 1)}"
-    return f"{count} ({', '.join(names[:_MAX_NAMED])}{omitted}); listed in the report"
+    return f"{count} ({', '.join(names[:_MAX_NAMED])}{omitted})"

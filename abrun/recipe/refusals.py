@@ -54,8 +54,9 @@ def validated(model: type[M], raw: Mapping[str, Any], source: str) -> M:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        # A misspelt key is the reason why the right one is missing
-        errors = sorted(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
+        # A misspelt key is the reason why the right one is missing, or does not fit another
+        ranks = {"extra_forbidden": 0, "missing": 2}
+        errors = sorted(error.errors(include_url=False), key=lambda each: ranks.get(each["type"], 1))
         others = [*dict.fromkeys(".".join(_locate_field(each["loc"], model)[0]) for each in errors)][1:]
         names = textwrap.shorten(", ".join(others), MAX_NAMED, placeholder=" ...")
         more = f" (and {len(others)} more: {names})" if others else ""

@@ -62,9 +62,9 @@ class Comparison:
         """Return the content of verdict.json."""
         return as_json(self.content)
 
-    def summary(self) -> RenderableType:
-        """Return the verdict, its reasons, the evidence and the files, for a terminal."""
-        return render_terminal(self.content, self.files, self.next_steps)
+    def summary(self, *, verbose: bool = False) -> RenderableType:
+        """Return the evidence, the verdict, the next command and the report, for a terminal."""
+        return render_terminal(self.content, self.files, self.next_steps, verbose=verbose)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

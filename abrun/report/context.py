@@ -30,11 +30,6 @@ class Context:
     injected_faults: str | None  # a short summary; None without a recipe
 
 
-def verdict_title(content: VerdictFile) -> str:
-    """Return the verdict, or DESCRIPTION if no claim was made."""
-    return "DESCRIPTION" if content.is_description else content.verdict
-
-
 def verdict_qualifiers(content: VerdictFile) -> list[str]:
     """Return what narrows the verdict: a late declaration, its units, a broken claim beside it."""
     holds = content.verdict in ("MATCH", "PASS")

@@ -9,16 +9,16 @@ import numpy as np
 
 from abrun.logs.recorded.reference import REFERENCE_ARM as REFERENCE
 from abrun.messages import sentence, sentences
+from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
     SCORES_TEXT,
-    bound_text,
+    counted,
     deviation_text,
     difference_text,
     interval_level_text,
     interval_text,
     more_text,
     percent_text,
-    sample_unit,
 )
 from abrun.report.injected import caught_sentence
 from abrun.report.present.tables import Table, columns
@@ -40,8 +40,7 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         label_prefix = f"{arm}, " if len(content.arms) > 1 else ""
         if label_prefix:
             yield arm, section.verdict
-        lines = _arm_lines(content, arm, section)
-        yield from ((f"{label_prefix}{label}", text) for label, text in lines if text is not None)
+        yield from ((f"{label_prefix}{line.label}", line.text) for line in _arm_lines(content, arm, section))
     if faults := content.select("injected fault"):
         yield "sensitivity", caught_sentence(faults, paired=content.paired)
     if content.not_tested:
@@ -53,23 +52,72 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
         yield "notes", "; ".join([*sentences(content.notes[:3]), *omitted])
 
 
-def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[tuple[str, str | None]]:
+def short_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
+    """Yield the lines that a reader of the verdict needs: what did not pass, and in a word what did."""
+    several, passes = len(content.arms) > 1, ""
+    for arm, section in content.arms.items():
+        lines = list(_arm_lines(content, arm, section))
+        passes = ", ".join(line.passed for line in lines if line.passed)
+        if several:
+            yield arm, "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
+        for line in lines:
+            if line.is_main and not line.passed:
+                yield f"{arm}, {line.label}" if several else line.label, line.text
+    if faults := content.select("injected fault"):
+        yield "sensitivity", caught_sentence(faults, paired=content.paired)
+    for guess in content.guessed:
+        yield "guessed", sentence(guess)
+    rest = [f"not tested: {summarize_not_tested(content.not_tested)}"] * bool(content.not_tested)
+    rest += [counted(content.notes, "note")] * bool(content.notes)
+    rest += ["all: compare -v"] * bool(rest)
+    if passes and not several:
+        yield "passed", "; ".join([passes, *rest])
+    elif rest:
+        yield "more", "; ".join(rest)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmLine:
+    """A line on one arm. What `passed`, in a few words, need not be read; what is not main is a detail."""
+
+    label: str
+    text: str
+    is_main: bool = True
+    passed: str | None = None
+
+
+def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[ArmLine]:
     levels = [level for level in claim_levels(content) if level.arm == arm]
-    yield from (("levels", level.text) for level in levels[:MAX_LEVELS])
+    yield from (ArmLine("levels", level.text, is_main=False) for level in levels[:MAX_LEVELS])
     if section.treatment_diff:
-        yield "treatment", _treatment_text(section.treatment_diff)
-    shared_steps = f"; {_shared_steps_text(content, section.coverage)}" * (content.axis == "steps")
-    if section.num_runs:
-        run_counts = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
-        yield "runs", f"{run_counts}, unpaired{shared_steps}"
-    else:
-        yield "pairs", f"{_pairs_text(section)}{shared_steps}"
-    for kind, (label, line) in LINES.items():
-        yield label, line(content.select(kind, arm), content, arm)
+        yield ArmLine("treatment", _treatment_text(section.treatment_diff))
+    for kind, (label, word) in LINES.items():
+        evidence = content.select(kind, arm)
+        text = word(evidence, content, arm)
+        if text is not None:
+            results = {piece.result for piece in evidence}
+            passes = "pass" in results and results <= {"pass", "not tested", "not recorded"}
+            is_main = kind in CHECKS or "differs" in results
+            yield ArmLine(label, text, is_main, label if passes and is_main else None)
+    yield _size_line(content, arm, section)
     if analyses := section.interim_analyses:
         planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
         completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
-        yield "interim analyses", f"declared at {planned} pairs; taken: {', '.join(completed) or 'none yet'}"
+        taken = ", ".join(completed) or "none yet"
+        yield ArmLine("interim analyses", f"declared at {planned} pairs; taken: {taken}")
+
+
+def _size_line(content: VerdictFile, arm: str, section: ArmSection) -> ArmLine:
+    """Return the line on how many runs or pairs were judged; they pass if all planned ones were."""
+    coverage = section.coverage
+    shared_steps = f"; {_shared_steps_text(content, coverage)}" * (content.axis == "steps")
+    is_whole = content.axis != "steps" or coverage.shared_steps == coverage.all_steps
+    if section.num_runs:
+        sizes = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
+        return ArmLine("runs", f"{sizes}, unpaired{shared_steps}", passed=sizes if is_whole else None)
+    is_whole = is_whole and section.num_pairs == section.num_planned_pairs and not section.interim_analyses
+    pairs = f"{section.num_pairs} of {section.num_planned_pairs} pairs"
+    return ArmLine("pairs", f"{_pairs_text(section)}{shared_steps}", passed=pairs if is_whole else None)
 
 
 def evidence_tables(content: VerdictFile) -> dict[Kind, list[Table]]:
@@ -119,18 +167,16 @@ def _treatment_text(treatment_diff: Mapping[str, Sequence[Any]]) -> str:
 def _description_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Table]:
     single = {row.arm for row in content.select("new run")}
     described = [row for row in evidence if row.arm not in single]
-    titles = ["metric", "steps", content.baseline, treatment_name(content)]
-    if all(row["interval"] is None for row in described):
-        titles += ["difference", "mean |difference| over all steps"]
-    else:
-        sample = "suggested margin: sample size if the arms are equal"
-        titles += ["difference [90 % CI]", "certified bound", sample]
+    has_intervals = any(row["interval"] for row in described)
+    difference = "difference [90 % CI]" if has_intervals else "difference"
+    titles = ["metric", "steps", content.baseline, treatment_name(content), difference]
     by_arm = [[row for row in described if row.arm == arm] for arm in content.arms]
     first = MAX_METRICS // (1 + (len(content.arms) > 1))
     shown = [row for rows in by_arm for row in rows[:first]]
     arm = ["arm"] * (len(content.arms) > 1)
     cells = [[row.arm for _ in arm] + _description_cells(row) for row in shown]
-    return [Table(columns(*arm, *titles), cells)] if shown else []
+    table = Table(columns(*arm, *titles, fold=True), cells, optional=("steps",))
+    return [table] if shown else []
 
 
 def _metrics_line(described: Sequence[Evidence], content: VerdictFile, arm: str) -> str | None:
@@ -147,31 +193,9 @@ def _description_cells(description: Evidence) -> list[str]:
     steps = SCORES_TEXT.get(description["axis"]) or f"{description['steps'][0]}-{description['steps'][1]}"
     cells = [description["metric"], steps]
     cells += [f"{description['baseline']:.4g}", f"{description['treatment']:.4g}"]
-    if description["mean_distance"] is not None:
-        place = f" (step {description['largest_at']})" if description["axis"] == "steps" else ""
-        maximum_text = f"{description['largest_distance']:.3g}{place}"
-        distance_text = f"{description['mean_distance']:.3g}, max {maximum_text}"
-        return [*cells, f"{description['difference']:+.3g}", distance_text]
-    if description["interval"] is None or description["certified_bound"] is None:
-        return [*cells, f"{description['difference']:+.3g}", "-", "two runs of each arm"]
-    margin_text = "-"
-    if description["margin"] is not None:
-        count = description["runs_needed"] or "more than 1000"
-        unit = "prompts" if description["unit"] == "prompt" else sample_unit(paired=description["paired"])
-        margin_text = f"±{description['margin']:.3g}: {count} {unit}"
-        if description["detected"]:
-            margin_text += f", but a difference was detected: {description['detected']['direction']}"
-        if (
-            min(abs(end) for end in description["interval"]) > description["margin"]
-            and description["detected"]
-        ):
-            margin_text = f"±{description['margin']:.3g}: the difference exceeds it"
-    return [
-        *cells,
-        difference_text(description["difference"], description["interval"]),
-        f"±{bound_text(description['certified_bound'])}",
-        margin_text,
-    ]
+    if description["interval"] is None:
+        return [*cells, f"{description['difference']:+.3g}"]
+    return [*cells, difference_text(description["difference"], description["interval"])]
 
 
 # --- seed noise: one arm alone, and one run beside several ---
@@ -398,6 +422,7 @@ LINES: dict[Kind, tuple[str, Line]] = {
     "final weights": ("final weights", _final_weights_line),
     "cost": ("cost", _cost_line),
 }
+CHECKS = ("step one", "guard")  # kinds that pass or fail
 TABLES: dict[Kind, Callable[[Sequence[Evidence], VerdictFile], list[Table]]] = {
     "new run": _new_run_tables,
     "description": _description_tables,

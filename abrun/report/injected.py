@@ -5,8 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence
 from abrun.messages.numbers import count_text
@@ -132,11 +130,10 @@ def _markdown_lines(
             yield from ("", f"## {title}", "", *(f"- {escape_markdown(line)}" for line in lines))
 
 
-def fault_library_table() -> RenderableType:
-    """Return the table of all faults for a terminal; `fault_lines` adds sizes and sources."""
-    cells = [(fault.name, fault.does, ", ".join(fault.needs) or "-", fault.shows) for fault in FAULTS]
-    titles = ("name", "what it does", "needs", "what should show it")
-    return _make_table(titles, cells).to_rich(padding=(0, 1))
+def fault_library_table(width: int) -> tables.Table:
+    """Return a line for each fault, for a terminal; `fault_lines` has its needs, sizes and sources."""
+    cells = [(fault.name, fault.does) for fault in FAULTS]
+    return _make_table(("name", "what it does"), cells).cut_to(width)
 
 
 def fault_algorithms_text() -> str:

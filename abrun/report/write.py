@@ -17,7 +17,6 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence, sentences
-from abrun.messages.not_tested import summarize_not_tested
 from abrun.messages.numbers import (
     certified_text,
     confidence_text,
@@ -25,9 +24,10 @@ from abrun.messages.numbers import (
     interval_level_text,
     text_near_limit,
 )
+from abrun.recipe.experiment import BASELINE
 from abrun.recipe.extras import missing_package
-from abrun.report.context import Context, make_context, verdict_qualifiers, verdict_title
-from abrun.report.evidence import ALONE_NOTE, evidence_lines, evidence_tables, treatment_name
+from abrun.report.context import Context, make_context, verdict_qualifiers
+from abrun.report.evidence import ALONE_NOTE, evidence_lines, evidence_tables, short_lines, treatment_name
 from abrun.report.next_step import NextStep
 from abrun.report.present.figures import FIGURE_FORMATS, figure_style, save_figure
 from abrun.report.present.tables import Table, code_span, columns, escape_markdown
@@ -48,6 +48,7 @@ VERDICT_COLORS = {
     **dict.fromkeys(PASSING, "green"),
     **dict.fromkeys(FAILING, "red"),
     "INCONCLUSIVE": "yellow",
+    "DESCRIPTION": "cyan",
     "INVALID": "magenta",
 }
 CLAIMS_FIGURE = "claims"  # file name of the figure of all claims
@@ -183,7 +184,8 @@ def _make_tables(content: VerdictFile) -> list[Table]:
     has_several_arms, tables = len(content.arms) > 1, []
     if content.claims:
         rows = [[claim.arm] * has_several_arms + claim_cells(claim) for claim in content.claims]
-        tables.append(Table(columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True), rows))
+        titles = columns(*["arm"] * has_several_arms, *claim_columns(content), fold=True)
+        tables.append(Table(titles, rows, optional=("certified bound", "steps", "window", "pairs", "runs")))
     return [*tables, *chain(*evidence_tables(content).values())]
 
 
@@ -191,10 +193,8 @@ def _comparison_note(content: VerdictFile) -> str:
     """Return a sentence on which arm is subtracted from which, and on the confidence level."""
     if not content.arms:
         return ALONE_NOTE
-    names = {"treatment": treatment_name(content), "baseline": content.baseline}
-    roles = [name if name == role else f"{name} ({role})" for role, name in names.items()]
+    text = f"Differences are {treatment_name(content)} minus {content.baseline}."
     alphas = [claim.claim.alpha for claim in content.claims if claim.claim.test != "exact"]
-    text = f"Differences are {roles[0]} minus {roles[1]}."
     if not alphas:
         return text
     level = max(alphas)
@@ -209,10 +209,18 @@ def _comparison_note(content: VerdictFile) -> str:
     return f"{note} The certified bound is the smallest margin that would have passed{better_note}."
 
 
+def _direction_note(content: VerdictFile) -> str | None:
+    """Return which arm is subtracted from which; None where their names say so."""
+    names = treatment_name(content), content.baseline
+    if not content.arms or names == ("treatment", BASELINE):
+        return None
+    return f"Differences are {names[0]} minus {names[1]}."
+
+
 def _headline(content: VerdictFile) -> str:
     qualifiers = verdict_qualifiers(content)
     qualifier_text = f" ({', '.join(qualifiers)})" if qualifiers else ""
-    return f"{verdict_title(content)}{qualifier_text}: {content.experiment}"
+    return f"{content.verdict}{qualifier_text}: {content.experiment}"
 
 
 def claim_columns(content: VerdictFile) -> list[str]:
@@ -264,28 +272,42 @@ def outcome_text(claim: ClaimResult) -> str:
 
 
 def render_terminal(
-    content: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep]
+    content: VerdictFile, files: Sequence[Path], next_steps: Sequence[NextStep], *, verbose: bool = False
 ) -> RenderableType:
-    """Return the verdict, its reasons, the table of claims, the evidence, next steps and files."""
+    """Return tables, evidence, verdict, next command and report, the most important last.
+
+    `verbose`: all evidence, definitions and next commands; otherwise only what did not pass.
+    """
     color = VERDICT_COLORS[content.verdict]
-    reasons_text = Text("\n".join(map(display_safe, sentences(content.reasons))))
-    title = Text(display_safe(_headline(content)), style=f"bold {color}")
-    panel = Panel(reasons_text, title=title, title_align="left", border_style=color)
-    renderables: list[RenderableType] = [panel]
     tables = _make_tables(content)
-    if tables:
-        renderables.append(Text(display_safe(_comparison_note(content)), style="dim"))
-    for table in tables:
-        renderables += [table.to_rich(padding=(0, 1)), Text("")]
-    not_tested = summarize_not_tested(content.not_tested) + ("" if files else ": -o FOLDER")
-    facts = [
-        (label, not_tested if label == "not tested" else text) for label, text in evidence_lines(content)
-    ]
-    facts += [("next", f"{step.text}: {step.command}") for step in next_steps]
-    if files and (missing := missing_package("figures")):
-        facts.append(("figures", f"PNG and SVG: {missing}"))
-    renderables.append(Table((), [(Text(display_safe(label), style="bold"), text) for label, text in facts]))
+    renderables: list[RenderableType] = [*tables]
+    note = _comparison_note(content) if verbose else _direction_note(content)
+    if tables and note:
+        renderables.append(Text(display_safe(note), style="dim"))
+    lines = evidence_lines(content) if verbose else short_lines(content)
+    renderables.append(_label_rows(lines))
+
+    title = Text(display_safe(_headline(content)), style=f"bold {color}")
+    reasons = Text("\n".join(map(display_safe, sentences(content.reasons))))
+    renderables.append(Panel(reasons, title=title, title_align="left", border_style=color))
+
+    shown_steps = next_steps if verbose else next_steps[:1]
+    last = [("next", f"{step.text}: {step.command}") for step in shown_steps]
+    if files and verbose and (missing := missing_package("figures")):
+        last.append(("figures", f"PNG and SVG: {missing}"))
+    renderables.append(_label_rows(last))
     if files:
-        renderables.append(Text.assemble(("report  ", "bold"), str(files[0].parent)))
-        renderables.append(Text("        " + ", ".join(path.name for path in files)))
+        renderables.append(Text.assemble(("report  ", "bold"), _link(files)))
     return Group(*renderables)
+
+
+def _label_rows(rows: Iterable[tuple[str, str]]) -> Table:
+    return Table((), [(Text(display_safe(label), style="bold"), text) for label, text in rows])
+
+
+def _link(files: Sequence[Path]) -> Text:
+    """Return the path of the report's page, or else of its first file, as a link that terminals open."""
+    path = next((path for path in files if path.name == PAGE), files[0])
+    absolute = path.absolute()
+    shown = absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else path
+    return Text(display_safe(str(shown)), style=f"link {absolute.as_uri()}")

@@ -112,8 +112,7 @@ def open_experiment(experiment_dir: Path) -> dict[str, Any]:
     if not is_experiment(experiment_dir):
         if os.path.lexists(experiment_dir / EXPERIMENT):
             raise StoreError(f"{experiment_dir / EXPERIMENT}: not a file; restore it")
-        remedy = _suggest_experiments(experiment_dir)
-        raise StoreError(f"{experiment_dir}: no experiment here; {remedy}")
+        raise StoreError(f"{experiment_dir}: no experiment here; {suggest_experiments(experiment_dir)}")
     experiment = read_json(experiment_dir / EXPERIMENT)
     refuse_other_schema({"schema_version": None, **experiment}, experiment_dir / EXPERIMENT)
     convert = {"recipe": migrate, "decided": migrate_dotted}
@@ -185,7 +184,8 @@ def suggest_path(path: Path, accepts: Callable[[Path], bool] = is_directory) -> 
     return closest
 
 
-def _suggest_experiments(experiment_dir: Path) -> str:
+def suggest_experiments(experiment_dir: Path) -> str:
+    """Return what to do where there is no experiment: the closest one, all, or launch one."""
     closest = suggest_path(experiment_dir, is_experiment)
     if closest is not None:
         return f"did you mean {closest}?"
@@ -264,7 +264,7 @@ def _read_state(run: RunDir, name: RunName) -> RunState:
 class _StoredVerdict:
     """The fields of verdict.json that are the same in every schema version."""
 
-    verdict: Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
+    verdict: Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID", "DESCRIPTION"]
     exit_code: ExitCode
 
 
@@ -272,7 +272,7 @@ class _StoredVerdict:
 class ReportedVerdict:
     """The verdict of a report, its exit code, and when it was written (seconds since 1970)."""
 
-    verdict: str  # of verdict.json, or DESCRIPTION if there is no claim
+    verdict: str
     exit_code: int
     written_s: float
 
@@ -300,7 +300,7 @@ def read_reported_verdict(experiment_dir: Path) -> ReportedVerdict | None:
     if not is_file(path):
         return None
     stored = read_as(_StoredVerdict, path)
-    is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0
+    is_description = stored.verdict == "INCONCLUSIVE" and stored.exit_code == 0  # until version 6
     return ReportedVerdict(
         verdict="DESCRIPTION" if is_description else stored.verdict,
         exit_code=stored.exit_code,

@@ -554,12 +554,12 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)
-        reason = error.strerror or str(error)
+        reason, remedy = error.strerror or str(error), "choose another --runs-dir"
         if isinstance(error, FileExistsError | NotADirectoryError):
             reason = "a file is in the place of a folder"
-        raise StoreError(
-            f"{path}: cannot be written: {reason}; free some space, or choose another --runs-dir"
-        ) from error
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"free some space, or {remedy}"
+        raise StoreError(f"{path}: cannot be written: {reason}; {remedy}") from error
 
 
 def partial_files(names: Iterable[str]) -> list[str]:

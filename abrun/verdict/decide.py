@@ -55,10 +55,12 @@ from abrun.verdict.time_to_target import judge_time_to_target
 from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
 # MATCH and MISMATCH if the arms are claimed to agree, PASS and FAIL if every claim is one-sided.
-Verdict = Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID"]
+# DESCRIPTION: nothing was claimed, so nothing is decided
+Verdict = Literal["MATCH", "PASS", "MISMATCH", "FAIL", "INCONCLUSIVE", "INVALID", "DESCRIPTION"]
 EXIT_CODES: dict[Verdict, int] = {
     "MATCH": 0,
     "PASS": 0,
+    "DESCRIPTION": 0,
     "MISMATCH": 3,
     "FAIL": 3,
     "INCONCLUSIVE": 4,
@@ -66,7 +68,7 @@ EXIT_CODES: dict[Verdict, int] = {
 }
 PASSING: tuple[Verdict, ...] = ("MATCH", "PASS")
 FAILING: tuple[Verdict, ...] = ("MISMATCH", "FAIL")
-_WORST_FIRST: tuple[Verdict, ...] = ("INVALID", *FAILING, "INCONCLUSIVE", *PASSING)
+_WORST_FIRST: tuple[Verdict, ...] = ("INVALID", *FAILING, "INCONCLUSIVE", "DESCRIPTION", *PASSING)
 _UNDECIDED_GUARDS = ("baseline too", "open")
 _MAX_FAULTS = 6  # reasons shown; one mistake often shows in every run
 
@@ -170,9 +172,9 @@ def judge_claims(
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             elif claim.difference_kind is not None:
                 margin = resolve_margin(claim, experiment.reference)
-                result = judge_equivalence(
-                    arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat
-                )
+                # Without a declared treatment, nothing says that the numbers have to change
+                repeats = may_repeat or not find_treatment_diff(experiment, arm)
+                result = judge_equivalence(arm, claim_sides, claim, margin, grid, rates, may_repeat=repeats)
             elif claim.target:
                 result = judge_time_to_target(arm, claim_sides, claim, rates)
             else:

@@ -1,9 +1,9 @@
 """Content of `verdict.json`, a stable format for other programs. Its JSON schema is `verdict.schema.json`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from abrun.errors import StoreError
 from abrun.logs.log import Axis
@@ -35,7 +35,7 @@ _KINDS: dict[str, Kind] = {
 }
 # Records of a ClaimResult, flattened into one row.
 _PARTS = {"claim": ClaimTerms, "estimate": ClaimEstimate, "power": Power}
-_WITHOUT_CLAIM = (Code.NO_CLAIM, Code.NOTHING_CLAIMED)  # reasons of a description
+_Judged = TypeVar("_Judged", ArmVerdict, OneArm)
 # Reasons of stored files that counted how often runs had been compared.
 _REMOVED_CODES = ("read_several_times", "several_comparisons")
 _REASON = "#/$defs/Reason"
@@ -82,7 +82,16 @@ class VerdictFile:
     @property
     def is_description(self) -> bool:
         """True if no claim was made, so that the report only describes the arms."""
-        return self.verdict == "INCONCLUSIVE" and self.exit_code == 0
+        return self.verdict == "DESCRIPTION"
+
+
+def _is_without_claim(reasons: Sequence[Reason]) -> bool:
+    return any(reason.code in (Code.NO_CLAIM, Code.NOTHING_CLAIMED) for reason in reasons)
+
+
+def _describing(judged: _Judged) -> _Judged:
+    """Return what was judged without a claim as a description, unless it shows more than that."""
+    return replace(judged, verdict="DESCRIPTION") if judged.verdict == "INCONCLUSIVE" else judged
 
 
 def build_verdict_file(
@@ -96,17 +105,17 @@ def build_verdict_file(
     `post_hoc` is the reason why the comparison was not declared before the runs, or None. `one_arm`:
     without a treatment, the description of the baseline.
     """
+    arms = [_describing(arm) if _is_without_claim(arm.reasons) else arm for arm in arms]
+    one_arm = _describing(one_arm) if one_arm and not experiment.compare.claims else one_arm
     judged = [*arms, *([one_arm] if one_arm else [])]
     verdict = worst_verdict([section.verdict for section in judged])
     reasons = one_arm.reasons if one_arm else _merge_arm_reasons(arms, verdict)
-    has_no_claim = any(reason.code in _WITHOUT_CLAIM for arm in arms for reason in arm.reasons)
-    has_no_claim |= one_arm is not None and not experiment.compare.claims
     return VerdictFile(
         schema_version=SCHEMA_VERSION,
         experiment=experiment.name,
         baseline=experiment.baseline,
         verdict=verdict,
-        exit_code=0 if verdict == "INCONCLUSIVE" and has_no_claim else EXIT_CODES[verdict],
+        exit_code=EXIT_CODES[verdict],
         reasons=[
             *reasons,
             *experiment.left_out,
@@ -253,7 +262,9 @@ def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
         values = {renamed.get(name, name): value for name, value in row.items() if name != "verdict"}
         common = {name: values.pop(name) for name in parts if name in values}
         evidence.append({"kind": kind, **common, "values": values})
-    return {**content, "schema_version": SCHEMA_VERSION, "evidence": evidence}
+    is_description = content["verdict"] == "INCONCLUSIVE" and content["exit_code"] == 0
+    verdict = "DESCRIPTION" if is_description else content["verdict"]
+    return {**content, "schema_version": SCHEMA_VERSION, "verdict": verdict, "evidence": evidence}
 
 
 def _with_known_codes(content: Mapping[str, Any]) -> dict[str, Any]:

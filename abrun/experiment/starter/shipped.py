@@ -33,6 +33,16 @@ class ShippedRecipe:
     completions: int | None  # sampled by all runs; None: no sampling, or by another trainer
 
     @property
+    def is_evidence(self) -> bool:
+        """True for an experiment of docs/evidence.md, which few will repeat."""
+        return self.name.startswith("smollm2-")
+
+    @property
+    def size(self) -> str:
+        """Return runs and steps as text: `9 x 60`."""
+        return f"{self.runs} x {self.steps}"
+
+    @property
     def cost(self) -> str:
         """Return the cost as text: `9 runs x 60 steps, 1 CPU core each`."""
         devices = f"{self.devices} {self.device}{'s' * (self.devices > 1)}"

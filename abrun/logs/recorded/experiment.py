@@ -192,7 +192,7 @@ class RecordedExperiment:
     name: str
     arms: tuple[str, ...]  # the baseline first
     compare: Compare
-    runs: Mapping[RunName, RecordedRun]
+    runs: Mapping[RunName, RecordedRun] = field(repr=False)
     directory: Path | None = None  # None: abrun did not launch the experiment
     # arm -> key -> [baseline's value, arm's value]; None: abrun did not launch the experiment
     treatment_diff: Mapping[str, Mapping[str, Sequence[Any]]] | None = None

@@ -29,6 +29,7 @@ from abrun.logs.recorded.experiment import (
 )
 from abrun.logs.recorded.ledger import Ledger, append_entry, read_ledger
 from abrun.recipe.claims import Compare
+from abrun.recipe.experiment import BASELINE
 from abrun.recipe.refusals import shortened
 from abrun.runs.files import (
     PUBLIC_MODE,
@@ -47,7 +48,7 @@ from abrun.runs.records import Environment
 from abrun.runs.schemas import checked
 from abrun.stats.series import Series, Steps, window_bounds
 
-REFERENCE_ARM = "reference"
+REFERENCE_ARM, NEW_ARM = "reference", "new"
 _SCHEMA_VERSION, _READ_VERSIONS = 2, (1, 2)  # version 1 has the keys of an earlier version
 _NUM_KEPT_STEPS = 64  # per metric outside the windows of claims, spread over the run
 _ENVIRONMENT_KEYS = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
@@ -218,16 +219,20 @@ def make_regression_experiment(
         refuse_mixed_axes([(first.axis, first.place), (experiment.axis, experiment.name)])
     reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
+    shown = NEW_ARM if arm == BASELINE else arm  # what is under test is nobody's baseline
     for name, run in experiment.runs.items():
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in reference_keys} if run.config else None
-            runs[name] = replace(run, config=config)
+            shown_name, identity = replace(name, arm=shown), run.identity
+            if identity and identity.get("arm") == arm:
+                identity = {**identity, "arm": shown}
+            runs[shown_name] = replace(run, name=shown_name, config=config, identity=identity)
     treatment_name = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
     declared_s = -math.inf if reference.declared_s is None else reference.declared_s
     is_any_run_older = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
     return RecordedExperiment(
         name=f"{treatment_name} against {reference.name}",
-        arms=(REFERENCE_ARM, arm),
+        arms=(REFERENCE_ARM, shown),
         compare=reference.compare,
         directory=experiment.directory,
         launched_compare_sha256=None if is_any_run_older else compare_hash(reference.compare),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from abrun.errors import ComparisonError
+from abrun.errors import ComparisonError, StoreError
 from abrun.logs import Log, read_logs
 from abrun.logs.aliases import RenamedRuns, parse_aliases, recognise_metrics, rename_all
 from abrun.logs.naming import guess_baseline
@@ -22,7 +22,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import counted
 from abrun.recipe.claims import Claim, Compare, is_interim_schedule
 from abrun.recipe.experiment import BASELINE
-from abrun.runs.experiment import find_experiment, is_experiment
+from abrun.runs.experiment import find_experiment, is_experiment, suggest_path
 from abrun.runs.files import exists
 from abrun.runs.layout import RunName
 from abrun.runs.redaction import list_names, printable
@@ -36,7 +36,7 @@ def find_stored_experiment(sources: Sequence[str], runs_dir: Path) -> Path | Non
     if len(sources) != 1 or ":" in sources[0] or "=" in sources[0]:
         return None
     directory = find_experiment(sources[0], runs_dir)
-    return directory if is_experiment(directory) or not exists(Path(sources[0])) else None
+    return directory if is_experiment(directory) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def _add_interim(experiment: RecordedExperiment, reading: ReadingOptions) -> Rec
 def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
     """Read the logs of all sources. Raises ComparisonError or StoreError."""
     aliases = parse_aliases(reading.aliases)
-    named_sources = [parse_source(source) for source in sources]
+    named_sources = [(arm, _locate(source, reading.runs_dir)) for arm, source in map(parse_source, sources)]
     logs_by_source = [
         read_logs(source, group=reading.group, step_column=reading.step_column) for _, source in named_sources
     ]
@@ -133,6 +133,21 @@ def read_foreign(sources: Sequence[str], reading: ReadingOptions) -> Sources:
     return Sources(
         named_sources=named_sources, logs_by_source=logs_by_source, aliases=aliases, reading=reading
     )
+
+
+def _locate(source: str, runs_dir: Path) -> str:
+    """Return the path of a source: as given, or below `runs_dir`. Raises StoreError with the closest path.
+
+    A source with a prefix, such as `tb:` or `wandb:`, is returned as it is.
+    """
+    below = runs_dir / source
+    if ":" in source or exists(Path(source)):
+        return source
+    if exists(below):
+        return str(below)
+    closest = suggest_path(Path(source), exists) or suggest_path(below, exists)
+    remedy = f"did you mean {closest}?" if closest else "give the folder of runs, or an experiment's name"
+    raise StoreError(f"{printable(source)}: no such file or folder, here or in {runs_dir}; {remedy}")
 
 
 def build_foreign_experiment(sources: Sources, reading: ReadingOptions) -> RecordedExperiment:

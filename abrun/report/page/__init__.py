@@ -19,7 +19,7 @@ import orjson
 
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, stack_runs
 from abrun.messages import records
-from abrun.report.context import Context, verdict_qualifiers, verdict_title
+from abrun.report.context import Context, verdict_qualifiers
 from abrun.report.page import charts
 from abrun.report.panels import display_unit, memory_peaks
 from abrun.runs.layout import RunName
@@ -64,7 +64,7 @@ def render_page(experiment: RecordedExperiment, content: VerdictFile, context: C
     return Template(_read_file("template.html")).substitute(
         policy=html.escape(policy, quote=False),
         license=_read_file("uPlot.LICENSE"),
-        title=html.escape(_replace_surrogates(f"{verdict_title(content)}: {experiment.name}")),
+        title=html.escape(_replace_surrogates(f"{content.verdict}: {experiment.name}")),
         styles="\n".join(f"<style>{style}</style>" for style in styles),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
         data="\n".join(_data_blocks(experiment, content, context)),
@@ -100,7 +100,7 @@ def _data_blocks(experiment: RecordedExperiment, content: VerdictFile, context: 
     report = {
         # Reasons among the values of evidence as sentences
         "content": {**as_json(content), "evidence": records.as_json(content.evidence)},
-        "title": verdict_title(content),
+        "title": content.verdict,
         "qualifiers": verdict_qualifiers(content),
         "arms": experiment.arms,
         "runs": [

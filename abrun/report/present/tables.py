@@ -1,18 +1,20 @@
 """Tables as data, rendered for a terminal, as Markdown or as HTML."""
 
 import html
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from abrun.runs.redaction import display_safe
 
 if TYPE_CHECKING:
     import rich.table
+    from rich.console import Console, ConsoleOptions
     from rich.text import Text
 import re
 
 # A string is shown without secrets and control characters, a Text as it is.
+MAX_WIDTH = 10_000  # of a terminal
 Cell: TypeAlias = "str | Text"
 PLAIN = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "bold"}
 GRID = PLAIN | {"padding": (0, 2), "collapse_padding": True, "show_header": False, "show_edge": False}
@@ -48,12 +50,17 @@ def code_span(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns and rows. On a terminal a titled table has borders, and one without columns is a plain grid."""
+    """Columns and rows. On a terminal a titled table has borders, and one without columns is a plain grid.
+
+    A terminal that is too narrow shows it without the `optional` columns, the first of them first, so that
+    numbers stay on one line.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     sections: Collection[int] = ()  # indices of rows with a line above
+    optional: Sequence[str] = ()  # titles of columns
 
     def to_rich(self, **layout: Any) -> "rich.table.Table":
         """Return a rich table; `layout` overrides its arguments. If it expands, columns are equally wide."""
@@ -76,19 +83,43 @@ class Table:
             table.add_row(*map(_text, row))
         return table
 
-    def __rich__(self) -> "rich.table.Table":
-        return self.to_rich()
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[rich.table.Table]":
+        table, drawn = self, self.to_rich()
+        for title in self.optional:
+            if (
+                console.measure(drawn, options=options.update(max_width=MAX_WIDTH)).maximum
+                > options.max_width
+            ):
+                table = table.without(title)
+                drawn = table.to_rich()
+        yield drawn
+
+    def without(self, title: str) -> "Table":
+        """Return the table without the columns of this title."""
+        kept = [index for index, column in enumerate(self.columns) if str(column.title) != title]
+        rows = [[row[index] for index in kept] for row in self.rows]
+        return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
+
+    def cut_to(self, width: int) -> "Table":
+        """Return the table with the text of its last column cut, so that a terminal shows a line a row."""
+        others = zip(*[[str(cell) for cell in row[:-1]] for row in (self._titles, *self.rows)], strict=True)
+        room = max(10, width - sum(max(map(len, cells)) + 2 for cells in others))
+        rows = [[*row[:-1], _cut(str(row[-1]), room)] for row in self.rows]
+        return replace(self, rows=rows)
+
+    @property
+    def _titles(self) -> list[Cell]:
+        return [column.title for column in self.columns]
 
     def to_markdown(self, escape: Callable[[str], str] = escape_markdown) -> list[str]:
         """Return the lines of a Markdown table."""
-        titles = [column.title for column in self.columns]
-        lines = [titles, ["---"] * len(titles), *self.rows]
+        lines = [self._titles, ["---"] * len(self.columns), *self.rows]
         return [f"| {' | '.join(escape(str(cell)) for cell in line)} |" for line in lines]
 
     def to_html(self) -> str:
         """Return an HTML table. Cells of non-numeric columns have the class `text`."""
         body = "".join(self._to_html_row("td", row) for row in self.rows)
-        head = self._to_html_row("th", [column.title for column in self.columns])
+        head = self._to_html_row("th", self._titles)
         return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _to_html_row(self, tag: str, cells: Sequence[Cell]) -> str:
@@ -97,6 +128,10 @@ class Table:
             for column, cell in zip(self.columns, cells, strict=True)
         )
         return f"<tr>{''.join(marked)}</tr>"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 4]} ..."
 
 
 def _text(cell: Cell) -> "Text":
