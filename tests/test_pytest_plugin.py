@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,10 @@ def test_tight(assert_equivalent):
 def test_tight_and_allowed(assert_equivalent):
     assert_equivalent("old", "same", "train/reward", 0.0001, allow_inconclusive=True)
 
+def test_unchanged(assert_equivalent):
+    result = assert_equivalent("old", "old-again", "train/reward", 0.0001)
+    assert result.verdict == "MATCH" and result.experiment.arms == ("old", "old-again")
+
 def test_gone(assert_equivalent):
     assert_equivalent("old", "gone", "train/reward", 0.02)
 """
@@ -40,6 +45,7 @@ def write_runs(folder: Path, shift: float) -> None:
 def test_equal_runs_pass_and_others_fail_with_the_reason_and_the_report(tmp_path: Path) -> None:
     for name, shift in (("old", 0.0), ("same", 0.0), ("worse", -0.1)):
         write_runs(tmp_path / name, shift)
+    shutil.copytree(tmp_path / "old", tmp_path / "old-again")
     (tmp_path / "test_it.py").write_text(TESTS)
     plugins = ["-p", "abrun.pytest_plugin", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -57,6 +63,7 @@ def test_equal_runs_pass_and_others_fail_with_the_reason_and_the_report(tmp_path
         "test_worse": "FAILED",
         "test_tight": "FAILED",
         "test_tight_and_allowed": "PASSED",
+        "test_unchanged": "PASSED",
         "test_gone": "FAILED",
     }, said
     assert "MISMATCH: old and worse" in said and "train/reward: b is 0.1 lower than a" in said

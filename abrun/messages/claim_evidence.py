@@ -111,6 +111,7 @@ MESSAGES: dict[Code, Message] = {
     Code.SKEWED: _skewed,
     Code.SEEDS_NOT_CLIMBED: "{num} of {of} baseline seeds did not climb by more than the margin",
     Code.BOUND_OF_ZERO: "the values are the same in every {paired:if pair|run}, so the bound is 0",
+    Code.MARGIN_WIDE_OF_CLIMB: "the margin is {percent:.0f} % of what the baseline learned",
     Code.MARGIN_WIDER_THAN_LEVEL: "the margin exceeds the baseline's level of {level:.3g}: an arm at 0 would "
     "pass",
     Code.EXACT_OUTCOMES: _exact_outcomes,

@@ -17,6 +17,7 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.claim_tests import STAMP_FILE, ClaimTest, read_claim_tests
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages import sentence, sentences
+from abrun.messages.codes import Code
 from abrun.messages.numbers import (
     certified_text,
     confidence_text,
@@ -278,7 +279,9 @@ def render_terminal(
 
     `verbose`: all evidence, definitions and next commands; otherwise only what did not pass.
     """
-    color = VERDICT_COLORS[content.verdict]
+    warnings = {warning.code for claim in content.claims for warning in claim.warnings}
+    is_wide = content.verdict in PASSING and Code.MARGIN_WIDE_OF_CLIMB in warnings
+    color = "yellow" if is_wide else VERDICT_COLORS[content.verdict]
     tables = _make_tables(content)
     renderables: list[RenderableType] = [*tables]
     note = _comparison_note(content) if verbose else _direction_note(content)

@@ -65,6 +65,8 @@ from abrun.verdict.summaries import (
 )
 from abrun.verdict.whole_curve import curve_warnings, find_hidden_steps
 
+# A margin beyond this share of what the baseline learned lets a visible loss pass
+WIDE_SHARE = 0.25
 # Median correlation of paired rewards over seeds in docs/evidence: pairing then saves half of the runs.
 ASSUMED_PAIR_CORRELATION = 0.5
 
@@ -234,6 +236,8 @@ def _margin_warnings(result: ClaimResult, baselines: Sequence[RecordedRun], clai
     level = abs(estimate.baseline_mean or 0.0)
     if terms.transform == "identity" and 0 < level < terms.margin:
         yield Code.MARGIN_WIDER_THAN_LEVEL(level=level)
+    if terms.transform == "identity" and estimate.climb and terms.margin > WIDE_SHARE * estimate.climb > 0:
+        yield Code.MARGIN_WIDE_OF_CLIMB(percent=100 * terms.margin / estimate.climb)
 
 
 def _select_window(sides: Sides, claim: Claim, bounds: tuple[int, int] | None) -> tuple[Steps, Array, Array]:
