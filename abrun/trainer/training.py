@@ -21,7 +21,7 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.loop import checkpoint, startup
-from abrun.trainer.loop.branch import start_from
+from abrun.trainer.loop.checkpoint import start_from
 from abrun.trainer.loop.data import check_example_lengths
 from abrun.trainer.loop.recorder import Recorder, prompts_sha256
 from abrun.trainer.loop.setup import RunSetup, make_setup

@@ -13,10 +13,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from .head import HeadOptions, ResolvedHead, project, resolve_head
+from .head import HeadOptions, ResolvedHead, TorchTiles, project, resolve_head
 from .linear import LinearLogprobs, LinearPolicyLoss, Tiles, TokenLoss
 from .logits import dense_logprobs
-from .torch_tiles import TorchTiles
 
 __all__ = ["DEFAULT_MEMORY_BUDGET_BYTES", "TokenLoss", "linear_logprobs", "linear_policy_loss", "project"]
 

@@ -19,7 +19,6 @@ from abrun.trainer.models.families import (
     routers_of,
     takes_weight_decay,
 )
-from abrun.trainer.models.parts import read_slice, small_twin
 from abrun.trainer.models.sources import EOS, PAD, UNKNOWN, CharacterTokenizer, character_tokenizer
 from abrun.trainer.models.text import Text, load_text
 from abrun.trainer.models.weights import (
@@ -28,8 +27,10 @@ from abrun.trainer.models.weights import (
     load_network,
     open_network,
     published,
+    read_slice,
     save_network,
     sketch_of,
+    small_twin,
     weights_hash,
 )
 

@@ -76,7 +76,7 @@ class Sampling:
         self.engine = self._make(config)
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.trainer.rollout.vllm.colocated import ColocatedEngine
+        from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 
         return ColocatedEngine(config, self.backend, TEXT)
 
@@ -99,7 +99,7 @@ class SamplingApart(Sampling):
     """With an engine in processes of its own."""
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.trainer.rollout.vllm.separate import SeparateEngine
+        from abrun.trainer.rollout.vllm.engines import SeparateEngine
 
         return SeparateEngine(config, self.backend, TEXT)
 
@@ -115,7 +115,7 @@ class SamplingApart(Sampling):
 @contextlib.contextmanager
 def to_break(config: OwnRunConfig) -> Iterator[SamplingApart]:
     """An engine with as much patience as a test has; none of its processes is left."""
-    from abrun.trainer.rollout.vllm import separate
+    from abrun.trainer.rollout.vllm import engines as separate
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(

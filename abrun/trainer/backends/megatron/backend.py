@@ -34,9 +34,14 @@ from abrun.trainer.backends.head import (
     init_value_weight,
 )
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
-from abrun.trainer.backends.megatron.groups import is_last_stage, join_groups, tensor_group
 from abrun.trainer.backends.megatron.library import dtype_of, suppress_warnings
-from abrun.trainer.backends.megatron.network import MicrobatchParams, make_network
+from abrun.trainer.backends.megatron.network import (
+    MicrobatchParams,
+    is_last_stage,
+    join_groups,
+    make_network,
+    tensor_group,
+)
 from abrun.trainer.backends.megatron.parameters import VALUE_HEAD, MegatronParameters, WeightNames
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting, StageRouters
 from abrun.trainer.backends.microbatches import Microbatch, Microbatches, Packing

@@ -7,11 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,11 +23,61 @@ from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 from abrun.trainer.backends.attention import attend_in_stream
-from abrun.trainer.backends.megatron.groups import is_last_stage, tensor_group
 from abrun.trainer.backends.megatron.library import dtype_of
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting
 from abrun.trainer.backends.microbatches import Packing
+from abrun.trainer.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
 from abrun.trainer.models import Facts, attends_to_all
+
+# megatron-core's process groups, global to the process and separate from those of `Ranks`.
+
+_joined: tuple[Any, Megatron] | None = None  # the world group and settings that the groups were made of
+
+
+def join_groups(ranks: Ranks, settings: Megatron) -> None:
+    """Make megatron-core's process groups for the recipe's layout, unless they exist. Collective.
+
+    megatron-core refuses context parallelism without Transformer Engine. So it is told that the ranks of a
+    context are data-parallel replicas: it sums gradients and shards the optimizer's state over them.
+    """
+    global _joined
+    if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_parallel,
+        pipeline_model_parallel_size=settings.pipeline_parallel,
+        expert_model_parallel_size=settings.expert_parallel,
+        expert_tensor_parallel_size=1,  # tensor parallelism does not shard experts
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    if ranks.device.type == "cuda":  # megatron-core swaps CUDA generators around dropout
+        model_parallel_cuda_manual_seed(0)
+    replica = ranks.weight_mesh.get_local_rank()
+    assert parallel_state.get_data_parallel_rank() == replica, (
+        "megatron-core numbers data-parallel ranks differently"
+    )
+    assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
+    assert parallel_state.get_pipeline_model_parallel_rank() == (
+        ranks.pipeline.rank() if ranks.pipeline else 0
+    )
+    _joined = dist.group.WORLD, settings
+
+
+def is_last_stage() -> bool:
+    """Return whether this rank's pipeline stage is the last, which computes log-probs and values."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def tensor_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def expert_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_expert_model_parallel_group()
+    return group
 
 
 def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from abrun.recipe.policy import Optimizer
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
-from abrun.trainer.backends.megatron.groups import expert_group, tensor_group
 from abrun.trainer.backends.megatron.library import suppress_warnings
-from abrun.trainer.backends.megatron.network import head_dim
+from abrun.trainer.backends.megatron.network import expert_group, head_dim, tensor_group
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.trainer.models import read_slice
 
