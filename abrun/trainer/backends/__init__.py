@@ -14,7 +14,7 @@ from torch import Tensor
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load_implementation
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends.head import EntropyMode
+from abrun.trainer.backends.head import Decoder, EntropyMode
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.models import open_network
@@ -84,25 +84,6 @@ class Trainable(Protocol):
     def resident_tensors(self) -> Sequence[Tensor]:
         """Return the tensors that stay on the device between steps, for the memory tracker."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """One decoding step, given the cache of the previous ones."""
-
-    step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
-    in_place: bool  # after the prompts, a step also accepts abrun.trainer.models.InPlaceCache and their mask
-    collective: bool  # a step communicates with other ranks
-
-    def __call__(
-        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
-    ) -> tuple[Tensor, Any]:
-        """Return the next token's logits [B, V] float32, before any temperature, and the cache.
-
-        `token_ids` and `position_ids` [B, S] describe the new tokens. `attention_mask` [B, all tokens so far]
-        is 1 on real tokens. The cache of the first call is None.
-        """
-        return self.step(token_ids, attention_mask, position_ids, cache)
 
 
 class ValueModel(Trainable, Protocol):

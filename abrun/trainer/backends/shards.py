@@ -6,7 +6,7 @@ Full tensors are named `weights/NAME` and `optimizer/KEY/NAME`, with Hugging Fac
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -168,20 +168,3 @@ def optimizer_specs(spec: ShardSpec) -> dict[str, ShardSpec]:
     """Return the specs of a parameter's AdamW state, by state key."""
     step_pieces = tuple((name, Piece((), ())) for name, _ in spec.pieces)
     return {"step": ShardSpec(pieces=step_pieces, shape=()), "exp_avg": spec, "exp_avg_sq": spec}
-
-
-# Gradient norms on the CPU, where torch's own norm adds float32 squares one by one.
-#
-# That loses 0.2% for an embedding of 28 million elements, and more on one rank than on several.
-
-CHUNK_ELEMENTS = 1 << 18  # converted at a time, so that the copies stay in the cache
-
-
-def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of squares of all elements, on the CPU: [] float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        for chunk in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
-            values = chunk.double()
-            total += torch.dot(values, values)
-    return total

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.trainer.backends import Backend, Decoder, make_backend
+from abrun.trainer.backends import Backend, make_backend
+from abrun.trainer.backends.head import Decoder
 from abrun.trainer.faults.site import FaultSite, leading_rows, wrap_method
 from abrun.trainer.rollout import Completion, make_engine
 from abrun.trainer.seeds import Draws, derive_seed

@@ -1,4 +1,8 @@
-"""The validated settings of one log-prob call, this rank's vocabulary shard, and the projection onto it."""
+"""The arithmetic of an LM head: its settings, matmuls, softmax sums and gradients of a tile of logits.
+
+`linear` loops over tiles; `triton_tiles` has the same operations as kernels. Letters: n tokens of a tile, v
+rows of a chunk of the vocabulary.
+"""
 
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -16,8 +20,7 @@ LOWEST_LOGIT = -1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedHead:
-    """The settings of a head: a logit is z = outer * u, with u the projection's output or tanh(inner *
-    output).
+    """The settings of a head: a logit is z = outer * u, u the projection's output or tanh(inner * output).
 
     The tanh applies with a softcap. Maxima are of u, and only differences from the maximum are scaled: at a
     low temperature, z is so large that float32 could not represent the differences.
@@ -227,9 +230,6 @@ class _WideMatmul(torch.autograd.Function):
         return d_lhs, d_rhs, None
 
 
-# The state that the kernels keep of a softmax: a few numbers per token.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """The targets of N tokens. `targets[tile]` selects some of the tokens."""
@@ -253,9 +253,17 @@ class Targets:
 class SoftmaxSums:
     """Each token's online softmax over the logits added so far, relative to the running maximum.
 
-    Relative to it, the largest logit adds exactly 1 to sum_exp. So no log-prob exceeds 0, and the entropy
-    log(sum_exp) - sum_exp_logit / sum_exp keeps its precision for large logits. u and outer are defined in
-    `ResolvedHead`. All tensors are updated in place, and `sums[tile]` is a view of some of the tokens.
+    With m the largest u, y = outer * (u - m), and s and x the sums of exp(y) and exp(y) * y over the rows,
+
+        log-prob of the target = y_target - log(s)
+        entropy = log(s) - x / s.
+
+    The largest logit adds exactly 1 to s. So no log-prob exceeds 0, and the entropy keeps its precision for
+    large logits. When m rises, all y fall by the same amount (see `raise_maximum`), so logits can be added in
+    any number of parts and shards.
+
+    u and outer are defined in `ResolvedHead`. All tensors are updated in place, and `sums[tile]` is a view of
+    some of the tokens.
     """
 
     maximum: Tensor  # [N] m, the largest u
@@ -282,7 +290,10 @@ class SoftmaxSums:
         )
 
     def raise_maximum(self, candidate: Tensor, head: ResolvedHead) -> None:
-        """Rescale the sums to the larger of the old maximum and the candidate [N]."""
+        """Rescale the sums to the larger of the old maximum and the candidate [N].
+
+        Every y becomes y + drop, so s becomes exp(drop) * s, and x becomes exp(drop) * (x + drop * s).
+        """
         raised = torch.maximum(self.maximum, candidate)
         drop = (self.maximum - raised).mul_(head.outer).clamp_(min=LOWEST_LOGIT)  # [N], 0 or less
         self.maximum.copy_(raised)
@@ -321,10 +332,15 @@ class SoftmaxSums:
 class LogitGradient:
     """Coefficients of the projection output's gradient, from those of log-probs (g) and entropies (h).
 
-    With y = outer * (u - m), p = exp(y) / sum_exp and E = sum(p * y): dz = g * (onehot - p) + h * p * (E -
-    y). Per token this equals onehot - exp(y) * (constant + linear * y). All three coefficients include the
-    factor logit_scale / temperature between the projection's output and z. The softcap's slope differs by
-    logit and is applied last.
+    With y, s and x as in `SoftmaxSums`, p = exp(y) / s, E = x / s, and t 1 at the target, else 0,
+
+        d log-prob / dz = t - p,    d entropy / dz = p * (E - y),
+        dz = g * (t - p) + h * p * (E - y) = onehot * t - exp(y) * (constant + linear * y),
+        onehot = g,    constant = (g - h * E) / s,    linear = h / s.
+
+    So a logit's gradient follows from the logit and three numbers of its token. All three include the factor
+    logit_scale / temperature between the projection's output and z. The softcap's slope differs by logit and
+    is applied last.
     """
 
     maximum: Tensor  # [N] m, of u
@@ -375,9 +391,6 @@ class LogitGradient:
         )
 
 
-# Tiles of logits in plain PyTorch, on any device: `impl: chunked`.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Bytes held at once besides inputs and gradients: per token of a tile, row of a chunk, and logit."""
@@ -393,7 +406,7 @@ class Cost:
 
 
 class TorchTiles:
-    """See linear.Tiles."""
+    """Tiles of logits in plain PyTorch, on any device: `impl: chunked`. See linear.Tiles."""
 
     def __init__(self, head: ResolvedHead) -> None:
         self._head = head

@@ -16,7 +16,8 @@ from torch import Tensor
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends import Backend, Decoder
+from abrun.trainer.backends import Backend
+from abrun.trainer.backends.head import Decoder
 from abrun.trainer.models import InPlaceCache, Text, holds_all_tokens
 from abrun.trainer.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
 from abrun.trainer.rollout import Completion
@@ -134,6 +135,7 @@ class TorchEngine:
 
     def __init__(self, rollout: Rollout, backend: Backend, text: Text) -> None:
         self._rollout, self._backend = rollout, backend
+        self._filters, self._records_support = rollout.filters, rollout.records_support
         self._device = backend.ranks.device
         self._end_ids = torch.tensor(sorted(text.end_ids), device=self._device)
         self._pad_id = text.pad_id
@@ -145,7 +147,7 @@ class TorchEngine:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        with_support = temperature is None and self._rollout.records_support
+        with_support = temperature is None and self._records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
         local_rows = self._backend.ranks.context_slice(len(prompts))
@@ -218,7 +220,7 @@ class TorchEngine:
             "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
             "end_ids": self._end_ids,
             "pad_id": self._pad_id,
-            "filters": self._rollout.filters,
+            "filters": self._filters,
             "temperature": temperature,
         }
 

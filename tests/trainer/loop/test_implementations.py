@@ -17,7 +17,8 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import Policy
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends import B, Backend, Decoder, Objective
+from abrun.trainer.backends import B, Backend, Objective
+from abrun.trainer.backends.head import Decoder
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.kernels import linear_logprobs

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
-from abrun.trainer.backends import B, Decoder, TracedModule
+from abrun.trainer.backends import B, TracedModule
 from abrun.trainer.backends.attention import hidden_states
 from abrun.trainer.backends.dtensor.experts import shard_experts
 from abrun.trainer.backends.dtensor.fsdp import (
@@ -27,13 +27,15 @@ from abrun.trainer.backends.dtensor.fsdp import (
     free_gathered,
     gather_once,
     keeps_gathered,
+    local_shard,
     materialise,
     shard,
     shard_layers,
 )
 from abrun.trainer.backends.dtensor.layers import load_checked, prepare_layers
-from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel, local_shard
+from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.trainer.backends.head import (
+    Decoder,
     EntropyMode,
     HeadOutput,
     LmHead,

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils import get_total_norm
 
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
-from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs, sum_of_squares
+from abrun.trainer.backends.policy import sum_of_squares
+from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.trainer.models import takes_weight_decay
 
 T = TypeVar("T")
@@ -306,6 +307,11 @@ def _adamw(parameters: Mapping[str, Tensor], settings: Optimizer) -> torch.optim
     )
 
 
+def local_shard(parameter: Tensor) -> Tensor:
+    """Return the plain tensor that this rank computes with: its shard, or an unsharded parameter itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard without copying it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's shard without copying it, and without its gradient's history."""
+    return local_shard(tensor).detach()

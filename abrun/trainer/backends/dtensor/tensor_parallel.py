@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, heads_misfit
@@ -257,11 +257,6 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
             f"policy.backend.sequence_parallel: got true with {kind}, which has layers without full "
             "attention; use sequence_parallel: false"
         )
-
-
-def local_shard(parameter: Tensor) -> Tensor:
-    """Return the plain tensor that this rank computes with: its shard, or an unsharded parameter itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _use_local_parameters(module: Any, gradient: Placement | None = None) -> None:

@@ -24,8 +24,9 @@ from torch.nn.functional import pad
 
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
-from abrun.trainer.backends import B, Decoder, TracedModule, ValueModel
+from abrun.trainer.backends import B, TracedModule, ValueModel
 from abrun.trainer.backends.head import (
+    Decoder,
     EntropyMode,
     HeadOutput,
     LmHead,
