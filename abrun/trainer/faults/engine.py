@@ -166,17 +166,3 @@ def _change_engine(site: FaultSite, change: Callable[[Any], None]) -> None:
         return engine
 
     wrap_method(site.setup.sampler, "_make_engine", make)
-
-
-ENGINE_FAULTS = {
-    function.__name__: function
-    for function in (
-        stale_rollout_weights,
-        partial_weight_sync,
-        copied_completions,
-        forced_eos,
-        retokenised,
-        temperature_on_logprobs,
-        stale_prefix_cache,
-    )
-}

@@ -96,16 +96,3 @@ def rope_bf16(site: FaultSite) -> None:
 def _module(policy: Any) -> Any:
     """Return the module of a policy on the dtensor backend."""
     return policy.module
-
-
-HEAD_FAULTS = {
-    function.__name__: function
-    for function in (
-        upstream_gradient_first,
-        fused_drops_term,
-        attention_across_packed,
-        temperature_missing,
-        labels_off_by_one,
-        rope_bf16,
-    )
-}

@@ -176,19 +176,3 @@ class _WeightedBySum(PolicyObjective):
 
 def sequence_weight_sum(site: FaultSite) -> None:
     site.on_objectives(_WeightedBySum)
-
-
-OBJECTIVE_FAULTS = {
-    function.__name__: function
-    for function in (
-        microbatch_mean,
-        rank_mean,
-        last_microbatch_only,
-        kl_without_gradient,
-        kl_sign,
-        old_logprobs_from_current,
-        dual_clip_everywhere,
-        gspo_padding,
-        sequence_weight_sum,
-    )
-}

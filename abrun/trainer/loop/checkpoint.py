@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import Piece, ShardSpec, specs_from_metadata, specs_to_metadata
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -127,7 +129,8 @@ def restore(
     """
     with _collective_section(ranks, directory) as shared:
         if writer:
-            _remove_partial(directory)
+            for partial in sorted(directory.glob(".*.partial")):  # of attempts killed while saving
+                _remove(partial)
             run_dir = RunDir(writer.path)
             shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identities()
     checkpoints, recorded, identities = shared.by_rank[0]
@@ -144,11 +147,13 @@ def restore(
         problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
         if problems:
             damages.append(f"step {step}: {problems[0]}")
-            _log_event(writer, "checkpoint_damaged", step, problems[0])
+            if writer:
+                writer.event("checkpoint_damaged", step=step, reason=problems[0])
         elif gap:
-            _log_event(writer, "checkpoint_passed_over", step, gap)
+            if writer:
+                writer.event("checkpoint_passed_over", step=step, reason=gap)
         else:
-            _restore_rng(tensors)
+            _restore_rng_state(tensors)
             trained.load_local_state(tensors)
             return step
     if damages and len(damages) == len(checkpoints):
@@ -256,12 +261,6 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _remove_partial(directory: Path) -> None:
-    """Remove incomplete folders from attempts that were killed while saving."""
-    for path in sorted(directory.glob(".*.partial")):
-        _remove(path)
-
-
 # --- reading ---
 
 
@@ -292,7 +291,7 @@ def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful)
         raise _DamagedCheckpoint(f"{name} {problem}")
     try:
         tensors = load_file(path / name)
-        _parse_rng_state(tensors)
+        _check_rng_state(tensors)
         for key, tensor in trained.local_state().items():
             saved_tensor = tensors[key]
             if (saved_tensor.shape, saved_tensor.dtype) != (tensor.shape, tensor.dtype):
@@ -315,20 +314,7 @@ def _find_gap(state: SavedState, recorded: Mapping[int, int], start_step: int) -
     return None
 
 
-def _log_event(writer: RunWriter | None, event: str, step: int, reason: str) -> None:
-    if writer:
-        writer.event(event, step=step, reason=reason)
-
-
 # --- random numbers ---
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomNumbers:
-    torch: Tensor
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    cuda: Tensor | None
 
 
 def _get_rng_state() -> dict[str, Tensor]:
@@ -344,35 +330,36 @@ def _get_rng_state() -> dict[str, Tensor]:
     return state
 
 
-def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
-    """Parse the random-number states of a checkpoint.
+def _check_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Set the random-number states of a checkpoint on new generators, before any state changes.
 
     Raises KeyError, ValueError, TypeError or RuntimeError if they are missing or invalid.
     """
     *key, position = state["rng/numpy"].tolist()
     if not 0 <= position <= len(key):
         raise ValueError(f"rng/numpy: got the position {position}")
-    parsed = _RandomNumbers(
-        torch=state["rng/torch"],
-        python=(3, tuple(state["rng/python"].tolist()), None),
-        numpy={"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}},
-        cuda=state.get("rng/cuda"),
-    )
-    torch.Generator().set_state(parsed.torch)  # validated on new generators, before any state changes
-    random.Random(0).setstate(parsed.python)
-    np.random.RandomState(0).set_state(parsed.numpy)
-    if parsed.cuda is not None:
-        torch.Generator(device="cuda").set_state(parsed.cuda)
-    return parsed
+    set_cuda = torch.Generator(device="cuda").set_state if "rng/cuda" in state else None
+    new_python, new_numpy = random.Random(0), np.random.RandomState(0)
+    _set_rng_state(state, torch.Generator().set_state, new_python.setstate, new_numpy.set_state, set_cuda)
 
 
-def _restore_rng(state: Mapping[str, Tensor]) -> None:
-    parsed = _parse_rng_state(state)
-    torch.set_rng_state(parsed.torch)
-    random.setstate(parsed.python)
-    np.random.set_state(parsed.numpy)
-    if parsed.cuda is not None:
-        torch.cuda.set_rng_state(parsed.cuda)
+def _restore_rng_state(state: Mapping[str, Tensor]) -> None:
+    _set_rng_state(state, torch.set_rng_state, random.setstate, np.random.set_state, torch.cuda.set_rng_state)
+
+
+def _set_rng_state(
+    state: Mapping[str, Tensor],
+    set_torch: Callable[[Tensor], object],
+    set_python: Callable[[Any], object],
+    set_numpy: Callable[[Any], object],
+    set_cuda: Callable[[Tensor], object] | None,
+) -> None:
+    *key, position = state["rng/numpy"].tolist()
+    set_torch(state["rng/torch"])
+    set_python((3, tuple(state["rng/python"].tolist()), None))
+    set_numpy({"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}})
+    if "rng/cuda" in state and set_cuda:
+        set_cuda(state["rng/cuda"])
 
 
 # Start of a run from a checkpoint of another run, in any parallel layout and with either backend.
@@ -389,29 +376,18 @@ def start_from(
 
     Raises RecipeError on all ranks if the checkpoint is missing or does not fit.
     """
-    path, problem, tensors = Path(folder).expanduser(), None, None
-    wanted_shards = trained.shard_specs()
-    shapes = ranks.all_gather_world(
-        {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
-    )
-    try:
+    path = Path(folder).expanduser()
+
+    def open_files() -> tuple[list[Path], StartCheckpoint]:
         state, origin = _open_checkpoint(path, ranks, num_steps)
-        with contextlib.ExitStack() as opened:
-            saved = SavedTensors([opened.enter_context(safe_open(path / name, "pt")) for name in state.files])
-            _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
-            tensors = _read_tensors(saved, wanted_shards, trained.local_state())
-    except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        problem = " ".join(str(error).split()) or type(error).__name__
-    first_problem = next(
-        (rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem), None
+        return [path / name for name in state.files], origin
+
+    return _load_from_any_layout(
+        open_files,
+        trained,
+        ranks,
+        lambda problem: f"{field}: got {folder!r}: {problem}; give a checkpoint of a run of the same model",
     )
-    if first_problem:
-        raise RecipeError(
-            f"{field}: got {folder!r}: {first_problem}; give a checkpoint of a run of the same model"
-        )
-    assert tensors is not None
-    trained.load_local_state(tensors)
-    return origin
 
 
 def load_saved(paths: Sequence[Path], trained: Stateful, ranks: Ranks) -> None:
@@ -419,23 +395,44 @@ def load_saved(paths: Sequence[Path], trained: Stateful, ranks: Ranks) -> None:
 
     Raises RecipeError on all ranks if they are of another model.
     """
-    problem, tensors = None, None
+    _load_from_any_layout(
+        lambda: (paths, None),
+        trained,
+        ranks,
+        lambda problem: f"the arms have different weights: {problem}; compare arms of one model",
+    )
+
+
+def _load_from_any_layout(
+    open_files: Callable[[], tuple[Sequence[Path], T]],
+    trained: Stateful,
+    ranks: Ranks,
+    describe: Callable[[str], str],
+) -> T:
+    """Load the files that `open_files` returns. Collective.
+
+    Raises RecipeError on all ranks, with the description of a problem, if they do not fit.
+    """
+    problem, loaded = None, None
     wanted_shards = trained.shard_specs()
     shapes = ranks.all_gather_world(
         {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
     )
     try:
+        paths, origin = open_files()
         with contextlib.ExitStack() as opened:
             saved = SavedTensors([opened.enter_context(safe_open(path, "pt")) for path in paths])
             _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
-            tensors = _read_tensors(saved, wanted_shards, trained.local_state())
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            loaded = origin, _read_tensors(saved, wanted_shards, trained.local_state())
+    except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = " ".join(str(error).split()) or type(error).__name__
     problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
     if problems:
-        raise RecipeError(f"the arms have different weights: {problems[0]}; compare arms of one model")
-    assert tensors is not None
+        raise RecipeError(describe(problems[0]))
+    assert loaded is not None
+    origin, tensors = loaded
     trained.load_local_state(tensors)
+    return origin
 
 
 def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, StartCheckpoint]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from abrun.trainer.rl.batch import TrainBatch
-from abrun.trainer.rl.losses import PolicyLoss, k3, masked_mean
+from abrun.trainer.rl.losses import PolicyLoss, PreferenceLoss, k3, masked_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,3 +210,17 @@ def _extreme(values: Tensor, mask: Tensor, empty_value: float) -> Tensor:
     # Add one empty value, because there may be no row
     counted = pad(torch.where(mask, values, empty_value).flatten(), (0, 1), value=empty_value)
     return counted.amax() if empty_value < 0 else counted.amin()
+
+
+def preference_metrics(preference: PreferenceLoss, *, num_pairs: float) -> MetricParts:
+    """Return the contribution of a microbatch to the `train/` metrics, means over the global batch."""
+    means = {
+        "rewards/chosen": preference.chosen_rewards,
+        "rewards/rejected": preference.rejected_rewards,
+        "rewards/margin": preference.margins,
+        "rewards/accuracy": (preference.margins > 0).double(),
+        "logprobs/chosen": preference.chosen_logprobs,
+        "logprobs/rejected": preference.rejected_logprobs,
+    }
+    sums = {f"train/{key}": values.sum() / num_pairs for key, values in means.items()}
+    return MetricParts(sums=sums, maxima={}, minima={})

@@ -20,7 +20,7 @@ from abrun.trainer.backends import Backend
 from abrun.trainer.backends.head import Decoder
 from abrun.trainer.models import InPlaceCache, Text, holds_all_tokens
 from abrun.trainer.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
-from abrun.trainer.rollout import Completion
+from abrun.trainer.rollout import Completion, RolloutEngine
 from abrun.trainer.seeds import Draws
 
 # CUDA graphs for a decoding step that always runs the same operators on the same memory.
@@ -130,8 +130,8 @@ def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> "TorchEng
     return TorchEngine(config.rollout, backend, text)
 
 
-class TorchEngine:
-    """See abrun.trainer.rollout.RolloutEngine."""
+class TorchEngine(RolloutEngine):
+    """See abrun.trainer.rollout.RolloutEngine. Cache and graphs are freed after each call of `generate`."""
 
     def __init__(self, rollout: Rollout, backend: Backend, text: Text) -> None:
         self._rollout, self._backend = rollout, backend
@@ -192,20 +192,6 @@ class TorchEngine:
                 )
                 scored.extend(self._generate(decoder, prompts[rows_slice], sequences))
         return [completion.logprobs for completion in scored]
-
-    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Do nothing: the engine shares the policy's weights."""
-
-    def sleep(self) -> int:
-        """Do nothing: cache and graphs are freed after each call."""
-        return 0
-
-    def wake(self) -> bool:
-        """Do nothing."""
-        return False
-
-    def close(self, *, finished: bool = False) -> None:
-        """Do nothing."""
 
     def _pad_support(
         self, support: list[Tensor], max_new_tokens: int

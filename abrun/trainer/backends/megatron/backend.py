@@ -62,37 +62,10 @@ from abrun.trainer.rl.metrics import MetricParts
 
 
 class Stages:
-    """Passes of modules through this rank's pipeline stage, and broadcasts between stages."""
+    """The inputs and outputs of modules on this rank's pipeline stage."""
 
     def __init__(self, settings: Megatron, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
-
-    def run(
-        self,
-        module: Any,
-        microbatches: Microbatches[B],
-        forward: Callable[[Microbatch[B]], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
-        """Call `forward` on each microbatch; with `backward`, backpropagate from its output. Collective.
-
-        The output is a loss [] on the last stage, and on others the hidden states for the next stage.
-        """
-
-        def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
-            return forward(next(remaining)), _return_undivided
-
-        with emulate_cuda(self._ranks.device), suppress_warnings():
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(microbatches),
-                model=[module],
-                num_microbatches=len(microbatches),
-                seq_length=1,  # unused, since lengths vary
-                micro_batch_size=1,
-                forward_only=not backward,
-            )
 
     def hidden_states(
         self,
@@ -165,21 +138,6 @@ class Stages:
             return hidden
         return self._gather_sequence(hidden, length, partial_gradients=False)
 
-    def broadcast_metrics(self, metrics: MetricParts | None) -> MetricParts:
-        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
-        if self._ranks.pipeline is None:
-            assert metrics is not None
-            return metrics
-        floats = (
-            None
-            if metrics is None
-            else [_to_floats(values) for values in (metrics.sums, metrics.maxima, metrics.minima)]
-        )
-        box: list[Any] = [floats]
-        dist.broadcast_object_list(box, src=self._last_rank(), group=self._ranks.pipeline)
-        sums, maxima, minima = ({k: self._to_tensor(v) for k, v in values.items()} for values in box[0])
-        return MetricParts(sums=sums, maxima=maxima, minima=minima)
-
     def broadcast_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all stages, in stage order, on every stage. Collective over the pipeline."""
         pipeline = self._ranks.pipeline
@@ -201,21 +159,9 @@ class Stages:
                 dist.broadcast(tensor.contiguous() if is_mine else tensor, src=source, group=pipeline)
                 yield name, tensor
 
-    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy the last stage's tensor into `tensor` on every stage. Collective over the pipeline."""
-        if self._ranks.pipeline is not None:
-            dist.broadcast(tensor, src=self._last_rank(), group=self._ranks.pipeline)
-        return tensor
-
     def _num_padding(self, length: int) -> int:
         """Return the number of padding tokens that sequence parallelism needs."""
         return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
-
-    def _to_tensor(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64, device=self._ranks.device)
-
-    def _last_rank(self) -> int:
-        return parallel_state.get_pipeline_model_parallel_last_rank()
 
     def _gather_sequence(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
         tokens_first = hidden.transpose(0, 1).contiguous()  # [S / tensor ranks, B, H]
@@ -238,23 +184,56 @@ class StagedModel(TrainedModel):
     def _run(
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
-        self._stages.run(self._module, microbatches, forward, backward=backward)
+        """See TrainedModel. Collective; the output is a loss [] or, on earlier stages, the hidden states."""
+
+        def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
+            return forward(next(remaining)), _return_undivided
+
+        with emulate_cuda(self.ranks.device), suppress_warnings():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(microbatches),
+                model=[self._module],
+                num_microbatches=len(microbatches),
+                seq_length=1,  # unused, since lengths vary
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
 
     def _tensor_from_last_stage(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
-        zeros = torch.zeros(shape, device=self.ranks.device)
-        return self._stages.broadcast_tensor(zeros if tensor is None else tensor)
+        """Return the last stage's tensor on every stage; others pass None. Collective over the pipeline."""
+        tensor = torch.zeros(shape, device=self.ranks.device) if tensor is None else tensor
+        if self.ranks.pipeline is not None:
+            dist.broadcast(tensor, src=_last_rank(), group=self.ranks.pipeline)
+        return tensor
 
     def _metrics_from_last_stage(self, metrics: MetricParts | None) -> MetricParts:
-        return self._stages.broadcast_metrics(metrics)
+        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
+        if self.ranks.pipeline is None:
+            assert metrics is not None
+            return metrics
+        box: list[Any] = [None]
+        if metrics is not None:
+            parts = metrics.sums, metrics.maxima, metrics.minima
+            box = [[{key: float(value) for key, value in values.items()} for values in parts]]
+        dist.broadcast_object_list(box, src=_last_rank(), group=self.ranks.pipeline)
+        sums, maxima, minima = (
+            {
+                key: torch.tensor(value, dtype=torch.float64, device=self.ranks.device)
+                for key, value in values.items()
+            }
+            for values in box[0]
+        )
+        return MetricParts(sums=sums, maxima=maxima, minima=minima)
+
+
+def _last_rank() -> int:
+    return parallel_state.get_pipeline_model_parallel_last_rank()
 
 
 def _return_undivided(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
     """Return the loss in the form that the schedule does not divide: with a token count of 0."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), None
-
-
-def _to_floats(values: dict[str, Tensor]) -> dict[str, float]:
-    return {key: float(value) for key, value in values.items()}
 
 
 class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):

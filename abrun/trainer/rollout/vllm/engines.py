@@ -1,7 +1,8 @@
-"""vLLM in the process of each rank, on the training devices; `tensor_parallel` ranks share an engine.
+"""vLLM as rollout engine: on the training devices, in the ranks or in engine hosts, or on its own devices.
 
-The engine has its own copy of the weights, which every sync replaces. During training on a GPU it sleeps: its
-cache and its weights are freed.
+An engine has its own copy of the weights, which every sync replaces. On the training devices,
+`tensor_parallel` ranks share an engine, and it sleeps during training on a GPU: its cache and its weights are
+freed.
 """
 
 import contextlib
@@ -33,8 +34,20 @@ from abrun.trainer.rollout.vllm.transfer import GroupTransfer, SharedBufferTrans
 from abrun.trainer.seeds import Draws
 
 
+def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
+    """See abrun.trainer.rollout.make_engine. Collective."""
+    if config.rollout.devices:
+        return SeparateEngine(config, backend, text)
+    if os.environ.get(ENGINE_HOST_VARIABLE):
+        return HostedEngine(config, backend, text, lambda: ColocatedEngine(config, backend, text))
+    return ColocatedEngine(config, backend, text)
+
+
 class ColocatedEngine:
-    """Colocated engine; see rollout.RolloutEngine. Each rank samples a share of its replica's rows."""
+    """Engine in the ranks' own processes; see rollout.RolloutEngine.
+
+    Each rank samples a share of its replica's rows.
+    """
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
         self._ranks = backend.ranks
@@ -72,18 +85,15 @@ class ColocatedEngine:
         return completions[start : start + len(requests)]
 
 
-# vLLM in an engine host: a process of the launcher, on this rank's device, which outlives the run.
-#
-# The host has the engine of `ColocatedEngine`, with equal results. A run that finds none, or loses
-# it, continues with an engine in its own process.
-
 Answer = TypeVar("Answer")
 
 
 class HostedEngine:
     """Engine in a host for each rank; see abrun.trainer.rollout.RolloutEngine.
 
-    `make_own` returns an engine in the ranks' own processes, for all ranks if the host of one is lost.
+    A host is a process of the launcher on this rank's device, which outlives the run. It has the engine of
+    `ColocatedEngine`, with equal results. `make_own` returns an engine in the ranks' own processes, for all
+    ranks if the host of one is missing or lost.
     """
 
     def __init__(
@@ -232,15 +242,13 @@ class HostedEngine:
         return None
 
 
-# vLLM on its own devices: `rollout.devices` processes, `tensor_parallel` of them for each engine.
-#
-# The first rank starts the processes, sends them weights and requests, and distributes the
-# completions. The processes die with it. A process that ends, or is silent for 0.9 of
-# `limits.stalled_s`, ends the run.
+class SeparateEngine(RolloutEngine):
+    """Engine on its own devices, where it never sleeps; see abrun.trainer.rollout.RolloutEngine.
 
-
-class SeparateEngine:
-    """Engine on its own devices; see abrun.trainer.rollout.RolloutEngine."""
+    It has `rollout.devices` processes, `tensor_parallel` of them for each vLLM engine. The first rank starts
+    them, sends them weights and requests, and distributes the completions. They die with it. A process that
+    ends, or is silent for 0.9 of `limits.stalled_s`, ends the run.
+    """
 
     def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
         self._ranks = backend.ranks
@@ -261,14 +269,6 @@ class SeparateEngine:
             self._engines.load(weights)
         for _ in weights:  # the other ranks take part in the collective of each tensor
             pass
-
-    def sleep(self) -> int:
-        """Do nothing: the engine does not use the training devices."""
-        return 0
-
-    def wake(self) -> bool:
-        """Do nothing."""
-        return False
 
     def close(self, *, finished: bool = False) -> None:
         if self._engines:

@@ -271,12 +271,12 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     share_bytes = share_of_device(device_bytes, config.cluster.runs_per_gpu)
     is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
     if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
+        got = f"cluster.runs_per_gpu: got {config.cluster.runs_per_gpu}, but"
+        if cache is None or is_sized_by_gpu:
+            raise LaunchError(f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1")
         raise LaunchError(
-            _engine_not_shared(
-                runs_per_gpu=config.cluster.runs_per_gpu,
-                cache_bytes=cache,
-                share_bytes=None if is_sized_by_gpu else share_bytes,
-            )
+            f"{got} vLLM's cache of {cache / 2**30:.1f} GiB takes most of a run's share of "
+            f"{share_bytes / 2**30:.1f} GiB; use fewer, or auto"
         )
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
 
@@ -417,17 +417,3 @@ def _packed_rows(tensors: Any, num_sampled: Any = None) -> Any:
 
 def _switch_sampler(worker: Any, on: bool) -> None:
     worker.model_runner.sampler.return_sampling_mask = on
-
-
-def _engine_not_shared(runs_per_gpu: int, cache_bytes: int | None, share_bytes: int | None) -> str:
-    """vLLM's cache does not fit a run's share; `share_bytes` None: alone, vLLM would size it by the GPU."""
-    got = f"cluster.runs_per_gpu: got {runs_per_gpu}, but"
-    if cache_bytes is None or share_bytes is None:
-        return f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1"
-    return (
-        f"{got} vLLM's cache of {cache_bytes / GIB:.1f} GiB takes most of a run's share of "
-        f"{share_bytes / GIB:.1f} GiB; use fewer, or auto"
-    )
-
-
-GIB = 2**30
