@@ -20,7 +20,7 @@ from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.loop import checkpoint, startup
+from abrun.trainer.loop import checkpoint
 from abrun.trainer.loop.checkpoint import start_from
 from abrun.trainer.loop.data import check_example_lengths
 from abrun.trainer.loop.recorder import Recorder, prompts_sha256
@@ -95,7 +95,10 @@ def _train(
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
-            startup.freeze_survivors()
+            # Survivors of the first step are compiled code, graphs and engines, which every later collection
+            # would traverse (vLLM's sleep triggers one).
+            gc.collect()
+            gc.freeze()
         row = {**values, **_compute_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)

@@ -56,10 +56,17 @@ class RouterLoad:
     @classmethod
     def from_choices(cls, choices: list[tuple[Tensor, Tensor]], weight: Tensor) -> Self:  # [T] float64
         """Return the load of one forward pass, with each token counted `weight` times."""
+        counts, probabilities, entropies = [], [], []
+        for p, chosen in choices:  # [T, E], [T, K]
+            layer_counts = weight.new_zeros(p.shape[1])
+            weights = weight.repeat_interleave(chosen.shape[1])
+            counts.append(layer_counts.index_add(0, chosen.flatten(), weights))
+            probabilities.append(weight @ p.double())
+            entropies.append(weight @ torch.special.entr(p.detach().double()).sum(dim=1))  # nats
         return cls(
-            counts=torch.stack([_count_tokens(chosen, weight, p.shape[1]) for p, chosen in choices]),
-            probabilities=torch.stack([weight @ p.double() for p, _ in choices]).sum(dim=0),
-            entropy=torch.stack([weight @ _entropy(p.detach().double()) for p, _ in choices]).sum(),
+            counts=torch.stack(counts),
+            probabilities=torch.stack(probabilities).sum(dim=0),
+            entropy=torch.stack(entropies).sum(),
             num_tokens=weight.sum(),
         )
 
@@ -105,15 +112,6 @@ class RouterLoad:
                 "train/moe/aux_loss": torch.stack([self.balance_loss(self.counts, self.num_tokens), unit]),
             },
         )
-
-
-def _count_tokens(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:  # [T, K], [T] -> [E]
-    counts = weight.new_zeros(num_experts)
-    return counts.index_add(0, chosen.flatten(), weight.repeat_interleave(chosen.shape[1]))
-
-
-def _entropy(probabilities: Tensor) -> Tensor:  # [T, E] -> [T], nats
-    return torch.special.entr(probabilities).sum(dim=1)
 
 
 def check_routing(policy: Policy, network: nn.Module, num_routers: int) -> None:

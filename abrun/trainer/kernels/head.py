@@ -4,8 +4,8 @@
 rows of a chunk of the vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -230,9 +230,19 @@ class _WideMatmul(torch.autograd.Function):
         return d_lhs, d_rhs, None
 
 
+@dataclass(frozen=True, slots=True)
+class _ByToken:
+    """Tensors [N] or None, of which `[tile]` selects some of the tokens."""
+
+    def __getitem__(self, tile: slice) -> Self:
+        tensors: dict[str, Tensor | None] = {field.name: getattr(self, field.name) for field in fields(self)}
+        selected = {name: None if tensor is None else tensor[tile] for name, tensor in tensors.items()}
+        return type(self)(**selected)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """The targets of N tokens. `targets[tile]` selects some of the tokens."""
+class Targets(_ByToken):
+    """The targets of N tokens."""
 
     ids: Tensor  # [N] int64
     ignored: Tensor  # [N] bool
@@ -243,14 +253,9 @@ class Targets:
         ignored = head.ignored(ids)
         return cls(ids=ids, ignored=ignored, has_no_logprob=ignored | head.is_out_of_vocabulary(ids))
 
-    def __getitem__(self, tile: slice) -> "Targets":
-        return Targets(
-            ids=self.ids[tile], ignored=self.ignored[tile], has_no_logprob=self.has_no_logprob[tile]
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxSums:
+class SoftmaxSums(_ByToken):
     """Each token's online softmax over the logits added so far, relative to the running maximum.
 
     With m the largest u, y = outer * (u - m), and s and x the sums of exp(y) and exp(y) * y over the rows,
@@ -279,14 +284,6 @@ class SoftmaxSums:
             sum_exp=zeros,
             sum_exp_logit=zeros.clone() if entropy else None,
             target_logit=zeros.clone(),
-        )
-
-    def __getitem__(self, tile: slice) -> "SoftmaxSums":
-        return SoftmaxSums(
-            maximum=self.maximum[tile],
-            sum_exp=self.sum_exp[tile],
-            sum_exp_logit=None if self.sum_exp_logit is None else self.sum_exp_logit[tile],
-            target_logit=self.target_logit[tile],
         )
 
     def raise_maximum(self, candidate: Tensor, head: ResolvedHead) -> None:
@@ -329,7 +326,7 @@ class SoftmaxSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitGradient:
+class LogitGradient(_ByToken):
     """Coefficients of the projection output's gradient, from those of log-probs (g) and entropies (h).
 
     With y, s and x as in `SoftmaxSums`, p = exp(y) / s, E = x / s, and t 1 at the target, else 0,
@@ -379,15 +376,6 @@ class LogitGradient:
             linear=linear,
             onehot=onehot.contiguous(),
             target_logit=sums.target_logit,
-        )
-
-    def __getitem__(self, tile: slice) -> "LogitGradient":
-        return LogitGradient(
-            maximum=self.maximum[tile],
-            constant=self.constant[tile],
-            linear=None if self.linear is None else self.linear[tile],
-            onehot=self.onehot[tile],
-            target_logit=self.target_logit[tile],
         )
 
 

@@ -108,13 +108,14 @@ class Rollouts:
             yield lambda fetch: recorded.groups(step, fetch, num_groups, size)[local]
             return
         with self._setup.sampler.awake() as engine:
-            yield lambda fetch: self._keep(fetch, self.fetch(engine, step, fetch))
 
-    def _keep(self, fetch: int, groups: list[Group]) -> list[Group]:
-        """Keep the groups of all ranks for the recording. Collective."""
-        if self._records:
-            self._fetched += [(fetch, group) for group in self._setup.ranks.all_gather_data(groups)]
-        return groups
+            def fetch_groups(fetch: int) -> list[Group]:
+                groups = self.fetch(engine, step, fetch)
+                if self._records:  # all ranks' groups
+                    self._fetched += [(fetch, group) for group in self._setup.ranks.all_gather_data(groups)]
+                return groups
+
+            yield fetch_groups
 
     def _collect_with_signal(
         self, fetch_groups: FetchGroups, max_tries: int

@@ -67,9 +67,9 @@ class Recorder:
         Call it before the first update. `started_from`: the checkpoint of another run from which it began.
         """
         ranks = policy.ranks
-        hosts = ranks.all_gather_world(
-            (socket.gethostname(), _device_name(ranks.device), _driver_version(ranks.device))
-        )
+        device = ranks.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+        hosts = ranks.all_gather_world((socket.gethostname(), name, _driver_version(device)))
         sketch: dict[str, Tensor] = {}
         initial_weights = hash_policy(policy, sketch)
         if self._writer is None:
@@ -189,12 +189,6 @@ def _driver_version(device: torch.device) -> str | None:
         return None
     match = re.search(r"Kernel Module\D*([\d.]+)", version_text)
     return match[1] if match else None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_name()
 
 
 # Upload of a run to wandb, by a process that follows the run directory; its failures never stop training.

@@ -25,9 +25,6 @@ from abrun.trainer.rl.metrics import all_reduce, merge
 from abrun.trainer.rollout import RolloutEngine, make_engine
 from abrun.trainer.seeds import derive_seed
 
-# The rollout engine of a run, synced with the policy before it samples.
-
-
 # Updates of the trained models, policy and value model: optimizer steps, learning rates and state.
 
 VALUE_MODEL_PREFIX = "critic/"

@@ -94,15 +94,6 @@ class RandomWeights:
         return torch.empty(shape).uniform_(-reach, reach, generator=generator)[slices]
 
 
-def open_random_parts(config: Any, seed: int) -> Any | None:
-    """Return a large network with random weights, on the meta device with a `checkpoint`; None if small."""
-    if config.vocab_size * config.hidden_size < LARGE or config.model_type not in PLAIN_DECODERS:
-        return None
-    network = _build_on_meta(config)
-    network.checkpoint = RandomWeights(network, seed)
-    return network
-
-
 def open_parts(source: str) -> Any | None:
     """Return a checkpoint's network on the meta device; None if it has to be loaded whole.
 
@@ -145,16 +136,6 @@ def read_slice(network: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     )
 
 
-def check_twin(network: Any, *, decodes: bool) -> bool:
-    """Run `check_network` on a small twin of `network`, which has no weights yet.
-
-    With `decodes`, returns the result of `check_decoding`.
-    """
-    twin = small_twin(network)
-    check_network(twin, facts_of(twin))
-    return decodes and check_decoding(twin, facts_of(twin))
-
-
 def small_twin(network: Any) -> Any:
     """Build a small network of the same family and settings, with random weights, on the CPU."""
     with torch.random.fork_rng(devices=[]):
@@ -193,12 +174,17 @@ def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool
     network: Any = None
     source = source_of(model, weights)
     if source is None:
-        network = open_random_parts(preset_config(model), seed)
+        config: Any = preset_config(model)
+        if config.vocab_size * config.hidden_size >= LARGE and config.model_type in PLAIN_DECODERS:
+            network = _build_on_meta(config)
+            network.checkpoint = RandomWeights(network, seed)
     else:
         with loading(source):
             network = open_parts(source)
-    if network is not None:
-        network.decodes_in_place = check_twin(network, decodes=decodes)
+    if network is not None:  # a twin is checked, because the network has no weights yet
+        twin = small_twin(network)
+        check_network(twin, facts_of(twin))
+        network.decodes_in_place = decodes and check_decoding(twin, facts_of(twin))
         return network
     network = load_network(model, weights=weights, seed=seed)
     if decodes:

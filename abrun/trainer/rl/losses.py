@@ -33,11 +33,6 @@ def clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     return torch.where(within, values, limited)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
-    """Return the sum over unmasked tokens."""
-    return torch.where(mask, values, 0.0).sum()
-
-
 def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
     """Return the contribution of this microbatch to a mean over the global batch.
 
@@ -45,7 +40,7 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
     mean for any split of the batch. A mean per microbatch would give tokens of short microbatches more
     weight.
     """
-    return masked_sum(values, mask) / denominator
+    return torch.where(mask, values, 0.0).sum() / denominator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

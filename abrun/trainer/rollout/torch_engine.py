@@ -131,7 +131,7 @@ def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> "TorchEng
 
 
 class TorchEngine(RolloutEngine):
-    """See abrun.trainer.rollout.RolloutEngine. Cache and graphs are freed after each call of `generate`."""
+    """See abrun.trainer.rollout.RolloutEngine."""
 
     def __init__(self, rollout: Rollout, backend: Backend, text: Text) -> None:
         self._rollout, self._backend = rollout, backend
@@ -152,16 +152,11 @@ class TorchEngine(RolloutEngine):
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
         local_rows = self._backend.ranks.context_slice(len(prompts))
         prompts, uniforms = prompts[local_rows], uniforms[local_rows]
-        size = self._rollout.batch_size or max(len(prompts), 1)
-        completions: list[Completion] = []
-        with self._backend.decoding() as decoder:
-            for start in range(0, len(prompts), size):
-                rows_slice = slice(start, start + size)
-                settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _DecodingBatch(
-                    uniforms[rows_slice].to(self._device), **settings, with_support=with_support
-                )
-                completions.extend(self._generate(decoder, prompts[rows_slice], sequences))
+
+        def make_batch(rows: slice, **settings: Any) -> _DecodingBatch:
+            return _DecodingBatch(uniforms[rows].to(self._device), **settings, with_support=with_support)
+
+        completions = self._decode(prompts, temperature, make_batch)
         return self._backend.ranks.all_gather_context(completions)
 
     @torch.no_grad()
@@ -178,37 +173,50 @@ class TorchEngine(RolloutEngine):
         max_new_tokens, temperature = self._rollout.max_new_tokens, self._rollout.temperature
         padded = [tokens + [self._pad_id] * (max_new_tokens - len(tokens)) for tokens in completions]
         forced_tokens = torch.tensor(padded, device=self._device)
-        padded_support = None if support is None else self._pad_support(support, max_new_tokens)
-        size = self._rollout.batch_size or max(len(prompts), 1)
-        scored: list[Completion] = []
-        with self._backend.decoding() as decoder:
-            for start in range(0, len(prompts), size):
-                rows_slice = slice(start, start + size)
-                settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _ForcedBatch(
-                    forced_tokens[rows_slice],
-                    None if padded_support is None else padded_support[rows_slice],
-                    **settings,
-                )
-                scored.extend(self._generate(decoder, prompts[rows_slice], sequences))
+        padded_support: Tensor | None = None
+        if support is not None:
+            padded_support = torch.zeros(len(support), max_new_tokens, support[0].shape[1], dtype=torch.uint8)
+            for row, token_support in enumerate(support):
+                padded_support[row, : len(token_support)] = token_support
+            padded_support = padded_support.to(self._device)
+
+        def make_batch(rows: slice, **settings: Any) -> _DecodingBatch:
+            kept = None if padded_support is None else padded_support[rows]
+            return _ForcedBatch(forced_tokens[rows], kept, **settings)
+
+        scored = self._decode(prompts, temperature, make_batch)
         return [completion.logprobs for completion in scored]
 
-    def _pad_support(
-        self, support: list[Tensor], max_new_tokens: int
-    ) -> Tensor:  # [tokens, W] each -> [B, most, W]
-        padded = torch.zeros(len(support), max_new_tokens, support[0].shape[1], dtype=torch.uint8)
-        for row, token_support in enumerate(support):
-            padded[row, : len(token_support)] = token_support
-        return padded.to(self._device)
+    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Do nothing: the engine shares the policy's weights."""
 
-    def _sequence_settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
-        return {
-            "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
-            "end_ids": self._end_ids,
-            "pad_id": self._pad_id,
-            "filters": self._filters,
-            "temperature": temperature,
-        }
+    def sleep(self) -> int:
+        """Do nothing: cache and graphs are freed after each call."""
+        return 0
+
+    def wake(self) -> bool:
+        """Do nothing: the policy's weights are always there."""
+        return False
+
+    def _decode(
+        self, prompts: list[list[int]], temperature: float, make_batch: Callable[..., "_DecodingBatch"]
+    ) -> list[Completion]:
+        """Decode the prompts, `rollout.batch_size` at a time; `make_batch` makes the batch of some rows."""
+        size = self._rollout.batch_size or max(len(prompts), 1)
+        completions: list[Completion] = []
+        with self._backend.decoding() as decoder:
+            for start in range(0, len(prompts), size):
+                rows = slice(start, start + size)
+                sequences = make_batch(
+                    rows,
+                    num_tokens=torch.tensor([len(prompt) for prompt in prompts[rows]], device=self._device),
+                    end_ids=self._end_ids,
+                    pad_id=self._pad_id,
+                    filters=self._filters,
+                    temperature=temperature,
+                )
+                completions.extend(self._generate(decoder, prompts[rows], sequences))
+        return completions
 
     def _generate(
         self, decoder: Decoder, prompts: list[list[int]], sequences: "_DecodingBatch"

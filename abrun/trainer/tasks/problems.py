@@ -245,7 +245,8 @@ def load_verifier(name: str) -> Callable[[Example, str], float]:
                 f"task.verifier: {name!r} raised {_one_line(error)} for the prompt at {example.source}; it "
                 "must return a number for every completion"
             ) from error
-        if not isinstance(reward, Real) or not _is_float32(reward):
+        # NaN compares false, and a huge int is compared without conversion to float
+        if not isinstance(reward, Real) or not bool(-MAX_REWARD <= reward <= MAX_REWARD):  # pyright: ignore
             raise RecipeError(
                 f"task.verifier: {name!r} returned {repr(reward)[:60]} for the prompt at {example.source}; "
                 "it must return a finite number"
@@ -277,11 +278,6 @@ def _import_function(name: str) -> Callable[..., Any]:
             f"task.verifier: got {name!r}; {problem}; name a function (prompt, completion, answer) -> number"
         )
     return function
-
-
-def _is_float32(reward_value: Any) -> bool:
-    # NaN compares false, and a huge int is compared without conversion to float
-    return bool(-MAX_REWARD <= reward_value <= MAX_REWARD)
 
 
 def _one_line(error: Exception) -> str:

@@ -152,7 +152,10 @@ class DtensorValueModel(ValueBackend):
         self._tensor_parallel = tensor
         self._coefficient = 1.0
         # float32, unless the recipe tests how much bfloat16 master weights and moments lose by rounding.
-        self.head = _make_head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
+        dtype = DTYPES[settings.value_head_dtype]
+        self.head = LinearValueHead(hidden_size, 1)
+        self.head.weight = nn.Parameter(init_value_weight(hidden_size, seed).to(ranks.device, dtype))
+        self.head.bias = nn.Parameter(torch.zeros(1, device=ranks.device, dtype=dtype))
         if tensor:
             tensor.replicate(self.head)
         # Gathered in its own dtype, whatever the backbone's compute dtype.
@@ -214,13 +217,6 @@ class DtensorValueModel(ValueBackend):
         shard(module, self.ranks.weight_mesh, self.settings.dtype)
         materialise(module, network, self.ranks.device)
         return module.train()
-
-
-def _make_head(hidden_size: int, seed: int, device: torch.device, dtype: torch.dtype) -> LinearValueHead:
-    head = LinearValueHead(hidden_size, 1)
-    head.weight = nn.Parameter(init_value_weight(hidden_size, seed).to(device, dtype))
-    head.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
-    return head
 
 
 class DtensorBackend(PolicyBackend[RoutingRecord]):

@@ -23,7 +23,6 @@ from abrun.trainer.rollout.vllm.startup import (
     engine_group,
     preserving_globals,
     raising_launch_errors,
-    shut_down,
     start_engine,
 )
 
@@ -162,7 +161,7 @@ class VllmInstance:
             else raising_launch_errors("end", self._tail)
         )
         with preserving_globals(self.device), errors:
-            shut_down(self._llm)
+            self._llm.llm_engine.engine_core.shutdown()
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load through vLLM's `reload_weights`, which copies and processes each layer as at start-up."""

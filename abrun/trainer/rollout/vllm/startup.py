@@ -149,7 +149,9 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
         vllm: Any = importlib.import_module("vllm")
         _configure_log()
         _listen(tail)
-        _keep_process_groups()
+        # Keep the trainer's process groups when an engine ends or is collected; vLLM would destroy them.
+        core: Any = importlib.import_module("vllm.v1.engine.core")
+        core.cleanup_dist_env_and_memory = _end_groups
         if config.rollout.records_support:
             patch_sampler_output()
         if num_ranks > 1:
@@ -198,17 +200,6 @@ def _disable_shared_memory() -> None:
     library.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda communicator: False
     library = importlib.import_module(f"{communicators}.shm_broadcast")
     library.MessageQueue.create_from_process_group = lambda *arguments, **options: None
-
-
-def shut_down(llm: Any) -> None:
-    """End an engine and its process groups."""
-    llm.llm_engine.engine_core.shutdown()
-
-
-def _keep_process_groups() -> None:
-    """Keep the trainer's process groups when an engine ends or is collected; vLLM would destroy them."""
-    core: Any = importlib.import_module("vllm.v1.engine.core")
-    core.cleanup_dist_env_and_memory = _end_groups
 
 
 def _end_groups() -> None:
