@@ -61,7 +61,6 @@ def enable_streams(network: Any, policy: Policy) -> None:
         deviation = measure_stream_deviation(
             sample,
             facts_of(sample),
-            hidden_states,
             lambda: _replace_attention(sample, name),
             share_prompts=policy.share_prompts,
         )
@@ -324,8 +323,6 @@ WINDOW = 3
 # tokens.
 SEEDS = (0, 1)
 
-HiddenStates = Callable[[Any, Tensor, Packing | None], Tensor]
-
 
 class Deviation(NamedTuple):
     """The first module whose outputs differ between stream and rows, and the effect on log-probs."""
@@ -337,7 +334,6 @@ class Deviation(NamedTuple):
 def measure_stream_deviation(
     network: Any,
     facts: Facts,
-    hidden_states: HiddenStates,
     enable: Callable[[], None],
     *,
     share_prompts: bool,
@@ -355,20 +351,18 @@ def measure_stream_deviation(
     with restored_afterwards(network), torch.no_grad():
         network.eval()
         with short_windows(network):
-            expected = [_record_outputs(network, facts, hidden_states, tokens, None) for tokens in batches]
+            expected = [_record_outputs(network, facts, tokens, None) for tokens in batches]
         enable()
         with short_windows(network):
             for tokens, row_outputs in zip(batches, expected, strict=True):
-                stream_outputs = _record_outputs(network, facts, hidden_states, packing.pack(tokens), packing)
+                stream_outputs = _record_outputs(network, facts, packing.pack(tokens), packing)
                 deviation = _compare_outputs(row_outputs, stream_outputs)
                 if deviation is None:
                     return None
     return deviation
 
 
-def _record_outputs(
-    network: Any, facts: Facts, hidden_states: HiddenStates, tokens: Tensor, packing: Packing | None
-) -> dict[str, Tensor]:
+def _record_outputs(network: Any, facts: Facts, tokens: Tensor, packing: Packing | None) -> dict[str, Tensor]:
     """Return the outputs [B, S, ...] of modules with submodules, in execution order, then the logits."""
     outputs: dict[str, Tensor] = {}
 

@@ -23,6 +23,7 @@ from abrun.trainer.rollout.vllm.startup import (
     engine_group,
     preserving_globals,
     raising_launch_errors,
+    shut_down,
     start_engine,
 )
 
@@ -161,7 +162,7 @@ class VllmInstance:
             else raising_launch_errors("end", self._tail)
         )
         with preserving_globals(self.device), errors:
-            self._llm.llm_engine.engine_core.shutdown()
+            shut_down(self._llm)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load through vLLM's `reload_weights`, which copies and processes each layer as at start-up."""

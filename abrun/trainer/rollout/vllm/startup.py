@@ -202,6 +202,11 @@ def _disable_shared_memory() -> None:
     library.MessageQueue.create_from_process_group = lambda *arguments, **options: None
 
 
+def shut_down(llm: Any) -> None:
+    """End an engine and its process groups."""
+    llm.llm_engine.engine_core.shutdown()
+
+
 def _end_groups() -> None:
     parallel_state: Any = importlib.import_module("vllm.distributed.parallel_state")
     parallel_state.destroy_model_parallel()
