@@ -151,7 +151,9 @@ class Bench:
 
         from abrun.trainer.backends.dtensor import DtensorBackend
         from abrun.trainer.backends.ranks import make_ranks
-        from abrun.trainer.models import Text, character_tokenizer, load_network
+        from abrun.trainer.models.sources import character_tokenizer
+        from abrun.trainer.models.text import Text
+        from abrun.trainer.models.weights import load_network
         from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 
         self.shapes, self.device = SHAPES[device], torch.device(device)

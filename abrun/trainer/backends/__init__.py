@@ -17,7 +17,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends.head import Decoder, EntropyMode
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
-from abrun.trainer.models import open_network
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.losses import TokenLosses
 from abrun.trainer.rl.metrics import MetricParts

@@ -20,7 +20,6 @@ from abrun.recipe.families import stream_setting
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.context import Order, Spans
 from abrun.trainer.backends.microbatches import Packing, make_packing
-from abrun.trainer.models import Facts, facts_of, small_twin
 from abrun.trainer.models.checks import (
     agree,
     draw_plain_tokens,
@@ -28,6 +27,8 @@ from abrun.trainer.models.checks import (
     nested_configs,
     restored_afterwards,
 )
+from abrun.trainer.models.families import Facts, facts_of
+from abrun.trainer.models.weights import small_twin
 
 # torch.compile traces through the first and breaks its graph at the second.
 TRACED_ATTENTION, EAGER_ATTENTION = "abrun_packed", "abrun_packed_apart"

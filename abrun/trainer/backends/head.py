@@ -24,7 +24,7 @@ from abrun.trainer.kernels import (
     linear_policy_loss,
     project,
 )
-from abrun.trainer.models import cache_name
+from abrun.trainer.models.families import cache_name
 from abrun.trainer.rl.sampling import filtered_logprobs
 
 IGNORE_INDEX = -100

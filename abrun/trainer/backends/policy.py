@@ -22,7 +22,7 @@ from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterLoad
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import save_network
+from abrun.trainer.models.weights import save_network
 from abrun.trainer.rl.advantages import shift_right
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.metrics import MetricParts, merge, merge_keys

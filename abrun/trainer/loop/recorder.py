@@ -30,7 +30,7 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends import Backend
 from abrun.trainer.loop.data import RecordedGroups
-from abrun.trainer.models import content_of, sketch_of, weights_hash
+from abrun.trainer.models.weights import content_of, sketch_of, weights_hash
 
 RECORDED_PACKAGES = (
     "abrun",

@@ -20,7 +20,7 @@ from abrun.trainer.backends.ranks import Ranks, make_ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop.data import Data, RecordedGroups, make_data
 from abrun.trainer.loop.phases import Phases
-from abrun.trainer.models import load_text
+from abrun.trainer.models.text import load_text
 from abrun.trainer.rl.metrics import all_reduce, merge
 from abrun.trainer.rollout import RolloutEngine, make_engine
 from abrun.trainer.seeds import derive_seed

@@ -10,7 +10,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.implementations import ENGINES, load_implementation
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend
-from abrun.trainer.models import Text
+from abrun.trainer.models.text import Text
 from abrun.trainer.seeds import Draws
 
 

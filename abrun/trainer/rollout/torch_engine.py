@@ -18,7 +18,8 @@ from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend
 from abrun.trainer.backends.head import Decoder
-from abrun.trainer.models import InPlaceCache, Text, holds_all_tokens
+from abrun.trainer.models.checks import InPlaceCache, holds_all_tokens
+from abrun.trainer.models.text import Text
 from abrun.trainer.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
 from abrun.trainer.rollout import Completion, RolloutEngine
 from abrun.trainer.seeds import Draws

@@ -139,7 +139,7 @@ def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
 
 
 def some_network(recipe: ExperimentDeclaration) -> Any:
-    from abrun.trainer.models import load_network
+    from abrun.trainer.models.weights import load_network
 
     return load_network(recipe.run_config("baseline").model, weights=None, seed=0)  # pyright: ignore
 

@@ -21,7 +21,9 @@ from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer, load_network
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.trainer.rollout import Completion
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer

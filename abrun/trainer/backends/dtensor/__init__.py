@@ -48,14 +48,9 @@ from abrun.trainer.backends.policy import AuxLossInputs, PolicyBackend, ValueBac
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterChoice, RouterLoad, check_routing, route_dtype
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import (
-    Facts,
-    attention_in_place,
-    facts_of,
-    persistent_buffers,
-    published,
-    routers_of,
-)
+from abrun.trainer.models.checks import attention_in_place
+from abrun.trainer.models.families import Facts, facts_of, persistent_buffers, routers_of
+from abrun.trainer.models.weights import published
 from abrun.trainer.rl.batch import Sequences, sequence_lengths
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from abrun.errors import RecipeError
 from abrun.trainer.backends.dtensor.fsdp import shard
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.models import experts_of
+from abrun.trainer.models.families import experts_of
 
 
 def shard_experts(network: nn.Module, ranks: Ranks, dtype: str) -> "list[DispatchedExperts]":

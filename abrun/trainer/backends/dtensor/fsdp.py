@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
 from abrun.trainer.backends.policy import sum_of_squares
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
-from abrun.trainer.models import takes_weight_decay
+from abrun.trainer.models.families import takes_weight_decay
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

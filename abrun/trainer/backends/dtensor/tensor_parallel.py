@@ -26,7 +26,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, heads_misfit
 from abrun.trainer.backends.head import pad_vocab_shard
 from abrun.trainer.backends.ranks import all_gather, all_reduce_sum, reduce_scatter
-from abrun.trainer.models import Facts
+from abrun.trainer.models.families import Facts
 
 KEY = "policy.backend.tensor_parallel"
 # It would warn for every parameter gathered over two mesh dimensions that this takes two collectives.

@@ -51,7 +51,9 @@ from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterLoad, check_routing
 from abrun.trainer.backends.shards import Piece, ShardSpec
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import attention_in_place, facts_of, published
+from abrun.trainer.models.checks import attention_in_place
+from abrun.trainer.models.families import facts_of
+from abrun.trainer.models.weights import published
 from abrun.trainer.rl.batch import Sequences, sequence_lengths
 from abrun.trainer.rl.metrics import MetricParts
 

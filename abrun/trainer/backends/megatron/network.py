@@ -27,7 +27,7 @@ from abrun.trainer.backends.megatron.library import dtype_of
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting
 from abrun.trainer.backends.microbatches import Packing
 from abrun.trainer.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
-from abrun.trainer.models import Facts, attends_to_all
+from abrun.trainer.models.families import Facts, attends_to_all
 
 # megatron-core's process groups, global to the process and separate from those of `Ranks`.
 

@@ -25,7 +25,7 @@ from abrun.trainer.backends.megatron.library import suppress_warnings
 from abrun.trainer.backends.megatron.network import expert_group, head_dim, tensor_group
 from abrun.trainer.backends.ranks import all_gather
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
-from abrun.trainer.models import read_slice
+from abrun.trainer.models.weights import read_slice
 
 
 class MegatronParameters:

@@ -19,7 +19,7 @@ from abrun.processes import ENGINE_HOST_VARIABLE, progress
 from abrun.recipe.run import CONTEXT_BYTES, OwnRunConfig, share_of_device
 from abrun.trainer.backends import Backend
 from abrun.trainer.backends.ranks import all_gather_lists, limit_memory
-from abrun.trainer.models import Text
+from abrun.trainer.models.text import Text
 from abrun.trainer.rollout import Completion, RolloutEngine
 from abrun.trainer.rollout.vllm.client import (
     ChildProcess,

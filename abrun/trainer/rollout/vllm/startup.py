@@ -23,8 +23,8 @@ from abrun.recipe.extras import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vll
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.redaction import one_line
-from abrun.trainer.models import config_of
 from abrun.trainer.models.families import max_positions_of
+from abrun.trainer.models.weights import config_of
 
 # vLLM reads these variables on import or when an engine starts.
 FIXED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
