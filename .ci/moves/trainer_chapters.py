@@ -1,8 +1,8 @@
 """Merge modules of abrun/trainer that are chapters of one story. Run once, from the root.
 
 MERGES: a module -> the modules whose contents it gets, in this order. Their docstrings become comments,
-except its own, and every dotted name and path of them in the repository follows. `ruff check --fix` and
-`ruff format` then join the imports.
+except its own, and every dotted name and path of them in the repository follows, as do imports of names in
+HOMES. `ruff check --fix` and `ruff format` then join the imports. Run again, it only follows: for branches.
 """
 
 import ast
@@ -22,10 +22,27 @@ MERGES = {
     "tasks.problems": ["tasks.values", "tasks.problems"],
 }
 ROOM = "abrun.trainer."
+HOMES = {  # an old module -> the modules that define its names now
+    "backends": {"backends.head": "Decoder"},
+    "models": {
+        "models.checks": "InPlaceCache attention_in_place check_decoding check_network holds_all_tokens",
+        "models.families": "Facts attends_to_all cache_name experts_of facts_of max_positions_of"
+        " persistent_buffers routers_of takes_weight_decay",
+        "models.weights": "read_slice small_twin config_of content_of load_network open_network published"
+        " save_network sketch_of weights_hash",
+        "models.sources": "EOS PAD UNKNOWN CharacterTokenizer character_tokenizer",
+        "models.text": "Text load_text",
+    },
+    "rl.dpo": {
+        "rl.losses": "PreferenceLoss dpo_loss spread_over_tokens",
+        "rl.metrics": "preference_metrics",
+    },
+}
 TARGETS = {source: target for target, sources in MERGES.items() for source in sources if source != target}
 LONGEST_FIRST = sorted(TARGETS, key=len, reverse=True)
 DOTTED = re.compile(rf"(?<=abrun\.trainer\.)({'|'.join(map(re.escape, LONGEST_FIRST))})(?!\w)")
 SLASHED = re.compile(rf"(?<=abrun/trainer/)({'|'.join(LONGEST_FIRST).replace('.', '/')})(?=\.py)")
+NAMES = re.compile(r"^( *)from abrun\.trainer\.([\w.]+) import (\([^)]*\)|[^\n]*)$", re.MULTILINE)
 MEMBER = re.compile(r"^( *from abrun\.trainer\.([\w.]+) import )(\w+)$", re.MULTILINE)
 
 
@@ -81,14 +98,27 @@ def follow(text: str) -> str:
         start = match[1].replace(f"{ROOM}{match[2]} ", f"{ROOM}{package} ")
         return f"{start}{name}" if name == match[3] else f"{start}{name} as {match[3]}"
 
-    text = MEMBER.sub(rename_member, text)
+    def find_homes(match: re.Match[str]) -> str:
+        homes = {name: home for home, names in HOMES.get(match[2], {}).items() for name in names.split()}
+        names = [name.strip() for name in re.split(r"[,\n]", match[3].strip("()")) if name.strip()]
+        if homes.keys().isdisjoint(names):
+            return match[0]
+        by_home: dict[str, list[str]] = {}
+        for name in names:
+            by_home.setdefault(homes.get(name, match[2]), []).append(name)
+        return "\n".join(
+            f"{match[1]}from {ROOM}{home} import {', '.join(found)}" for home, found in by_home.items()
+        )
+
+    text = NAMES.sub(find_homes, MEMBER.sub(rename_member, text))
     text = DOTTED.sub(lambda match: TARGETS[match[1]], text)
     return SLASHED.sub(lambda match: TARGETS[match[1].replace("/", ".")].replace(".", "/"), text)
 
 
 def main() -> None:
     for target, sources in MERGES.items():
-        merge(target, sources)
+        if all(path_of(source).exists() for source in sources):
+            merge(target, sources)
     texts = ["abrun/*.py", "tests/*.py", "docs/*.md", "*.md", "*.toml"]
     listed = subprocess.run(["git", "ls-files", *texts], capture_output=True, text=True, check=True).stdout
     for path in map(Path, listed.splitlines()):
