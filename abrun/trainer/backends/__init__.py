@@ -108,7 +108,7 @@ class TracedModule:
 
     name: str  # Hugging Face's
     module: Any
-    # Returns the states of this rank's tokens, [B, S, H] or of a stream [1, local tokens, H], given the
+    # Returns the states of this rank's tokens, [B, S, H] or of a stream [1, T/P, H], given the
     # module's output and the number of tokens. Collective over the ranks that share these tokens.
     full_states: Callable[[Any, int], Tensor]
     is_compiled: bool = False  # modules inside it are compiled: hooks on them would change the graph

@@ -89,7 +89,7 @@ def _replace_attention(network: Any, name: str) -> None:
 
 
 def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
-    """Return the last hidden states: [B, S, H] of right-padded rows, or [1, T, H] of a stream's local tokens.
+    """Return the last hidden states: [B, S, H] of right-padded rows, or of this rank's stream [1, T, H].
 
     Padding follows every real token, so causal attention never sees it and no mask is passed.
     """
@@ -184,6 +184,7 @@ def attend_in_stream(
 def _attend_by_shape(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, attend_spans: AttendSpans
 ) -> Tensor:  # [T, heads, D]
+    # Spans of one shape are rows of one batch: stacked, they need no padding and one call.
     sorted_spans = spans.by_shape
     keys_and_values = (
         _reorder(states[: sorted_spans.num_keys], sorted_spans.key_order)
@@ -192,6 +193,7 @@ def _attend_by_shape(
     q, k, v = _reorder(_flatten(query), sorted_spans.query_order), *keys_and_values
     query_sizes = [count * num_queries for count, num_queries, _ in sorted_spans.shapes]
     key_sizes = [count * num_keys for count, _, num_keys in sorted_spans.shapes]
+
     outputs = []
     for (count, num_queries, num_keys), *states in zip(
         sorted_spans.shapes, q.split(query_sizes), k.split(key_sizes), v.split(key_sizes), strict=True
@@ -199,6 +201,7 @@ def _attend_by_shape(
         queries, keys, values = (each.unflatten(0, (count, -1)).transpose(1, 2) for each in states)
         mask = _causal_mask(num_queries, num_keys, query.device)
         outputs.append(attend_spans(queries, keys, values, mask).flatten(0, 1))
+
     stream_order = None if sorted_spans.query_order is None else sorted_spans.query_order.invert()
     return _reorder(torch.cat(outputs), stream_order)
 

@@ -191,7 +191,7 @@ class LmHead:
 
 def compute_token_logprobs(
     head: LmHead,
-    hidden: Tensor,  # [B, S, H], or this rank's tokens of a packed stream [1, own, H]
+    hidden: Tensor,  # [B, S, H], or this rank's tokens of a packed stream [1, T/P, H]
     weight: Tensor,  # [V, H], or this rank's rows of it
     token_ids: Tensor,  # [B, S], or packed [1, T]
     token_mask: Tensor,  # [B, S] bool, or packed [1, T]: the tokens whose log-probs are computed

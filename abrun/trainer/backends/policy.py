@@ -257,6 +257,15 @@ class ValueBackend(TrainedModel):
         return shift_right(values) if self.right_shift else values
 
 
+def empty_adamw_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state that torch's AdamW has before its first step, to load another one into."""
+    return {
+        "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
 # Gradient norms on the CPU, where torch's own norm adds float32 squares one by one.
 #
 # That loses 0.2% for an embedding of 28 million elements, and more on one rank than on several.

@@ -217,7 +217,7 @@ class _WideMatmul(torch.autograd.Function):
     """lhs @ rhs.T in a wider dtype than its operands. Gradients are matmuls in the operands' dtype."""
 
     @staticmethod
-    def forward(ctx, lhs: Tensor, rhs: Tensor, dtype: torch.dtype) -> Tensor:  # [n, k], [m, k] -> [n, m]
+    def forward(ctx, lhs: Tensor, rhs: Tensor, dtype: torch.dtype) -> Tensor:  # [N, H], [V, H] -> [N, V]
         ctx.save_for_backward(lhs, rhs)
         return matmul(lhs, rhs.t(), dtype)
 

@@ -56,9 +56,9 @@ class Tiles(Protocol):
     def add(
         self,
         sums: SoftmaxSums,
-        hidden: Tensor,
-        rows: Tensor,
-        target: Tensor,
+        hidden: Tensor,  # [n, H]
+        rows: Tensor,  # [v, H]
+        target: Tensor,  # [n] int64
         first_row: int,
         *,
         keep: bool = False,

@@ -291,13 +291,14 @@ class PolicyObjective:
         batch = self.with_old_logprobs(batch, logprobs)
         policy_loss, penalty = self.policy_loss(batch, logprobs), self.kl_penalty(batch, logprobs)
         losses = policy_loss.loss
-        if batch.importance_weights is not None:
+        if batch.importance_weights is not None:  # of the policy gradient, not of the terms below
             losses = losses * batch.importance_weights
         if penalty is not None:
             losses = losses + self.settings.kl_coefficient * penalty
         if self.settings.entropy_coefficient:
             assert entropy is not None
             losses = losses - self.settings.entropy_coefficient * entropy
+
         reported_shares = weighted_losses(losses, batch.loss_weights)
         return PolicyLosses(
             shares=reported_shares * self.gradient_factor,
@@ -445,6 +446,7 @@ class PolicyGradient(ABC, Generic[Settings, Batch]):
         if self.reference is not None:
             with phases("reference_logprobs"):
                 reference = self.reference.compute_logprobs(batch)
+
         weights = torch.zeros(batch.token_mask.shape, dtype=torch.float64, device=batch.token_mask.device)
         for minibatch in minibatches:
             weights[minibatch.rows] = loss_weights(batch.token_mask[minibatch.rows], **minibatch.reduction)

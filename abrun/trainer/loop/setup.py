@@ -136,6 +136,8 @@ class Sampler:
         engine = self._engine = self._engine or self._make_engine()
         with self._phases("weight_sync", memory=False):
             self._phases.absent_bytes = 0
+            # Every weight costs a collective, so an engine that has the current ones is not synced: the
+            # policy changes by updates alone. After some kinds of sleep an engine has none.
             if engine.wake() or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.gather_weights())
                 self._num_updates_synced = self._learner.num_updates

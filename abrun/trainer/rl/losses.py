@@ -160,9 +160,11 @@ def _clipped_surrogate(
     """Return the clipped surrogate of a log-ratio [...]; masked tokens need log-ratio and advantage 0."""
     ratio = clamp(log_ratio, -math.inf, MAX_LOG_RATIO).exp()
     clipped_ratio = clamp(ratio, 1 - clip_low, 1 + clip_high)
+
+    # The larger loss: a bound takes away the gradient of a ratio that has gone far enough, and no other.
     unbounded, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(unbounded, bounded), bounded > unbounded
-    if dual_clip is not None:
+    if dual_clip is not None:  # for A < 0 the loss would grow with rho without end
         max_loss = torch.where(advantages < 0, -advantages * dual_clip, math.inf)
         loss, clipped = torch.minimum(loss, max_loss), clipped | (loss > max_loss)
     return PolicyLoss(
@@ -199,7 +201,7 @@ def kl_penalty(
     else:
         penalty = log_ratio.square() / 2
     penalty = clamp(penalty, -MAX_KL, MAX_KL)
-    if estimator == "k3+":
+    if estimator == "k3+":  # the value of k3, the gradient of k2
         penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
     return penalty
 

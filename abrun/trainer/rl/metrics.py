@@ -95,6 +95,7 @@ def policy_metrics(
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
     trainer = torch.where(mask, trainer_logprobs, 0.0).double()  # c
     advantages = torch.where(mask, batch.advantages, 0.0).double()
+
     mult_prob_error = (inference - old).abs().exp()
     mixture = torch.logaddexp(old, inference) - math.log(2)
     means = {
@@ -113,6 +114,7 @@ def policy_metrics(
         "advantages/mean": advantages,
     }
     sums = {f"train/{key}": masked_mean(value, mask, num_tokens) for key, value in means.items()}
+
     lengths = mask.sum(dim=1)
     counted = lengths > 0
     per_sequence = torch.where(mask, mult_prob_error, 0.0).sum(dim=1) / lengths.clamp(min=1)  # [B]

@@ -20,7 +20,7 @@ class Completion:
 
     token_ids: list[int]  # includes the end token, if there is one
     logprobs: list[float]  # one for each token, under the distribution it was drawn from
-    # [tokens, W] uint8, on the CPU: the support of each draw, with `exact_support`; see trainer.rl.sampling
+    # [T, W] uint8, on the CPU: the support of each draw, with `exact_support`; see trainer.rl.sampling
     support: Tensor | None = field(default=None, compare=False, repr=False)
     truncated: bool  # stopped by max_new_tokens, not by an end token
 

@@ -2,8 +2,8 @@
 
 It shares the policy's weights, so it has nothing to sync and no memory to free. If the attention of the model
 family allows it, the cache is filled in place, and on a GPU each decoding step is a CUDA graph. The graph is
-captured anew in every call, because gathered weights may be at other addresses. Dimensions: B sequences,
-T = max_new_tokens.
+captured anew in every call, because gathered weights may be at other addresses. Letters: B sequences, S =
+max_new_tokens positions, T tokens of a completion, V vocabulary, W bytes of a support.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class TorchEngine(RolloutEngine):
         self,
         prompts: list[list[int]],
         completions: list[list[int]],
-        support: list[Tensor] | None = None,  # [tokens, W] for each completion; None: apply the filters
+        support: list[Tensor] | None = None,  # [T, W] for each completion; None: apply the filters
     ) -> list[list[float]]:
         """Return the log-probs of given completions, computed by the same decoding steps as in `generate`.
 
@@ -295,7 +295,7 @@ class _DecodingBatch:
 
     def __init__(
         self,
-        uniforms: Tensor,  # [B, T]
+        uniforms: Tensor,  # [B, S]
         *,
         num_tokens: Tensor,  # [B], tokens of each prompt
         end_ids: Tensor,
@@ -366,8 +366,8 @@ class _ForcedBatch(_DecodingBatch):
 
     def __init__(
         self,
-        forced_tokens: Tensor,  # [B, T]
-        support: Tensor | None,  # [B, T, W]
+        forced_tokens: Tensor,  # [B, S]
+        support: Tensor | None,  # [B, S, W]
         **settings: Any,
     ) -> None:
         super().__init__(forced_tokens, **settings)

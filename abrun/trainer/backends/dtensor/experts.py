@@ -64,7 +64,7 @@ class DispatchedExperts:
                 return self._forward(hidden, chosen, weights)
         order = chosen.flatten().argsort(stable=True)  # [N * K], sorted by expert, so by rank
         counts = torch.bincount(chosen.flatten(), minlength=self._num_experts).view(self._num_ranks, -1)
-        received = torch.empty_like(counts)  # [P, E / P], for each of this rank's experts
+        received = torch.empty_like(counts)  # [P, E/P], for each of this rank's experts
         dist.all_to_all_single(received, counts, group=self._group)
         sizes = counts.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         rows = _AllToAll.apply(hidden[order // chosen.shape[1]], *sizes, self._group)

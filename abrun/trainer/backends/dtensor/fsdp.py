@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils import get_total_norm
 
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
-from abrun.trainer.backends.policy import sum_of_squares
+from abrun.trainer.backends.policy import empty_adamw_state, sum_of_squares
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.trainer.models.families import takes_weight_decay
 
@@ -265,13 +265,8 @@ class ShardedParameters:
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, local_parameter in self._local_parameters.items():
-                if f"optimizer/step/{name}" not in state:
-                    continue
-                self._optimizer.state[local_parameter] = {
-                    "step": torch.zeros((), device=local_parameter.device),  # the fused AdamW needs it there
-                    "exp_avg": torch.zeros_like(local_parameter),
-                    "exp_avg_sq": torch.zeros_like(local_parameter),
-                }
+                if f"optimizer/step/{name}" in state:
+                    self._optimizer.state[local_parameter] = empty_adamw_state(local_parameter)
         for name, tensor in self.local_state().items():
             tensor.copy_(state[name])
 

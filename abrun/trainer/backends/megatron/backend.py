@@ -166,7 +166,7 @@ class Stages:
         return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
 
     def _gather_sequence(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
-        tokens_first = hidden.transpose(0, 1).contiguous()  # [S / tensor ranks, B, H]
+        tokens_first = hidden.transpose(0, 1).contiguous()  # [S/P, B, H]
         gathered = gather_from_sequence_parallel_region(
             tokens_first, tensor_parallel_output_grad=partial_gradients, group=tensor_group()
         )

@@ -1,6 +1,7 @@
 """A Hugging Face network's architecture as megatron-core's GPTModel, without Transformer Engine.
 
-Letters: S positions, B sequences, D width of a head; megatron-core puts positions first, [S, B, ...].
+Letters: S positions, B sequences, D head size, P tensor-parallel ranks. megatron-core puts positions first:
+[S, B, ...].
 """
 
 from dataclasses import dataclass, fields
@@ -105,7 +106,7 @@ class DetachPaddingRows:
 
     def __call__(self, module: Any, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
         is_padding = inputs[0] == self._padding  # [B, S]
-        if self._sequence_parallel:  # this rank's tokens: [S / tensor ranks, B, H]
+        if self._sequence_parallel:  # this rank's tokens: [S/P, B, H]
             group = tensor_group()
             is_padding = is_padding.t().chunk(group.size())[group.rank()]
         return torch.where(is_padding[..., None], embedded.detach(), embedded)
@@ -136,7 +137,7 @@ class MicrobatchParams(PackedSeqParams):
 class RotaryEmbedding(nn.Module):
     """Rotary embeddings with the model family's (scaled) frequencies, at each token's own position."""
 
-    def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
+    def __init__(self, frequencies: Tensor) -> None:  # [D/2]
         super().__init__()
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -193,7 +194,7 @@ def make_network(
     """Build this rank's shard of a transformers network, with uninitialised weights.
 
     With `head` False it has no LM head. Its output is hidden states: on the last stage [B, S, H], or, with
-    sequence parallelism, [B, S / tensor ranks, H]. Raises RecipeError if the network is not supported or does
+    sequence parallelism, [B, S/P, H]. Raises RecipeError if the network is not supported or does
     not fit the layout.
     """
     misfit = megatron_misfit(network.config.to_dict(), settings)

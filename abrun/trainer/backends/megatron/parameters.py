@@ -23,6 +23,7 @@ from abrun.recipe.policy import Optimizer
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
 from abrun.trainer.backends.megatron.library import suppress_warnings
 from abrun.trainer.backends.megatron.network import expert_group, head_dim, tensor_group
+from abrun.trainer.backends.policy import empty_adamw_state
 from abrun.trainer.backends.ranks import all_gather
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
 from abrun.trainer.models.weights import read_slice
@@ -125,11 +126,7 @@ class MegatronParameters:
         for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
             torch_optimizer.state.pop(parameter, None)
             if f"optimizer/step/{index}" in state:
-                torch_optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                torch_optimizer.state[parameter] = empty_adamw_state(parameter)
         with torch.no_grad():
             for name, tensor in self.local_state().items():
                 tensor.copy_(state[name])
