@@ -142,26 +142,22 @@ def specs_from_metadata(metadata: Mapping[str, str] | None) -> dict[str, ShardSp
     if not metadata or METADATA not in metadata:
         raise ValueError("its files have no metadata about shards")
     try:
-        return _parse(metadata[METADATA])
+        return {
+            name: ShardSpec(
+                pieces=tuple(
+                    (full_name, Piece(tuple(shape), tuple(slice(*pair) for pair in bounds)))
+                    for full_name, shape, bounds in spec["pieces"]
+                ),
+                shape=tuple(spec["shape"]),
+                head_dim=spec["width"],
+                flat_range=tuple(spec["span"]) if spec["span"] else None,
+            )
+            for name, spec in json.loads(metadata[METADATA]).items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             "its files have metadata about shards that this version of abrun cannot read"
         ) from error
-
-
-def _parse(content: str) -> dict[str, ShardSpec]:
-    return {
-        name: ShardSpec(
-            pieces=tuple(
-                (full_name, Piece(tuple(shape), tuple(slice(*pair) for pair in bounds)))
-                for full_name, shape, bounds in spec["pieces"]
-            ),
-            shape=tuple(spec["shape"]),
-            head_dim=spec["width"],
-            flat_range=tuple(spec["span"]) if spec["span"] else None,
-        )
-        for name, spec in json.loads(content).items()
-    }
 
 
 def optimizer_specs(spec: ShardSpec) -> dict[str, ShardSpec]:

@@ -130,9 +130,22 @@ def linear_logprobs(
     tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
     # Autocast would silently run a float32 head in bfloat16.
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _compute_logprobs(
-            tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, memory_budget_bytes
-        )
+        if tiles is None:
+            logprobs, entropies = dense_logprobs(
+                tokens, weight, targets, head, entropy=entropy, entropy_gradient=entropy_gradient
+            )
+        else:
+            logprobs, entropies = LinearLogprobs.apply(  # pyright: ignore
+                tokens,
+                weight,
+                targets,
+                head,
+                tiles,
+                entropy,
+                entropy_gradient,
+                chunk_size,
+                memory_budget_bytes,
+            )
     return logprobs.reshape(target.shape), None if entropies is None else entropies.reshape(target.shape)
 
 
@@ -163,12 +176,25 @@ def linear_policy_loss(
 
     Log-probs and entropies are returned without gradient. Everything else is as in linear_logprobs.
     """
-    head = resolve_head(hidden, weight, target, **options)
-    tiles = _make_tiles(impl, head, weight, memory_budget_bytes)
-    tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
-    wants_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if tiles is not None and wants_gradients:
+    if impl == "logits" or not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+        logprobs, entropies = linear_logprobs(
+            hidden,
+            weight,
+            target,
+            impl=impl,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            memory_budget_bytes=memory_budget_bytes,
+            **options,
+        )
+        flat_entropies = None if entropies is None else entropies.reshape(-1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss = token_loss(logprobs.reshape(-1), flat_entropies, slice(0, target.numel())).sum()
+    else:
+        head = resolve_head(hidden, weight, target, **options)
+        tiles = _make_tiles(impl, head, weight, memory_budget_bytes)
+        tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
+        with torch.autocast(hidden.device.type, enabled=False):
             loss, logprobs, entropies = LinearPolicyLoss.apply(  # pyright: ignore
                 tokens,
                 weight,
@@ -180,33 +206,8 @@ def linear_policy_loss(
                 entropy_gradient,
                 memory_budget_bytes,
             )
-        else:
-            logprobs, entropies = _compute_logprobs(
-                tokens, weight, targets, head, tiles, entropy, entropy_gradient, None, memory_budget_bytes
-            )
-            loss = token_loss(logprobs, entropies, slice(0, len(targets))).sum()
     logprobs = logprobs.detach().reshape(target.shape)
     return loss, logprobs, None if entropies is None else entropies.detach().reshape(target.shape)
-
-
-def _compute_logprobs(
-    tokens: Tensor,  # [N, H]
-    weight: Tensor,
-    targets: Tensor,  # [N]
-    head: ResolvedHead,
-    tiles: Tiles | None,
-    entropy: bool,
-    entropy_gradient: bool,
-    chunk_size: int | None,
-    budget_bytes: int,
-) -> tuple[Tensor, Tensor | None]:  # [N], [N]
-    if tiles is None:
-        return dense_logprobs(
-            tokens, weight, targets, head, entropy=entropy, entropy_gradient=entropy_gradient
-        )
-    return LinearLogprobs.apply(  # pyright: ignore
-        tokens, weight, targets, head, tiles, entropy, entropy_gradient, chunk_size, budget_bytes
-    )
 
 
 def _make_tiles(impl: str, head: ResolvedHead, weight: Tensor, memory_budget_bytes: int) -> Tiles | None:

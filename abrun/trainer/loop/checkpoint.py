@@ -79,43 +79,30 @@ def save(
             _empty_folder(shared.local)
     partial = shared.by_rank[0]
     with _removing_on_failure(partial, ranks):
-        _save_into(partial, directory, trained, ranks, step=step, keep=keep, writer=writer)
-
-
-def _save_into(
-    partial: Path,
-    directory: Path,
-    trained: Stateful,
-    ranks: Ranks,
-    *,
-    step: int,
-    keep: int,
-    writer: RunWriter | None,
-) -> None:
-    with _collective_section(ranks, partial) as shared:
-        tensors = trained.local_state() | _get_rng_state()
-        state = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        path = partial / f"rank-{ranks.rank}.safetensors"
-        save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
-        shared.local = {path.name: _sync_and_fingerprint(path)}
-    with _collective_section(ranks, partial):
-        if writer:
-            files = {name: content for files in shared.by_rank for name, content in files.items()}
-            content = SavedState(
-                run=RunDir(writer.path).identity(),
-                step=step,
-                num_ranks=ranks.size,
-                attempt=writer.attempt,
-                files=files,
-            )
-            write_json(partial / SAVED_STATE, asdict(content))
-            writer.sync()
-            _publish(partial, directory / f"step-{step:06d}", writer)
-            checkpoints = list_checkpoints(directory)
-            steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
-            # Later steps are removed too: `restore` has skipped their checkpoints.
-            for old_step in checkpoints.keys() - steps_to_keep:
-                _remove(checkpoints[old_step])
+        with _collective_section(ranks, partial) as shared:
+            tensors = trained.local_state() | _get_rng_state()
+            state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            path = partial / f"rank-{ranks.rank}.safetensors"
+            save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
+            shared.local = {path.name: _sync_and_fingerprint(path)}
+        with _collective_section(ranks, partial):
+            if writer:
+                files = {name: content for files in shared.by_rank for name, content in files.items()}
+                content = SavedState(
+                    run=RunDir(writer.path).identity(),
+                    step=step,
+                    num_ranks=ranks.size,
+                    attempt=writer.attempt,
+                    files=files,
+                )
+                write_json(partial / SAVED_STATE, asdict(content))
+                writer.sync()
+                _publish(partial, directory / f"step-{step:06d}", writer)
+                checkpoints = list_checkpoints(directory)
+                steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
+                # Later steps are removed too: `restore` has skipped their checkpoints.
+                for old_step in checkpoints.keys() - steps_to_keep:
+                    _remove(checkpoints[old_step])
 
 
 def restore(

@@ -32,12 +32,6 @@ from abrun.trainer.seeds import Draws
 Step = Callable[[], None]
 
 
-@contextlib.contextmanager
-def run_unrecorded(step: Step) -> Iterator[Step]:
-    """Yield the step unchanged, without a CUDA graph."""
-    yield step
-
-
 class GraphReplayer:
     """Captures steps as CUDA graphs on one device; each graph has its own memory pool, freed at the end."""
 
@@ -275,7 +269,7 @@ class TorchEngine(RolloutEngine):
             cache.advance()
 
         if self._replayer is None or decoder.collective:
-            return run_unrecorded(step)
+            return contextlib.nullcontext(step)
         return self._replayer(step)
 
     def _should_check_ends(self, num_drawn: int) -> bool:

@@ -293,8 +293,10 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
         """Open a decoder with full weights on every rank; decoding needs no collective."""
         dtype = dtype_of(self.settings.dtype)
         network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
-        with open_decoder(network, self._full_head) as decoder:
-            yield decoder
+        facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
+        step = partial(self._full_head.decode, facts.base, facts.head.weight)
+        with attention_in_place(network) if in_place else nullcontext():
+            yield Decoder(step=step, in_place=in_place, collective=False)
 
     def traced_modules(self) -> Sequence[TracedModule]:
         return [
@@ -398,14 +400,6 @@ class WeightlessNetwork:
         network.tie_weights()
         assert not missing, f"no weights for {sorted(missing)}"
         return network.eval()
-
-
-@contextlib.contextmanager
-def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
-    facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
-    step = partial(head.decode, facts.base, facts.head.weight)
-    with attention_in_place(network) if in_place else contextlib.nullcontext():
-        yield Decoder(step=step, in_place=in_place, collective=False)
 
 
 # PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's.

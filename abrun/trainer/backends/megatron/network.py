@@ -215,10 +215,11 @@ def make_network(
     block: Any = TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
     )
+    num_shards = settings.tensor_parallel
     model: Any = GPTModel(
         config,
         block,
-        vocab_size=padded_vocab_size(network.config.vocab_size, settings),
+        vocab_size=-network.config.vocab_size // num_shards * -num_shards,  # rounded up to a multiple
         max_sequence_length=network.config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(),
@@ -241,11 +242,6 @@ def make_network(
 
 def _rotary_embedding(facts: Facts) -> Any:
     return getattr(facts.base, "rotary_emb", None)
-
-
-def padded_vocab_size(size: int, settings: Megatron) -> int:
-    """Return the vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
-    return -size // settings.tensor_parallel * -settings.tensor_parallel
 
 
 def _transformer_config(
