@@ -147,32 +147,30 @@ def make_algorithm(setup: RunSetup) -> Algorithm:
 
     Modules of other algorithms are not imported.
     """
-    algorithm = _import_algorithm(setup)
+    settings = setup.config.algorithm
+    algorithm: Algorithm
+    if settings.type == "grpo":
+        from abrun.trainer.loop.grpo import GrpoAlgorithm
+
+        algorithm = GrpoAlgorithm(setup, settings)
+    elif settings.type == "ppo":
+        from abrun.trainer.loop.ppo import PpoAlgorithm
+
+        assert setup.value_model is not None
+        algorithm = PpoAlgorithm(setup, settings, setup.value_model)
+    elif settings.type == "dpo":
+        from abrun.trainer.loop.dpo import DpoAlgorithm
+
+        algorithm = DpoAlgorithm(setup, settings)
+    else:
+        from abrun.trainer.loop.sft import SftAlgorithm
+
+        algorithm = SftAlgorithm(setup)
     if setup.config.injected_fault is not None:
         from abrun.trainer.faults import inject
 
         inject(setup, algorithm)
     return algorithm
-
-
-def _import_algorithm(setup: RunSetup) -> Algorithm:
-    settings = setup.config.algorithm
-    if settings.type == "grpo":
-        from abrun.trainer.loop.grpo import GrpoAlgorithm
-
-        return GrpoAlgorithm(setup, settings)
-    if settings.type == "ppo":
-        from abrun.trainer.loop.ppo import PpoAlgorithm
-
-        assert setup.value_model is not None
-        return PpoAlgorithm(setup, settings, setup.value_model)
-    if settings.type == "dpo":
-        from abrun.trainer.loop.dpo import DpoAlgorithm
-
-        return DpoAlgorithm(setup, settings)
-    from abrun.trainer.loop.sft import SftAlgorithm
-
-    return SftAlgorithm(setup)
 
 
 def _compute_performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:

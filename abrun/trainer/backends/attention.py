@@ -202,7 +202,8 @@ def _attend_by_shape(
         mask = _causal_mask(num_queries, num_keys, query.device)
         outputs.append(attend_spans(queries, keys, values, mask).flatten(0, 1))
 
-    stream_order = None if sorted_spans.query_order is None else sorted_spans.query_order.invert()
+    order = sorted_spans.query_order
+    stream_order = None if order is None else Order(order.inverse, order.positions)
     return _reorder(torch.cat(outputs), stream_order)
 
 
@@ -298,13 +299,8 @@ class _SelectKeys(torch.autograd.Function):
         total_gradients = first_gradients[repeated_keys].to(sum_dtype) + repeat_gradients.sum(
             dim=1, dtype=sum_dtype
         )
-        return (
-            first_gradients.index_copy(0, repeated_keys, total_gradients.to(first_gradients.dtype)),
-            None,
-            None,
-            None,
-            None,
-        )
+        total_gradients = total_gradients.to(first_gradients.dtype)
+        return first_gradients.index_copy(0, repeated_keys, total_gradients), *(None,) * 4
 
 
 AttentionInterface.register(TRACED_ATTENTION, _packed_attention)

@@ -96,9 +96,6 @@ class Order(NamedTuple):
     positions: Tensor  # [queries or keys] int64: where each was before
     inverse: Tensor
 
-    def invert(self) -> "Order":
-        return Order(self.inverse, self.positions)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedKeys:

@@ -116,14 +116,13 @@ class RouterLoad:
 
 def check_routing(policy: Policy, network: nn.Module, num_routers: int) -> None:
     """Raise RecipeError if the recipe uses routers but none of the network's are supported."""
-    settings = {
-        "router_aux_loss_coefficient: got {}": (policy.router_aux_loss_coefficient, "0.0"),
-        "replay_routing: got {}": (policy.replay_routing, "false"),
+    used = {
+        "router_aux_loss_coefficient": (policy.router_aux_loss_coefficient, "0.0"),
+        "replay_routing": (policy.replay_routing, "false"),
     }
-    for setting, (value, off_value) in settings.items():
+    for name, (value, off_value) in used.items():
         if value and not num_routers:
-            got = setting.format(str(value).lower())
             raise RecipeError(
-                f"policy.{got} with {type(network).__name__}, which has no routers with a top-k of "
-                f"probabilities over all experts; use {setting.split(':')[0]}: {off_value}"
+                f"policy.{name}: got {str(value).lower()} with {type(network).__name__}, which has no "
+                f"routers with a top-k of probabilities over all experts; use {name}: {off_value}"
             )

@@ -12,7 +12,7 @@ dtype again, as gradient accumulation over microbatches does. Letters: n tokens 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, Unpack
 
@@ -135,16 +135,9 @@ def linear_logprobs(
                 tokens, weight, targets, head, entropy=entropy, entropy_gradient=entropy_gradient
             )
         else:
+            sizes = chunk_size, memory_budget_bytes
             logprobs, entropies = LinearLogprobs.apply(  # pyright: ignore
-                tokens,
-                weight,
-                targets,
-                head,
-                tiles,
-                entropy,
-                entropy_gradient,
-                chunk_size,
-                memory_budget_bytes,
+                tokens, weight, targets, head, tiles, entropy, entropy_gradient, *sizes
             )
     return logprobs.reshape(target.shape), None if entropies is None else entropies.reshape(target.shape)
 
@@ -195,16 +188,9 @@ def linear_policy_loss(
         tiles = _make_tiles(impl, head, weight, memory_budget_bytes)
         tokens, targets = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).contiguous()
         with torch.autocast(hidden.device.type, enabled=False):
+            settings = head, tiles, entropy, entropy_gradient, memory_budget_bytes
             loss, logprobs, entropies = LinearPolicyLoss.apply(  # pyright: ignore
-                tokens,
-                weight,
-                targets,
-                token_loss,
-                head,
-                tiles,
-                entropy,
-                entropy_gradient,
-                memory_budget_bytes,
+                tokens, weight, targets, token_loss, *settings
             )
     logprobs = logprobs.detach().reshape(target.shape)
     return loss, logprobs, None if entropies is None else entropies.detach().reshape(target.shape)
@@ -439,7 +425,9 @@ def _make_one_pass_grid(
     cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad, one_chunk=True)
     if cost.row:
         cost = tiles.saved_cost + _gradient_cost(hidden, weight, head, needs_input_grad)
-    return make_whole_row_grid(len(hidden), len(weight), cost, budget_bytes).without_padding(head.num_rows)
+    grid = make_whole_row_grid(len(hidden), len(weight), cost, budget_bytes)
+    chunks = [slice(chunk.start, min(chunk.stop, head.num_rows)) for chunk in grid.chunks]  # without padding
+    return Grid(tiles=grid.tiles, chunks=[chunk for chunk in chunks if chunk.start < head.num_rows])
 
 
 def _as_operand(values: Tensor, head: ResolvedHead) -> Tensor:
@@ -501,11 +489,6 @@ class Grid:
     tiles: list[slice]  # of the tokens
     chunks: list[slice]  # of this shard's rows
 
-    def without_padding(self, num_rows: int) -> "Grid":
-        """Return a copy whose chunks end at row `num_rows`."""
-        chunks = [slice(chunk.start, min(chunk.stop, num_rows)) for chunk in self.chunks]
-        return replace(self, chunks=[chunk for chunk in chunks if chunk.start < num_rows])
-
 
 def make_grid(
     num_tokens: int,
@@ -523,7 +506,10 @@ def make_grid(
     would read the operands repeatedly. A tile or chunk has at least one token or row.
     """
     budget = _remaining_budget(budget_bytes, num_tokens)
-    width = min(chunk_size or _preferred_width(cost, budget), max(num_rows, 1))
+    # The rows per chunk that leave half of the budget to the tile, with no fewer tokens than rows
+    by_rows = budget / 2 / cost.row if cost.row else math.inf
+    preferred = min(PREFERRED_CHUNK, max(by_rows, 1), max(math.sqrt(budget / cost.logit), 1))
+    width = min(chunk_size or preferred, max(num_rows, 1))
     max_length = (budget - width * cost.row) / (cost.token + width * cost.logit)
     tiles = _split_evenly(
         num_tokens, min(max_length, budget / 2 / cost.token) if cost.token else max_length, ALIGNMENT
@@ -550,12 +536,6 @@ def _remaining_budget(budget_bytes: int, num_tokens: int) -> float:
     At least half of the budget, because no tiling reduces the fixed cost.
     """
     return max(budget_bytes - num_tokens * BYTES_PER_TOKEN, budget_bytes / 2)
-
-
-def _preferred_width(cost: Cost, budget: float) -> float:
-    """Return the rows per chunk that leave half of the budget to the tile, with no fewer tokens than rows."""
-    by_rows = budget / 2 / cost.row if cost.row else math.inf
-    return min(PREFERRED_CHUNK, max(by_rows, 1), max(math.sqrt(budget / cost.logit), 1))
 
 
 def longest_slice(slices: list[slice]) -> int:

@@ -515,16 +515,15 @@ class _AssembledTensor:
         key = repr(self._held.pieces)
         if key not in self._last_split:
             self._last_split.clear()
-            self._last_split[key] = self._held.split(self._assemble())
+            if None in self.spans:
+                full = self.spans[None]()
+            else:
+                full = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
+                if len(full) != math.prod(self._held.shape):
+                    raise ValueError(f"{self._held.pieces[0][0]} is incomplete")
+                full = full.view(self._held.shape)
+            self._last_split[key] = self._held.split(full)
         return self._last_split[key][index][slices]
-
-    def _assemble(self) -> Tensor:
-        if None in self.spans:
-            return self.spans[None]()
-        flat = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
-        if len(flat) != math.prod(self._held.shape):
-            raise ValueError(f"{self._held.pieces[0][0]} is incomplete")
-        return flat.view(self._held.shape)
 
 
 def _read_slice(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:

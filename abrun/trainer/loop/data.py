@@ -244,8 +244,6 @@ def _num_bytes(example: Example) -> int:
 
 # Recorded rollouts in training: what this run records, and what it trains on instead of sampling.
 
-# Groups: a prompt with its completions and their rewards.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

@@ -38,7 +38,7 @@ class DpoAlgorithm:
         with self._setup.phases("reference_logprobs"):
             pairs = self._with_reference(batch)
         objective = self._objective(pairs)
-        return self._setup.learner.update(pairs, objective, step) | {
+        return self._setup.learner.update_on_each([(pairs, objective)], step) | {
             "train/num_valid_samples": objective.num_pairs,
             "train/global_valid_toks": objective.num_tokens,
         }

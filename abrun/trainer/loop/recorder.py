@@ -74,6 +74,8 @@ class Recorder:
         initial_weights = hash_policy(policy, sketch)
         if self._writer is None:
             return
+        library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        float32_products = library.matmul.fp32_precision
         self._writer.initial_sketch(save(sketch))
         self._writer.environment(
             {
@@ -84,7 +86,9 @@ class Recorder:
                 "hosts": sorted({host for host, _, _ in hosts}),
                 "drivers": sorted({driver for _, _, driver in hosts if driver}),
                 "dtype": config.policy.dtype,
-                "precision": _head_precision(config, ranks.device),
+                # Of the log-probs of the LM head, see abrun.trainer.kernels; none: never set
+                "precision": config.head_precision
+                | {"float32_products": "ieee" if float32_products == "none" else float32_products},
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
                 "started_from": started_from,
@@ -170,15 +174,6 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
     return digest.hexdigest()
-
-
-def _head_precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
-    """Return the precisions of the log-probs of the LM head; see abrun.trainer.kernels."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    float32_products = backend.matmul.fp32_precision
-    return config.head_precision | {
-        "float32_products": "ieee" if float32_products == "none" else float32_products,  # none: never set
-    }
 
 
 def _driver_version(device: torch.device) -> str | None:

@@ -45,10 +45,6 @@ class Learner:
         self._optimizer, self._num_steps = optimizer, num_steps
         self.num_updates = 0
 
-    def update(self, batch: B, objective: Objective[B], step: int) -> dict[str, float]:
-        """Run one optimizer step on this rank's `batch`; return the metrics over all ranks. Collective."""
-        return self.update_on_each([(batch, objective)], step)
-
     def update_on_each(
         self,
         updates: Sequence[tuple[B, Objective[B]]],

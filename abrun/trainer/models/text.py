@@ -247,8 +247,7 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     saved = get_tokenizer_config(source).get("tokenizer_class")
     kind = CharacterTokenizer if saved == CharacterTokenizer.__name__ else AutoTokenizer
     tokenizer = kind.from_pretrained(source)
-    if not tokenizer("1", add_special_tokens=False)[
-        "input_ids"
-    ]:  # transformers returns such a tokenizer if files are missing
+    token_ids = tokenizer("1", add_special_tokens=False)["input_ids"]
+    if not token_ids:  # transformers returns such a tokenizer if files are missing
         raise ValueError("its tokenizer knows no tokens")
     return tokenizer

@@ -1,5 +1,6 @@
 """Building, loading and saving networks."""
 
+import contextlib
 import copy
 import hashlib
 import re
@@ -110,8 +111,8 @@ def open_parts(source: str) -> Any | None:
     untied = any(name in checkpoint for name in network.state_dict().keys() - parameters.keys())
     if untied or not all(checkpoint.has(name, weight.shape) for name, weight in parameters.items()):
         return None
-    if (generation := _generation(source)) is not None:
-        network.generation_config = generation
+    with contextlib.suppress(OSError):  # a checkpoint may have none
+        network.generation_config = GenerationConfig.from_pretrained(source)
     network.checkpoint = checkpoint
     network.unread = find_unread(network, config, source)
     return network
@@ -156,13 +157,6 @@ def _small_config(config: Any) -> Any:
         small.num_experts = min(small.num_experts, 2 * small.num_experts_per_tok)
         small.moe_intermediate_size = min(small.moe_intermediate_size, 256)
     return small
-
-
-def _generation(source: str) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(source)
-    except OSError:
-        return None
 
 
 def open_network(model: Model, *, weights: Path | None, seed: int, decodes: bool) -> nn.Module:

@@ -346,13 +346,11 @@ class _DecodingBatch:
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
         logits = filter_logits((logits / self._temperature).float(), self._filters)
         if self._with_support:
-            self._record_support(pack_bits(logits > float("-inf")))
+            support = pack_bits(logits > float("-inf"))  # [B, W]
+            if self._support is None:  # allocated at the first draw, which is before any graph capture
+                self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
+            self._support.index_copy_(1, self._num_drawn, support[:, None])
         return sample(logits, uniform)
-
-    def _record_support(self, support: Tensor) -> None:  # [B, W]
-        if self._support is None:  # allocated at the first draw, which is before any graph capture
-            self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
-        self._support.index_copy_(1, self._num_drawn, support[:, None])
 
 
 class _ForcedBatch(_DecodingBatch):

@@ -147,9 +147,6 @@ def _judge_claim(example: Example, completion: str) -> float:
     return float(bool(claims) and claims[-1].rstrip(".,").replace(",", "") == example.answer)
 
 
-# --- templates ---
-
-
 def _price(draw: random.Random, n: int) -> Problem:
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     count, price = _numbers(draw, n, 2)

@@ -291,13 +291,9 @@ class _EnterBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            reduce_scatter(gradient, 1, ctx.group)
-            if ctx.shards_positions
-            else all_reduce_sum(gradient, ctx.group),
-            None,
-            None,
-        )
+        if ctx.shards_positions:
+            return reduce_scatter(gradient, 1, ctx.group), None, None
+        return all_reduce_sum(gradient, ctx.group), None, None
 
 
 class _LeaveBlock(torch.autograd.Function):

@@ -35,7 +35,7 @@ from abrun.trainer.backends.head import (
     init_value_weight,
 )
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
-from abrun.trainer.backends.megatron.library import dtype_of, suppress_warnings
+from abrun.trainer.backends.megatron.library import suppress_warnings
 from abrun.trainer.backends.megatron.network import (
     MicrobatchParams,
     is_last_stage,
@@ -291,7 +291,7 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
         """Open a decoder with full weights on every rank; decoding needs no collective."""
-        dtype = dtype_of(self.settings.dtype)
+        dtype = getattr(torch, self.settings.dtype)
         network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
         facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
         step = partial(self._full_head.decode, facts.base, facts.head.weight)

@@ -24,7 +24,6 @@ from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 from abrun.trainer.backends.attention import attend_in_stream
-from abrun.trainer.backends.megatron.library import dtype_of
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting
 from abrun.trainer.backends.microbatches import Packing
 from abrun.trainer.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
@@ -247,7 +246,7 @@ def _rotary_embedding(facts: Facts) -> Any:
 def _transformer_config(
     config: Any, policy: Policy, settings: Megatron, *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype = dtype_of(policy.dtype)
+    dtype = getattr(torch, policy.dtype)
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -292,24 +291,20 @@ def _transformer_config(
     if policy.activation_checkpointing == "full":
         values |= {f"recompute_{name}": value for name, value in recompute.items()}
     if config.model_type == "qwen3_moe":
-        values |= _expert_config(config)
+        values |= {
+            "num_moe_experts": config.num_experts,
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_router_topk": config.num_experts_per_tok,
+            # The softmax of the chosen scores equals their softmax over all experts, renormalised to sum 1.
+            "moe_router_pre_softmax": not config.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+        }
     known_fields = {field.name for field in fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in values.items() if name in known_fields})
-
-
-def _expert_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        # The softmax of the chosen scores equals their softmax over all experts, renormalised to the sum 1.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
-    }
 
 
 def head_dim(config: Any) -> int:

@@ -284,7 +284,8 @@ class WeightNames:
             if EXPERT in name:
                 if f"{EXPERT}0." in name:
                     yield source.hf_names[0], self._all_experts(name, read_local)
-            elif not self._is_embedding_copy(name):
+            # The first stage exports a tied embedding, of which the last stage has a copy.
+            elif name != "output_layer.weight" or not self._config.tie_word_embeddings:
                 full_weight = _unshard(read_local(name), source, self._tensor_group)
                 pieces = tuple((hf_name, Piece.full(self._shapes[hf_name])) for hf_name in source.hf_names)
                 spec = ShardSpec(
@@ -295,10 +296,6 @@ class WeightNames:
     def _qkv_head_dim(self, name: str) -> int | None:
         """Return the head size if the parameter combines query, key and value projections, else None."""
         return self._head_dim if "linear_qkv" in name else None
-
-    def _is_embedding_copy(self, name: str) -> bool:
-        """Return whether this is the last stage's copy of a tied embedding, which the first stage exports."""
-        return name == "output_layer.weight" and self._config.tie_word_embeddings
 
     def _all_experts(self, first_name: str, read_local: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
         prefix, _, suffix = first_name.partition(f"{EXPERT}0.")
