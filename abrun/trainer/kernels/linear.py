@@ -351,9 +351,8 @@ class LinearPolicyLoss(torch.autograd.Function):
 def _refuse_second_derivatives() -> None:
     """Raise RuntimeError in a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            "linear_logprobs: 'chunked' and 'triton' have no second derivatives; use impl 'logits'"
-        )
+        message = "linear_logprobs: 'chunked' and 'triton' have no second derivatives; use impl 'logits'"
+        raise RuntimeError(message)
 
 
 def _differentiate_loss(

@@ -257,7 +257,6 @@ def gradient_from_saved_kernel(
         maxima + tl.program_id(0).to(tl.int64) * num_tokens + tokens, mask=exists, other=0.0
     )
     m = tl.load(maximum + tokens, mask=exists, other=0.0)
-
     drop = (block_maximum - m) * (outer * LOG2_E)  # 0 or less
     # A value that underflowed to 0 gets some finite logarithm, because its gradient is 0 times that.
     y = _log2(tl.maximum(block_exponential, 1e-37)) + drop[:, None]
