@@ -202,14 +202,16 @@ class TorchEngine(RolloutEngine):
         with self._backend.decoding() as decoder:
             for start in range(0, len(prompts), size):
                 rows = slice(start, start + size)
-                sequences = make_batch(
-                    rows,
-                    num_tokens=torch.tensor([len(prompt) for prompt in prompts[rows]], device=self._device),
-                    end_ids=self._end_ids,
-                    pad_id=self._pad_id,
-                    filters=self._filters,
-                    temperature=temperature,
-                )
+                settings = {
+                    "num_tokens": torch.tensor(
+                        [len(prompt) for prompt in prompts[rows]], device=self._device
+                    ),
+                    "end_ids": self._end_ids,
+                    "pad_id": self._pad_id,
+                    "filters": self._filters,
+                    "temperature": temperature,
+                }
+                sequences = make_batch(rows, **settings)
                 completions.extend(self._generate(decoder, prompts[rows], sequences))
         return completions
 
