@@ -24,8 +24,8 @@ BACKENDS = {
 }
 ENGINES = {
     "torch": "abrun.trainer.rollout.torch_engine:make_engine",
-    "vllm": "abrun.trainer.rollout.vllm:make_engine",
-    "recorded": "abrun.trainer.rollout.recorded:make_engine",
+    "vllm": "abrun.trainer.rollout.vllm.engines:make_engine",
+    "recorded": "abrun.trainer.rollout:RecordedEngine",
 }
 TASK_CHECK = "abrun.trainer.tasks.checks:find_bad_files"  # of a plan, before its runs start
 LOCAL_LAUNCHERS = {"local": "abrun.launch.local:LocalEngine"}

@@ -40,7 +40,7 @@ class Draws:
         an odd constant, mixed. All numbers are computed at once, and those before a number are not needed.
         """
         counts = np.arange(1, max_new_tokens + 1, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)
-        bits = np.array(self.seeds(), dtype=np.uint64)[:, None] + counts  # [B, T], modulo 2**64
+        bits = np.array(self.seeds(), dtype=np.uint64)[:, None] + counts  # [B, S], modulo 2**64
         for shift, factor in MIXING:
             bits ^= bits >> np.uint64(shift)
             bits *= np.uint64(factor)

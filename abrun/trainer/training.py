@@ -20,8 +20,8 @@ from abrun.runs.rollouts import RecordedStep
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.loop import checkpoint, startup
-from abrun.trainer.loop.branch import start_from
+from abrun.trainer.loop import checkpoint
+from abrun.trainer.loop.checkpoint import start_from
 from abrun.trainer.loop.data import check_example_lengths
 from abrun.trainer.loop.recorder import Recorder, prompts_sha256
 from abrun.trainer.loop.setup import RunSetup, make_setup
@@ -95,7 +95,10 @@ def _train(
     for step in range(start + 1, config.steps + 1):
         values = algorithm.step(step)
         if step == start + 1:
-            startup.freeze_survivors()
+            # Survivors of the first step are compiled code, graphs and engines, which every later collection
+            # would traverse (vLLM's sleep triggers one).
+            gc.collect()
+            gc.freeze()
         row = {**values, **_compute_performance(setup, values)}
         if validator and validator.is_due(step):
             row |= validator.validate(step)
@@ -144,32 +147,30 @@ def make_algorithm(setup: RunSetup) -> Algorithm:
 
     Modules of other algorithms are not imported.
     """
-    algorithm = _import_algorithm(setup)
+    settings = setup.config.algorithm
+    algorithm: Algorithm
+    if settings.type == "grpo":
+        from abrun.trainer.loop.grpo import GrpoAlgorithm
+
+        algorithm = GrpoAlgorithm(setup, settings)
+    elif settings.type == "ppo":
+        from abrun.trainer.loop.ppo import PpoAlgorithm
+
+        assert setup.value_model is not None
+        algorithm = PpoAlgorithm(setup, settings, setup.value_model)
+    elif settings.type == "dpo":
+        from abrun.trainer.loop.dpo import DpoAlgorithm
+
+        algorithm = DpoAlgorithm(setup, settings)
+    else:
+        from abrun.trainer.loop.sft import SftAlgorithm
+
+        algorithm = SftAlgorithm(setup)
     if setup.config.injected_fault is not None:
         from abrun.trainer.faults import inject
 
         inject(setup, algorithm)
     return algorithm
-
-
-def _import_algorithm(setup: RunSetup) -> Algorithm:
-    settings = setup.config.algorithm
-    if settings.type == "grpo":
-        from abrun.trainer.loop.grpo import GrpoAlgorithm
-
-        return GrpoAlgorithm(setup, settings)
-    if settings.type == "ppo":
-        from abrun.trainer.loop.ppo import PpoAlgorithm
-
-        assert setup.value_model is not None
-        return PpoAlgorithm(setup, settings, setup.value_model)
-    if settings.type == "dpo":
-        from abrun.trainer.loop.dpo import DpoAlgorithm
-
-        return DpoAlgorithm(setup, settings)
-    from abrun.trainer.loop.sft import SftAlgorithm
-
-    return SftAlgorithm(setup)
 
 
 def _compute_performance(setup: RunSetup, values: dict[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.sft import SupervisedObjective
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import Sequences
 from tests.bench.common import make_parser
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer
-from abrun.trainer.models.sources import preset_config
+from abrun.trainer.models.sources import character_tokenizer, preset_config
+from abrun.trainer.models.text import Text
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws
 from tests.bench.common import make_parser, seconds_of, sync_of

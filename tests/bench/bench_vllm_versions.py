@@ -151,8 +151,10 @@ class Bench:
 
         from abrun.trainer.backends.dtensor import DtensorBackend
         from abrun.trainer.backends.ranks import make_ranks
-        from abrun.trainer.models import Text, character_tokenizer, load_network
-        from abrun.trainer.rollout.vllm.colocated import ColocatedEngine
+        from abrun.trainer.models.sources import character_tokenizer
+        from abrun.trainer.models.text import Text
+        from abrun.trainer.models.weights import load_network
+        from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 
         self.shapes, self.device = SHAPES[device], torch.device(device)
         config = make_config(device, folder, **rollout)

@@ -34,10 +34,10 @@ from abrun.runs.files import wrap_write_errors
 from abrun.runs.rundir import RunDir
 from abrun.trainer.backends import Backend, make_backend
 from abrun.trainer.backends.ranks import Ranks, join_ranks, make_ranks
-from abrun.trainer.loop.branch import start_from
-from abrun.trainer.loop.rollouts import Rollouts
+from abrun.trainer.loop.checkpoint import start_from
+from abrun.trainer.loop.grpo import Rollouts
 from abrun.trainer.loop.setup import RunSetup, make_setup
-from abrun.trainer.models import Text, load_text
+from abrun.trainer.models.text import Text, load_text
 from abrun.trainer.rl.batch import RolloutBatch, Sequences
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.training import make_algorithm

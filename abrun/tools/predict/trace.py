@@ -32,7 +32,9 @@ from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.data import max_sampled_tokens, sequence_lengths_of
 from abrun.trainer.loop.setup import Learner, RunSetup
 from abrun.trainer.memory.measure import make_random_batch
-from abrun.trainer.models import config_of, load_text, max_positions_of
+from abrun.trainer.models.families import max_positions_of
+from abrun.trainer.models.text import load_text
+from abrun.trainer.models.weights import config_of
 from abrun.trainer.rollout.vllm.startup import cache_bytes
 from abrun.trainer.tasks import make_task
 from abrun.trainer.training import make_algorithm

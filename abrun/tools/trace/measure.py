@@ -45,9 +45,9 @@ from abrun.tools.trace.observe import (
 from abrun.trainer.backends import Backend
 from abrun.trainer.backends.ranks import Ranks, join_ranks
 from abrun.trainer.backends.shards import Piece, ShardSpec, specs_to_metadata
-from abrun.trainer.loop.branch import SavedTensors, load_saved
+from abrun.trainer.loop.checkpoint import SavedTensors, load_saved
 from abrun.trainer.loop.setup import RunSetup, Sampler, make_setup
-from abrun.trainer.models import config_of
+from abrun.trainer.models.weights import config_of
 from abrun.trainer.rollout import Completion, RolloutEngine
 from abrun.trainer.seeds import Draws
 from abrun.trainer.training import make_algorithm

@@ -14,10 +14,10 @@ from torch import Tensor
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, load_implementation
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends.head import EntropyMode
+from abrun.trainer.backends.head import Decoder, EntropyMode
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
-from abrun.trainer.models import open_network
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.losses import TokenLosses
 from abrun.trainer.rl.metrics import MetricParts
@@ -86,25 +86,6 @@ class Trainable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """One decoding step, given the cache of the previous ones."""
-
-    step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
-    in_place: bool  # after the prompts, a step also accepts abrun.trainer.models.InPlaceCache and their mask
-    collective: bool  # a step communicates with other ranks
-
-    def __call__(
-        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
-    ) -> tuple[Tensor, Any]:
-        """Return the next token's logits [B, V] float32, before any temperature, and the cache.
-
-        `token_ids` and `position_ids` [B, S] describe the new tokens. `attention_mask` [B, all tokens so far]
-        is 1 on real tokens. The cache of the first call is None.
-        """
-        return self.step(token_ids, attention_mask, position_ids, cache)
-
-
 class ValueModel(Trainable, Protocol):
     """A value model, trained along with a policy.
 
@@ -127,7 +108,7 @@ class TracedModule:
 
     name: str  # Hugging Face's
     module: Any
-    # Returns the states of this rank's tokens, [B, S, H] or of a stream [1, local tokens, H], given the
+    # Returns the states of this rank's tokens, [B, S, H] or of a stream [1, T/P, H], given the
     # module's output and the number of tokens. Collective over the ranks that share these tokens.
     full_states: Callable[[Any, int], Tensor]
     is_compiled: bool = False  # modules inside it are compiled: hooks on them would change the graph

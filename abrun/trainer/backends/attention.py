@@ -20,7 +20,6 @@ from abrun.recipe.families import stream_setting
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.context import Order, Spans
 from abrun.trainer.backends.microbatches import Packing, make_packing
-from abrun.trainer.models import Facts, facts_of, small_twin
 from abrun.trainer.models.checks import (
     agree,
     draw_plain_tokens,
@@ -28,6 +27,8 @@ from abrun.trainer.models.checks import (
     nested_configs,
     restored_afterwards,
 )
+from abrun.trainer.models.families import Facts, facts_of
+from abrun.trainer.models.weights import small_twin
 
 # torch.compile traces through the first and breaks its graph at the second.
 TRACED_ATTENTION, EAGER_ATTENTION = "abrun_packed", "abrun_packed_apart"
@@ -61,7 +62,6 @@ def enable_streams(network: Any, policy: Policy) -> None:
         deviation = measure_stream_deviation(
             sample,
             facts_of(sample),
-            hidden_states,
             lambda: _replace_attention(sample, name),
             share_prompts=policy.share_prompts,
         )
@@ -89,7 +89,7 @@ def _replace_attention(network: Any, name: str) -> None:
 
 
 def hidden_states(base_model: Any, token_ids: Tensor, packing: Packing | None) -> Tensor:
-    """Return the last hidden states: [B, S, H] of right-padded rows, or [1, T, H] of a stream's local tokens.
+    """Return the last hidden states: [B, S, H] of right-padded rows, or of this rank's stream [1, T, H].
 
     Padding follows every real token, so causal attention never sees it and no mask is passed.
     """
@@ -184,6 +184,7 @@ def attend_in_stream(
 def _attend_by_shape(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, attend_spans: AttendSpans
 ) -> Tensor:  # [T, heads, D]
+    # Spans of one shape are rows of one batch: stacked, they need no padding and one call.
     sorted_spans = spans.by_shape
     keys_and_values = (
         _reorder(states[: sorted_spans.num_keys], sorted_spans.key_order)
@@ -192,6 +193,7 @@ def _attend_by_shape(
     q, k, v = _reorder(_flatten(query), sorted_spans.query_order), *keys_and_values
     query_sizes = [count * num_queries for count, num_queries, _ in sorted_spans.shapes]
     key_sizes = [count * num_keys for count, _, num_keys in sorted_spans.shapes]
+
     outputs = []
     for (count, num_queries, num_keys), *states in zip(
         sorted_spans.shapes, q.split(query_sizes), k.split(key_sizes), v.split(key_sizes), strict=True
@@ -199,7 +201,9 @@ def _attend_by_shape(
         queries, keys, values = (each.unflatten(0, (count, -1)).transpose(1, 2) for each in states)
         mask = _causal_mask(num_queries, num_keys, query.device)
         outputs.append(attend_spans(queries, keys, values, mask).flatten(0, 1))
-    stream_order = None if sorted_spans.query_order is None else sorted_spans.query_order.invert()
+
+    order = sorted_spans.query_order
+    stream_order = None if order is None else Order(order.inverse, order.positions)
     return _reorder(torch.cat(outputs), stream_order)
 
 
@@ -295,13 +299,8 @@ class _SelectKeys(torch.autograd.Function):
         total_gradients = first_gradients[repeated_keys].to(sum_dtype) + repeat_gradients.sum(
             dim=1, dtype=sum_dtype
         )
-        return (
-            first_gradients.index_copy(0, repeated_keys, total_gradients.to(first_gradients.dtype)),
-            None,
-            None,
-            None,
-            None,
-        )
+        total_gradients = total_gradients.to(first_gradients.dtype)
+        return first_gradients.index_copy(0, repeated_keys, total_gradients), *(None,) * 4
 
 
 AttentionInterface.register(TRACED_ATTENTION, _packed_attention)
@@ -324,8 +323,6 @@ WINDOW = 3
 # tokens.
 SEEDS = (0, 1)
 
-HiddenStates = Callable[[Any, Tensor, Packing | None], Tensor]
-
 
 class Deviation(NamedTuple):
     """The first module whose outputs differ between stream and rows, and the effect on log-probs."""
@@ -337,7 +334,6 @@ class Deviation(NamedTuple):
 def measure_stream_deviation(
     network: Any,
     facts: Facts,
-    hidden_states: HiddenStates,
     enable: Callable[[], None],
     *,
     share_prompts: bool,
@@ -355,20 +351,18 @@ def measure_stream_deviation(
     with restored_afterwards(network), torch.no_grad():
         network.eval()
         with short_windows(network):
-            expected = [_record_outputs(network, facts, hidden_states, tokens, None) for tokens in batches]
+            expected = [_record_outputs(network, facts, tokens, None) for tokens in batches]
         enable()
         with short_windows(network):
             for tokens, row_outputs in zip(batches, expected, strict=True):
-                stream_outputs = _record_outputs(network, facts, hidden_states, packing.pack(tokens), packing)
+                stream_outputs = _record_outputs(network, facts, packing.pack(tokens), packing)
                 deviation = _compare_outputs(row_outputs, stream_outputs)
                 if deviation is None:
                     return None
     return deviation
 
 
-def _record_outputs(
-    network: Any, facts: Facts, hidden_states: HiddenStates, tokens: Tensor, packing: Packing | None
-) -> dict[str, Tensor]:
+def _record_outputs(network: Any, facts: Facts, tokens: Tensor, packing: Packing | None) -> dict[str, Tensor]:
     """Return the outputs [B, S, ...] of modules with submodules, in execution order, then the logits."""
     outputs: dict[str, Tensor] = {}
 

@@ -96,9 +96,6 @@ class Order(NamedTuple):
     positions: Tensor  # [queries or keys] int64: where each was before
     inverse: Tensor
 
-    def invert(self) -> "Order":
-        return Order(self.inverse, self.positions)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedKeys:
@@ -136,6 +133,8 @@ class ContextSplit:
 def make_context_split(starts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextSplit:
     """Split a stream whose sequences begin at `starts`; the last entry is the stream's length."""
     size, rank = group.size(), group.rank()
+
+    # In causal attention a token costs as much as its position: chunks r and 2P-1-r together cost the same.
     chunk_size = -(-starts[-1] // (2 * size))
     chunks = [(rank_index, 2 * size - 1 - rank_index) for rank_index in range(size)]
     places = [
@@ -221,7 +220,10 @@ def _find_repeated_keys(index: Tensor, device: torch.device) -> RepeatedKeys:
 
 
 class _GatherKeys(torch.autograd.Function):
-    """[..., T/P, D] -> [..., T, D] in stream order; a token's gradient is summed over all ranks."""
+    """[..., T/P, D] -> [..., T, D] in stream order; a token's gradient is summed over all ranks.
+
+    Every rank's queries attend to the key, and each rank has the gradient of its own queries only.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, split: ContextSplit) -> Tensor:
@@ -235,7 +237,10 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """[..., T/P] -> [..., T] in stream order; each rank keeps the gradient of its own tokens."""
+    """[..., T/P] -> [..., T] in stream order; each rank keeps the gradient of its own tokens.
+
+    All ranks compute the same loss of them, so each has their full gradient: a sum would count it P times.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, split: ContextSplit) -> Tensor:

@@ -1,10 +1,12 @@
 """The LM head of a policy: from hidden states and its weight to log-probs, a loss of them, or logits.
 
-Letters: H hidden size, V vocabulary, P ranks that the vocabulary is sharded over.
+Letters: B sequences, S positions, T tokens of a packed stream, H hidden size, V vocabulary, P ranks that the
+vocabulary is sharded over.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from abrun.trainer.kernels import (
     linear_policy_loss,
     project,
 )
-from abrun.trainer.models import cache_name
+from abrun.trainer.models.families import cache_name
 from abrun.trainer.rl.sampling import filtered_logprobs
 
 IGNORE_INDEX = -100
@@ -43,6 +45,25 @@ class HeadOutput(NamedTuple):
         """Return a copy with `change` applied to log-probs and entropies."""
         entropies = None if self.entropies is None else change(self.entropies)
         return self._replace(logprobs=change(self.logprobs), entropies=entropies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """One decoding step, given the cache of the previous ones."""
+
+    step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
+    in_place: bool  # after the prompts, a step also accepts abrun.trainer.models.InPlaceCache and their mask
+    collective: bool  # a step communicates with other ranks
+
+    def __call__(
+        self, token_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Any
+    ) -> tuple[Tensor, Any]:
+        """Return the next token's logits [B, V] float32, before any temperature, and the cache.
+
+        `token_ids` and `position_ids` [B, S] describe the new tokens. `attention_mask` [B, all tokens so far]
+        is 1 on real tokens. The cache of the first call is None.
+        """
+        return self.step(token_ids, attention_mask, position_ids, cache)
 
 
 class LmHead:
@@ -71,11 +92,10 @@ class LmHead:
         assert group is None or vocab_size is not None
         self._vocab_size, self._group = vocab_size, group
         self._temperature, self._filters, self._scale, self._softcap = temperature, filters, scale, softcap
-        self._parse_dtype, self._logits_dtype = (
-            _parse_dtype(logprobs.head_dtype),
-            _parse_dtype(logprobs.logits_dtype),
-        )
-        self._engine_dtype = _parse_dtype(engine_dtype) or self._parse_dtype
+        self._drops_tokens, self._cache_name = filters.drop_tokens, ""
+        self._head_dtype = _parse_dtype(logprobs.head_dtype)
+        self._logits_dtype = _parse_dtype(logprobs.logits_dtype)
+        self._engine_dtype = _parse_dtype(engine_dtype) or self._head_dtype
         self._chunk_size = logprobs.chunk_size
         self._settings: dict[str, Any] = {
             "impl": logprobs.impl,
@@ -83,7 +103,7 @@ class LmHead:
             "logit_scale": scale,
             "logit_softcap": softcap,
             "ignore_index": IGNORE_INDEX,
-            "head_dtype": self._parse_dtype,
+            "head_dtype": self._head_dtype,
             "logits_dtype": self._logits_dtype,
             "memory_budget_bytes": DEFAULT_MEMORY_BUDGET_BYTES,
             "vocab_size": vocab_size,
@@ -97,8 +117,7 @@ class LmHead:
         target: Tensor,  # [...] int64, IGNORE_INDEX for tokens without a log-prob
         entropies: EntropyMode,
         token_loss: TokenLoss | None = None,
-        support: Tensor
-        | None = None,  # [..., W], the tokens that the sampler kept; see abrun.trainer.rl.sampling
+        support: Tensor | None = None,  # [..., W], the tokens that the sampler kept; see rl.sampling
     ) -> HeadOutput:
         """Compute log-probs and entropies of the targets, and, with `token_loss`, their loss."""
         weight = self._pad_shard(weight)
@@ -108,11 +127,9 @@ class LmHead:
                 hidden, weight, target, token_loss, **entropy_options, **self._settings
             )
             return HeadOutput(logprobs, entropy, loss)
-        if self._filters.drop_tokens:
-            logits = (
-                self._compute_logits(hidden, weight, self._parse_dtype, self._logits_dtype)
-                / self._temperature
-            )
+        if self._drops_tokens:
+            logits = self._compute_logits(hidden, weight, self._head_dtype, self._logits_dtype)
+            logits = logits / self._temperature
             logprobs, entropy = filtered_logprobs(
                 logits, target, filters=self._filters, ignore_index=IGNORE_INDEX, support=support
             )
@@ -144,8 +161,8 @@ class LmHead:
         position_ids: Tensor,
         cache: Any,
     ) -> tuple[Tensor, Any]:
-        """Run a transformers model without its head for one decoding step; see trainer.backends.Decoder."""
-        name = cache_name(base)
+        """Run a transformers model without its head for one decoding step; see `Decoder`."""
+        name = self._cache_name = self._cache_name or cache_name(base)
         output = base(
             input_ids=token_ids,
             attention_mask=attention_mask,
@@ -174,7 +191,7 @@ class LmHead:
 
 def compute_token_logprobs(
     head: LmHead,
-    hidden: Tensor,  # [B, S, H], or this rank's tokens of a packed stream [1, own, H]
+    hidden: Tensor,  # [B, S, H], or this rank's tokens of a packed stream [1, T/P, H]
     weight: Tensor,  # [V, H], or this rank's rows of it
     token_ids: Tensor,  # [B, S], or packed [1, T]
     token_mask: Tensor,  # [B, S] bool, or packed [1, T]: the tokens whose log-probs are computed

@@ -42,11 +42,11 @@ B = TypeVar("B", bound=Sequences)
 
 # Sequence packing: the sequences of a microbatch as one stream of tokens without padding.
 #
-# Letters: B sequences of at most S positions, T tokens in the stream. Only the model's forward pass sees
-# the stream. Position ids restart with every sequence, and attention stays within it. The outputs are
-# unpacked into rows [B, S], so losses, metrics and values never see neighbouring sequences. With context
-# parallelism each rank computes on some of the stream's tokens, inside the model only: see
-# abrun.trainer.backends.context.
+# Letters: B sequences of at most S positions, T tokens in the stream, P ranks that share it. Only the
+# model's forward pass sees the stream. Position ids restart with every sequence, and attention stays within
+# it. The outputs are unpacked into rows [B, S], so losses, metrics and values never see neighbouring
+# sequences. With context parallelism each rank computes on some of the stream's tokens, inside the model
+# only: see abrun.trainer.backends.context.
 #
 # Sequences of one prompt can share it (arXiv:2506.05433). The first of them in the stream contains the
 # prompt. The others start at its last token, which predicts their first completion token, and attend to
@@ -73,11 +73,11 @@ class Packing:
     def pack(self, rows: Tensor) -> Tensor:  # [B, S, ...] -> [1, T, ...]
         return rows.flatten(0, 1)[self.index][None]
 
-    def to_local(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [1, local tokens, ...]
+    def to_local(self, stream: Tensor) -> Tensor:  # [1, T, ...] -> [1, T/P, ...]
         """Return this rank's tokens if ranks share the stream, else all of them."""
         return stream if self.split is None else self.split.to_local(stream.movedim(1, -1)).movedim(-1, 1)
 
-    def to_full(self, local: Tensor) -> Tensor:  # [1, local tokens, ...] -> [1, T, ...]
+    def to_full(self, local: Tensor) -> Tensor:  # [1, T/P, ...] -> [1, T, ...]
         """Gather the tokens of all ranks that share the stream."""
         if self.split is None:
             return local
@@ -115,6 +115,8 @@ def make_packing(
     shared = shared or [0] * len(lengths)
     starts = (0, *accumulate(length - prefix for length, prefix in zip(lengths, shared, strict=True)))
     split = context and make_context_split(starts, context, device)
+
+    # A sequence's keys are its own tokens, and before them those of a prompt that an earlier one holds.
     sequence_spans, prompt_start, prompt_row = [], 0, 0
     prompt_offsets = []  # [B], offset of the row that contains the sequence's prompt
     for row, ((start, stop), prefix) in enumerate(zip(pairwise(starts), shared, strict=True)):
@@ -122,6 +124,8 @@ def make_packing(
             prompt_start, prompt_row = start, row
         sequence_spans.append(Span(start, stop, start, stop, prompt_start, prompt_start + prefix))
         prompt_offsets.append(prompt_row * width)
+
+    # The stream takes from each row what it does not share.
     row_offsets = range(0, len(lengths) * width, width)
     index = concatenate_ranges(
         *(list(map(operator.add, row_offsets, counts)) for counts in (shared, lengths))
@@ -160,6 +164,8 @@ def shared_prefix_lengths(
     prompts = token_mask.int().argmax(dim=1)  # 0 where there is no completion
     rows = torch.arange(len(prompts), device=token_ids.device)
     previous = (rows * (prompts > 0)).cummax(dim=0).values[:-1]
+
+    # Only positions before the prompt's end have to be equal: completions differ.
     is_after_prompt = torch.arange(token_ids.shape[1], device=token_ids.device) >= prompts[1:, None]
     is_same_prompt = ((token_ids[1:] == token_ids[previous]) | is_after_prompt).all(dim=1) & (
         prompts[1:] == prompts[previous]

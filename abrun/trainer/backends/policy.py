@@ -6,7 +6,7 @@ token.
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,7 @@ from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterLoad
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import save_network
+from abrun.trainer.models.weights import save_network
 from abrun.trainer.rl.advantages import shift_right
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.metrics import MetricParts, merge, merge_keys
@@ -255,3 +255,29 @@ class ValueBackend(TrainedModel):
         """Return values as rows [b, s]. The right shift, after unpacking, stays within a sequence."""
         values = packing.unpack(packing.to_full(values)) if packing else values
         return shift_right(values) if self.right_shift else values
+
+
+def empty_adamw_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Return the state that torch's AdamW has before its first step, to load another one into."""
+    return {
+        "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+# Gradient norms on the CPU, where torch's own norm adds float32 squares one by one.
+#
+# That loses 0.2% for an embedding of 28 million elements, and more on one rank than on several.
+
+CHUNK_ELEMENTS = 1 << 18  # converted at a time, so that the copies stay in the cache
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of squares of all elements, on the CPU: [] float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        for chunk in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
+            values = chunk.double()
+            total += torch.dot(values, values)
+    return total

@@ -78,10 +78,7 @@ class Ranks:
 
     def context_slice(self, num_rows: int) -> slice:
         """Return this rank's share of the rows that all ranks of its context hold; may be empty."""
-        if self.context is None:
-            return slice(0, num_rows)
-        count = -(-num_rows // self.context.size())
-        return slice(self.context.rank() * count, (self.context.rank() + 1) * count)
+        return _share_rows(num_rows, [] if self.context is None else [self.context])
 
     def all_gather_context(self, values: Sequence[T]) -> list[T]:
         """Join the lists of this context's ranks, in their order. Collective."""
@@ -89,11 +86,7 @@ class Ranks:
 
     def replica_slice(self, num_rows: int) -> slice:
         """Return this rank's share of the rows that all ranks of its replica hold; may be empty."""
-        size, index = 1, 0
-        for group in self._replica_groups:
-            index, size = index + group.rank() * size, size * group.size()
-        count = -(-num_rows // size)
-        return slice(index * count, (index + 1) * count)
+        return _share_rows(num_rows, self._replica_groups)
 
     def all_gather_replica(self, values: Sequence[T]) -> list[T]:
         """Join the lists of this replica's ranks, in their order. Collective."""
@@ -132,6 +125,15 @@ class Ranks:
 
     def barrier(self) -> None:
         dist.barrier()
+
+
+def _share_rows(num_rows: int, groups: Sequence[ProcessGroup]) -> slice:
+    """Return this rank's share of rows divided over the product of the groups, the innermost first."""
+    size, index = 1, 0
+    for group in groups:
+        index, size = index + group.rank() * size, size * group.size()
+    count = -(-num_rows // size)
+    return slice(index * count, (index + 1) * count)
 
 
 def all_gather_lists(values: Sequence[T], group: ProcessGroup) -> list[T]:

@@ -56,10 +56,17 @@ class RouterLoad:
     @classmethod
     def from_choices(cls, choices: list[tuple[Tensor, Tensor]], weight: Tensor) -> Self:  # [T] float64
         """Return the load of one forward pass, with each token counted `weight` times."""
+        counts, probabilities, entropies = [], [], []
+        for p, chosen in choices:  # [T, E], [T, K]
+            layer_counts = weight.new_zeros(p.shape[1])
+            weights = weight.repeat_interleave(chosen.shape[1])
+            counts.append(layer_counts.index_add(0, chosen.flatten(), weights))
+            probabilities.append(weight @ p.double())
+            entropies.append(weight @ torch.special.entr(p.detach().double()).sum(dim=1))  # nats
         return cls(
-            counts=torch.stack([_count_tokens(chosen, weight, p.shape[1]) for p, chosen in choices]),
-            probabilities=torch.stack([weight @ p.double() for p, _ in choices]).sum(dim=0),
-            entropy=torch.stack([weight @ _entropy(p.detach().double()) for p, _ in choices]).sum(),
+            counts=torch.stack(counts),
+            probabilities=torch.stack(probabilities).sum(dim=0),
+            entropy=torch.stack(entropies).sum(),
             num_tokens=weight.sum(),
         )
 
@@ -107,25 +114,15 @@ class RouterLoad:
         )
 
 
-def _count_tokens(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:  # [T, K], [T] -> [E]
-    counts = weight.new_zeros(num_experts)
-    return counts.index_add(0, chosen.flatten(), weight.repeat_interleave(chosen.shape[1]))
-
-
-def _entropy(probabilities: Tensor) -> Tensor:  # [T, E] -> [T], nats
-    return torch.special.entr(probabilities).sum(dim=1)
-
-
 def check_routing(policy: Policy, network: nn.Module, num_routers: int) -> None:
     """Raise RecipeError if the recipe uses routers but none of the network's are supported."""
-    settings = {
-        "router_aux_loss_coefficient: got {}": (policy.router_aux_loss_coefficient, "0.0"),
-        "replay_routing: got {}": (policy.replay_routing, "false"),
+    used = {
+        "router_aux_loss_coefficient": (policy.router_aux_loss_coefficient, "0.0"),
+        "replay_routing": (policy.replay_routing, "false"),
     }
-    for setting, (value, off_value) in settings.items():
+    for name, (value, off_value) in used.items():
         if value and not num_routers:
-            got = setting.format(str(value).lower())
             raise RecipeError(
-                f"policy.{got} with {type(network).__name__}, which has no routers with a top-k of "
-                f"probabilities over all experts; use {setting.split(':')[0]}: {off_value}"
+                f"policy.{name}: got {str(value).lower()} with {type(network).__name__}, which has no "
+                f"routers with a top-k of probabilities over all experts; use {name}: {off_value}"
             )

@@ -6,7 +6,7 @@ Full tensors are named `weights/NAME` and `optimizer/KEY/NAME`, with Hugging Fac
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -142,46 +142,25 @@ def specs_from_metadata(metadata: Mapping[str, str] | None) -> dict[str, ShardSp
     if not metadata or METADATA not in metadata:
         raise ValueError("its files have no metadata about shards")
     try:
-        return _parse(metadata[METADATA])
+        return {
+            name: ShardSpec(
+                pieces=tuple(
+                    (full_name, Piece(tuple(shape), tuple(slice(*pair) for pair in bounds)))
+                    for full_name, shape, bounds in spec["pieces"]
+                ),
+                shape=tuple(spec["shape"]),
+                head_dim=spec["width"],
+                flat_range=tuple(spec["span"]) if spec["span"] else None,
+            )
+            for name, spec in json.loads(metadata[METADATA]).items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             "its files have metadata about shards that this version of abrun cannot read"
         ) from error
 
 
-def _parse(content: str) -> dict[str, ShardSpec]:
-    return {
-        name: ShardSpec(
-            pieces=tuple(
-                (full_name, Piece(tuple(shape), tuple(slice(*pair) for pair in bounds)))
-                for full_name, shape, bounds in spec["pieces"]
-            ),
-            shape=tuple(spec["shape"]),
-            head_dim=spec["width"],
-            flat_range=tuple(spec["span"]) if spec["span"] else None,
-        )
-        for name, spec in json.loads(content).items()
-    }
-
-
 def optimizer_specs(spec: ShardSpec) -> dict[str, ShardSpec]:
     """Return the specs of a parameter's AdamW state, by state key."""
     step_pieces = tuple((name, Piece((), ())) for name, _ in spec.pieces)
     return {"step": ShardSpec(pieces=step_pieces, shape=()), "exp_avg": spec, "exp_avg_sq": spec}
-
-
-# Gradient norms on the CPU, where torch's own norm adds float32 squares one by one.
-#
-# That loses 0.2% for an embedding of 28 million elements, and more on one rank than on several.
-
-CHUNK_ELEMENTS = 1 << 18  # converted at a time, so that the copies stay in the cache
-
-
-def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of squares of all elements, on the CPU: [] float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        for chunk in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
-            values = chunk.double()
-            total += torch.dot(values, values)
-    return total

@@ -1,25 +1,24 @@
 """Injected faults, by their names in `abrun.recipe.faults`; a comparison must detect them.
 
-Each fault is one function of a `FaultSite`, the objects of a run. It wraps a method of one of them, so the
-training code knows nothing of faults. Without a fault nothing is wrapped.
+Each fault is one public function of its seam's module. It receives a `FaultSite`, the objects of a run, and
+wraps a method of one of them, so the training code knows nothing of faults. Without a fault nothing is
+wrapped.
 """
 
-from abrun.trainer.faults.batch import BATCH_FAULTS
-from abrun.trainer.faults.engine import ENGINE_FAULTS
-from abrun.trainer.faults.head import HEAD_FAULTS
-from abrun.trainer.faults.objective import OBJECTIVE_FAULTS
-from abrun.trainer.faults.optimizer import OPTIMIZER_FAULTS
-from abrun.trainer.faults.setup import SETUP_FAULTS
+from inspect import getmembers, isfunction
+
+from abrun.trainer.faults import batch, engine, head, objective, optimizer
+from abrun.trainer.faults import setup as setup_seam
 from abrun.trainer.faults.site import FaultSite
 from abrun.trainer.loop.setup import RunSetup
 
 BY_SEAM = {
-    "engine": ENGINE_FAULTS,
-    "batch": BATCH_FAULTS,
-    "objective": OBJECTIVE_FAULTS,
-    "head": HEAD_FAULTS,
-    "optimizer": OPTIMIZER_FAULTS,
-    "setup": SETUP_FAULTS,
+    module.__name__.rpartition(".")[2]: {
+        name: function
+        for name, function in getmembers(module, isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    for module in (batch, engine, head, objective, optimizer, setup_seam)
 }
 
 

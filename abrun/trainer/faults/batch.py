@@ -135,18 +135,3 @@ def padding_in_denominator(site: FaultSite) -> None:
         return changed
 
     site.on_updates(change)
-
-
-BATCH_FAULTS = {
-    function.__name__: function
-    for function in (
-        flipped_advantages,
-        rewards_of_other_rows,
-        misgrouped,
-        whiten_per_rank,
-        first_rollout_stats,
-        eos_not_trained,
-        late_half_batch,
-        padding_in_denominator,
-    )
-}

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from abrun.trainer.backends import Backend, Decoder, make_backend
+from abrun.trainer.backends import Backend, make_backend
+from abrun.trainer.backends.head import Decoder
 from abrun.trainer.faults.site import FaultSite, leading_rows, wrap_method
 from abrun.trainer.rollout import Completion, make_engine
 from abrun.trainer.seeds import Draws, derive_seed
@@ -165,17 +166,3 @@ def _change_engine(site: FaultSite, change: Callable[[Any], None]) -> None:
         return engine
 
     wrap_method(site.setup.sampler, "_make_engine", make)
-
-
-ENGINE_FAULTS = {
-    function.__name__: function
-    for function in (
-        stale_rollout_weights,
-        partial_weight_sync,
-        copied_completions,
-        forced_eos,
-        retokenised,
-        temperature_on_logprobs,
-        stale_prefix_cache,
-    )
-}

@@ -1,14 +1,14 @@
 """Faults between tokens and log-probs, and in their gradients. Dimensions: B sequences, S positions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from abrun.trainer.backends.context import Span, make_spans
-from abrun.trainer.faults.site import FaultSite, partly_detached, wrap_method
-from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
+from abrun.trainer.faults.site import FaultSite, SizedObjective, partly_detached, wrap_method
+from abrun.trainer.loop.grpo import PolicyLosses
 from abrun.trainer.rl.batch import TrainBatch
 
 
@@ -29,10 +29,7 @@ class _FirstGradient(torch.autograd.Function):
         return torch.lerp(gradient, first_gradient, ctx.share), None, None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FirstGradientOnly(PolicyObjective):
-    size: float
-
+class _FirstGradientOnly(SizedObjective):
     def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
         scaled: Any = _FirstGradient.apply(logprobs, batch.token_mask, self.size)
         return super().losses(batch, scaled, entropy)
@@ -42,10 +39,7 @@ def upstream_gradient_first(site: FaultSite) -> None:
     site.on_objectives(_FirstGradientOnly)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EntropyWithoutGradient(PolicyObjective):
-    size: float
-
+class _EntropyWithoutGradient(SizedObjective):
     def losses(self, batch: TrainBatch, logprobs: Tensor, entropy: Tensor | None) -> PolicyLosses:
         assert entropy is not None  # this fault needs an entropy bonus
         return super().losses(batch, logprobs, partly_detached(entropy, self.size))
@@ -96,16 +90,3 @@ def rope_bf16(site: FaultSite) -> None:
 def _module(policy: Any) -> Any:
     """Return the module of a policy on the dtensor backend."""
     return policy.module
-
-
-HEAD_FAULTS = {
-    function.__name__: function
-    for function in (
-        upstream_gradient_first,
-        fused_drops_term,
-        attention_across_packed,
-        temperature_missing,
-        labels_off_by_one,
-        rope_bf16,
-    )
-}

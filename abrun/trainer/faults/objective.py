@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from abrun.trainer.backends.head import EntropyMode
-from abrun.trainer.faults.site import FaultSite, Updates, partly_detached, wrap_method
+from abrun.trainer.faults.site import FaultSite, SizedObjective, Updates, partly_detached, wrap_method
 from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
 from abrun.trainer.rl.batch import TrainBatch
 from abrun.trainer.rl.losses import PolicyLoss, TokenLosses
@@ -84,10 +84,7 @@ class _Scaled(TokenLosses):
     inner: PolicyLosses  # unscaled, for the metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class _KlWithoutGradient(PolicyObjective):
-    size: float
-
+class _KlWithoutGradient(SizedObjective):
     def kl_penalty(self, batch: TrainBatch, logprobs: Tensor) -> Tensor | None:
         penalty = super().kl_penalty(batch, logprobs)
         return None if penalty is None else partly_detached(penalty, self.size)
@@ -109,10 +106,7 @@ def kl_sign(site: FaultSite) -> None:
     site.on_updates(change)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RatioToItself(PolicyObjective):
-    size: float
-
+class _RatioToItself(SizedObjective):
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
         assert batch.old_logprobs is not None
         old = torch.lerp(batch.old_logprobs, logprobs.detach(), self.size)
@@ -123,10 +117,7 @@ def old_logprobs_from_current(site: FaultSite) -> None:
     site.on_objectives(_RatioToItself)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DualClipEverywhere(PolicyObjective):
-    size: float
-
+class _DualClipEverywhere(SizedObjective):
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
         loss = super().policy_loss(batch, logprobs)
         max_loss = -torch.where(batch.token_mask, batch.advantages, 0.0) * self.size
@@ -139,10 +130,7 @@ def dual_clip_everywhere(site: FaultSite) -> None:
     site.on_objectives(_DualClipEverywhere)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _MeanWithPadding(PolicyObjective):
-    size: float
-
+class _MeanWithPadding(SizedObjective):
     def policy_loss(self, batch: TrainBatch, logprobs: Tensor) -> PolicyLoss:
         """Return the loss with sequence means that count padding.
 
@@ -160,10 +148,7 @@ def gspo_padding(site: FaultSite) -> None:
     site.on_objectives(_MeanWithPadding)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WeightedBySum(PolicyObjective):
-    size: float
-
+class _WeightedBySum(SizedObjective):
     def with_old_logprobs(self, batch: TrainBatch, logprobs: Tensor) -> TrainBatch:
         complete, correction = super().with_old_logprobs(batch, logprobs), self.settings.importance_correction
         assert complete.old_logprobs is not None and correction is not None
@@ -176,19 +161,3 @@ class _WeightedBySum(PolicyObjective):
 
 def sequence_weight_sum(site: FaultSite) -> None:
     site.on_objectives(_WeightedBySum)
-
-
-OBJECTIVE_FAULTS = {
-    function.__name__: function
-    for function in (
-        microbatch_mean,
-        rank_mean,
-        last_microbatch_only,
-        kl_without_gradient,
-        kl_sign,
-        old_logprobs_from_current,
-        dual_clip_everywhere,
-        gspo_padding,
-        sequence_weight_sum,
-    )
-}

@@ -63,9 +63,3 @@ def local_grad_norm(site: FaultSite) -> None:
         return float(norm)
 
     wrap_method(sharded, "optimizer_step", step)
-
-
-OPTIMIZER_FAULTS = {
-    function.__name__: function
-    for function in (adam_step_ahead, bf16_moments, schedule_by_ranks, local_grad_norm)
-}

@@ -58,9 +58,3 @@ def one_ulp(site: FaultSite) -> None:
             ulp = torch.ldexp(torch.ones_like(weight), torch.frexp(weight).exponent - 1 - bits)
             state[name] = torch.where(weight == 0, weight, weight + site.size * signs * ulp)
     setup.policy.load_local_state({name: state[name] for name in state if name.startswith("weights/")})
-
-
-SETUP_FAULTS = {
-    function.__name__: function
-    for function in (value_unshifted, critic_mask_of_other_rows, dropout_on, one_ulp)
-}

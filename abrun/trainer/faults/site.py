@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +11,14 @@ from abrun.trainer.loop.grpo import PolicyObjective
 from abrun.trainer.loop.setup import RunSetup
 from abrun.trainer.rl.batch import TrainBatch
 
-O = TypeVar("O", bound=PolicyObjective)  # noqa: E741
 Updates = list[tuple[TrainBatch, PolicyObjective]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedObjective(PolicyObjective):
+    """A policy's objective with a fault of some size."""
+
+    size: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +34,17 @@ class FaultSite:
         """Change the updates of a step: their batches or their objectives."""
         wrap_method(self.algorithm, "train", lambda train, updates, step: train(change(updates, step), step))
 
-    def on_objectives(self, kind: type[O]) -> None:
+    def on_objectives(self, kind: type[SizedObjective]) -> None:
         """Replace the objectives by another class, which also gets the size of the fault."""
-        self.on_updates(
-            lambda updates, step: [
-                (batch, kind(**_field_values(objective), size=self.size))  # pyright: ignore[reportCallIssue]
+
+        def change(updates: Updates, step: int) -> Updates:
+            names = [field.name for field in fields(PolicyObjective)]
+            return [
+                (batch, kind(**{name: getattr(objective, name) for name in names}, size=self.size))
                 for batch, objective in updates
             ]
-        )
+
+        self.on_updates(change)
 
     def cut(self, batch: TrainBatch) -> Microbatches[TrainBatch]:
         """Return the microbatches that the backend makes of a batch. Collective."""
@@ -56,7 +65,3 @@ def leading_rows(share: float, num_rows: int) -> slice:
 def partly_detached(values: Tensor, share: float) -> Tensor:
     """Return the same values, with the gradient reduced by `share`."""
     return values.detach() if share == 1 else share * values.detach() + (1 - share) * values
-
-
-def _field_values(objective: PolicyObjective) -> dict[str, Any]:
-    return {field.name: getattr(objective, field.name) for field in fields(objective)}

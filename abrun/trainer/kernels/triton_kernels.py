@@ -41,11 +41,17 @@ def softmax_sums_kernel(
     GROUP: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
+    """Compute each block's sums of exp(y) and exp(y) * y, with y relative to the block's own largest u.
+
+    Blocks are independent, because log(sum exp(z)) = outer * m + log(sum exp(outer * (u - m))) for any m:
+    merge_sums_kernel brings their sums to one maximum afterwards. exp(y) is computed as 2^(y * log2(e)).
+    """
     num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * tl.cdiv(num_rows, BLOCK_ROWS)
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
         token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
         tokens, rows = token + tl.arange(0, BLOCK_TOKENS), row + tl.arange(0, BLOCK_ROWS)
         exists = tokens < num_tokens
+
         if logits is None:
             u = _multiply(
                 hidden, weight, token, row, hidden_size, ROUND, BLOCK_TOKENS, BLOCK_ROWS, BLOCK_HIDDEN
@@ -55,6 +61,7 @@ def softmax_sums_kernel(
         u = _make_finite(_apply_softcap(u, inner, SOFTCAP))
         if row + BLOCK_ROWS > num_rows:
             u = tl.where(rows[None, :] < num_rows, u, LOWEST_LOGIT)
+
         peak = tl.max(u, 1)
         u -= peak[:, None]
         exponential = tl.exp2(u * (outer * LOG2_E))
@@ -127,6 +134,16 @@ def merge_sums_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
 ):
+    """Bring the blocks' sums to the largest maximum M, and add them to those of the previous rows.
+
+    Let s and x be a block's sums of exp(y) and exp(y) * y, relative to its maximum m. Relative to M every y
+    becomes y + drop, drop = outer * (m - M), so that
+
+        sum of exp(y + drop) = exp(drop) * s
+        sum of exp(y + drop) * (y + drop) = exp(drop) * (x + drop * s).
+
+    No drop is above 0, so nothing overflows.
+    """
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     exists = tokens < num_tokens
     m = tl.load(maximum + tokens, mask=exists, other=LOWEST_LOGIT)
@@ -161,7 +178,7 @@ def gradient_kernel(
     hidden,  # descriptor [n, H]; unused where logits is given
     weight,  # descriptor [v, H]; unused where logits is given
     logits,  # [n, v] projection's output, or None
-    maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
+    maximum,  # float32 [n]: this and the next two as in head.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
     gradient,  # out: descriptor [n, v] or, where logits is given, a pointer, which may be that of logits
@@ -178,6 +195,13 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
+    """Recompute each tile's logits, and write d = -exp(y) * (constant + linear * y).
+
+    With y = outer * (u - maximum), this is the gradient of the projection's output, derived at
+    head.LogitGradient, for all rows but the target's, which gradient_at_target_kernel overwrites. With a
+    softcap, u = tanh(inner * output) has the slope inner * (1 - u * u); the coefficients include the factor
+    inner * outer.
+    """
     num_tiles = tl.cdiv(num_tokens, BLOCK_TOKENS) * tl.cdiv(num_rows, BLOCK_ROWS)
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS):
         token, row = _tile_position(tile, num_tokens, num_rows, BLOCK_TOKENS, BLOCK_ROWS, GROUP)
@@ -189,6 +213,7 @@ def gradient_kernel(
         else:
             u = _load_logits(logits, tokens, rows, num_tokens, num_rows)
         u = _apply_softcap(u, inner, SOFTCAP)
+
         exists = tokens < num_tokens
         m = tl.load(maximum + tokens, mask=exists, other=0.0)
         y = (u - m[:, None]) * (outer * LOG2_E)
@@ -207,7 +232,7 @@ def gradient_kernel(
 def gradient_from_saved_kernel(
     values,  # [n, v]: exp(outer * (u - its block's maximum)), which become the gradient
     maxima,  # float32 [b, n]
-    maximum,  # float32 [n]: this and the next two as in softmax.LogitGradient
+    maximum,  # float32 [n]: this and the next two as in head.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
     num_tokens,
@@ -217,6 +242,11 @@ def gradient_from_saved_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
+    """Write the gradient of gradient_kernel from saved exponentials, without another matmul.
+
+    Relative to its block's maximum b, a saved value is e = exp(outer * (u - b)). With drop = outer * (b -
+    maximum), exp(y) = e * exp(drop) and y = log(e) + drop.
+    """
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = tokens < num_tokens
@@ -241,8 +271,8 @@ def gradient_from_saved_kernel(
 def gradient_at_target_kernel(
     gradient,  # in and out, [n, v]
     target,  # int64 [n]
-    target_logit,  # float32 [n]: the target's y, as softmax.SoftmaxSums has it
-    maximum,  # float32 [n]: this and the next three as in softmax.LogitGradient
+    target_logit,  # float32 [n]: the target's y, as head.SoftmaxSums has it
+    maximum,  # float32 [n]: this and the next three as in head.LogitGradient
     constant,  # float32 [n]
     linear,  # float32 [n] or None
     onehot,  # float32 [n]
@@ -370,7 +400,7 @@ def _log2(x):
 
 @triton.jit
 def _gradient_factor(constant, linear, tokens, exists, y):
-    """Return -(constant + linear * ln(2) * y): y is in bits here, and in nats in softmax.LogitGradient."""
+    """Return -(constant + linear * ln(2) * y): y is in bits here, and in nats in head.LogitGradient."""
     factor = -tl.load(constant + tokens, mask=exists, other=0.0)[:, None]
     if linear is not None:
         factor -= tl.load(linear + tokens, mask=exists, other=0.0)[:, None] * LN_2 * _make_finite(y)

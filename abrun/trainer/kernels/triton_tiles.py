@@ -15,9 +15,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels
-from .grid import Cost
-from .head import ResolvedHead, matmul
-from .softmax import LogitGradient, SoftmaxSums
+from .head import Cost, LogitGradient, ResolvedHead, SoftmaxSums, matmul
 
 kernels: Any = triton_kernels  # launched by Triton's rules, not by Python's
 

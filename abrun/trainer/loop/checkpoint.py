@@ -10,21 +10,25 @@ and sampling are functions of seed and step, so the step is the only position to
 """
 
 import contextlib
+import functools
+import math
+import operator
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from abrun.errors import AbrunError, StoreError
+from abrun.errors import AbrunError, RecipeError, StoreError
 from abrun.runs.files import (
     find_damage,
     fingerprint,
@@ -38,11 +42,13 @@ from abrun.runs.files import (
     wrap_write_errors,
     write_json,
 )
-from abrun.runs.records import SAVED_STATE, SavedState, list_checkpoints, read_saved_state
+from abrun.runs.records import SAVED_STATE, SavedState, StartCheckpoint, list_checkpoints, read_saved_state
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.backends.shards import ShardSpec, specs_to_metadata
+from abrun.trainer.backends.shards import Piece, ShardSpec, specs_from_metadata, specs_to_metadata
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -73,43 +79,30 @@ def save(
             _empty_folder(shared.local)
     partial = shared.by_rank[0]
     with _removing_on_failure(partial, ranks):
-        _save_into(partial, directory, trained, ranks, step=step, keep=keep, writer=writer)
-
-
-def _save_into(
-    partial: Path,
-    directory: Path,
-    trained: Stateful,
-    ranks: Ranks,
-    *,
-    step: int,
-    keep: int,
-    writer: RunWriter | None,
-) -> None:
-    with _collective_section(ranks, partial) as shared:
-        tensors = trained.local_state() | _get_rng_state()
-        state = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        path = partial / f"rank-{ranks.rank}.safetensors"
-        save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
-        shared.local = {path.name: _sync_and_fingerprint(path)}
-    with _collective_section(ranks, partial):
-        if writer:
-            files = {name: content for files in shared.by_rank for name, content in files.items()}
-            content = SavedState(
-                run=RunDir(writer.path).identity(),
-                step=step,
-                num_ranks=ranks.size,
-                attempt=writer.attempt,
-                files=files,
-            )
-            write_json(partial / SAVED_STATE, asdict(content))
-            writer.sync()
-            _publish(partial, directory / f"step-{step:06d}", writer)
-            checkpoints = list_checkpoints(directory)
-            steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
-            # Later steps are removed too: `restore` has skipped their checkpoints.
-            for old_step in checkpoints.keys() - steps_to_keep:
-                _remove(checkpoints[old_step])
+        with _collective_section(ranks, partial) as shared:
+            tensors = trained.local_state() | _get_rng_state()
+            state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            path = partial / f"rank-{ranks.rank}.safetensors"
+            save_file(state, path, specs_to_metadata(trained.shard_specs(), state))
+            shared.local = {path.name: _sync_and_fingerprint(path)}
+        with _collective_section(ranks, partial):
+            if writer:
+                files = {name: content for files in shared.by_rank for name, content in files.items()}
+                content = SavedState(
+                    run=RunDir(writer.path).identity(),
+                    step=step,
+                    num_ranks=ranks.size,
+                    attempt=writer.attempt,
+                    files=files,
+                )
+                write_json(partial / SAVED_STATE, asdict(content))
+                writer.sync()
+                _publish(partial, directory / f"step-{step:06d}", writer)
+                checkpoints = list_checkpoints(directory)
+                steps_to_keep = [saved_step for saved_step in checkpoints if saved_step <= step][-keep:]
+                # Later steps are removed too: `restore` has skipped their checkpoints.
+                for old_step in checkpoints.keys() - steps_to_keep:
+                    _remove(checkpoints[old_step])
 
 
 def restore(
@@ -123,7 +116,8 @@ def restore(
     """
     with _collective_section(ranks, directory) as shared:
         if writer:
-            _remove_partial(directory)
+            for partial in sorted(directory.glob(".*.partial")):  # of attempts killed while saving
+                _remove(partial)
             run_dir = RunDir(writer.path)
             shared.local = list_checkpoints(directory), run_dir.step_attempts(), run_dir.identities()
     checkpoints, recorded, identities = shared.by_rank[0]
@@ -140,11 +134,13 @@ def restore(
         problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
         if problems:
             damages.append(f"step {step}: {problems[0]}")
-            _log_event(writer, "checkpoint_damaged", step, problems[0])
+            if writer:
+                writer.event("checkpoint_damaged", step=step, reason=problems[0])
         elif gap:
-            _log_event(writer, "checkpoint_passed_over", step, gap)
+            if writer:
+                writer.event("checkpoint_passed_over", step=step, reason=gap)
         else:
-            _restore_rng(tensors)
+            _restore_rng_state(tensors)
             trained.load_local_state(tensors)
             return step
     if damages and len(damages) == len(checkpoints):
@@ -252,12 +248,6 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _remove_partial(directory: Path) -> None:
-    """Remove incomplete folders from attempts that were killed while saving."""
-    for path in sorted(directory.glob(".*.partial")):
-        _remove(path)
-
-
 # --- reading ---
 
 
@@ -288,7 +278,7 @@ def _read_rank_file(path: Path, state: SavedState, rank: int, trained: Stateful)
         raise _DamagedCheckpoint(f"{name} {problem}")
     try:
         tensors = load_file(path / name)
-        _parse_rng_state(tensors)
+        _check_rng_state(tensors)
         for key, tensor in trained.local_state().items():
             saved_tensor = tensors[key]
             if (saved_tensor.shape, saved_tensor.dtype) != (tensor.shape, tensor.dtype):
@@ -311,20 +301,7 @@ def _find_gap(state: SavedState, recorded: Mapping[int, int], start_step: int) -
     return None
 
 
-def _log_event(writer: RunWriter | None, event: str, step: int, reason: str) -> None:
-    if writer:
-        writer.event(event, step=step, reason=reason)
-
-
 # --- random numbers ---
-
-
-@dataclass(frozen=True, slots=True)
-class _RandomNumbers:
-    torch: Tensor
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    cuda: Tensor | None
 
 
 def _get_rng_state() -> dict[str, Tensor]:
@@ -340,32 +317,229 @@ def _get_rng_state() -> dict[str, Tensor]:
     return state
 
 
-def _parse_rng_state(state: Mapping[str, Tensor]) -> _RandomNumbers:
-    """Parse the random-number states of a checkpoint.
+def _check_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Set the random-number states of a checkpoint on new generators, before any state changes.
 
     Raises KeyError, ValueError, TypeError or RuntimeError if they are missing or invalid.
     """
     *key, position = state["rng/numpy"].tolist()
     if not 0 <= position <= len(key):
         raise ValueError(f"rng/numpy: got the position {position}")
-    parsed = _RandomNumbers(
-        torch=state["rng/torch"],
-        python=(3, tuple(state["rng/python"].tolist()), None),
-        numpy={"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}},
-        cuda=state.get("rng/cuda"),
+    set_cuda = torch.Generator(device="cuda").set_state if "rng/cuda" in state else None
+    new_python, new_numpy = random.Random(0), np.random.RandomState(0)
+    _set_rng_state(state, torch.Generator().set_state, new_python.setstate, new_numpy.set_state, set_cuda)
+
+
+def _restore_rng_state(state: Mapping[str, Tensor]) -> None:
+    _set_rng_state(state, torch.set_rng_state, random.setstate, np.random.set_state, torch.cuda.set_rng_state)
+
+
+def _set_rng_state(
+    state: Mapping[str, Tensor],
+    set_torch: Callable[[Tensor], object],
+    set_python: Callable[[Any], object],
+    set_numpy: Callable[[Any], object],
+    set_cuda: Callable[[Tensor], object] | None,
+) -> None:
+    *key, position = state["rng/numpy"].tolist()
+    set_torch(state["rng/torch"])
+    set_python((3, tuple(state["rng/python"].tolist()), None))
+    set_numpy({"bit_generator": "MT19937", "state": {"key": np.array(key), "pos": position}})
+    if "rng/cuda" in state and set_cuda:
+        set_cuda(state["rng/cuda"])
+
+
+# Start of a run from a checkpoint of another run, in any parallel layout and with either backend.
+#
+# The files in the checkpoint record which slices of full tensors they contain. Each rank of the new
+# run reads only what its own shards need. The step count continues, and with it learning rates,
+# sampling and data, which are functions of the step.
+
+
+def start_from(
+    folder: str, trained: Stateful, ranks: Ranks, num_steps: int, field: str = "checkpoint.start_from"
+) -> StartCheckpoint:
+    """Load weights and optimizer state of a checkpoint into `trained`. Collective.
+
+    Raises RecipeError on all ranks if the checkpoint is missing or does not fit.
+    """
+    path = Path(folder).expanduser()
+
+    def open_files() -> tuple[list[Path], StartCheckpoint]:
+        state, origin = _open_checkpoint(path, ranks, num_steps)
+        return [path / name for name in state.files], origin
+
+    return _load_from_any_layout(
+        open_files,
+        trained,
+        ranks,
+        lambda problem: f"{field}: got {folder!r}: {problem}; give a checkpoint of a run of the same model",
     )
-    torch.Generator().set_state(parsed.torch)  # validated on new generators, before any state changes
-    random.Random(0).setstate(parsed.python)
-    np.random.RandomState(0).set_state(parsed.numpy)
-    if parsed.cuda is not None:
-        torch.Generator(device="cuda").set_state(parsed.cuda)
-    return parsed
 
 
-def _restore_rng(state: Mapping[str, Tensor]) -> None:
-    parsed = _parse_rng_state(state)
-    torch.set_rng_state(parsed.torch)
-    random.setstate(parsed.python)
-    np.random.set_state(parsed.numpy)
-    if parsed.cuda is not None:
-        torch.cuda.set_rng_state(parsed.cuda)
+def load_saved(paths: Sequence[Path], trained: Stateful, ranks: Ranks) -> None:
+    """Load weights and optimizer state from the files of all ranks of another layout. Collective.
+
+    Raises RecipeError on all ranks if they are of another model.
+    """
+    _load_from_any_layout(
+        lambda: (paths, None),
+        trained,
+        ranks,
+        lambda problem: f"the arms have different weights: {problem}; compare arms of one model",
+    )
+
+
+def _load_from_any_layout(
+    open_files: Callable[[], tuple[Sequence[Path], T]],
+    trained: Stateful,
+    ranks: Ranks,
+    describe: Callable[[str], str],
+) -> T:
+    """Load the files that `open_files` returns. Collective.
+
+    Raises RecipeError on all ranks, with the description of a problem, if they do not fit.
+    """
+    problem, loaded = None, None
+    wanted_shards = trained.shard_specs()
+    shapes = ranks.all_gather_world(
+        {name: shard.shape for held in wanted_shards.values() for name, shard in held.pieces}
+    )
+    try:
+        paths, origin = open_files()
+        with contextlib.ExitStack() as opened:
+            saved = SavedTensors([opened.enter_context(safe_open(path, "pt")) for path in paths])
+            _check_fit(saved.shapes(), functools.reduce(operator.or_, shapes))
+            loaded = origin, _read_tensors(saved, wanted_shards, trained.local_state())
+    except (AbrunError, OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        problem = " ".join(str(error).split()) or type(error).__name__
+    problems = [rank_problem for rank_problem in ranks.all_gather_world(problem) if rank_problem]
+    if problems:
+        raise RecipeError(describe(problems[0]))
+    assert loaded is not None
+    origin, tensors = loaded
+    trained.load_local_state(tensors)
+    return origin
+
+
+def _open_checkpoint(path: Path, ranks: Ranks, num_steps: int) -> tuple[SavedState, StartCheckpoint]:
+    """Read the state of a checkpoint and verify this rank's share of its files. Raises StoreError."""
+    state = read_saved_state(path)
+    if state.step >= num_steps:
+        raise StoreError(f"the checkpoint is at step {state.step}, but steps is {num_steps}")
+    for name in list(state.files)[ranks.rank :: ranks.size]:
+        problem = find_damage(path / name, state.files[name])
+        if problem:
+            raise StoreError(f"{name} {problem}")
+    digest = fingerprint(path / SAVED_STATE)["sha256"]
+    return state, StartCheckpoint(run=state.run, step=state.step, sha256=digest)
+
+
+def _read_tensors(
+    saved: "SavedTensors", wanted_shards: Mapping[str, ShardSpec], current: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors for `load_local_state`. Raises ValueError."""
+    return {
+        name: saved.read_held(held, current[name].dtype if name in current else None)
+        for name, held in wanted_shards.items()
+        if held.pieces[0][0] in saved  # a parameter that never had a gradient has no optimizer state
+    }
+
+
+class SavedTensors:
+    """The full tensors of a checkpoint, readable by slices from the files of all ranks."""
+
+    def __init__(self, files: list[Any]) -> None:
+        # Keyed by full name and slices: if several ranks have the same shard, any of them will do.
+        self._sources: dict[str, dict[str, tuple[Piece, Callable[[tuple[slice, ...]], Tensor]]]] = {}
+        assembled: dict[str, _AssembledTensor] = {}
+        last_split: dict[str, list[Tensor]] = {}
+        for file in files:
+            for name, held in specs_from_metadata(file.metadata()).items():
+                if not held.is_single_piece:
+                    assembled_tensor = assembled.setdefault(
+                        repr(held.pieces), _AssembledTensor(held, last_split)
+                    )
+                    assembled_tensor.spans[held.flat_range] = partial(file.get_tensor, name)
+                for index, (full_name, shard) in enumerate(held.pieces):
+                    read = partial(_read_slice, file, name)
+                    if not held.is_single_piece:
+                        read = partial(assembled[repr(held.pieces)].read, index)
+                    self._sources.setdefault(full_name, {}).setdefault(repr(shard.slices), (shard, read))
+
+    def __contains__(self, full_name: str) -> bool:
+        return full_name in self._sources
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: next(iter(sources.values()))[0].shape for name, sources in self._sources.items()}
+
+    def read_held(self, held: ShardSpec, dtype: torch.dtype | None) -> Tensor:
+        """Read a local tensor as `dtype`; None keeps the saved dtype. Raises ValueError on another dtype."""
+        required_dtype = None if held.is_rounded_copy else dtype
+        tensor = held.assemble([self._read(name, shard, required_dtype) for name, shard in held.pieces])
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _read(self, name: str, wanted_shard: Piece, dtype: torch.dtype | None) -> Tensor:
+        """Read one shard, assembled from all saved shards that overlap with it."""
+        tensor: Tensor | None = None
+        num_read = 0
+        for shard, read in self._sources[name].values():
+            overlap = shard.intersect(wanted_shard)
+            if overlap is None:
+                continue
+            values = read(shard.relative_to(overlap))
+            if dtype is not None and values.dtype != dtype:
+                raise ValueError(f"{name} is {values.dtype}, but {dtype} in this run")
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=values.dtype) if tensor is None else tensor
+            tensor[wanted_shard.relative_to(overlap)] = values
+            num_read += values.numel()
+        if tensor is None:
+            tensor = torch.zeros(wanted_shard.local_shape, dtype=dtype or torch.float32)
+        if num_read != tensor.numel():
+            raise ValueError(f"{name} is incomplete")
+        return tensor
+
+
+class _AssembledTensor:
+    """A saved tensor that holds several shards, or of which each file holds a span of elements.
+
+    `last_split` is shared by all instances and caches the most recent split, because shards of one tensor are
+    mostly read in succession.
+    """
+
+    def __init__(self, held: ShardSpec, last_split: dict[str, list[Tensor]]) -> None:
+        self._held, self._last_split = held, last_split
+        self.spans: dict[tuple[int, int] | None, Callable[[], Tensor]] = {}
+
+    def read(self, index: int, slices: tuple[slice, ...]) -> Tensor:
+        key = repr(self._held.pieces)
+        if key not in self._last_split:
+            self._last_split.clear()
+            if None in self.spans:
+                full = self.spans[None]()
+            else:
+                full = torch.cat([self.spans[span]() for span in sorted(span for span in self.spans if span)])
+                if len(full) != math.prod(self._held.shape):
+                    raise ValueError(f"{self._held.pieces[0][0]} is incomplete")
+                full = full.view(self._held.shape)
+            self._last_split[key] = self._held.split(full)
+        return self._last_split[key][index][slices]
+
+
+def _read_slice(file: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    return file.get_slice(name)[slices] if slices else file.get_tensor(name)
+
+
+def _check_fit(saved: Mapping[str, tuple[int, ...]], run: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if checkpoint and run have different weights or shapes."""
+    saved_names, run_names = ({name for name in names if "weights/" in name} for names in (saved, run))
+    for names, place in (
+        (saved_names - run_names, "missing in this run"),
+        (run_names - saved_names, "missing in the checkpoint"),
+    ):
+        if names:
+            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"its weights differ from this run's: {min(names)}{rest} {place}")
+    for name, shape in run.items():
+        if name in saved and saved[name] != shape:
+            raise ValueError(f"{name} has the shape {list(saved[name])}, but {list(shape)} in this run")

@@ -24,8 +24,8 @@ from abrun.runs.rollouts import (
     step_path,
 )
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.models import Text, config_of
-from abrun.trainer.models.text import TEXTS_PER_CALL
+from abrun.trainer.models.text import TEXTS_PER_CALL, Text
+from abrun.trainer.models.weights import config_of
 from abrun.trainer.rl.batch import Sequences, collate
 from abrun.trainer.rollout import Completion
 from abrun.trainer.seeds import derive_seed
@@ -243,8 +243,6 @@ def _num_bytes(example: Example) -> int:
 
 
 # Recorded rollouts in training: what this run records, and what it trains on instead of sampling.
-
-# Groups: a prompt with its completions and their rewards.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

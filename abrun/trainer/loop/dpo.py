@@ -13,9 +13,8 @@ from abrun.trainer.loop.data import PrefetchedBatches, Texts
 from abrun.trainer.loop.setup import RunSetup, make_reference
 from abrun.trainer.loop.validation import Evaluation
 from abrun.trainer.rl.batch import Pairs, Sequences
-from abrun.trainer.rl.dpo import PreferenceLoss, dpo_loss, preference_metrics, spread_over_tokens
-from abrun.trainer.rl.losses import TokenLosses, weighted_losses
-from abrun.trainer.rl.metrics import MetricParts, merge_keys
+from abrun.trainer.rl.losses import PreferenceLoss, TokenLosses, dpo_loss, spread_over_tokens, weighted_losses
+from abrun.trainer.rl.metrics import MetricParts, merge_keys, preference_metrics
 from abrun.trainer.tasks import Example
 
 
@@ -39,7 +38,7 @@ class DpoAlgorithm:
         with self._setup.phases("reference_logprobs"):
             pairs = self._with_reference(batch)
         objective = self._objective(pairs)
-        return self._setup.learner.update(pairs, objective, step) | {
+        return self._setup.learner.update_on_each([(pairs, objective)], step) | {
             "train/num_valid_samples": objective.num_pairs,
             "train/global_valid_toks": objective.num_tokens,
         }

@@ -30,7 +30,7 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter
 from abrun.trainer.backends import Backend
 from abrun.trainer.loop.data import RecordedGroups
-from abrun.trainer.models import content_of, sketch_of, weights_hash
+from abrun.trainer.models.weights import content_of, sketch_of, weights_hash
 
 RECORDED_PACKAGES = (
     "abrun",
@@ -67,13 +67,15 @@ class Recorder:
         Call it before the first update. `started_from`: the checkpoint of another run from which it began.
         """
         ranks = policy.ranks
-        hosts = ranks.all_gather_world(
-            (socket.gethostname(), _device_name(ranks.device), _driver_version(ranks.device))
-        )
+        device = ranks.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+        hosts = ranks.all_gather_world((socket.gethostname(), name, _driver_version(device)))
         sketch: dict[str, Tensor] = {}
         initial_weights = hash_policy(policy, sketch)
         if self._writer is None:
             return
+        library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+        float32_products = library.matmul.fp32_precision
         self._writer.initial_sketch(save(sketch))
         self._writer.environment(
             {
@@ -84,7 +86,9 @@ class Recorder:
                 "hosts": sorted({host for host, _, _ in hosts}),
                 "drivers": sorted({driver for _, _, driver in hosts if driver}),
                 "dtype": config.policy.dtype,
-                "precision": _head_precision(config, ranks.device),
+                # Of the log-probs of the LM head, see abrun.trainer.kernels; none: never set
+                "precision": config.head_precision
+                | {"float32_products": "ieee" if float32_products == "none" else float32_products},
                 "prompts_sha256": prompts_sha256(prompts),
                 "initial_weights_hash": initial_weights,
                 "started_from": started_from,
@@ -172,15 +176,6 @@ def prompts_sha256(prompts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def _head_precision(config: OwnRunConfig, device: torch.device) -> dict[str, str]:
-    """Return the precisions of the log-probs of the LM head; see abrun.trainer.kernels."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    float32_products = backend.matmul.fp32_precision
-    return config.head_precision | {
-        "float32_products": "ieee" if float32_products == "none" else float32_products,  # none: never set
-    }
-
-
 def _driver_version(device: torch.device) -> str | None:
     """Return the version of NVIDIA's driver; None without a GPU or if it cannot be read."""
     try:
@@ -189,12 +184,6 @@ def _driver_version(device: torch.device) -> str | None:
         return None
     match = re.search(r"Kernel Module\D*([\d.]+)", version_text)
     return match[1] if match else None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_name()
 
 
 # Upload of a run to wandb, by a process that follows the run directory; its failures never stop training.

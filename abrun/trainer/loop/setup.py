@@ -20,13 +20,10 @@ from abrun.trainer.backends.ranks import Ranks, make_ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop.data import Data, RecordedGroups, make_data
 from abrun.trainer.loop.phases import Phases
-from abrun.trainer.models import load_text
+from abrun.trainer.models.text import load_text
 from abrun.trainer.rl.metrics import all_reduce, merge
 from abrun.trainer.rollout import RolloutEngine, make_engine
 from abrun.trainer.seeds import derive_seed
-
-# The rollout engine of a run, synced with the policy before it samples.
-
 
 # Updates of the trained models, policy and value model: optimizer steps, learning rates and state.
 
@@ -47,10 +44,6 @@ class Learner:
         self._policy, self._value_model, self._phases = policy, value_model, phases
         self._optimizer, self._num_steps = optimizer, num_steps
         self.num_updates = 0
-
-    def update(self, batch: B, objective: Objective[B], step: int) -> dict[str, float]:
-        """Run one optimizer step on this rank's `batch`; return the metrics over all ranks. Collective."""
-        return self.update_on_each([(batch, objective)], step)
 
     def update_on_each(
         self,
@@ -139,6 +132,8 @@ class Sampler:
         engine = self._engine = self._engine or self._make_engine()
         with self._phases("weight_sync", memory=False):
             self._phases.absent_bytes = 0
+            # Every weight costs a collective, so an engine that has the current ones is not synced: the
+            # policy changes by updates alone. After some kinds of sleep an engine has none.
             if engine.wake() or self._num_updates_synced != self._learner.num_updates:
                 engine.sync(self._policy.gather_weights())
                 self._num_updates_synced = self._learner.num_updates

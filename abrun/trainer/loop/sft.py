@@ -37,7 +37,8 @@ class SftAlgorithm:
         num_tokens, num_sequences = self._setup.ranks.all_reduce_sum_data(
             float(batch.token_mask.sum()), len(batch)
         )
-        return self._setup.learner.update(batch, SupervisedObjective(num_tokens=num_tokens), step) | {
+        objective = SupervisedObjective(num_tokens=num_tokens)
+        return self._setup.learner.update_on_each([(batch, objective)], step) | {
             "train/num_valid_samples": num_sequences,
             "train/global_valid_toks": num_tokens,
         }

@@ -34,16 +34,6 @@ def finish(driver: threading.Thread) -> None:
     driver.join()
 
 
-def freeze_survivors() -> None:
-    """Exclude all current objects from garbage collection.
-
-    After the first step these are compiled code, graphs and engines, which every later collection would
-    traverse (vLLM's sleep triggers one).
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def _open_gpu() -> None:
     """Initialise the CUDA driver and this rank's context, for torch to use later.
 

@@ -29,10 +29,10 @@ from abrun.recipe.run import OwnRunConfig, num_rows, set_microbatch_size, share_
 from abrun.trainer.__main__ import out_of_memory_reason
 from abrun.trainer.backends.ranks import join_ranks
 from abrun.trainer.loop.data import check_length
+from abrun.trainer.loop.grpo import Rollouts
 from abrun.trainer.loop.phases import LiveTensors, Phases
-from abrun.trainer.loop.rollouts import Rollouts
 from abrun.trainer.loop.setup import RunSetup, make_setup
-from abrun.trainer.models.parts import RandomWeights
+from abrun.trainer.models.weights import RandomWeights
 from abrun.trainer.rl.batch import RolloutBatch, Sequences
 from abrun.trainer.training import make_algorithm
 

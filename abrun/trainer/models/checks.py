@@ -101,8 +101,10 @@ def check_decoding(network: nn.Module, facts: Facts) -> bool:
     )
 
 
-def _decodes_in_place(network: nn.Module, facts: Facts, tokens: Tensor, expected: Tensor) -> bool:
-    if not supports_in_place_attention(network):
+def _decodes_in_place(network: Any, facts: Facts, tokens: Tensor, expected: Tensor) -> bool:
+    """Return True if `attention_in_place` can replace the network's attention, and it decodes as expected."""
+    config = network.config
+    if config._attn_implementation != "sdpa" or config.sub_configs or not attends_to_all(config):
         return False
     with attention_in_place(network):
         try:
@@ -334,12 +336,6 @@ def _copy_to_slots(states: Tensor, num_cached: int, num_slots: int) -> Tensor:
     slots = states.new_zeros(*states.shape[:2], num_slots, states.shape[3])
     slots[:, :, :num_cached] = states[:, :, :num_cached]
     return slots
-
-
-def supports_in_place_attention(network: Any) -> bool:
-    """Return True if `attention_in_place` can replace the network's attention."""
-    config = network.config
-    return config._attn_implementation == "sdpa" and not config.sub_configs and attends_to_all(config)
 
 
 def holds_all_tokens(cache: Any) -> bool:

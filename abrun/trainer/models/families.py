@@ -4,7 +4,6 @@ A published model is more than weights: its logits may be scaled or soft-capped,
 several towers. This module only reads; `checks` compares the facts with what the network computes.
 """
 
-import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -98,14 +97,11 @@ def takes_weight_decay(name: str, parameter: Tensor) -> bool:
 
 
 def cache_name(network: nn.Module) -> str:
-    """Return the network's name for the key-value cache, an argument and an output of its forward pass."""
-    return _cache_name(type(network))
+    """Return the network's name for the key-value cache, an argument and an output of its forward pass.
 
-
-@functools.cache
-def _cache_name(kind: type[nn.Module]) -> str:
-    """Look the name up: transformers 5.24 renamed it, and warns about the old name."""
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+    transformers 5.24 renamed it, and warns about the old name.
+    """
+    return "cache" if "cache" in inspect.signature(type(network).forward).parameters else "past_key_values"
 
 
 def attends_to_all(config: Any) -> bool:

@@ -75,14 +75,10 @@ def find_turn(tokenizer: Any, end_ids: frozenset[int]) -> Turn | None:
     _, answer, closing = rendered.rpartition(ANSWER)
     if not answer:
         return None
-    special = end_ids | {*tokenizer.all_special_ids} | _special_ids(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = end_ids | {*tokenizer.all_special_ids} | {i for i, token in added.items() if token.special}
     token_ids = tokenizer(closing, add_special_tokens=False)["input_ids"] if closing else []
     return Turn(opening=opening, closing=closing, end_id=next((i for i in token_ids if i in special), None))
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token_id for token_id, token in added.items() if token.special}
 
 
 ENCODING, DECODING = ("__call__", "_encode_plus", "apply_chat_template"), ("decode", "_decode")
@@ -225,19 +221,13 @@ def load_text(model: Model, *, weights: Path | None) -> Text:
             f"model.system_prompt: got {shortened(model.system_prompt)}, and the tokenizer has no chat "
             "template to put it in; use system_prompt: null, or put it into the prompts"
         )
-    return _text(tokenizer, config, generation, model.system_prompt)
-
-
-def _text(
-    tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig, system_prompt: str | None
-) -> Text:
     ids: Any = generation.eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
     ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
     turn = find_turn(tokenizer, frozenset(i for i in ids if i is not None))
     ids.append(turn.end_id if turn else None)
     return Text(
         tokenizer=tokenizer,
-        system_prompt=system_prompt,
+        system_prompt=model.system_prompt,
         end_ids=frozenset(i for i in ids if i is not None),
         turn=turn,
         max_positions=max_positions_of(config),
@@ -257,8 +247,7 @@ def _load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     saved = get_tokenizer_config(source).get("tokenizer_class")
     kind = CharacterTokenizer if saved == CharacterTokenizer.__name__ else AutoTokenizer
     tokenizer = kind.from_pretrained(source)
-    if not tokenizer("1", add_special_tokens=False)[
-        "input_ids"
-    ]:  # transformers returns such a tokenizer if files are missing
+    token_ids = tokenizer("1", add_special_tokens=False)["input_ids"]
+    if not token_ids:  # transformers returns such a tokenizer if files are missing
         raise ValueError("its tokenizer knows no tokens")
     return tokenizer

@@ -49,6 +49,8 @@ def group_advantages(
         advantages = grouped - batch.mean()
     else:
         advantages = grouped.clone()
+
+    # Equal rewards are found by comparison, because their mean may differ from them by rounding.
     is_constant_group = _all_equal(grouped)
     is_constant_batch = _all_equal(batch[None])
     has_no_signal = torch.zeros_like(is_constant_group)
@@ -62,6 +64,7 @@ def group_advantages(
         std = torch.where(is_constant, 0.0, values.std(dim=1, keepdim=True)) if values.shape[1] > 1 else 0.0
         advantages = advantages / (std + STD_EPSILON)
         has_no_signal = has_no_signal | is_constant
+
     if baseline in ("group_mean", "leave_one_out"):
         has_no_signal = has_no_signal | is_constant_group
     elif baseline == "batch_mean":

@@ -25,7 +25,7 @@ class Sequences:
     # [B, S] bool: True on completion tokens, including the end token; never on the first token of a sequence
     token_mask: Tensor
     rows_per_sample: int = 1  # 2 for preference pairs; `split` never separates the rows of a sample
-    # [B, S, layers * k] uint8 or int16: 1 + the index of the expert for a token; 0 if the router is free
+    # [B, S, L * K] uint8 or int16: 1 + the index of the expert for a token; 0 if the router is free
     routes: Tensor | None = None
     # [B, S, W] uint8: the tokens that a filtered sampler could draw from, as a bit set; see rl.sampling
     support: Tensor | None = None

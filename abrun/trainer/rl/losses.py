@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 LossReduction = Literal["token_mean", "sequence_mean", "sequence_sum_constant", "document_sum"]
 GradDivisor = float | Literal["documents", "documents_squared"]
@@ -32,11 +33,6 @@ def clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
     return torch.where(within, values, limited)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # [B, S], [B, S] bool -> []
-    """Return the sum over unmasked tokens."""
-    return torch.where(mask, values, 0.0).sum()
-
-
 def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Tensor:
     """Return the contribution of this microbatch to a mean over the global batch.
 
@@ -44,7 +40,7 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: float | Tensor) -> Te
     mean for any split of the batch. A mean per microbatch would give tokens of short microbatches more
     weight.
     """
-    return masked_sum(values, mask) / denominator
+    return torch.where(mask, values, 0.0).sum() / denominator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +160,11 @@ def _clipped_surrogate(
     """Return the clipped surrogate of a log-ratio [...]; masked tokens need log-ratio and advantage 0."""
     ratio = clamp(log_ratio, -math.inf, MAX_LOG_RATIO).exp()
     clipped_ratio = clamp(ratio, 1 - clip_low, 1 + clip_high)
+
+    # The larger loss: a bound takes away the gradient of a ratio that has gone far enough, and no other.
     unbounded, bounded = -advantages * ratio, -advantages * clipped_ratio
     loss, clipped = torch.maximum(unbounded, bounded), bounded > unbounded
-    if dual_clip is not None:
+    if dual_clip is not None:  # for A < 0 the loss would grow with rho without end
         max_loss = torch.where(advantages < 0, -advantages * dual_clip, math.inf)
         loss, clipped = torch.minimum(loss, max_loss), clipped | (loss > max_loss)
     return PolicyLoss(
@@ -203,7 +201,7 @@ def kl_penalty(
     else:
         penalty = log_ratio.square() / 2
     penalty = clamp(penalty, -MAX_KL, MAX_KL)
-    if estimator == "k3+":
+    if estimator == "k3+":  # the value of k3, the gradient of k2
         penalty = k3(log_ratio).detach().clamp(-MAX_KL, MAX_KL) + (penalty - penalty.detach())
     return penalty
 
@@ -311,3 +309,62 @@ def importance_weights(
         mean = (log_weight.sum(dim=1, keepdim=True) / lengths).exp()
         weight = torch.where((mean >= low) & (mean <= high), weight, 0.0)
     return torch.where(token_mask, weight, 0.0)
+
+
+# Direct preference optimisation (DPO). Dimensions: P pairs, B = 2P sequences. Row 2i is the chosen completion
+# of pair i, row 2i + 1 the rejected one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """The loss of each pair and, without gradient, the values for its metrics; all [P] float64."""
+
+    loss: Tensor
+    chosen_rewards: Tensor  # beta (c - r), reduced over the completion
+    rejected_rewards: Tensor
+    chosen_logprobs: Tensor  # c, reduced over the completion
+    rejected_logprobs: Tensor
+
+    @property
+    def margins(self) -> Tensor:
+        """Chosen minus rejected reward."""
+        return self.chosen_rewards - self.rejected_rewards
+
+
+def dpo_loss(
+    trainer_logprobs: Tensor,  # [B, S] c
+    reference_logprobs: Tensor,  # [B, S] r
+    token_mask: Tensor,  # [B, S] bool
+    *,
+    beta: float,
+    logprob_reduction: Literal["sum", "mean"],
+) -> PreferenceLoss:
+    """Return -log sigmoid(beta ((c_w - r_w) - (c_l - r_l))), w chosen, l rejected (arXiv:2305.18290, eq. 7).
+
+    c and r are sums over the tokens of the completion, or means (length-normalised, as in Tulu 3,
+    arXiv:2411.15124). The sums are float64, because a margin is a small difference of large sums. Masked
+    tokens are ignored.
+    """
+    num_tokens = token_mask.sum(dim=1).clamp(min=1) if logprob_reduction == "mean" else 1
+
+    def reduced(values: Tensor) -> Tensor:  # [B, S] -> [B]
+        return torch.where(token_mask, values, 0.0).double().sum(dim=1) / num_tokens
+
+    rewards = beta * reduced(trainer_logprobs - reference_logprobs)
+    logprobs = reduced(trainer_logprobs.detach())
+    return PreferenceLoss(
+        loss=-logsigmoid(rewards[::2] - rewards[1::2]),
+        chosen_rewards=rewards[::2].detach(),
+        rejected_rewards=rewards[1::2].detach(),
+        chosen_logprobs=logprobs[::2],
+        rejected_logprobs=logprobs[1::2],
+    )
+
+
+def spread_over_tokens(
+    pair_losses: Tensor, token_mask: Tensor
+) -> Tensor:  # [P], [B, S] bool -> [B, S] float64
+    """Divide the loss of each pair equally among its tokens."""
+    shares = token_mask.double().reshape(len(pair_losses), -1)
+    shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
+    return (pair_losses[:, None] * shares).reshape(token_mask.shape)

@@ -4,8 +4,8 @@ Dimensions: B sequences, S positions. Log-probs: g inference, p old, c trainer, 
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from abrun.trainer.rl.batch import TrainBatch
-from abrun.trainer.rl.losses import PolicyLoss, k3, masked_mean
+from abrun.trainer.rl.losses import PolicyLoss, PreferenceLoss, k3, masked_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,33 +33,20 @@ class MetricParts:
 
 def merge(contributions: Sequence[MetricParts]) -> MetricParts:
     """Combine the contributions of several microbatches, which must have the same keys."""
-    reference = contributions[0]
-    for contribution in contributions:
-        for values, keys in (
-            (contribution.sums, reference.sums),
-            (contribution.maxima, reference.maxima),
-            (contribution.minima, reference.minima),
-            (contribution.ratios, reference.ratios),
-        ):
-            assert values.keys() == keys.keys(), f"in some microbatches only: {values.keys() ^ keys.keys()}"
-    return MetricParts(
-        sums={
-            key: torch.stack([contribution.sums[key] for contribution in contributions]).sum()
-            for key in reference.sums
-        },
-        maxima={
-            key: torch.stack([contribution.maxima[key] for contribution in contributions]).amax()
-            for key in reference.maxima
-        },
-        minima={
-            key: torch.stack([contribution.minima[key] for contribution in contributions]).amin()
-            for key in reference.minima
-        },
-        ratios={
-            key: torch.stack([contribution.ratios[key] for contribution in contributions]).sum(dim=0)
-            for key in reference.ratios
-        },
-    )
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sums": Tensor.sum,
+        "maxima": Tensor.amax,
+        "minima": Tensor.amin,
+        "ratios": lambda ratios: ratios.sum(dim=0),
+    }
+    merged: dict[str, dict[str, Tensor]] = {}
+    for kind, reduce in reductions.items():
+        parts: list[dict[str, Tensor]] = [getattr(contribution, kind) for contribution in contributions]
+        keys = parts[0].keys()
+        for part in parts:
+            assert part.keys() == keys, f"in some microbatches only: {part.keys() ^ keys}"
+        merged[kind] = {key: reduce(torch.stack([part[key] for part in parts])) for key in keys}
+    return MetricParts(**merged)
 
 
 def all_reduce(contribution: MetricParts, group: dist.ProcessGroup) -> dict[str, float]:
@@ -108,6 +95,7 @@ def policy_metrics(
     old = torch.where(mask, batch.old_logprobs, 0.0).double()  # p
     trainer = torch.where(mask, trainer_logprobs, 0.0).double()  # c
     advantages = torch.where(mask, batch.advantages, 0.0).double()
+
     mult_prob_error = (inference - old).abs().exp()
     mixture = torch.logaddexp(old, inference) - math.log(2)
     means = {
@@ -126,6 +114,7 @@ def policy_metrics(
         "advantages/mean": advantages,
     }
     sums = {f"train/{key}": masked_mean(value, mask, num_tokens) for key, value in means.items()}
+
     lengths = mask.sum(dim=1)
     counted = lengths > 0
     per_sequence = torch.where(mask, mult_prob_error, 0.0).sum(dim=1) / lengths.clamp(min=1)  # [B]
@@ -197,12 +186,8 @@ def document_metrics(
 
 def merge_keys(metrics: MetricParts, more_metrics: MetricParts) -> MetricParts:
     """Return the union of contributions to different metrics."""
-    return MetricParts(
-        sums=metrics.sums | more_metrics.sums,
-        maxima=metrics.maxima | more_metrics.maxima,
-        minima=metrics.minima | more_metrics.minima,
-        ratios=metrics.ratios | more_metrics.ratios,
-    )
+    kinds = (part.name for part in fields(MetricParts))
+    return MetricParts(**{kind: getattr(metrics, kind) | getattr(more_metrics, kind) for kind in kinds})
 
 
 def _extreme(values: Tensor, mask: Tensor, empty_value: float) -> Tensor:
@@ -210,3 +195,17 @@ def _extreme(values: Tensor, mask: Tensor, empty_value: float) -> Tensor:
     # Add one empty value, because there may be no row
     counted = pad(torch.where(mask, values, empty_value).flatten(), (0, 1), value=empty_value)
     return counted.amax() if empty_value < 0 else counted.amin()
+
+
+def preference_metrics(preference: PreferenceLoss, *, num_pairs: float) -> MetricParts:
+    """Return the contribution of a microbatch to the `train/` metrics, means over the global batch."""
+    means = {
+        "rewards/chosen": preference.chosen_rewards,
+        "rewards/rejected": preference.rejected_rewards,
+        "rewards/margin": preference.margins,
+        "rewards/accuracy": (preference.margins > 0).double(),
+        "logprobs/chosen": preference.chosen_logprobs,
+        "logprobs/rejected": preference.rejected_logprobs,
+    }
+    sums = {f"train/{key}": values.sum() / num_pairs for key, values in means.items()}
+    return MetricParts(sums=sums, maxima={}, minima={})

@@ -6,10 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from abrun.errors import RecipeError
 from abrun.recipe.implementations import ENGINES, load_implementation
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend
-from abrun.trainer.models import Text
+from abrun.trainer.models.text import Text
 from abrun.trainer.seeds import Draws
 
 
@@ -19,13 +20,16 @@ class Completion:
 
     token_ids: list[int]  # includes the end token, if there is one
     logprobs: list[float]  # one for each token, under the distribution it was drawn from
-    # [tokens, W] uint8, on the CPU: the support of each draw, with `exact_support`; see trainer.rl.sampling
+    # [T, W] uint8, on the CPU: the support of each draw, with `exact_support`; see trainer.rl.sampling
     support: Tensor | None = field(default=None, compare=False, repr=False)
     truncated: bool  # stopped by max_new_tokens, not by an end token
 
 
 class RolloutEngine(Protocol):
-    """Interface of rollout engines. Training and validation of a run share one engine."""
+    """Interface of rollout engines. Training and validation of a run share one engine.
+
+    A subclass inherits what an engine does that shares the policy's weights and has no memory of its own.
+    """
 
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
@@ -42,22 +46,33 @@ class RolloutEngine(Protocol):
 
         Do not iterate without need: each tensor costs a collective.
         """
-        ...
 
     def sleep(self) -> int:
         """Free device memory for training; return the freed bytes that torch's allocator still counts."""
-        ...
+        return 0
 
     def wake(self) -> bool:
         """Reclaim the memory freed by `sleep`. Call it before `sync` and `generate`.
 
         Returns True if the weights were freed too: they must be synced even if the policy has not changed.
         """
-        ...
+        return False
 
     def close(self, *, finished: bool = False) -> None:
         """End the processes and process groups of the engine. `finished`: the run has taken its last step."""
-        ...
+
+
+class RecordedEngine(RolloutEngine):
+    """Engine of runs that train on recorded rollouts: loop.grpo reads a step's completions from its file."""
+
+    def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
+        """See `make_engine`."""
+
+    def generate(
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
+    ) -> list[Completion]:
+        """Raise RecipeError."""
+        raise RecipeError("rollout.engine: got 'recorded', which cannot sample; use engine: torch or vllm")
 
 
 def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:

@@ -2,8 +2,8 @@
 
 It shares the policy's weights, so it has nothing to sync and no memory to free. If the attention of the model
 family allows it, the cache is filled in place, and on a GPU each decoding step is a CUDA graph. The graph is
-captured anew in every call, because gathered weights may be at other addresses. Dimensions: B sequences,
-T = max_new_tokens.
+captured anew in every call, because gathered weights may be at other addresses. Letters: B sequences, S =
+max_new_tokens positions, T tokens of a completion, V vocabulary, W bytes of a support.
 """
 
 import contextlib
@@ -16,10 +16,12 @@ from torch import Tensor
 from abrun.processes import progress
 from abrun.recipe.policy import Filters, Rollout
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends import Backend, Decoder
-from abrun.trainer.models import InPlaceCache, Text, holds_all_tokens
+from abrun.trainer.backends import Backend
+from abrun.trainer.backends.head import Decoder
+from abrun.trainer.models.checks import InPlaceCache, holds_all_tokens
+from abrun.trainer.models.text import Text
 from abrun.trainer.rl.sampling import filter_logits, filtered_logprobs, pack_bits, sample, sample_greedily
-from abrun.trainer.rollout import Completion
+from abrun.trainer.rollout import Completion, RolloutEngine
 from abrun.trainer.seeds import Draws
 
 # CUDA graphs for a decoding step that always runs the same operators on the same memory.
@@ -28,12 +30,6 @@ from abrun.trainer.seeds import Draws
 # most rollouts.
 
 Step = Callable[[], None]
-
-
-@contextlib.contextmanager
-def run_unrecorded(step: Step) -> Iterator[Step]:
-    """Yield the step unchanged, without a CUDA graph."""
-    yield step
 
 
 class GraphReplayer:
@@ -129,11 +125,12 @@ def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> "TorchEng
     return TorchEngine(config.rollout, backend, text)
 
 
-class TorchEngine:
+class TorchEngine(RolloutEngine):
     """See abrun.trainer.rollout.RolloutEngine."""
 
     def __init__(self, rollout: Rollout, backend: Backend, text: Text) -> None:
         self._rollout, self._backend = rollout, backend
+        self._filters, self._records_support = rollout.filters, rollout.records_support
         self._device = backend.ranks.device
         self._end_ids = torch.tensor(sorted(text.end_ids), device=self._device)
         self._pad_id = text.pad_id
@@ -145,21 +142,16 @@ class TorchEngine:
     def generate(
         self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
     ) -> list[Completion]:
-        with_support = temperature is None and self._rollout.records_support
+        with_support = temperature is None and self._records_support
         temperature = self._rollout.temperature if temperature is None else temperature
         uniforms = draws.uniforms(self._rollout.max_new_tokens)
         local_rows = self._backend.ranks.context_slice(len(prompts))
         prompts, uniforms = prompts[local_rows], uniforms[local_rows]
-        size = self._rollout.batch_size or max(len(prompts), 1)
-        completions: list[Completion] = []
-        with self._backend.decoding() as decoder:
-            for start in range(0, len(prompts), size):
-                rows_slice = slice(start, start + size)
-                settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _DecodingBatch(
-                    uniforms[rows_slice].to(self._device), **settings, with_support=with_support
-                )
-                completions.extend(self._generate(decoder, prompts[rows_slice], sequences))
+
+        def make_batch(rows: slice, **settings: Any) -> _DecodingBatch:
+            return _DecodingBatch(uniforms[rows].to(self._device), **settings, with_support=with_support)
+
+        completions = self._decode(prompts, temperature, make_batch)
         return self._backend.ranks.all_gather_context(completions)
 
     @torch.no_grad()
@@ -167,7 +159,7 @@ class TorchEngine:
         self,
         prompts: list[list[int]],
         completions: list[list[int]],
-        support: list[Tensor] | None = None,  # [tokens, W] for each completion; None: apply the filters
+        support: list[Tensor] | None = None,  # [T, W] for each completion; None: apply the filters
     ) -> list[list[float]]:
         """Return the log-probs of given completions, computed by the same decoding steps as in `generate`.
 
@@ -176,19 +168,18 @@ class TorchEngine:
         max_new_tokens, temperature = self._rollout.max_new_tokens, self._rollout.temperature
         padded = [tokens + [self._pad_id] * (max_new_tokens - len(tokens)) for tokens in completions]
         forced_tokens = torch.tensor(padded, device=self._device)
-        padded_support = None if support is None else self._pad_support(support, max_new_tokens)
-        size = self._rollout.batch_size or max(len(prompts), 1)
-        scored: list[Completion] = []
-        with self._backend.decoding() as decoder:
-            for start in range(0, len(prompts), size):
-                rows_slice = slice(start, start + size)
-                settings = self._sequence_settings(prompts[rows_slice], temperature)
-                sequences = _ForcedBatch(
-                    forced_tokens[rows_slice],
-                    None if padded_support is None else padded_support[rows_slice],
-                    **settings,
-                )
-                scored.extend(self._generate(decoder, prompts[rows_slice], sequences))
+        padded_support: Tensor | None = None
+        if support is not None:
+            padded_support = torch.zeros(len(support), max_new_tokens, support[0].shape[1], dtype=torch.uint8)
+            for row, token_support in enumerate(support):
+                padded_support[row, : len(token_support)] = token_support
+            padded_support = padded_support.to(self._device)
+
+        def make_batch(rows: slice, **settings: Any) -> _DecodingBatch:
+            kept = None if padded_support is None else padded_support[rows]
+            return _ForcedBatch(forced_tokens[rows], kept, **settings)
+
+        scored = self._decode(prompts, temperature, make_batch)
         return [completion.logprobs for completion in scored]
 
     def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -199,28 +190,30 @@ class TorchEngine:
         return 0
 
     def wake(self) -> bool:
-        """Do nothing."""
+        """Do nothing: the policy's weights are always there."""
         return False
 
-    def close(self, *, finished: bool = False) -> None:
-        """Do nothing."""
-
-    def _pad_support(
-        self, support: list[Tensor], max_new_tokens: int
-    ) -> Tensor:  # [tokens, W] each -> [B, most, W]
-        padded = torch.zeros(len(support), max_new_tokens, support[0].shape[1], dtype=torch.uint8)
-        for row, token_support in enumerate(support):
-            padded[row, : len(token_support)] = token_support
-        return padded.to(self._device)
-
-    def _sequence_settings(self, prompts: list[list[int]], temperature: float) -> dict[str, Any]:
-        return {
-            "num_tokens": torch.tensor([len(prompt) for prompt in prompts], device=self._device),
-            "end_ids": self._end_ids,
-            "pad_id": self._pad_id,
-            "filters": self._rollout.filters,
-            "temperature": temperature,
-        }
+    def _decode(
+        self, prompts: list[list[int]], temperature: float, make_batch: Callable[..., "_DecodingBatch"]
+    ) -> list[Completion]:
+        """Decode the prompts, `rollout.batch_size` at a time; `make_batch` makes the batch of some rows."""
+        size = self._rollout.batch_size or max(len(prompts), 1)
+        completions: list[Completion] = []
+        with self._backend.decoding() as decoder:
+            for start in range(0, len(prompts), size):
+                rows = slice(start, start + size)
+                settings = {
+                    "num_tokens": torch.tensor(
+                        [len(prompt) for prompt in prompts[rows]], device=self._device
+                    ),
+                    "end_ids": self._end_ids,
+                    "pad_id": self._pad_id,
+                    "filters": self._filters,
+                    "temperature": temperature,
+                }
+                sequences = make_batch(rows, **settings)
+                completions.extend(self._generate(decoder, prompts[rows], sequences))
+        return completions
 
     def _generate(
         self, decoder: Decoder, prompts: list[list[int]], sequences: "_DecodingBatch"
@@ -278,7 +271,7 @@ class TorchEngine:
             cache.advance()
 
         if self._replayer is None or decoder.collective:
-            return run_unrecorded(step)
+            return contextlib.nullcontext(step)
         return self._replayer(step)
 
     def _should_check_ends(self, num_drawn: int) -> bool:
@@ -298,7 +291,7 @@ class _DecodingBatch:
 
     def __init__(
         self,
-        uniforms: Tensor,  # [B, T]
+        uniforms: Tensor,  # [B, S]
         *,
         num_tokens: Tensor,  # [B], tokens of each prompt
         end_ids: Tensor,
@@ -355,13 +348,11 @@ class _DecodingBatch:
         uniform = self._uniforms.index_select(1, self._num_drawn)[:, 0]
         logits = filter_logits((logits / self._temperature).float(), self._filters)
         if self._with_support:
-            self._record_support(pack_bits(logits > float("-inf")))
+            support = pack_bits(logits > float("-inf"))  # [B, W]
+            if self._support is None:  # allocated at the first draw, which is before any graph capture
+                self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
+            self._support.index_copy_(1, self._num_drawn, support[:, None])
         return sample(logits, uniform)
-
-    def _record_support(self, support: Tensor) -> None:  # [B, W]
-        if self._support is None:  # allocated at the first draw, which is before any graph capture
-            self._support = support.new_zeros(*self._sampled.shape, support.shape[1])
-        self._support.index_copy_(1, self._num_drawn, support[:, None])
 
 
 class _ForcedBatch(_DecodingBatch):
@@ -369,8 +360,8 @@ class _ForcedBatch(_DecodingBatch):
 
     def __init__(
         self,
-        forced_tokens: Tensor,  # [B, T]
-        support: Tensor | None,  # [B, T, W]
+        forced_tokens: Tensor,  # [B, S]
+        support: Tensor | None,  # [B, S, W]
         **settings: Any,
     ) -> None:
         super().__init__(forced_tokens, **settings)

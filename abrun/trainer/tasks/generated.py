@@ -147,9 +147,6 @@ def _judge_claim(example: Example, completion: str) -> float:
     return float(bool(claims) and claims[-1].rstrip(".,").replace(",", "") == example.answer)
 
 
-# --- templates ---
-
-
 def _price(draw: random.Random, n: int) -> Problem:
     name, things = draw.choice(NAMES), draw.choice(THINGS)
     count, price = _numbers(draw, n, 2)
@@ -318,13 +315,8 @@ def reasoning_gym(config: ReasoningGym) -> Generated:
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RecipeError(
-            _without_package(
-                field="task.type",
-                got="reasoning_gym",
-                package="reasoning-gym",
-                install="pip install 'abrun[reasoning]'",
-                instead=None,
-            )
+            "task.type: got 'reasoning_gym', but the package reasoning-gym is missing; pip install "
+            "'abrun[reasoning]'"
         ) from error
     if config.name not in DATASETS:
         raise RecipeError(
@@ -382,12 +374,3 @@ def _check_reproducible(name: str, draw: Callable[[random.Random], Example], sco
                 f"task.name: got {name!r}, whose problems have no answer that its scorer accepts; use "
                 "another task"
             )
-
-
-def _without_package(field: str, got: str | bool, package: str, install: str, instead: str | None) -> str:
-    remedy = f"{install}, or use {instead}" if instead else install
-    return f"{field}: got {_yaml_text(got)}, but the package {package} is missing; {remedy}"
-
-
-def _yaml_text(got: str | bool) -> str:
-    return str(got).lower() if isinstance(got, bool) else repr(got)

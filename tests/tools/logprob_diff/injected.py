@@ -9,7 +9,7 @@ from torch import Tensor
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends import Backend, make_backend
 from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.models import Text
+from abrun.trainer.models.text import Text
 from abrun.trainer.rl.batch import collate
 from abrun.trainer.rollout import Completion
 from abrun.trainer.rollout.torch_engine import TorchEngine

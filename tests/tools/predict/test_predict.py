@@ -36,7 +36,7 @@ from abrun.trainer import backends
 from abrun.trainer.backends.dtensor import fsdp
 from abrun.trainer.loop.setup import make_setup
 from abrun.trainer.memory.measure import make_random_batch
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rollout.vllm.startup import cache_bytes
 from abrun.trainer.training import make_algorithm
 from tests.snapshot import Snapshot

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from abrun.runs.captures import Capture
 from abrun.tools.trace.command import read_replicas
 from abrun.tools.trace.judge import judge_trace
-from abrun.trainer.models import open_network
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.seeds import derive_seed
 from tests.tools.trace.captured import capture, config
 

@@ -20,7 +20,7 @@ from transformers import (
 from abrun.recipe.policy import Filters, Policy
 from abrun.trainer.backends.megatron import check_megatron
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import published
+from abrun.trainer.models.weights import published
 from tests.trainer.backends.policies import CPU
 
 SIZES: dict[str, Any] = {

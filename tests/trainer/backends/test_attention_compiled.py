@@ -18,7 +18,7 @@ from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends import attention
 from abrun.trainer.backends.dtensor.layers import prepare_layers
 from abrun.trainer.backends.microbatches import make_packing
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from tests.spawn import run_ranks
 
 KEYS = "model.layers.0.self_attn.k_proj.weight"

@@ -18,7 +18,8 @@ from abrun.trainer.backends import routing
 from abrun.trainer.backends.dtensor import DtensorBackend, experts, fsdp
 from abrun.trainer.backends.dtensor.experts import DispatchedExperts
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import experts_of, load_network
+from abrun.trainer.models.families import experts_of
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.metrics import all_reduce
 from tests.snapshot import Snapshot
 from tests.spawn import run_ranks

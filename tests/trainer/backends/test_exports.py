@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import open_network
+from abrun.trainer.models.weights import open_network
 from tests.trainer.backends.megatron_policies import make_backend, network
 from tests.trainer.backends.policies import CPU
 

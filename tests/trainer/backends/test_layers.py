@@ -12,7 +12,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from abrun.recipe.policy import Model
 from abrun.trainer.backends.dtensor import layers
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from tests.trainer.backends.policies import make_backend, some_batch
 
 

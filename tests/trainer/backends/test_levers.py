@@ -21,7 +21,8 @@ from abrun.trainer.backends.microbatches import Microbatches
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.grpo import PolicyLosses, PolicyObjective
 from abrun.trainer.loop.ppo import PpoValueObjective
-from abrun.trainer.models import check_network, facts_of
+from abrun.trainer.models.checks import check_network
+from abrun.trainer.models.families import facts_of
 from abrun.trainer.rl.batch import ActorCriticBatch
 from abrun.trainer.rl.metrics import MetricParts, all_reduce
 from tests.spawn import run_ranks

@@ -15,7 +15,7 @@ from abrun.recipe.extras import megatron_refusal
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.megatron import library
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import takes_weight_decay
+from abrun.trainer.models.families import takes_weight_decay
 from tests.trainer.backends.megatron_policies import gradients, make_backend, network, weights_of
 from tests.trainer.backends.policies import (
     CPU,
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_in_one_line(case: str, group: None) -> Non
     with pytest.raises(RecipeError, match=r"^policy\.backend\." + message) as raised:
         from abrun.recipe.policy import Megatron, Policy
         from abrun.trainer.backends.megatron.network import make_network
-        from abrun.trainer.models import facts_of
+        from abrun.trainer.models.families import facts_of
 
         model = network(kind, **changes)
         settings = Megatron.model_validate({"type": "megatron", **cut})

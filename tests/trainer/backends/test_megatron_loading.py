@@ -13,8 +13,7 @@ from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.recorder import hash_policy
-from abrun.trainer.models import open_network
-from abrun.trainer.models.parts import Checkpoint
+from abrun.trainer.models.weights import Checkpoint, open_network
 from tests.spawn import run_ranks
 from tests.trainer.backends.megatron_policies import make_backend, network, weights_of
 from tests.trainer.backends.policies import CPU, some_batch

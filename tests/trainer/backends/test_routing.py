@@ -14,8 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from abrun.errors import RecipeError
 from abrun.trainer.backends.dtensor import DtensorBackend, Routers
 from abrun.trainer.backends.routing import RouterLoad
-from abrun.trainer.models import experts_of
-from abrun.trainer.models.families import SOFTMAX_ROUTERS
+from abrun.trainer.models.families import SOFTMAX_ROUTERS, experts_of
 from abrun.trainer.rl.batch import sequence_lengths
 from abrun.trainer.rl.metrics import all_reduce
 from tests.trainer.backends.policies import (

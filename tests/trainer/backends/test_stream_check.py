@@ -12,7 +12,8 @@ from abrun.recipe.policy import Model, Policy
 from abrun.trainer.backends import attention
 from abrun.trainer.backends.attention import enable_streams, hidden_states
 from abrun.trainer.backends.microbatches import make_packing
-from abrun.trainer.models import facts_of, open_network
+from abrun.trainer.models.families import facts_of
+from abrun.trainer.models.weights import open_network
 from tests.trainer.models.architectures import MAMBA_HEADS, tiny_network
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}

@@ -28,8 +28,9 @@ from abrun.trainer.backends.dtensor import DtensorBackend, tensor_parallel
 from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel, check_fits
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.recorder import hash_policy
-from abrun.trainer.models import Text, character_tokenizer, content_of, open_network, published, weights_hash
-from abrun.trainer.models.parts import Checkpoint
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import Checkpoint, content_of, open_network, published, weights_hash
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws
 from tests.spawn import run_ranks

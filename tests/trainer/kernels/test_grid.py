@@ -7,7 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from abrun.trainer.kernels.grid import BYTES_PER_TOKEN, Cost, make_grid, make_whole_row_grid
+from abrun.trainer.kernels.head import Cost
+from abrun.trainer.kernels.linear import BYTES_PER_TOKEN, make_grid, make_whole_row_grid
 
 costs = st.builds(
     Cost,

@@ -123,7 +123,7 @@ def test_two_profiles_do_not_share_a_folder(
 
 def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
     from abrun.trainer.memory.measure import _make_weights_on
-    from abrun.trainer.models.parts import RandomWeights
+    from abrun.trainer.models.weights import RandomWeights
 
     weights = RandomWeights(some_network(RECIPE), seed=0)
     name, part = "model.embed_tokens.weight", (slice(2, 6), slice(0, 64))
@@ -139,7 +139,7 @@ def test_large_random_weights_are_made_in_parts_where_they_are_needed() -> None:
 
 
 def some_network(recipe: ExperimentDeclaration) -> Any:
-    from abrun.trainer.models import load_network
+    from abrun.trainer.models.weights import load_network
 
     return load_network(recipe.run_config("baseline").model, weights=None, seed=0)  # pyright: ignore
 

@@ -14,7 +14,7 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import begin_attempt
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.loop import checkpoint
-from abrun.trainer.loop.branch import start_from
+from abrun.trainer.loop.checkpoint import start_from
 from abrun.trainer.loop.setup import make_setup
 from tests.snapshot import Snapshot
 from tests.spawn import run_ranks

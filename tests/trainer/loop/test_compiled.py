@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from tests.spawn import run_ranks
 from tests.trainer.loop.runs import train_here
 from tests.written_runs import make_run, run_config

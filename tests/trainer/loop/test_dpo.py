@@ -236,7 +236,8 @@ def test_sft_is_validated_by_its_loss_on_held_out_completions(
 ) -> None:
     """On preferences, of the chosen completion; the loss is that of transformers on the same texts."""
     from abrun.recipe.policy import Model
-    from abrun.trainer.models import load_network, load_text
+    from abrun.trainer.models.text import load_text
+    from abrun.trainer.models.weights import load_network
 
     config = run_config("algorithm={type: sft, batch_size: 8}", *of_files, "steps=1")
     directory = make_run(tmp_path / "run", config, initial_weights=warm_weights)

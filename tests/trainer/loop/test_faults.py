@@ -14,7 +14,7 @@ from abrun.recipe.faults import FAULTS, LIBRARY, ONE_ULP, InjectedFault
 from abrun.recipe.implementations import ENGINES
 from abrun.runs.rundir import RunDir
 from abrun.trainer.faults import BY_SEAM
-from abrun.trainer.models import sketch_of
+from abrun.trainer.models.weights import sketch_of
 from tests.snapshot import Snapshot
 from tests.trainer.loop.runs import Rows, group, single_rank, train, train_here
 from tests.trainer.loop.test_implementations import verifier

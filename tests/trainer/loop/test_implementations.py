@@ -17,11 +17,14 @@ from abrun.recipe.algorithms import Ppo
 from abrun.recipe.implementations import BACKENDS, ENGINES
 from abrun.recipe.policy import Policy
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.backends import B, Backend, Decoder, Objective
+from abrun.trainer.backends import B, Backend, Objective
+from abrun.trainer.backends.head import Decoder
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.shards import ShardSpec
 from abrun.trainer.kernels import linear_logprobs
-from abrun.trainer.models import Text, cache_name, load_network, save_network
+from abrun.trainer.models.families import cache_name
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import load_network, save_network
 from abrun.trainer.rl.batch import Sequences
 from abrun.trainer.rl.metrics import MetricParts
 from abrun.trainer.rl.sampling import sample

@@ -13,7 +13,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.policy import Model
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.data import check_example_lengths, make_data
-from abrun.trainer.models import load_text
+from abrun.trainer.models.text import load_text
 from tests.snapshot import Snapshot
 from tests.written_runs import run_config
 

@@ -14,8 +14,7 @@ import torch
 from abrun.recipe.algorithms import Grpo
 from abrun.runs.lines import read_json_lines
 from abrun.trainer.backends.dtensor import DtensorBackend
-from abrun.trainer.loop.grpo import GrpoAlgorithm, PolicyObjective
-from abrun.trainer.loop.rollouts import Rollouts
+from abrun.trainer.loop.grpo import GrpoAlgorithm, PolicyObjective, Rollouts
 from abrun.trainer.loop.setup import Learner, RunSetup, make_setup
 from abrun.trainer.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.trainer.rl.losses import loss_weights

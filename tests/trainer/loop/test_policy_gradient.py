@@ -20,7 +20,7 @@ from abrun.runs.rundir import RunDir
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.loop import grpo
 from abrun.trainer.loop.grpo import PolicyObjective
-from abrun.trainer.models import content_of, load_network, sketch_of, weights_hash
+from abrun.trainer.models.weights import content_of, load_network, sketch_of, weights_hash
 from abrun.trainer.rl.batch import RolloutBatch, ScoredBatch, TrainBatch
 from abrun.trainer.rl.sampling import filtered_logprobs
 from tests.trainer.loop.runs import Rows, train_here

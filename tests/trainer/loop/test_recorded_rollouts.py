@@ -34,7 +34,7 @@ from abrun.runs.rollouts import read_step, step_path
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
 from abrun.trainer.loop.data import RecordedGroups
-from abrun.trainer.models import load_text
+from abrun.trainer.models.text import load_text
 from tests.bench.launches import clockless_rows
 from tests.launch.fakes import FAKE, run_to_end
 from tests.trainer.loop.runs import train_plan

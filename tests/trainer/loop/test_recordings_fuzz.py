@@ -19,7 +19,7 @@ from abrun.recipe.run import OwnRunConfig
 from abrun.runs import rollouts
 from abrun.runs.rollouts import RecordedCompletion, RecordedGroup, RecordedStep, step_path
 from abrun.trainer.loop.data import Group, RecordedGroups, origin_of
-from abrun.trainer.models import Text, load_text
+from abrun.trainer.models.text import Text, load_text
 from tests.fuzzing import SEED, WORDS, bounded, check_line, damaged, rounds
 from tests.trainer.loop.test_recorded_rollouts import RECIPE
 

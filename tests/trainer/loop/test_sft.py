@@ -15,7 +15,8 @@ from abrun.recipe.policy import Model
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.loop.data import Data, PrefetchedBatches, Texts, make_data
 from abrun.trainer.loop.sft import SupervisedObjective
-from abrun.trainer.models import load_network, load_text
+from abrun.trainer.models.text import load_text
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import Sequences
 from tests.conftest import TRITON_ON_CPU
 from tests.snapshot import Snapshot

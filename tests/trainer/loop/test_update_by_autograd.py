@@ -18,7 +18,7 @@ from abrun.recipe.algorithms import Grpo
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.loop.grpo import GrpoAlgorithm
 from abrun.trainer.loop.setup import make_setup
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.trainer.seeds import derive_seed
 from tests.spawn import run_ranks

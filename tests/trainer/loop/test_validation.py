@@ -13,7 +13,8 @@ from abrun.runs.files import read_json
 from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.trainer.loop.recorder import prompts_sha256
-from abrun.trainer.models import load_network, load_text
+from abrun.trainer.models.text import load_text
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.tasks import hold_out
 from tests.trainer.loop.runs import Trainer, metrics_by_step, run_to_end, train, train_here
 from tests.written_runs import make_run, metric_values, run_config

@@ -10,7 +10,8 @@ from abrun.errors import RecipeError
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import check_decoding, check_network, facts_of
+from abrun.trainer.models.checks import check_decoding, check_network
+from abrun.trainer.models.families import facts_of
 from abrun.trainer.rl.batch import collate
 from tests.trainer.backends.megatron_policies import make_backend
 from tests.trainer.backends.policies import CPU, Advised, WeightedLoss, plain_logprobs

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from abrun.trainer.models import content_of, sketch_of
 from abrun.trainer.models import weights as content
+from abrun.trainer.models.weights import content_of, sketch_of
 
 WEIGHT = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 

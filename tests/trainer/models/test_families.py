@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from abrun.errors import RecipeError
-from abrun.trainer.models import Facts, check_decoding, check_network, facts_of
+from abrun.trainer.models.checks import check_decoding, check_network
+from abrun.trainer.models.families import Facts, facts_of
 from tests.snapshot import Snapshot
 from tests.trainer.models.architectures import tiny_network
 

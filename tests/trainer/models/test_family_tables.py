@@ -24,7 +24,8 @@ from abrun.recipe.families import (
 )
 from abrun.recipe.policy import Policy
 from abrun.trainer.backends.attention import enable_streams
-from abrun.trainer.models import check_network, facts_of
+from abrun.trainer.models.checks import check_network
+from abrun.trainer.models.families import facts_of
 from tests.snapshot import Snapshot
 from tests.trainer.models.architectures import tiny_config, tiny_network
 

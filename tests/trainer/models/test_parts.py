@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from abrun.recipe.policy import Model
-from abrun.trainer.models import load_network, open_network, parts, save_network
+from abrun.trainer.models import weights as parts
+from abrun.trainer.models.weights import load_network, open_network, save_network
 from tests.trainer.models.architectures import tiny_network
 from tests.trainer.models.conftest import TINY
 

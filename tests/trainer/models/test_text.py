@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CodeLlamaTokenizer
 
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Model
-from abrun.trainer.models import Text, character_tokenizer, load_text
 from abrun.trainer.models.families import max_positions_of
-from abrun.trainer.models.sources import CharacterTokenizer
+from abrun.trainer.models.sources import CharacterTokenizer, character_tokenizer
+from abrun.trainer.models.text import Text, load_text
 from tests.snapshot import Snapshot
 from tests.trainer.models.architectures import tiny_config, tiny_network
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from abrun.recipe.policy import Model
-from abrun.trainer.models import Text, load_text
+from abrun.trainer.models.text import Text, load_text
 from abrun.trainer.rl.batch import collate
 
 CHATML = (

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from abrun.recipe.policy import Model
-from abrun.trainer.models import load_network, open_network, save_network, unread
+from abrun.trainer.models import unread
+from abrun.trainer.models.weights import load_network, open_network, save_network
 from tests.snapshot import Snapshot
 from tests.trainer.models.architectures import tiny_config, tiny_network
 

@@ -13,16 +13,11 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from abrun.errors import RecipeError
 from abrun.recipe.policy import Model
-from abrun.trainer.models import (
-    load_network,
-    load_text,
-    open_network,
-    persistent_buffers,
-    save_network,
-    weights,
-)
+from abrun.trainer.models import weights
 from abrun.trainer.models.checks import check_network
-from abrun.trainer.models.families import facts_of
+from abrun.trainer.models.families import facts_of, persistent_buffers
+from abrun.trainer.models.text import load_text
+from abrun.trainer.models.weights import load_network, open_network, save_network
 from tests.snapshot import Snapshot
 from tests.trainer.models.architectures import tiny_network
 

@@ -51,17 +51,19 @@ import torch
 from torch import Tensor
 
 from abrun.trainer.rl.advantages import group_advantages
-from abrun.trainer.rl.dpo import dpo_loss, preference_metrics, spread_over_tokens
 from abrun.trainer.rl.losses import (
     cispo_loss,
     clipped_policy_loss,
+    dpo_loss,
     gspo_loss,
     importance_weights,
     kl_penalty,
     loss_weights,
     reinforce_loss,
+    spread_over_tokens,
     weighted_losses,
 )
+from abrun.trainer.rl.metrics import preference_metrics
 
 pytestmark = pytest.mark.slow
 MAX_TOKENS = 9

@@ -12,7 +12,7 @@ from torch import Tensor
 from abrun.recipe.algorithms import Dpo
 from abrun.trainer.loop.dpo import PreferenceObjective
 from abrun.trainer.rl.batch import Pairs
-from abrun.trainer.rl.dpo import dpo_loss
+from abrun.trainer.rl.losses import dpo_loss
 from abrun.trainer.rl.metrics import merge
 
 SUM: Any = "sum"

@@ -19,8 +19,8 @@ from abrun.trainer.rl.advantages import (
     value_statistics,
 )
 from abrun.trainer.rl.batch import collate, scatter_support, scatter_to_completions, sequence_lengths
-from abrun.trainer.rl.dpo import dpo_loss, preference_metrics
-from abrun.trainer.rl.losses import importance_weights, kl_penalty, loss_weights
+from abrun.trainer.rl.losses import dpo_loss, importance_weights, kl_penalty, loss_weights
+from abrun.trainer.rl.metrics import preference_metrics
 from tests.trainer.rl.test_metrics import Tensors, full_parts_of, random_batch
 from tests.trainer.rl.test_policy_losses import LOSSES
 from tests.trainer.rl.test_values import alone

@@ -84,7 +84,7 @@ def main() -> None:
         del sys.argv[1]
     else:
         from abrun.trainer import __main__ as module
-        from abrun.trainer.rollout.vllm import colocated
+        from abrun.trainer.rollout.vllm import engines as colocated
 
         colocated.VllmInstance = StandIn  # pyright: ignore
     sys.exit(module.main())

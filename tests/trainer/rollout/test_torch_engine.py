@@ -10,7 +10,10 @@ from abrun.recipe.policy import Logprobs, Model, Policy, Rollout
 from abrun.tools.trace.observe import one_ulp_away
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer, checks, open_network
+from abrun.trainer.models import checks
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
 from abrun.trainer.rollout import Completion, torch_engine
 from abrun.trainer.rollout.torch_engine import TorchEngine

@@ -9,7 +9,9 @@ import torch
 from abrun.recipe.policy import Model, Policy, Rollout
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer, open_network
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.rollout import Completion
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws

@@ -14,18 +14,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from abrun.recipe.policy import Model, Policy, Rollout
+from abrun.recipe.policy import ARCHITECTURES, Model, Policy, Rollout
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import (
-    ARCHITECTURES,
-    Text,
-    character_tokenizer,
-    check_decoding,
-    check_network,
-    facts_of,
-    open_network,
-)
+from abrun.trainer.models.checks import check_decoding, check_network
+from abrun.trainer.models.families import facts_of
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import open_network
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws
 from tests.trainer.models.architectures import tiny_network

@@ -24,9 +24,9 @@ from abrun.processes import ENGINE_HOST_VARIABLE, RUN_DIR_VARIABLE, progress, st
 from abrun.recipe.run import OwnRunConfig
 from abrun.runs.rundir import RunDir
 from abrun.trainer.rollout import Completion
-from abrun.trainer.rollout import vllm as library
-from abrun.trainer.rollout.vllm import colocated
-from abrun.trainer.rollout.vllm.hosted import HostedEngine
+from abrun.trainer.rollout.vllm import engines as colocated
+from abrun.trainer.rollout.vllm import engines as library
+from abrun.trainer.rollout.vllm.engines import HostedEngine
 from tests.launch.fakes import STAND_IN_HOST
 from tests.trainer.loop.runs import single_rank
 from tests.trainer.rollout.forked_hosts import start_forked_host, started

@@ -15,7 +15,7 @@ from abrun.recipe.run import share_of_device
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.models.sources import preset_config
 from abrun.trainer.rollout.vllm import instance
-from abrun.trainer.rollout.vllm.colocated import ColocatedEngine
+from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 from abrun.trainer.rollout.vllm.startup import LogTail, _engine_arguments, _memory_arguments, cache_bytes
 from abrun.trainer.seeds import Draws
 from tests.trainer.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of

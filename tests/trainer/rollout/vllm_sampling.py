@@ -21,7 +21,9 @@ from abrun.recipe.policy import Model
 from abrun.recipe.run import OwnRunConfig
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.ranks import make_ranks
-from abrun.trainer.models import Text, character_tokenizer, load_network
+from abrun.trainer.models.sources import character_tokenizer
+from abrun.trainer.models.text import Text
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.trainer.rollout import Completion
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer
@@ -76,7 +78,7 @@ class Sampling:
         self.engine = self._make(config)
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.trainer.rollout.vllm.colocated import ColocatedEngine
+        from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 
         return ColocatedEngine(config, self.backend, TEXT)
 
@@ -99,7 +101,7 @@ class SamplingApart(Sampling):
     """With an engine in processes of its own."""
 
     def _make(self, config: OwnRunConfig) -> Any:
-        from abrun.trainer.rollout.vllm.separate import SeparateEngine
+        from abrun.trainer.rollout.vllm.engines import SeparateEngine
 
         return SeparateEngine(config, self.backend, TEXT)
 
@@ -115,7 +117,7 @@ class SamplingApart(Sampling):
 @contextlib.contextmanager
 def to_break(config: OwnRunConfig) -> Iterator[SamplingApart]:
     """An engine with as much patience as a test has; none of its processes is left."""
-    from abrun.trainer.rollout.vllm import separate
+    from abrun.trainer.rollout.vllm import engines as separate
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from abrun.recipe.run import OwnRunConfig
-from abrun.trainer.models import load_network
+from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import scatter_support
 from abrun.trainer.rl.sampling import unpack_bits
 from abrun.trainer.rollout import Completion

@@ -9,7 +9,8 @@ import pytest
 
 from abrun.errors import RecipeError
 from abrun.recipe.tasks import Gsm8k, Jsonl
-from abrun.trainer.tasks import Example, make_task, values
+from abrun.trainer.tasks import Example, make_task
+from abrun.trainer.tasks import problems as values
 from abrun.trainer.tasks.expressions import final_answer
 from abrun.trainer.tasks.problems import judge_by_reference, judge_by_value
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from abrun.recipe.tasks import WordProblems
-from abrun.trainer.models import UNKNOWN, character_tokenizer
+from abrun.trainer.models.sources import UNKNOWN, character_tokenizer
 from abrun.trainer.tasks import Example, TrainingTask, make_task
 from abrun.trainer.tasks.generated import TOPICS
 from tests.snapshot import Snapshot

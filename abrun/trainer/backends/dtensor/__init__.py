@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Policy
-from abrun.trainer.backends import B, Decoder, TracedModule
+from abrun.trainer.backends import B, TracedModule
 from abrun.trainer.backends.attention import hidden_states
 from abrun.trainer.backends.dtensor.experts import shard_experts
 from abrun.trainer.backends.dtensor.fsdp import (
@@ -27,13 +27,15 @@ from abrun.trainer.backends.dtensor.fsdp import (
     free_gathered,
     gather_once,
     keeps_gathered,
+    local_shard,
     materialise,
     shard,
     shard_layers,
 )
 from abrun.trainer.backends.dtensor.layers import load_checked, prepare_layers
-from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel, local_shard
+from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel
 from abrun.trainer.backends.head import (
+    Decoder,
     EntropyMode,
     HeadOutput,
     LmHead,
@@ -46,14 +48,9 @@ from abrun.trainer.backends.policy import AuxLossInputs, PolicyBackend, ValueBac
 from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterChoice, RouterLoad, check_routing, route_dtype
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import (
-    Facts,
-    attention_in_place,
-    facts_of,
-    persistent_buffers,
-    published,
-    routers_of,
-)
+from abrun.trainer.models.checks import attention_in_place
+from abrun.trainer.models.families import Facts, facts_of, persistent_buffers, routers_of
+from abrun.trainer.models.weights import published
 from abrun.trainer.rl.batch import Sequences, sequence_lengths
 
 
@@ -150,7 +147,10 @@ class DtensorValueModel(ValueBackend):
         self._tensor_parallel = tensor
         self._coefficient = 1.0
         # float32, unless the recipe tests how much bfloat16 master weights and moments lose by rounding.
-        self.head = _make_head(hidden_size, seed, ranks.device, DTYPES[settings.value_head_dtype])
+        dtype = DTYPES[settings.value_head_dtype]
+        self.head = LinearValueHead(hidden_size, 1)
+        self.head.weight = nn.Parameter(init_value_weight(hidden_size, seed).to(ranks.device, dtype))
+        self.head.bias = nn.Parameter(torch.zeros(1, device=ranks.device, dtype=dtype))
         if tensor:
             tensor.replicate(self.head)
         # Gathered in its own dtype, whatever the backbone's compute dtype.
@@ -212,13 +212,6 @@ class DtensorValueModel(ValueBackend):
         shard(module, self.ranks.weight_mesh, self.settings.dtype)
         materialise(module, network, self.ranks.device)
         return module.train()
-
-
-def _make_head(hidden_size: int, seed: int, device: torch.device, dtype: torch.dtype) -> LinearValueHead:
-    head = LinearValueHead(hidden_size, 1)
-    head.weight = nn.Parameter(init_value_weight(hidden_size, seed).to(device, dtype))
-    head.bias = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
-    return head
 
 
 class DtensorBackend(PolicyBackend[RoutingRecord]):

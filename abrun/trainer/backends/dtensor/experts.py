@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from abrun.errors import RecipeError
 from abrun.trainer.backends.dtensor.fsdp import shard
 from abrun.trainer.backends.ranks import Ranks
-from abrun.trainer.models import experts_of
+from abrun.trainer.models.families import experts_of
 
 
 def shard_experts(network: nn.Module, ranks: Ranks, dtype: str) -> "list[DispatchedExperts]":
@@ -64,7 +64,7 @@ class DispatchedExperts:
                 return self._forward(hidden, chosen, weights)
         order = chosen.flatten().argsort(stable=True)  # [N * K], sorted by expert, so by rank
         counts = torch.bincount(chosen.flatten(), minlength=self._num_experts).view(self._num_ranks, -1)
-        received = torch.empty_like(counts)  # [P, E / P], for each of this rank's experts
+        received = torch.empty_like(counts)  # [P, E/P], for each of this rank's experts
         dist.all_to_all_single(received, counts, group=self._group)
         sizes = counts.sum(dim=1).tolist(), received.sum(dim=1).tolist()
         rows = _AllToAll.apply(hidden[order // chosen.shape[1]], *sizes, self._group)

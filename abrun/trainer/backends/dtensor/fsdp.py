@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils import get_total_norm
 
 from abrun.recipe.policy import Dtensor, Optimizer, Policy
-from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs, sum_of_squares
-from abrun.trainer.models import takes_weight_decay
+from abrun.trainer.backends.policy import empty_adamw_state, sum_of_squares
+from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
+from abrun.trainer.models.families import takes_weight_decay
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -264,13 +265,8 @@ class ShardedParameters:
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, local_parameter in self._local_parameters.items():
-                if f"optimizer/step/{name}" not in state:
-                    continue
-                self._optimizer.state[local_parameter] = {
-                    "step": torch.zeros((), device=local_parameter.device),  # the fused AdamW needs it there
-                    "exp_avg": torch.zeros_like(local_parameter),
-                    "exp_avg_sq": torch.zeros_like(local_parameter),
-                }
+                if f"optimizer/step/{name}" in state:
+                    self._optimizer.state[local_parameter] = empty_adamw_state(local_parameter)
         for name, tensor in self.local_state().items():
             tensor.copy_(state[name])
 
@@ -306,6 +302,11 @@ def _adamw(parameters: Mapping[str, Tensor], settings: Optimizer) -> torch.optim
     )
 
 
+def local_shard(parameter: Tensor) -> Tensor:
+    """Return the plain tensor that this rank computes with: its shard, or an unsharded parameter itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard without copying it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """Return this rank's shard without copying it, and without its gradient's history."""
+    return local_shard(tensor).detach()

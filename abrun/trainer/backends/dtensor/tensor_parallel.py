@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, heads_misfit
 from abrun.trainer.backends.head import pad_vocab_shard
 from abrun.trainer.backends.ranks import all_gather, all_reduce_sum, reduce_scatter
-from abrun.trainer.models import Facts
+from abrun.trainer.models.families import Facts
 
 KEY = "policy.backend.tensor_parallel"
 # It would warn for every parameter gathered over two mesh dimensions that this takes two collectives.
@@ -259,11 +259,6 @@ def check_fits(network: Any, size: int, *, sequence_parallel: bool) -> None:
         )
 
 
-def local_shard(parameter: Tensor) -> Tensor:
-    """Return the plain tensor that this rank computes with: its shard, or an unsharded parameter itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def _use_local_parameters(module: Any, gradient: Placement | None = None) -> None:
     """Let a module's forward pass find plain local tensors under its parameters' names.
 
@@ -296,13 +291,9 @@ class _EnterBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (
-            reduce_scatter(gradient, 1, ctx.group)
-            if ctx.shards_positions
-            else all_reduce_sum(gradient, ctx.group),
-            None,
-            None,
-        )
+        if ctx.shards_positions:
+            return reduce_scatter(gradient, 1, ctx.group), None, None
+        return all_reduce_sum(gradient, ctx.group), None, None
 
 
 class _LeaveBlock(torch.autograd.Function):

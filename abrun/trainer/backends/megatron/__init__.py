@@ -1,7 +1,7 @@
 """The megatron backend: megatron-core's layers, pipeline and optimizer, without Transformer Engine.
 
-Modules: `library` (supported versions), `cpu` (running without CUDA), `groups` (process groups), `network`
-(architecture), `parameters` (weights, gradients and optimizer), `routing` (experts) and `backend` (the policy
+Modules: `library` (supported versions), `cpu` (running without CUDA), `network` (process groups and
+architecture), `parameters` (weights, gradients and optimizer), `routing` (experts) and `backend` (the policy
 and its passes over microbatches).
 """
 

@@ -24,8 +24,9 @@ from torch.nn.functional import pad
 
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import NO_FILTERS, Filters, Megatron, Policy
-from abrun.trainer.backends import B, Decoder, TracedModule, ValueModel
+from abrun.trainer.backends import B, TracedModule, ValueModel
 from abrun.trainer.backends.head import (
+    Decoder,
     EntropyMode,
     HeadOutput,
     LmHead,
@@ -34,9 +35,14 @@ from abrun.trainer.backends.head import (
     init_value_weight,
 )
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
-from abrun.trainer.backends.megatron.groups import is_last_stage, join_groups, tensor_group
-from abrun.trainer.backends.megatron.library import dtype_of, suppress_warnings
-from abrun.trainer.backends.megatron.network import MicrobatchParams, make_network
+from abrun.trainer.backends.megatron.library import suppress_warnings
+from abrun.trainer.backends.megatron.network import (
+    MicrobatchParams,
+    is_last_stage,
+    join_groups,
+    make_network,
+    tensor_group,
+)
 from abrun.trainer.backends.megatron.parameters import VALUE_HEAD, MegatronParameters, WeightNames
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting, StageRouters
 from abrun.trainer.backends.microbatches import Microbatch, Microbatches, Packing
@@ -45,7 +51,9 @@ from abrun.trainer.backends.ranks import Ranks
 from abrun.trainer.backends.routing import RouterLoad, check_routing
 from abrun.trainer.backends.shards import Piece, ShardSpec
 from abrun.trainer.kernels import TokenLoss
-from abrun.trainer.models import attention_in_place, facts_of, published
+from abrun.trainer.models.checks import attention_in_place
+from abrun.trainer.models.families import facts_of
+from abrun.trainer.models.weights import published
 from abrun.trainer.rl.batch import Sequences, sequence_lengths
 from abrun.trainer.rl.metrics import MetricParts
 
@@ -56,37 +64,10 @@ from abrun.trainer.rl.metrics import MetricParts
 
 
 class Stages:
-    """Passes of modules through this rank's pipeline stage, and broadcasts between stages."""
+    """The inputs and outputs of modules on this rank's pipeline stage."""
 
     def __init__(self, settings: Megatron, ranks: Ranks) -> None:
         self._settings, self._ranks = settings, ranks
-
-    def run(
-        self,
-        module: Any,
-        microbatches: Microbatches[B],
-        forward: Callable[[Microbatch[B]], Tensor],
-        *,
-        backward: bool,
-    ) -> None:
-        """Call `forward` on each microbatch; with `backward`, backpropagate from its output. Collective.
-
-        The output is a loss [] on the last stage, and on others the hidden states for the next stage.
-        """
-
-        def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
-            return forward(next(remaining)), _return_undivided
-
-        with emulate_cuda(self._ranks.device), suppress_warnings():
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(microbatches),
-                model=[module],
-                num_microbatches=len(microbatches),
-                seq_length=1,  # unused, since lengths vary
-                micro_batch_size=1,
-                forward_only=not backward,
-            )
 
     def hidden_states(
         self,
@@ -159,21 +140,6 @@ class Stages:
             return hidden
         return self._gather_sequence(hidden, length, partial_gradients=False)
 
-    def broadcast_metrics(self, metrics: MetricParts | None) -> MetricParts:
-        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
-        if self._ranks.pipeline is None:
-            assert metrics is not None
-            return metrics
-        floats = (
-            None
-            if metrics is None
-            else [_to_floats(values) for values in (metrics.sums, metrics.maxima, metrics.minima)]
-        )
-        box: list[Any] = [floats]
-        dist.broadcast_object_list(box, src=self._last_rank(), group=self._ranks.pipeline)
-        sums, maxima, minima = ({k: self._to_tensor(v) for k, v in values.items()} for values in box[0])
-        return MetricParts(sums=sums, maxima=maxima, minima=minima)
-
     def broadcast_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of all stages, in stage order, on every stage. Collective over the pipeline."""
         pipeline = self._ranks.pipeline
@@ -195,24 +161,12 @@ class Stages:
                 dist.broadcast(tensor.contiguous() if is_mine else tensor, src=source, group=pipeline)
                 yield name, tensor
 
-    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy the last stage's tensor into `tensor` on every stage. Collective over the pipeline."""
-        if self._ranks.pipeline is not None:
-            dist.broadcast(tensor, src=self._last_rank(), group=self._ranks.pipeline)
-        return tensor
-
     def _num_padding(self, length: int) -> int:
         """Return the number of padding tokens that sequence parallelism needs."""
         return -length % self._settings.tensor_parallel if self._settings.sequence_parallel else 0
 
-    def _to_tensor(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=torch.float64, device=self._ranks.device)
-
-    def _last_rank(self) -> int:
-        return parallel_state.get_pipeline_model_parallel_last_rank()
-
     def _gather_sequence(self, hidden: Tensor, length: int, *, partial_gradients: bool) -> Tensor:
-        tokens_first = hidden.transpose(0, 1).contiguous()  # [S / tensor ranks, B, H]
+        tokens_first = hidden.transpose(0, 1).contiguous()  # [S/P, B, H]
         gathered = gather_from_sequence_parallel_region(
             tokens_first, tensor_parallel_output_grad=partial_gradients, group=tensor_group()
         )
@@ -232,23 +186,56 @@ class StagedModel(TrainedModel):
     def _run(
         self, microbatches: Microbatches[B], forward: Callable[[Microbatch[B]], Tensor], *, backward: bool
     ) -> None:
-        self._stages.run(self._module, microbatches, forward, backward=backward)
+        """See TrainedModel. Collective; the output is a loss [] or, on earlier stages, the hidden states."""
+
+        def step(remaining: Any, _: Any) -> tuple[Tensor, Any]:
+            return forward(next(remaining)), _return_undivided
+
+        with emulate_cuda(self.ranks.device), suppress_warnings():
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(microbatches),
+                model=[self._module],
+                num_microbatches=len(microbatches),
+                seq_length=1,  # unused, since lengths vary
+                micro_batch_size=1,
+                forward_only=not backward,
+            )
 
     def _tensor_from_last_stage(self, tensor: Tensor | None, shape: torch.Size) -> Tensor:
-        zeros = torch.zeros(shape, device=self.ranks.device)
-        return self._stages.broadcast_tensor(zeros if tensor is None else tensor)
+        """Return the last stage's tensor on every stage; others pass None. Collective over the pipeline."""
+        tensor = torch.zeros(shape, device=self.ranks.device) if tensor is None else tensor
+        if self.ranks.pipeline is not None:
+            dist.broadcast(tensor, src=_last_rank(), group=self.ranks.pipeline)
+        return tensor
 
     def _metrics_from_last_stage(self, metrics: MetricParts | None) -> MetricParts:
-        return self._stages.broadcast_metrics(metrics)
+        """Return the last stage's metrics on every stage; others pass None. Collective over the pipeline."""
+        if self.ranks.pipeline is None:
+            assert metrics is not None
+            return metrics
+        box: list[Any] = [None]
+        if metrics is not None:
+            parts = metrics.sums, metrics.maxima, metrics.minima
+            box = [[{key: float(value) for key, value in values.items()} for values in parts]]
+        dist.broadcast_object_list(box, src=_last_rank(), group=self.ranks.pipeline)
+        sums, maxima, minima = (
+            {
+                key: torch.tensor(value, dtype=torch.float64, device=self.ranks.device)
+                for key, value in values.items()
+            }
+            for values in box[0]
+        )
+        return MetricParts(sums=sums, maxima=maxima, minima=minima)
+
+
+def _last_rank() -> int:
+    return parallel_state.get_pipeline_model_parallel_last_rank()
 
 
 def _return_undivided(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
     """Return the loss in the form that the schedule does not divide: with a token count of 0."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), None
-
-
-def _to_floats(values: dict[str, Tensor]) -> dict[str, float]:
-    return {key: float(value) for key, value in values.items()}
 
 
 class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
@@ -304,10 +291,12 @@ class MegatronBackend(StagedModel, PolicyBackend[MicrobatchRouting]):
     @contextlib.contextmanager
     def decoding(self) -> Iterator[Decoder]:
         """Open a decoder with full weights on every rank; decoding needs no collective."""
-        dtype = dtype_of(self.settings.dtype)
+        dtype = getattr(torch, self.settings.dtype)
         network = self._weightless_network.fill(self._full_weights(), dtype, self.ranks.device)
-        with open_decoder(network, self._full_head) as decoder:
-            yield decoder
+        facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
+        step = partial(self._full_head.decode, facts.base, facts.head.weight)
+        with attention_in_place(network) if in_place else nullcontext():
+            yield Decoder(step=step, in_place=in_place, collective=False)
 
     def traced_modules(self) -> Sequence[TracedModule]:
         return [
@@ -411,14 +400,6 @@ class WeightlessNetwork:
         network.tie_weights()
         assert not missing, f"no weights for {sorted(missing)}"
         return network.eval()
-
-
-@contextlib.contextmanager
-def open_decoder(network: Any, head: LmHead) -> Iterator[Decoder]:
-    facts, in_place = facts_of(network), getattr(network, "decodes_in_place", False)
-    step = partial(head.decode, facts.base, facts.head.weight)
-    with attention_in_place(network) if in_place else contextlib.nullcontext():
-        yield Decoder(step=step, in_place=in_place, collective=False)
 
 
 # PPO's value model on megatron-core: a scalar head on its own backbone or on the policy's.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from abrun.trainer.backends.shards import sum_of_squares
+from abrun.trainer.backends.policy import sum_of_squares
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-import torch
-
 from abrun.errors import RecipeError
 from abrun.recipe.extras import MEGATRON_VERSIONS, megatron_refusal
 
@@ -105,7 +103,3 @@ def _define_missing_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

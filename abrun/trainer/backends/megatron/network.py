@@ -1,17 +1,20 @@
 """A Hugging Face network's architecture as megatron-core's GPTModel, without Transformer Engine.
 
-Letters: S positions, B sequences, D width of a head; megatron-core puts positions first, [S, B, ...].
+Letters: S positions, B sequences, D head size, P tensor-parallel ranks. megatron-core puts positions first:
+[S, B, ...].
 """
 
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,11 +24,60 @@ from abrun.errors import RecipeError
 from abrun.recipe.families import PLAIN_DECODERS, megatron_misfit
 from abrun.recipe.policy import Megatron, Policy
 from abrun.trainer.backends.attention import attend_in_stream
-from abrun.trainer.backends.megatron.groups import is_last_stage, tensor_group
-from abrun.trainer.backends.megatron.library import dtype_of
 from abrun.trainer.backends.megatron.routing import MicrobatchRouting
 from abrun.trainer.backends.microbatches import Packing
-from abrun.trainer.models import Facts, attends_to_all
+from abrun.trainer.backends.ranks import COLLECTIVE_TIMEOUT, Ranks
+from abrun.trainer.models.families import Facts, attends_to_all
+
+# megatron-core's process groups, global to the process and separate from those of `Ranks`.
+
+_joined: tuple[Any, Megatron] | None = None  # the world group and settings that the groups were made of
+
+
+def join_groups(ranks: Ranks, settings: Megatron) -> None:
+    """Make megatron-core's process groups for the recipe's layout, unless they exist. Collective.
+
+    megatron-core refuses context parallelism without Transformer Engine. So it is told that the ranks of a
+    context are data-parallel replicas: it sums gradients and shards the optimizer's state over them.
+    """
+    global _joined
+    if _joined == (dist.group.WORLD, settings) and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tensor_parallel,
+        pipeline_model_parallel_size=settings.pipeline_parallel,
+        expert_model_parallel_size=settings.expert_parallel,
+        expert_tensor_parallel_size=1,  # tensor parallelism does not shard experts
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    if ranks.device.type == "cuda":  # megatron-core swaps CUDA generators around dropout
+        model_parallel_cuda_manual_seed(0)
+    replica = ranks.weight_mesh.get_local_rank()
+    assert parallel_state.get_data_parallel_rank() == replica, (
+        "megatron-core numbers data-parallel ranks differently"
+    )
+    assert parallel_state.get_tensor_model_parallel_rank() == (ranks.tensor.rank() if ranks.tensor else 0)
+    assert parallel_state.get_pipeline_model_parallel_rank() == (
+        ranks.pipeline.rank() if ranks.pipeline else 0
+    )
+    _joined = dist.group.WORLD, settings
+
+
+def is_last_stage() -> bool:
+    """Return whether this rank's pipeline stage is the last, which computes log-probs and values."""
+    return parallel_state.is_pipeline_last_stage()
+
+
+def tensor_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def expert_group() -> dist.ProcessGroup:
+    group: Any = parallel_state.get_expert_model_parallel_group()
+    return group
 
 
 def return_hidden_states(hidden: Tensor, *, weight: Any = None, **unused: Any) -> tuple[Tensor, None]:
@@ -53,7 +105,7 @@ class DetachPaddingRows:
 
     def __call__(self, module: Any, inputs: tuple[Tensor], embedded: Tensor) -> Tensor:
         is_padding = inputs[0] == self._padding  # [B, S]
-        if self._sequence_parallel:  # this rank's tokens: [S / tensor ranks, B, H]
+        if self._sequence_parallel:  # this rank's tokens: [S/P, B, H]
             group = tensor_group()
             is_padding = is_padding.t().chunk(group.size())[group.rank()]
         return torch.where(is_padding[..., None], embedded.detach(), embedded)
@@ -84,7 +136,7 @@ class MicrobatchParams(PackedSeqParams):
 class RotaryEmbedding(nn.Module):
     """Rotary embeddings with the model family's (scaled) frequencies, at each token's own position."""
 
-    def __init__(self, frequencies: Tensor) -> None:  # [D / 2]
+    def __init__(self, frequencies: Tensor) -> None:  # [D/2]
         super().__init__()
         self.register_buffer("frequencies", frequencies, persistent=False)
 
@@ -141,7 +193,7 @@ def make_network(
     """Build this rank's shard of a transformers network, with uninitialised weights.
 
     With `head` False it has no LM head. Its output is hidden states: on the last stage [B, S, H], or, with
-    sequence parallelism, [B, S / tensor ranks, H]. Raises RecipeError if the network is not supported or does
+    sequence parallelism, [B, S/P, H]. Raises RecipeError if the network is not supported or does
     not fit the layout.
     """
     misfit = megatron_misfit(network.config.to_dict(), settings)
@@ -162,10 +214,11 @@ def make_network(
     block: Any = TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
     )
+    num_shards = settings.tensor_parallel
     model: Any = GPTModel(
         config,
         block,
-        vocab_size=padded_vocab_size(network.config.vocab_size, settings),
+        vocab_size=-network.config.vocab_size // num_shards * -num_shards,  # rounded up to a multiple
         max_sequence_length=network.config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(),
@@ -190,15 +243,10 @@ def _rotary_embedding(facts: Facts) -> Any:
     return getattr(facts.base, "rotary_emb", None)
 
 
-def padded_vocab_size(size: int, settings: Megatron) -> int:
-    """Return the vocabulary size, rounded up to a multiple of the tensor-parallel ranks."""
-    return -size // settings.tensor_parallel * -settings.tensor_parallel
-
-
 def _transformer_config(
     config: Any, policy: Policy, settings: Megatron, *, on_cpu: bool
 ) -> TransformerConfig:
-    dtype = dtype_of(policy.dtype)
+    dtype = getattr(torch, policy.dtype)
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -243,24 +291,20 @@ def _transformer_config(
     if policy.activation_checkpointing == "full":
         values |= {f"recompute_{name}": value for name, value in recompute.items()}
     if config.model_type == "qwen3_moe":
-        values |= _expert_config(config)
+        values |= {
+            "num_moe_experts": config.num_experts,
+            "moe_ffn_hidden_size": config.moe_intermediate_size,
+            "moe_router_topk": config.num_experts_per_tok,
+            # The softmax of the chosen scores equals their softmax over all experts, renormalised to sum 1.
+            "moe_router_pre_softmax": not config.norm_topk_prob,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+        }
     known_fields = {field.name for field in fields(TransformerConfig)}
     return TransformerConfig(**{name: value for name, value in values.items() if name in known_fields})
-
-
-def _expert_config(config: Any) -> dict[str, Any]:
-    return {
-        "num_moe_experts": config.num_experts,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_topk": config.num_experts_per_tok,
-        # The softmax of the chosen scores equals their softmax over all experts, renormalised to the sum 1.
-        "moe_router_pre_softmax": not config.norm_topk_prob,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
-    }
 
 
 def head_dim(config: Any) -> int:

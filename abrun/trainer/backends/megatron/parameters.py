@@ -21,11 +21,12 @@ from torch import Tensor
 
 from abrun.recipe.policy import Optimizer
 from abrun.trainer.backends.megatron.cpu import emulate_cuda
-from abrun.trainer.backends.megatron.groups import expert_group, tensor_group
 from abrun.trainer.backends.megatron.library import suppress_warnings
-from abrun.trainer.backends.megatron.network import head_dim
+from abrun.trainer.backends.megatron.network import expert_group, head_dim, tensor_group
+from abrun.trainer.backends.policy import empty_adamw_state
+from abrun.trainer.backends.ranks import all_gather
 from abrun.trainer.backends.shards import Piece, ShardSpec, optimizer_specs
-from abrun.trainer.models import read_slice
+from abrun.trainer.models.weights import read_slice
 
 
 class MegatronParameters:
@@ -125,11 +126,7 @@ class MegatronParameters:
         for index, (torch_optimizer, parameter) in enumerate(self._optimized_parameters()):
             torch_optimizer.state.pop(parameter, None)
             if f"optimizer/step/{index}" in state:
-                torch_optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),  # the fused AdamW needs it there
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                torch_optimizer.state[parameter] = empty_adamw_state(parameter)
         with torch.no_grad():
             for name, tensor in self.local_state().items():
                 tensor.copy_(state[name])
@@ -287,8 +284,9 @@ class WeightNames:
             if EXPERT in name:
                 if f"{EXPERT}0." in name:
                     yield source.hf_names[0], self._all_experts(name, read_local)
-            elif not self._is_embedding_copy(name):
-                full_weight = _unshard(_all_gather(read_local(name), self._tensor_group), source)
+            # The first stage exports a tied embedding, of which the last stage has a copy.
+            elif name != "output_layer.weight" or not self._config.tie_word_embeddings:
+                full_weight = _unshard(read_local(name), source, self._tensor_group)
                 pieces = tuple((hf_name, Piece.full(self._shapes[hf_name])) for hf_name in source.hf_names)
                 spec = ShardSpec(
                     pieces=pieces, shape=tuple(full_weight.shape), head_dim=self._qkv_head_dim(name)
@@ -299,15 +297,11 @@ class WeightNames:
         """Return the head size if the parameter combines query, key and value projections, else None."""
         return self._head_dim if "linear_qkv" in name else None
 
-    def _is_embedding_copy(self, name: str) -> bool:
-        """Return whether this is the last stage's copy of a tied embedding, which the first stage exports."""
-        return name == "output_layer.weight" and self._config.tie_word_embeddings
-
     def _all_experts(self, first_name: str, read_local: Callable[[str], Tensor]) -> Tensor:  # [E, ...]
         prefix, _, suffix = first_name.partition(f"{EXPERT}0.")
         count = self._config.num_experts // self._expert_group.size()
         local = torch.stack([read_local(f"{prefix}{EXPERT}{index}.{suffix}") for index in range(count)])
-        return torch.cat(_all_gather(local, self._expert_group))
+        return all_gather(local, 0, self._expert_group)
 
     def _local_piece(self, shape: tuple[int, ...], source: ParameterSource) -> Piece:
         slices = [slice(0, size) for size in shape]
@@ -367,21 +361,10 @@ _LAYER_SOURCES = {
 }
 
 
-def _unshard(shards: Sequence[Tensor], source: ParameterSource) -> Tensor:
-    if source.sharding == "not":
-        return shards[0]
-    if source.sharding == "rows_of_halves":
-        return torch.cat(
-            [half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves]
-        )
-    return torch.cat(list(shards), dim=1 if source.sharding == "columns" else 0)
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensor of every rank of the group, in rank order. Collective."""
-    tensor = tensor.detach().contiguous()
-    if group.size() == 1:
-        return [tensor]
-    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(tensors, tensor, group=group)
-    return tensors
+def _unshard(shard: Tensor, source: ParameterSource, group: dist.ProcessGroup) -> Tensor:
+    """Return the full parameter of all ranks' shards. Collective."""
+    if source.sharding == "not" or group.size() == 1:
+        return shard.detach()
+    if source.sharding == "rows_of_halves":  # each shard has rows of both halves
+        return all_gather(shard.unflatten(0, (2, -1)), 1, group).flatten(0, 1)
+    return all_gather(shard, 1 if source.sharding == "columns" else 0, group)

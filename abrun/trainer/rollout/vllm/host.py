@@ -50,7 +50,10 @@ def serve_runs(listener: socket.socket, config: OwnRunConfig, is_serving: thread
         is_serving.set()
         with Connection(connection.detach()) as channel, contextlib.suppress(*CLIENT_ENDED):
             run_setup: EngineSetup = channel.recv()
-            _print_into(run_setup.log)
+            if run_setup.log is not None:  # append the output of this process to the run's log
+                with open_log(run_setup.log) as file:
+                    for standard_fd in (1, 2):
+                        os.dup2(file.fileno(), standard_fd)
             try:
                 vllm = vllm or start_vllm(config, setup)
             except AbrunError as error:
@@ -60,14 +63,6 @@ def serve_runs(listener: socket.socket, config: OwnRunConfig, is_serving: thread
                 is_serving.clear()
                 continue
         return
-
-
-def _print_into(log: Path | None) -> None:
-    """Append the output of this process to a run's log."""
-    if log is not None:
-        with open_log(log) as file:
-            for standard_fd in (1, 2):
-                os.dup2(file.fileno(), standard_fd)
 
 
 def end_with_launcher(is_serving: threading.Event) -> None:

@@ -23,8 +23,8 @@ from abrun.recipe.extras import MIN_VLLM_WHOSE_ENGINE_SETS_UP_LOG, installed_vll
 from abrun.recipe.policy import COLOCATED_MEMORY_SHARE, MAX_SMALL_CACHE_SHARE
 from abrun.recipe.run import OwnRunConfig, share_of_device
 from abrun.runs.redaction import one_line
-from abrun.trainer.models import config_of
 from abrun.trainer.models.families import max_positions_of
+from abrun.trainer.models.weights import config_of
 
 # vLLM reads these variables on import or when an engine starts.
 FIXED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine and its worker are this process
@@ -149,7 +149,9 @@ def start_engine(config: OwnRunConfig, device: torch.device, num_ranks: int, tai
         vllm: Any = importlib.import_module("vllm")
         _configure_log()
         _listen(tail)
-        _keep_process_groups()
+        # Keep the trainer's process groups when an engine ends or is collected; vLLM would destroy them.
+        core: Any = importlib.import_module("vllm.v1.engine.core")
+        core.cleanup_dist_env_and_memory = _end_groups
         if config.rollout.records_support:
             patch_sampler_output()
         if num_ranks > 1:
@@ -203,12 +205,6 @@ def _disable_shared_memory() -> None:
 def shut_down(llm: Any) -> None:
     """End an engine and its process groups."""
     llm.llm_engine.engine_core.shutdown()
-
-
-def _keep_process_groups() -> None:
-    """Keep the trainer's process groups when an engine ends or is collected; vLLM would destroy them."""
-    core: Any = importlib.import_module("vllm.v1.engine.core")
-    core.cleanup_dist_env_and_memory = _end_groups
 
 
 def _end_groups() -> None:
@@ -271,12 +267,12 @@ def _shared_memory_arguments(config: OwnRunConfig, network: Any, device_bytes: i
     share_bytes = share_of_device(device_bytes, config.cluster.runs_per_gpu)
     is_sized_by_gpu = cache is None or cache > MAX_SMALL_CACHE_SHARE * device_bytes
     if cache is None or is_sized_by_gpu or cache > COLOCATED_MEMORY_SHARE * share_bytes:
+        got = f"cluster.runs_per_gpu: got {config.cluster.runs_per_gpu}, but"
+        if cache is None or is_sized_by_gpu:
+            raise LaunchError(f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1")
         raise LaunchError(
-            _engine_not_shared(
-                runs_per_gpu=config.cluster.runs_per_gpu,
-                cache_bytes=cache,
-                share_bytes=None if is_sized_by_gpu else share_bytes,
-            )
+            f"{got} vLLM's cache of {cache / 2**30:.1f} GiB takes most of a run's share of "
+            f"{share_bytes / 2**30:.1f} GiB; use fewer, or auto"
         )
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": cache / device_bytes}
 
@@ -417,17 +413,3 @@ def _packed_rows(tensors: Any, num_sampled: Any = None) -> Any:
 
 def _switch_sampler(worker: Any, on: bool) -> None:
     worker.model_runner.sampler.return_sampling_mask = on
-
-
-def _engine_not_shared(runs_per_gpu: int, cache_bytes: int | None, share_bytes: int | None) -> str:
-    """vLLM's cache does not fit a run's share; `share_bytes` None: alone, vLLM would size it by the GPU."""
-    got = f"cluster.runs_per_gpu: got {runs_per_gpu}, but"
-    if cache_bytes is None or share_bytes is None:
-        return f"{got} vLLM takes a share of the whole GPU for this model's cache; use 1"
-    return (
-        f"{got} vLLM's cache of {cache_bytes / GIB:.1f} GiB takes most of a run's share of "
-        f"{share_bytes / GIB:.1f} GiB; use fewer, or auto"
-    )
-
-
-GIB = 2**30

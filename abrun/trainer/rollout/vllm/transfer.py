@@ -29,7 +29,7 @@ Chunk = list[tuple[str, Tensor]]
 
 
 class Transfer(Protocol):
-    """One process's end of a transfer of chunks."""
+    """One process's end of a transfer of chunks. A subclass inherits steps that it does not need."""
 
     def prepare(self, chunk: Chunk) -> Any:
         """Return the message about a chunk that the engine processes need for `receive`."""
@@ -37,7 +37,6 @@ class Transfer(Protocol):
 
     def send(self, chunk: Chunk) -> None:
         """Send a chunk whose message the engine processes have been sent."""
-        ...
 
     def receive(self, message: Any) -> Chunk:
         """Return a chunk, given its message. The sender may reuse its memory afterwards."""
@@ -45,14 +44,12 @@ class Transfer(Protocol):
 
     def release(self) -> None:
         """Free the sender's memory after the last chunk."""
-        ...
 
     def abort(self) -> None:
         """Abort a pending transfer on GPUs; the processes would wait for it otherwise."""
-        ...
 
 
-class GroupTransfer:
+class GroupTransfer(Transfer):
     """Transfer over a process group. The constructor is collective."""
 
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device, patience_s: float) -> None:
@@ -82,9 +79,6 @@ class GroupTransfer:
             self._broadcast(_view_bytes(tensor))
         return chunk
 
-    def release(self) -> None:
-        pass
-
     def abort(self) -> None:
         if self._device.type == "cuda":
             self._group.abort()
@@ -94,7 +88,7 @@ class GroupTransfer:
             self._group.broadcast(raw, FIRST).wait()
 
 
-class SharedBufferTransfer:
+class SharedBufferTransfer(Transfer):
     """Transfer through a buffer of GPU memory that two processes on the same GPU share.
 
     The driver allocates the buffer, because torch would leave its reference counts in shared memory if it
@@ -118,9 +112,6 @@ class SharedBufferTransfer:
         torch.cuda.synchronize(self._device)
         return self._handle, metadata
 
-    def send(self, chunk: Chunk) -> None:
-        pass
-
     def receive(self, message: tuple[bytes, ChunkMetadata]) -> Chunk:
         handle, metadata = message
         address = ctypes.c_uint64()
@@ -139,9 +130,6 @@ class SharedBufferTransfer:
         if self._buffer is not None:
             address, self._buffer = ctypes.c_uint64(self._buffer.data_ptr()), None
             self._call("cuMemFree_v2", address)
-
-    def abort(self) -> None:
-        pass
 
     def _allocate(self, num_bytes: int) -> Tensor:
         address, handle = ctypes.c_uint64(), _Handle()

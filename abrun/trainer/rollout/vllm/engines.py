@@ -1,7 +1,8 @@
-"""vLLM in an engine host: a process of the launcher, on this rank's device, which outlives the run.
+"""vLLM as rollout engine: on the training devices, in the ranks or in engine hosts, or on its own devices.
 
-The host has the engine of `ColocatedEngine`, with equal results. A run that finds none, or loses it,
-continues with an engine in its own process.
+An engine has its own copy of the weights, which every sync replaces. On the training devices,
+`tensor_parallel` ranks share an engine, and it sleeps during training on a GPU: its cache and its weights are
+freed.
 """
 
 import contextlib
@@ -17,14 +18,72 @@ from abrun.errors import LaunchError
 from abrun.processes import ENGINE_HOST_VARIABLE, progress
 from abrun.recipe.run import CONTEXT_BYTES, OwnRunConfig, share_of_device
 from abrun.trainer.backends import Backend
-from abrun.trainer.backends.ranks import limit_memory
-from abrun.trainer.models import Text
+from abrun.trainer.backends.ranks import all_gather_lists, limit_memory
+from abrun.trainer.models.text import Text
 from abrun.trainer.rollout import Completion, RolloutEngine
-from abrun.trainer.rollout.vllm.client import EngineClient, HostProcess, ProcessLostError, engine_log
-from abrun.trainer.rollout.vllm.instance import SPARE_BYTES
+from abrun.trainer.rollout.vllm.client import (
+    ChildProcess,
+    EngineClient,
+    HostProcess,
+    ProcessLostError,
+    engine_log,
+)
+from abrun.trainer.rollout.vllm.instance import SPARE_BYTES, VllmInstance
 from abrun.trainer.rollout.vllm.server import EngineSetup
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer, SharedBufferTransfer
 from abrun.trainer.seeds import Draws
+
+
+def make_engine(config: OwnRunConfig, backend: Backend, text: Text) -> RolloutEngine:
+    """See abrun.trainer.rollout.make_engine. Collective."""
+    if config.rollout.devices:
+        return SeparateEngine(config, backend, text)
+    if os.environ.get(ENGINE_HOST_VARIABLE):
+        return HostedEngine(config, backend, text, lambda: ColocatedEngine(config, backend, text))
+    return ColocatedEngine(config, backend, text)
+
+
+class ColocatedEngine:
+    """Engine in the ranks' own processes; see rollout.RolloutEngine.
+
+    Each rank samples a share of its replica's rows.
+    """
+
+    def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
+        self._ranks = backend.ranks
+        self._vllm = VllmInstance(config, backend.ranks.device, backend.ranks.size, text.end_ids)
+
+    def generate(
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
+    ) -> list[Completion]:
+        local_rows = self._ranks.replica_slice(len(prompts))
+        requests = list(zip(prompts[local_rows], draws.seeds()[local_rows], strict=True))
+        return self._ranks.all_gather_replica(self._sample(requests, temperature))
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._vllm.load(weights)
+
+    def sleep(self) -> int:
+        return self._vllm.sleep()
+
+    def wake(self) -> bool:
+        return self._vllm.wake()
+
+    def close(self, *, finished: bool = False) -> None:
+        self._vllm.close()
+
+    def _sample(self, requests: list[tuple[list[int], int]], temperature: float | None) -> list[Completion]:
+        """Sample the requests; ranks that share an engine submit the requests of all of them in one order."""
+        group = self._vllm.group
+        if group is None:
+            return self._vllm.generate(requests, temperature)
+        requests_by_rank = all_gather_lists([requests], group)
+        completions = self._vllm.generate(
+            [request for rank_requests in requests_by_rank for request in rank_requests], temperature
+        )
+        start = sum(map(len, requests_by_rank[: group.rank()]))
+        return completions[start : start + len(requests)]
+
 
 Answer = TypeVar("Answer")
 
@@ -32,7 +91,9 @@ Answer = TypeVar("Answer")
 class HostedEngine:
     """Engine in a host for each rank; see abrun.trainer.rollout.RolloutEngine.
 
-    `make_own` returns an engine in the ranks' own processes, for all ranks if the host of one is lost.
+    A host is a process of the launcher on this rank's device, which outlives the run. It has the engine of
+    `ColocatedEngine`, with equal results. `make_own` returns an engine in the ranks' own processes, for all
+    ranks if the host of one is missing or lost.
     """
 
     def __init__(
@@ -179,3 +240,79 @@ class HostedEngine:
         self._own = self._make_own()
         self._own.sync(self._backend.gather_weights())
         return None
+
+
+class SeparateEngine(RolloutEngine):
+    """Engine on its own devices, where it never sleeps; see abrun.trainer.rollout.RolloutEngine.
+
+    It has `rollout.devices` processes, `tensor_parallel` of them for each vLLM engine. The first rank starts
+    them, sends them weights and requests, and distributes the completions. They die with it. A process that
+    ends, or is silent for 0.9 of `limits.stalled_s`, ends the run.
+    """
+
+    def __init__(self, config: OwnRunConfig, backend: Backend, text: Text) -> None:
+        self._ranks = backend.ranks
+        self._engines = _start_engines(config, backend.ranks.device, text) if self._ranks.is_first else None
+
+    def generate(
+        self, prompts: list[list[int]], draws: Draws, *, temperature: float | None = None
+    ) -> list[Completion]:
+        requests_by_replica = self._ranks.all_gather_data([list(zip(prompts, draws.seeds(), strict=True))])
+        requests = [request for replica_requests in requests_by_replica for request in replica_requests]
+        sampled = self._engines.generate(requests, temperature) if self._engines else None
+        completions = self._ranks.broadcast_world(sampled)
+        start = sum(map(len, requests_by_replica[: self._ranks.data.rank()]))
+        return completions[start : start + len(prompts)]
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self._engines:
+            self._engines.load(weights)
+        for _ in weights:  # the other ranks take part in the collective of each tensor
+            pass
+
+    def close(self, *, finished: bool = False) -> None:
+        if self._engines:
+            self._engines.close()
+
+
+def _start_engines(config: OwnRunConfig, device: torch.device, text: Text) -> EngineClient:
+    """Start the engine processes and connect to them."""
+    progress.report("starting vllm")
+    size, gpus = config.rollout.tensor_parallel, _assign_gpus(config)
+    client = EngineClient(size, config.stalled_s)
+    try:
+        folder = client.make_folder()
+        for number in range(len(gpus)):
+            engine, rank = divmod(number, size)
+            process = ChildProcess(number, rank, size, gpus[engine * size : (engine + 1) * size], folder)
+            setup = EngineSetup(
+                config=config.model_dump(mode="json"),
+                end_ids=text.end_ids,
+                folder=folder,
+                engine=engine,
+                rank=rank,
+                number=number,
+                num_processes=len(gpus),
+                patience_s=client.silence_s,
+            )
+            client.add(process, setup)
+        client.connect(lambda: GroupTransfer(folder, 0, 1 + len(gpus), device, client.silence_s))
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _assign_gpus(config: OwnRunConfig) -> list[str]:
+    """Return the GPU of each process, as in CUDA_VISIBLE_DEVICES; they follow the training GPUs."""
+    number, training = config.engine_devices, config.cluster.gpus_per_node
+    if not training:
+        return [""] * number
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed else [str(index) for index in range(torch.cuda.device_count())]
+    if len(visible) < training + number:
+        raise LaunchError(
+            f"rollout.devices: got {number} with cluster.gpus_per_node {training}, but only {len(visible)} "
+            "GPU(s) are visible; make more visible, or use devices: null"
+        )
+    return visible[training : training + number]
