@@ -24,8 +24,8 @@ from abrun.logs.recorded.selection import ReadingOptions
 from abrun.messages.codes import Code
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.stats.online import lord_level
-from abrun.tools.drift.gate.command import ask_gate, caveats
-from abrun.tools.drift.gate.ledger import Answer, State, read_state, refuse_changed_runs
+from abrun.tools.drift.gate import ask_gate, caveats
+from abrun.tools.drift.store import Answer, State, read_state, refuse_changed_runs
 from tests.reasons import refused
 from tests.verdict.simulate import fail, write_experiment
 
@@ -207,7 +207,7 @@ def test_a_killed_gate_leaves_an_answer_or_none(tmp_path):
     ledger = start(tmp_path)
     idea = write_runs(tmp_path / "idea", [0.5, 0.52])
     script = (
-        "import os, signal; from abrun.tools.drift.gate import command; from abrun.runs import lines\n"
+        "import os, signal; from abrun.tools.drift import gate as command; from abrun.runs import lines\n"
         "write = lines.os.write\n"
         "lines.os.write = lambda file, line: (write(file, line[:50]), os.kill(os.getpid(), signal.SIGKILL))\n"
         "from abrun.logs.recorded.selection import ReadingOptions\n"

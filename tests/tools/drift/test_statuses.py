@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from abrun.messages.codes import Code
-from abrun.tools.drift.fleet.classify import Fleet, classify
-from abrun.tools.drift.fleet.command import fleet_json, parse_rows
-from abrun.tools.drift.fleet.evidence import ClaimEvidence, Judgement, RecipeEvidence
+from abrun.tools.drift.evidence import ClaimEvidence, Judgement, RecipeEvidence
+from abrun.tools.drift.fleet import fleet_as_json, red_recipes
+from abrun.tools.drift.statuses import Fleet, classify
 from abrun.verdict.decide import Verdict
 
 MARGIN = 3.0  # of the usual sd of a pair
@@ -65,7 +64,7 @@ def judge(differences: np.ndarray, failed: Sequence[int] = ()) -> Judgement:
         )
     return Judgement(
         verdict="MISMATCH" if failed and verdict != "INVALID" else verdict,
-        reasons=(Code.NO_CLAIM(),),
+        reason="nothing is claimed",
         claims=claims,
         p_guards=None,
         is_open_apart_from_claims=False,
@@ -104,8 +103,8 @@ def simulate(rng: np.random.Generator, num_recipes: int, num_seeds: int, spread:
         earlier.append(RecipeEvidence(name=name, reference_sha256=name, judgement=judge(runs(still))))
         if failed and truth in ("calm", "at the margin"):
             truth_by_name[name] = "accident"
-    rows = parse_rows(fleet_json(classify(earlier), "", "")["recipes"])
-    return classify(now, rows), truth_by_name
+    red_before = red_recipes(fleet_as_json(classify(earlier), "")["recipes"])
+    return classify(now, red_before), truth_by_name
 
 
 def test_chance_before_hides_no_regression() -> None:
@@ -123,7 +122,7 @@ def test_chance_before_hides_no_regression() -> None:
     before = classify(fleet_of(MARGIN + 1.4))
     row = {row.name: row for row in before.rows}["chance"]
     assert row.is_red and row.status == "open"
-    now = classify(fleet_of(SHIFT), parse_rows(fleet_json(before, "", "")["recipes"]))
+    now = classify(fleet_of(SHIFT), red_recipes(fleet_as_json(before, "")["recipes"]))
     assert {row.name: row.status for row in now.rows}["chance"] == "regressed here"
 
 

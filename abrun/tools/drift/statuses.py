@@ -1,16 +1,18 @@
 """Status of every recipe of a fleet, at a false discovery rate over the recipes that were not red before."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from abrun.messages.codes import Code, Reason
+from scipy import special
+
+from abrun.messages.numbers import counted, listed, plural
 from abrun.stats.equivalence import ALPHA
-from abrun.stats.many_tests import benjamini_hochberg, p_of_failures
-from abrun.tools.drift.fleet.evidence import FleetNoise, Judgement, RecipeEvidence, fit_noise
+from abrun.stats.many_tests import VariancePrior, benjamini_hochberg, fit_prior, p_of_failures
+from abrun.tools.drift.evidence import ClaimEvidence, Design, Judgement, RecipeEvidence
 from abrun.verdict.decide import FAILING, PASSING
 
 Status = Literal["regressed here", "not judged", "open", "flaked", "red before", "green"]
@@ -21,15 +23,7 @@ EXIT_CODES: dict[Status, int] = {"regressed here": 3, "not judged": 5, "open": 4
 _TESTS_SHARE, _FAILURES_SHARE = 0.8, 0.2
 # Weight of the prior guess that runs rarely fail by accident: half an accident in as many runs
 _PRIOR_RUNS = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierRow:
-    """A recipe's row of an earlier fleet."""
-
-    status: Status
-    is_red: bool  # at the false discovery rate of that fleet, or red before it
-    reference_sha256: str | None
+RedRecipes = Set[tuple[str, str | None]]  # name and hash of the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +32,7 @@ class FleetRow:
 
     name: str
     status: Status
-    reason: Reason
+    reason: str
     verdict: str | None  # of the recipe alone; None: not judged
     is_red: bool  # by itself, and not gone on a rerun
     p_value: float | None  # of the recipe alone; None: nothing was tested
@@ -72,12 +66,34 @@ class Fleet:
 class _Chance:
     """Causes of red recipes that are chance: the noise of claims, and runs that fail by accident."""
 
-    noise: FleetNoise
+    # Distributions of the variances, by metric and design; None for few recipes
+    priors: Mapping[tuple[str, Design | None], VariancePrior | None]
     failure_rate: float
+
+    def _error(self, claim: ClaimEvidence) -> tuple[float, float]:
+        """Return the standard error of the difference and its degrees of freedom; 0 if it is unknown."""
+        if claim.variance is None:
+            return 0.0, 0.0
+        prior = self.priors.get((claim.metric, claim.design))
+        variance, dof = prior.moderate(claim.variance, claim.dof) if prior else (claim.variance, claim.dof)
+        return (variance * claim.variance_factor) ** 0.5, dof
+
+    def p_beyond(self, claim: ClaimEvidence) -> float | None:
+        """Return the p-value of a difference (`not_worse`: a loss) beyond the margin; None: no test."""
+        error, dof = self._error(claim)
+        if not error:
+            return claim.p_alone
+        ends = (1, -1) if claim.kind == "within" else (1,)
+        return sum(float(special.stdtr(dof, (end - claim.distance) / error)) for end in ends)
+
+    def p_within(self, claim: ClaimEvidence) -> float:
+        """Return the p-value of the claim itself; 1 if the noise is unknown."""
+        error, dof = self._error(claim)
+        return float(special.stdtr(dof, (claim.distance - 1) / error)) if error else 1.0
 
     def p_of_tests(self, judgement: Judgement) -> float | None:
         """Return the level at which a test of claims or guards is red (Bonferroni over the claims)."""
-        p_values = [(claim.share, self.noise.p_beyond(claim)) for claim in judgement.claims]
+        p_values = [(claim.share, self.p_beyond(claim)) for claim in judgement.claims]
         tested = [(share, p_value) for share, p_value in p_values if p_value is not None]
         levels = [p_value * len(tested) / share for share, p_value in tested]
         levels += [] if judgement.p_guards is None else [judgement.p_guards]
@@ -116,49 +132,57 @@ class _Chance:
         return (
             judgement.is_single_run
             and not judgement.is_open_apart_from_claims
-            and all(self.noise.p_within(claim) <= ALPHA for claim in judgement.claims)
+            and all(self.p_within(claim) <= ALPHA for claim in judgement.claims)
         )
 
-    def cause(self, judgement: Judgement) -> Reason:
+    def cause(self, judgement: Judgement) -> str:
         """Return why a recipe is red or open."""
-        reason = judgement.reasons[0]
         if judgement.verdict in FAILING or judgement.failed_seeds or not judgement.claims:
-            return reason
-        claim = min(judgement.claims, key=lambda claim: self.noise.p_beyond(claim) or 1.0)
-        if claim.difference is None or not (self.is_red(judgement) or judgement.is_single_run):
-            return reason
-        assert claim.margin is not None
-        return Code.FLEET_DIFFERENCE(
-            metric=claim.metric,
-            difference=claim.difference * claim.margin,
-            margin=claim.margin,
-            p=self.noise.p_beyond(claim),
-            runs=judgement.num_runs,
+            return judgement.reason
+        claim = min(judgement.claims, key=lambda claim: self.p_beyond(claim) or 1.0)
+        difference, margin = claim.difference, claim.margin
+        is_told_by_fleet = self.is_red(judgement) or judgement.is_single_run
+        if difference is None or margin is None or not is_told_by_fleet:
+            return judgement.reason
+        return (
+            f"{claim.metric}: {counted(judgement.num_runs, 'run')}, {difference * margin:+.3g} from the "
+            f"reference, margin {margin:.3g}; p = {self.p_beyond(claim):.2g} if the margin held, by the "
+            "noise of this fleet's recipes"
         )
 
 
-def classify(evidence: Sequence[RecipeEvidence], earlier: Mapping[str, EarlierRow] | None = None) -> Fleet:
+def classify(evidence: Sequence[RecipeEvidence], red_before: RedRecipes = frozenset()) -> Fleet:
     """Decide the status of every recipe.
 
     A recipe is red at a false discovery rate of 5 % (Benjamini-Hochberg) over all recipes that were not red
-    before. Recipes that an earlier fleet showed to be red leave that family first: they would otherwise
-    loosen the bound for the others. A red recipe with a rerun needs the rerun to be red as well, and a
-    recipe with a single run needs a rerun.
+    before. Recipes that an earlier fleet showed to be red against the same reference leave that family first:
+    they would otherwise loosen the bound for the others. A red recipe with a rerun needs the rerun to be red
+    as well, and a recipe with a single run needs a rerun.
     """
-    earlier = earlier or {}
-    judgements = [recipe.judgement for recipe in evidence if recipe.judgement]
-    noise = fit_noise(claim for judgement in judgements for claim in judgement.claims)
-    chance = _Chance(noise, estimate_failure_rate(evidence))
+    chance = _Chance(_fit_priors(evidence), estimate_failure_rate(evidence))
     p_values = {
         recipe.name: chance.p_of(recipe)
         for recipe in evidence
-        if not _was_red(recipe, earlier) and not (recipe.judgement and recipe.judgement.reference_problem)
+        if (recipe.name, recipe.reference_sha256) not in red_before
+        and not (recipe.judgement and recipe.judgement.reference_problem)
     }
     tested = {name: p_value for name, p_value in p_values.items() if p_value is not None}
     adjusted = dict(zip(tested, benjamini_hochberg(list(tested.values())), strict=True))
-    rows = [_make_row(recipe, earlier, chance, adjusted) for recipe in evidence]
+    rows = [_make_row(recipe, red_before, chance, adjusted.get(recipe.name)) for recipe in evidence]
     rows.sort(key=lambda row: (STATUSES.index(row.status), row.name))
     return Fleet(rows=rows, num_tested=len(tested), failure_rate=chance.failure_rate)
+
+
+def _fit_priors(
+    evidence: Sequence[RecipeEvidence],
+) -> dict[tuple[str, Design | None], VariancePrior | None]:
+    """Fit the distribution of the variances of each metric and design."""
+    samples = defaultdict(list)
+    for recipe in evidence:
+        for claim in recipe.judgement.claims if recipe.judgement else ():
+            if claim.variance is not None:
+                samples[claim.metric, claim.design].append((claim.variance, claim.dof))
+    return {key: fit_prior(*zip(*group, strict=True)) for key, group in samples.items()}
 
 
 def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
@@ -180,22 +204,14 @@ def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:
     return (num_accidents + 0.5) / (num_runs + _PRIOR_RUNS)
 
 
-def _was_red(recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow]) -> bool:
-    """Return True if the earlier fleet showed the recipe to be red against the same reference."""
-    row = earlier.get(recipe.name)
-    return row is not None and row.is_red and row.reference_sha256 == recipe.reference_sha256
-
-
 def _make_row(
-    recipe: RecipeEvidence, earlier: Mapping[str, EarlierRow], chance: _Chance, adjusted: Mapping[str, float]
+    recipe: RecipeEvidence, red_before: RedRecipes, chance: _Chance, adjusted_p: float | None
 ) -> FleetRow:
     judgement = recipe.judgement
-    status, reason = "not judged", recipe.problem
-    adjusted_p = adjusted.get(recipe.name)
+    status, reason = "not judged", recipe.problem or ""
     if judgement is not None:
-        was_red = _was_red(recipe, earlier)
+        was_red = (recipe.name, recipe.reference_sha256) in red_before
         status, reason = _decide_status(recipe, judgement, chance, adjusted_p, was_red=was_red)
-    assert reason is not None
     return FleetRow(
         name=recipe.name,
         status=status,
@@ -214,51 +230,53 @@ def _make_row(
 
 def _decide_status(
     recipe: RecipeEvidence, judgement: Judgement, chance: _Chance, adjusted_p: float | None, *, was_red: bool
-) -> tuple[Status, Reason]:
+) -> tuple[Status, str]:
     cause, passes, is_red = chance.cause(judgement), chance.passes(judgement), chance.is_red(judgement)
+    rerun, num_again = recipe.rerun, counted(recipe.num_rerun, "run")
     if judgement.reference_problem and not passes:
-        return "red before", Code.FLEET_REFERENCE_RED(problem=judgement.reference_problem)
+        problem = judgement.reference_problem
+        return "red before", f"the reference itself is red: {problem}; make a new reference"
     if passes and recipe.retried:
-        attempt, num_more = recipe.retried[0], len(recipe.retried) - 1
-        return "flaked", Code.FLEET_GONE_ON_RETRY(attempt=attempt, num_more=num_more)
+        more = f", and {len(recipe.retried) - 1} more" if len(recipe.retried) > 1 else ""
+        return "flaked", f"{recipe.retried[0]}{more}; every run finished in a later attempt and matches"
     if passes:
-        return "green", Code.FLEET_REPAIRED(cause=cause) if was_red else cause
-    if is_red and recipe.rerun and chance.passes(recipe.rerun):
-        return "flaked", Code.FLEET_GONE_ON_RERUN(cause=cause, num_runs=recipe.num_rerun)
+        return "green", f"red in the earlier fleet, and matches now: {cause}" if was_red else cause
+    if is_red and rerun and chance.passes(rerun):
+        return "flaked", f"gone on the rerun, which matches ({num_again}). At first: {cause}"
     if is_red and was_red:
-        return "red before", Code.FLEET_RED_EARLIER(cause=cause)
+        return "red before", f"red in the earlier fleet as well: {cause}"
     if not is_red:
         return ("not judged" if judgement.verdict == "INVALID" else "open"), cause
     if recipe.rerun_problem:
-        return "open", Code.FLEET_RERUN_UNREADABLE(cause=cause, problem=recipe.rerun_problem)
-    if adjusted_p is None or adjusted_p > ALPHA or (judgement.is_single_run and recipe.rerun is None):
-        return "open", _undecided_reason(recipe, judgement, cause, adjusted_p)
-    if recipe.rerun is None:
-        return "regressed here", _with_direction(judgement, cause)
-    if chance.is_red(recipe.rerun):
-        cause = Code.FLEET_RED_ON_RERUN(cause=cause, num_runs=recipe.num_rerun)
-        return "regressed here", _with_direction(judgement, cause)
-    return "open", Code.FLEET_RERUN_OPEN(cause=cause, rerun=chance.cause(recipe.rerun))
-
-
-def _with_direction(judgement: Judgement, cause: Reason) -> Reason:
-    """Return the cause, and that the change is for the better if all claims that moved are."""
-    beyond = [claim for claim in judgement.claims if abs(claim.difference or 0.0) > 1]
+        return "open", f"{cause}. The rerun cannot be judged: {recipe.rerun_problem}"
+    if rerun is None and judgement.is_single_run:
+        return "open", f"one run shows no more than an accident could: {cause}; rerun it"
+    if adjusted_p is None or adjusted_p > ALPHA:
+        return "open", _undecided_reason(judgement, cause, adjusted_p, is_rerun=rerun is not None)
+    if rerun and not chance.is_red(rerun):
+        return "open", f"{cause}. The rerun decides nothing: {chance.cause(rerun)}; add seeds"
+    again = f"red again on the rerun of {num_again}: " if rerun else ""
+    # The change is for the better if all claims that moved are
+    moved = [claim for claim in judgement.claims if abs(claim.difference or 0.0) > 1]
     is_other_evidence = judgement.failed_seeds or judgement.breaks_exact_rule
-    if beyond and not is_other_evidence and all(claim.is_improvement for claim in beyond):
-        return Code.FLEET_IMPROVED(cause=cause)
-    return cause
-
-
-def _undecided_reason(
-    recipe: RecipeEvidence, judgement: Judgement, cause: Reason, adjusted_p: float | None
-) -> Reason:
-    """Return why a recipe that is red by itself is not called red in the fleet."""
-    if judgement.is_single_run and recipe.rerun is None:
-        return Code.FLEET_ONE_RUN(cause=cause)
-    if judgement.failed_seeds:
-        seeds = list(judgement.failed_seeds)
-        return Code.FLEET_FEW_FAILED(
-            cause=cause, seeds=seeds, num_runs=judgement.num_runs, is_rerun=recipe.rerun is not None
+    if moved and not is_other_evidence and all(claim.better and claim.loss < 0 for claim in moved):
+        again = (
+            f"better than the reference, beyond the margin; make a new reference if that is meant. {again}"
         )
-    return Code.FLEET_MAY_BE_CHANCE(cause=cause, rate=1.0 if adjusted_p is None else adjusted_p)
+    return "regressed here", f"{again}{cause}"
+
+
+def _undecided_reason(judgement: Judgement, cause: str, adjusted_p: float | None, *, is_rerun: bool) -> str:
+    """Return why a recipe that is red by itself is not called red in the fleet."""
+    seeds = judgement.failed_seeds
+    if seeds:
+        again = ", some of them again on the rerun" if is_rerun else ""
+        return (
+            f"{counted(judgement.num_runs, 'run')}, of which seed {listed(seeds)} failed{again}, as "
+            f"accidents in this fleet could: {cause}; rerun {plural(seeds, 'that seed')}"
+        )
+    rate = 1.0 if adjusted_p is None else adjusted_p
+    return (
+        "red by itself, but chance among so many recipes could explain it (false discovery rate "
+        f"{rate:.2g}): {cause}; rerun it with more seeds"
+    )

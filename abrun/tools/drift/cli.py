@@ -1,9 +1,7 @@
 """The command `abrun gate`. Slow imports happen inside it."""
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,8 +19,7 @@ from abrun.cli.arguments import (
     refuse_options,
 )
 from abrun.errors import RecipeError
-from abrun.messages import sentence
-from abrun.messages.codes import Reason
+from abrun.messages import sentences
 
 # BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
 EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
@@ -102,45 +99,39 @@ def gate(
         abrun gate runs/idea-7 --against gate.jsonl --json
         abrun gate --against gate.jsonl
     """
+    from abrun.messages.records import encode_reasons
     from abrun.recipe.claims import parse_claim
-    from abrun.tools.drift.gate.command import answer_reason, ask_gate, caveats, start_gate
-    from abrun.tools.drift.gate.ledger import as_json as answer_as_json
-    from abrun.tools.drift.gate.ledger import read_state
-    from abrun.tools.drift.gate.table import render_state, state_reason
+    from abrun.tools.drift.gate import (
+        answer_as_json,
+        answer_text,
+        ask_gate,
+        render_state,
+        start_gate,
+        state_as_json,
+    )
+    from abrun.tools.drift.store import read_state
 
     if not start:
-        start_options = {"--claim": claim, "--worth": worth, "--alpha": alpha}
-        refuse_options(start_options, needed="--start")
+        refuse_options({"--claim": claim, "--worth": worth, "--alpha": alpha}, needed="--start")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
-    reasons: Sequence[Reason] = ()
+    answer, reasons = None, ()
     if start:
         if candidate is None or claim is None:
             raise RecipeError(f"--start requires {'CANDIDATE' if candidate is None else '--claim'}; add it")
-        options = {"worth": worth, "alpha": alpha}
-        levels = {option: value for option, value in options.items() if value is not None}
-        declared = parse_claim(claim)
-        state, reasons = start_gate(against, candidate, reading, declared, arm=arm, name=name, **levels)
+        options = {"arm": arm, "name": name, "worth": worth, "alpha": alpha}
+        state, reasons = start_gate(against, candidate, reading, parse_claim(claim), **options)
     elif candidate is None:
         state = read_state(against)
     else:
-        answer, state, left_out = ask_gate(against, candidate, reading, arm=arm, name=name)
-        reasons = [*left_out, *caveats(answer, state, time.time())]
-        if as_json:
-            print_json({**answer_as_json(answer, state), **_notes_as_json(reasons)})
-        else:
-            for reason in (answer_reason(answer, state), *reasons):
-                console().say(sentence(reason))
-        raise typer.Exit(EXIT_CODES[answer.outcome])
+        answer, state, reasons = ask_gate(against, candidate, reading, arm=arm, name=name)
+    lines = sentences(reasons)
     if as_json:
-        print_json({**state_reason(state).values, **_notes_as_json(reasons)})
+        content = answer_as_json(answer, state) if answer else state_as_json(state)
+        print_json({**content, "notes": lines, "note_codes": encode_reasons(reasons)})
     else:
-        console().print(render_state(state))
-        for reason in reasons:
-            console().say(sentence(reason))
-
-
-def _notes_as_json(reasons: Sequence[Reason]) -> dict[str, Any]:
-    from abrun.messages.records import encode_reasons
-
-    return {"notes": [sentence(reason) for reason in reasons], "note_codes": encode_reasons(reasons)}
+        if answer is None:
+            console().print(render_state(state))
+        for line in lines if answer is None else [answer_text(answer, state), *lines]:
+            console().say(line)
+    raise typer.Exit(EXIT_CODES[answer.outcome] if answer else 0)

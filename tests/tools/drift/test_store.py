@@ -11,8 +11,8 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.runs.lines import json_line, read_json_lines
-from abrun.tools.drift.gate.ledger import locked_state
-from tests.tools.drift.gate.test_gate import CLAIM, Typed, ask, start, typed, write_runs
+from abrun.tools.drift.store import locked_state
+from tests.tools.drift.test_gate import CLAIM, Typed, ask, start, typed, write_runs
 
 ALL = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 MISSING = object()
