@@ -5,6 +5,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -200,10 +201,10 @@ def _judge_fleet(
     names = ("--baseline", "--interim", "--versions-differ")
     refused = {**refused, **{name: reading.given_options.get(name) for name in names}}
     refuse_options(refused, "--fleet: got {option} as well; drop it")
-    settings = fleet.FleetOptions(reading=reading, command=typed_command(), **options)
-    judged, page = fleet.compare_fleet(settings)
+    options = {**options, "reading": reading, "command": typed_command()}
+    judged, page = fleet.compare_fleet(fleet.FleetOptions(**options))
     if as_json:
-        print_json(fleet.fleet_as_json(judged, settings.command))
+        print_json(asdict(judged))
     else:
         console().print(fleet.render_terminal(judged, page and str(page)))
     code = judged.exit_code

@@ -72,6 +72,12 @@ NOTES: dict[Code, Message] = {
     Code.GPUS_SHARED: "up to {runs_per_gpu} runs shared each GPU, so their step times are not compared",
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
+    Code.GATE_AGE: "the oldest run of {incumbent} is {days:count day} old; if code or machine changed since, "
+    "run it again and start a new ledger",
+    Code.GATE_ENVIRONMENT: "package versions or devices of {candidate} and {incumbent} differ, so the "
+    "difference may be theirs; run the incumbent again",
+    Code.GATE_ADD_TO_INCUMBENT: "more runs of the incumbent find more improvements: add "
+    "{seeds_to_add:count seed} to {incumbent}, then ask about it again",
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
 TRACES: dict[Code, Message] = {

@@ -1,1 +1,1 @@
-"""Has a main line drifted? Asked of one candidate (gate), many recipes (fleet), a chain of changes (chain)."""
+"""Has a main line drifted? Asked of one candidate (gate), many recipes (fleet) and a chain of changes."""

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Reference, union_steps
-from abrun.logs.recorded.ledger import Entry, Ledger
+from abrun.logs.recorded.ledger import Entry, Ledger, sha256_of
 from abrun.logs.recorded.reference import add_entry, public_config, public_diff
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages.numbers import bound_text, counted, difference_text, interval_text
@@ -40,7 +40,7 @@ from abrun.runs.rundir import RunDir
 from abrun.stats.equivalence import ALPHA, t_interval, welch_interval
 from abrun.stats.sequential import interim_levels
 from abrun.stats.series import window_bounds
-from abrun.tools.drift.store import environment_sha256, sha256_of
+from abrun.tools.drift.store import environment_sha256
 from abrun.verdict.decide import PASSING, judge
 from abrun.verdict.margins import summarize_window
 from abrun.verdict.results import ClaimResult
@@ -61,16 +61,6 @@ class Drift:
     def bound(self) -> float:
         """Return the bound that counts: the smaller one."""
         return min(max(map(abs, interval)) for interval in (self.chain, self.direct) if interval)
-
-    @property
-    def by(self) -> str:
-        """Return the name of the bound that counts."""
-        return "the direct comparison" if self.bound < max(map(abs, self.chain)) else "the chain"
-
-    @property
-    def disagree(self) -> bool:
-        """Return True if the two intervals exclude each other: a change outside the entries had an effect."""
-        return self.direct is not None and (self.direct[0] > self.chain[1] or self.direct[1] < self.chain[0])
 
 
 def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
@@ -94,15 +84,11 @@ def drift_of(ledger: Ledger, anchor: Mapping[int, float]) -> Drift:
     return Drift(chain=chain, direct=direct, direct_by=direct_by)
 
 
-def drift_since_anchor(reference: Reference) -> Drift | None:
-    """Return the drift of a reference's ledger; None without one, or without an entry."""
-    ledger = reference.ledger
-    return drift_of(ledger, anchor_levels(reference, ledger)) if ledger and ledger.entries else None
-
-
 def is_over_budget(reference: Reference) -> bool:
-    drift = drift_since_anchor(reference)
-    return drift is not None and reference.ledger is not None and drift.bound > reference.ledger.budget
+    ledger = reference.ledger
+    if ledger is None or not ledger.entries:
+        return False
+    return drift_of(ledger, anchor_levels(reference, ledger)).bound > ledger.budget
 
 
 def anchor_levels(reference: Reference, ledger: Ledger) -> dict[int, float]:
@@ -351,6 +337,7 @@ def drift_text(reference: Reference, ledger: Ledger) -> str:
     if not ledger.entries:
         return f"{subject}: no change since the anchor, drift spent 0 of {ledger.budget:g}"
     drift, direct = drift_of(ledger, anchor_levels(reference, ledger)), ""
+    by = "the direct comparison" if drift.bound < max(map(abs, drift.chain)) else "the chain"
     if drift.direct and np.isfinite(drift.direct).all():  # after very many rejected changes it is infinite
         chains = f" for {ledger.num_chains:.3g} possible chains" if ledger.num_chains > 1 else ""
         direct = f", direct comparison {interval_text(drift.direct)} over {drift.direct_by}{chains}"
@@ -358,10 +345,10 @@ def drift_text(reference: Reference, ledger: Ledger) -> str:
     rejected = f", {num_rejected} of them rejected" if num_rejected else ""
     text = (
         f"{subject}: {counted(ledger.entries, 'change')}, drift spent {bound_text(drift.bound)} of "
-        f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {drift.by}; chain "
+        f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {by}; chain "
         f"{interval_text(drift.chain)}{direct}; jointly over {ledger.num_tried} evaluated changes{rejected})"
     )
-    if drift.disagree:
+    if drift.direct and (drift.direct[0] > drift.chain[1] or drift.direct[1] < drift.chain[0]):
         text += "; chain and direct comparison contradict each other: something changed that no entry records"
     if drift.bound > ledger.budget:
         text += (

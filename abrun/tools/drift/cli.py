@@ -24,53 +24,44 @@ from abrun.messages import sentences
 # BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
 EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
 
-Ledger = Annotated[
-    Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
-]
-Candidate = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
-    ),
-]
-StartIt = Annotated[
-    bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
-]
-GateClaim = Annotated[
-    str | None,
-    typer.Option(
-        "--claim",
-        metavar="METRIC:WINDOW:better N",
-        help="With --start: what an improvement is, such as 'train/reward:last 20%:better 0'.",
-    ),
-]
-Worth = Annotated[
-    str | None,
-    typer.Option(
-        help="With --start: the improvement that must not be missed; ALIKE rules it out. A number in the "
-        "metric's unit, or standard deviations of a run. Default: '2 sigma'."
-    ),
-]
-Alpha = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001, max=0.2, help="With --start: share of false BETTER among all BETTER. Default: 0.05."
-    ),
-]
-
-
 commands = make_group()
 
 
 @commands.command(rich_help_panel="Verdicts")
 @survive_output_errors
 def gate(
-    against: Ledger,
-    candidate: Candidate = None,
-    start: StartIt = False,
-    claim: GateClaim = None,
-    worth: Worth = None,
-    alpha: Alpha = None,
+    against: Annotated[
+        Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
+    ],
+    candidate: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
+        ),
+    ] = None,
+    start: Annotated[
+        bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
+    ] = False,
+    claim: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC:WINDOW:better N",
+            help="With --start: what an improvement is, such as 'train/reward:last 20%:better 0'.",
+        ),
+    ] = None,
+    worth: Annotated[
+        str | None,
+        typer.Option(
+            help="With --start: the improvement that must not be missed; ALIKE rules it out. A number in the "
+            "metric's unit, or standard deviations of a run. Default: '2 sigma'."
+        ),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, max=0.2, help="With --start: share of false BETTER among all BETTER. Default: 0.05."
+        ),
+    ] = None,
     arm: Annotated[str | None, typer.Option(help="Arm to judge, if there are several.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the candidate in the ledger; default: its arm's.")
@@ -101,14 +92,7 @@ def gate(
     """
     from abrun.messages.records import encode_reasons
     from abrun.recipe.claims import parse_claim
-    from abrun.tools.drift.gate import (
-        answer_as_json,
-        answer_text,
-        ask_gate,
-        render_state,
-        start_gate,
-        state_as_json,
-    )
+    from abrun.tools.drift import gate as asking
     from abrun.tools.drift.store import read_state
 
     if not start:
@@ -120,18 +104,18 @@ def gate(
         if candidate is None or claim is None:
             raise RecipeError(f"--start requires {'CANDIDATE' if candidate is None else '--claim'}; add it")
         options = {"arm": arm, "name": name, "worth": worth, "alpha": alpha}
-        state, reasons = start_gate(against, candidate, reading, parse_claim(claim), **options)
+        state, reasons = asking.start_gate(against, candidate, reading, parse_claim(claim), **options)
     elif candidate is None:
         state = read_state(against)
     else:
-        answer, state, reasons = ask_gate(against, candidate, reading, arm=arm, name=name)
+        answer, state, reasons = asking.ask_gate(against, candidate, reading, arm=arm, name=name)
     lines = sentences(reasons)
     if as_json:
-        content = answer_as_json(answer, state) if answer else state_as_json(state)
+        content = asking.as_json(answer, state)
         print_json({**content, "notes": lines, "note_codes": encode_reasons(reasons)})
     else:
         if answer is None:
-            console().print(render_state(state))
-        for line in lines if answer is None else [answer_text(answer, state), *lines]:
+            console().print(asking.render_state(state))
+        for line in lines if answer is None else [asking.answer_text(answer, state), *lines]:
             console().say(line)
     raise typer.Exit(EXIT_CODES[answer.outcome] if answer else 0)

@@ -16,7 +16,7 @@ from abrun.logs.recorded.sources import ReadingOptions, read_sources
 from abrun.messages.codes import Code
 from abrun.messages.numbers import listed
 from abrun.recipe.claims import ClaimKind
-from abrun.report.comparing import Comparison, compare, with_options
+from abrun.report.comparing import CompareOptions, Comparison, compare, with_options
 from abrun.report.write import PAGE
 from abrun.runs.experiment import REFERENCE, is_experiment
 from abrun.runs.files import exists, is_directory, is_file
@@ -98,10 +98,6 @@ class Judgement:
     failed_seeds: tuple[int, ...]  # seeds whose run failed or became NaN alone
     reference_problem: str | None  # why the reference itself is red
     report: Path | None  # the page of its report
-
-    @property
-    def is_single_run(self) -> bool:
-        return self.num_runs == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +249,8 @@ def _judge(
     folder: Path,  # of the runs
     place: Path,  # of the report, in that of the fleet
 ) -> Judgement:
-    words = ["abrun", "compare", str(folder), "--reference", str(path)]
-    words += [] if options.arm is None else ["--arm", options.arm]
-    words += [*options.reading.to_words(), *([] if options.step_one else ["--no-step-one"])]
+    against = CompareOptions(reference=path, arm=options.arm, step_one=options.step_one)
+    words = ["abrun", "compare", str(folder), *options.reading.to_words(), *against.to_words()]
     output = options.output / place / REPORT if options.output else None
     declared, command = reference.compare, shlex.join(words)
     comparison = compare(experiment, output=output, declared=declared, formats=_FORMATS, command=command)

@@ -324,30 +324,26 @@ def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
     return reasons
 
 
-def answer_as_json(answer: Answer, state: State) -> dict[str, Any]:
-    """Return an answer for `--json`, with the levels that the ledger has assigned."""
-    hidden = ("outcome", "candidate", "kind", "number", "time_s")
-    return {
-        "answer": answer.outcome,
-        "candidate": answer.candidate.name,
-        "num_seeds": answer.candidate.num_runs,
-        "left_out": answer.candidate.left_out,
-        **{key: value for key, value in asdict(answer).items() if key not in hidden},
-        "metric": state.start.metric,
-        "num_candidates": len(state.candidates),
-        "num_discoveries": len(state.discoveries),
-    }
-
-
-def state_as_json(state: State) -> dict[str, Any]:
+def as_json(answer: Answer | None, state: State) -> dict[str, Any]:
+    """Return an answer for `--json`, or else the state of the gate."""
     start = state.start
+    num_tried, num_kept = len(state.candidates), len(state.discoveries)
+    totals = {"metric": start.metric, "num_candidates": num_tried, "num_discoveries": num_kept}
+    if answer:
+        hidden = ("outcome", "candidate", "kind", "number", "time_s")
+        return {
+            "answer": answer.outcome,
+            "candidate": answer.candidate.name,
+            "num_seeds": answer.candidate.num_runs,
+            "left_out": answer.candidate.left_out,
+            **{key: value for key, value in asdict(answer).items() if key not in hidden},
+            **totals,
+        }
     return {
-        "metric": start.metric,
+        **totals,
         "first": start.first_step,
         "last": start.last_step,
         "higher": start.higher_is_better,
-        "num_candidates": len(state.candidates),
-        "num_discoveries": len(state.discoveries),
         "incumbent": state.incumbent.name,
         "num_runs": len(state.incumbent.values),
         "level": state.next_level,

@@ -4,19 +4,19 @@ The state is replayed from the lines. A line is one write, so a killed gate leav
 """
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
 
 from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.experiment import RecordedRun, Reference
+from abrun.logs.recorded.ledger import sha256_of
 from abrun.recipe.claims import Claim
 from abrun.runs.files import PUBLIC_MODE
 from abrun.runs.layout import RunName
@@ -276,7 +276,3 @@ def environment_sha256(runs: Sequence[RecordedRun | Reference]) -> str:
     environments = [run.environment or {} for run in runs]
     hashes = {sha256_of({key: values.get(key) for key in MACHINE_KEYS}) for values in environments}
     return hashes.pop() if len(hashes) == 1 else sha256_of({"several": sorted(hashes)})
-
-
-def sha256_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
