@@ -99,7 +99,7 @@ def gate(
         refuse_options({"--claim": claim, "--worth": worth, "--alpha": alpha}, needed="--start")
     selection = (pattern, group, alias, step_column, seeds, exclude)
     reading = make_reading(runs_dir, None, *selection, allows_one_arm=True)
-    answer, reasons = None, ()
+    answer, reasons = None, []
     if start:
         if candidate is None or claim is None:
             raise RecipeError(f"--start requires {'CANDIDATE' if candidate is None else '--claim'}; add it")

@@ -227,12 +227,13 @@ def _fit_priors(
     evidence: Sequence[RecipeEvidence],
 ) -> dict[tuple[str, Design | None], VariancePrior | None]:
     """Fit the distribution of the variances of each metric and design."""
-    samples = defaultdict(list)
+    variances, dofs = defaultdict(list), defaultdict(list)
     for recipe in evidence:
         for claim in recipe.judgement.claims if recipe.judgement else ():
             if claim.variance is not None:
-                samples[claim.metric, claim.design].append((claim.variance, claim.dof))
-    return {key: fit_prior(*zip(*group, strict=True)) for key, group in samples.items()}
+                variances[claim.metric, claim.design].append(claim.variance)
+                dofs[claim.metric, claim.design].append(claim.dof)
+    return {key: fit_prior(variances[key], dofs[key]) for key in variances}
 
 
 def estimate_failure_rate(evidence: Sequence[RecipeEvidence]) -> float:

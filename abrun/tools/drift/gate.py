@@ -53,7 +53,7 @@ def start_gate(
     name: str | None = None,
     worth: str | None = None,
     alpha: float | None = None,
-) -> tuple[State, Sequence[Reason]]:
+) -> tuple[State, list[Reason]]:
     """Write a new ledger whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
     _check_claim(claim)
     amount, in_sds = _parse_worth(worth or "2 sigma", claim)
@@ -80,13 +80,13 @@ def start_gate(
         incumbent=incumbent,
     )
     create_ledger(path, start)
-    return State(start=start, incumbent=incumbent), left_out
+    return State(start=start, incumbent=incumbent), [*left_out]
 
 
 @np.errstate(all="ignore")
 def ask_gate(
     path: Path, source: str, reading: ReadingOptions, *, arm: str | None = None, name: str | None = None
-) -> tuple[Answer, State, Sequence[Reason]]:
+) -> tuple[Answer, State, list[Reason]]:
     """Judge a candidate at its present seeds, and record the answer. Returns what it does not cover, too.
 
     Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.

@@ -25,7 +25,6 @@ from abrun.tools.drift.chain import (
     anchor_levels,
     drift_of,
     drift_text,
-    is_over_budget,
     ledger_maker,
     render_reference,
 )
@@ -75,10 +74,7 @@ def typed(*arguments: str) -> Result:
     return CliRunner().invoke(cli.app, ["reference", *arguments], catch_exceptions=False)
 
 
-def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, monkeypatch, snapshot):
-    monkeypatch.setenv("COLUMNS", "200")
-    empty = load_reference(reference)
-    snapshot(drift_text(empty, ledger_of(empty)))
+def test_two_changes_are_added(tmp_path, reference):
     found = add(reference, changed_experiment(tmp_path, shift=0.004))
     one = ledger_of(found).entries[0]
     assert one.treatment == {"policy.logprobs.impl": ("logits", "chunked")} and one.seeds == [0, 1, 2, 3, 4]
@@ -87,13 +83,6 @@ def test_two_changes_are_added_and_what_they_spent_is_said(tmp_path, reference, 
     ledger, drift = ledger_of(found), drift_of(ledger_of(found), anchor_of(found))
     assert (len(ledger.entries), ledger.num_tried, ledger.num_chains) == (2, 4, 3)
     assert drift.direct_by == "5 pairs" and 0 < drift.bound < 0.1
-    snapshot(drift_text(found, ledger))
-    said = typed("show", str(reference))
-    assert (
-        said.exit_code == 0
-        and "2 changes" in said.output
-        and "policy.optimizer.beta2: " in " ".join(said.output.split())
-    )
     assert not list(tmp_path.glob(".*lock"))
 
 
@@ -138,25 +127,13 @@ def test_other_seeds_are_compared_unpaired(tmp_path, reference):
     assert drift.direct == pytest.approx(expected) and welch_interval([1, 1], [2, 2], 0.9) == (1, 1)
 
 
-def test_beyond_the_budget_is_an_exit_code_and_a_sentence(tmp_path, reference):
-    experiment = load_experiment(tmp_path / "anchor")
-    freeze(experiment, tmp_path / "tight.json", "train/reward=0.003", chain_alone=True)
-    said = typed("add", str(tmp_path / "tight.json"), str(changed_experiment(tmp_path, shift=0.004)))
-    assert said.exit_code == 3 and "re-anchor: " in said.output
-    assert is_over_budget(load_reference(tmp_path / "tight.json"))  # and it is added: it is a fact
-    assert typed("show", str(tmp_path / "tight.json")).exit_code == 3
-
-
 @pytest.mark.parametrize(
     ("scenario", "said"),
     [
         ({"shift": 0.1}, "the verdict is MISMATCH, but a ledger takes only matches"),
         ({"noise": 0.03}, "the verdict is INCONCLUSIVE, but a ledger takes only matches"),
         ({"steps": 60}, "steps is 60, but 40 in"),
-        (
-            {"arms": SECOND},
-            "policy.logprobs.impl is 'chunked', but 'logits' in",
-        ),
+        ({"arms": SECOND}, "policy.logprobs.impl is 'chunked', but 'logits' in"),
         (
             {"compare": {"claims": [{"metric": "train/grad_norm", "margin": 0.5}]}},
             "but the ledger tracks train/reward over",
