@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from abrun.errors import AbrunError, ComparisonError
 from abrun.logs.recorded.experiment import RecordedExperiment, Reference, Sides
@@ -30,7 +30,6 @@ from abrun.verdict.limits import judge_limit
 from abrun.verdict.results import ClaimResult
 
 FLEET_FILE = "fleet.json"
-_SUFFIX = ".json"
 # The page draws its own charts; drawing pictures would take ten times as long as all the rest.
 _FORMATS = ("json", "html", "markdown")
 _DIFFERENCE_TESTS = ("paired TOST", "Welch TOST", "paired t-test", "Welch t-test")
@@ -127,11 +126,10 @@ def find_recipes(options: FleetOptions) -> list[str]:
                 f"{option}: got {folder}, {problem}; give a folder with a subfolder for each recipe"
             )
     names = {path.name for path in options.folder.iterdir() if _holds_runs(path)}
-    files = (options.references or options.folder).glob(f"*{_SUFFIX}")
-    without_runs = [path for path in files if path.name.removesuffix(_SUFFIX) not in names]
-    if options.references is None:  # the folder may hold other JSON files
-        without_runs = [path for path in without_runs if _is_reference(path)]
-    names |= {path.name.removesuffix(_SUFFIX) for path in without_runs}
+    files = (options.references or options.folder).glob("*.json")
+    without_runs = [path for path in files if path.stem not in names]
+    # The folder of the fleet may hold other JSON files
+    names |= {path.stem for path in without_runs if options.references is not None or _is_reference(path)}
     if not names:
         raise ComparisonError(
             f"--fleet: {options.folder} has no recipe; give a folder with a subfolder of runs for each recipe"
@@ -158,9 +156,9 @@ def _is_reference(path: Path) -> bool:
 def _find_reference(name: str, options: FleetOptions) -> Path:
     """Return the only reference of a recipe that has runs. Raises ComparisonError or OSError."""
     folder = options.folder / name
-    paths = [options.folder / f"{name}{_SUFFIX}", folder / REFERENCE]
+    paths = [options.folder / f"{name}.json", folder / REFERENCE]
     if options.references is not None:
-        paths = [options.references / f"{name}{_SUFFIX}"]
+        paths = [options.references / f"{name}.json"]
     references = [path for path in paths if is_file(path)]
     if not references:
         raise ComparisonError(f"{name} has no reference; make one: abrun reference save RUNS -o {paths[0]}")
@@ -290,46 +288,47 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
         if run["several"] == REFERENCE_ARM and run["num_runs"] >= MIN_FOR_MISMATCH
     }
     for result in comparison.content.claims:
-        terms = result.claim
+        terms, estimate = result.claim, result.estimate
+        known: dict[str, Any] = {}
         counts = (terms.num_pairs,) if terms.num_runs is None else terms.num_runs
-        p_alone = result.estimate.p_beyond if min(counts) >= MIN_FOR_MISMATCH else None
-        plain = ClaimEvidence(
+        p_alone = estimate.p_beyond if min(counts) >= MIN_FOR_MISMATCH else None
+        single = single_runs.get((terms.metric, terms.window))
+        difference, error, margin = estimate.mean_difference, estimate.standard_error, terms.margin
+        if terms.test not in _DIFFERENCE_TESTS or not margin or terms.kind == "better":
+            pass  # no difference with a margin of its own
+        elif p_alone is None and single is not None:
+            known = {
+                "design": "single",
+                "difference": single["difference"] / margin,
+                "margin": margin,
+                "variance": (single["sd"] / margin) ** 2,
+                "variance_factor": 1 + 1 / single["num_runs"],
+                "dof": single["num_runs"] - 1,
+            }
+        elif (
+            p_alone is not None
+            and difference is not None
+            and error is not None
+            and estimate.freedom
+            and math.isfinite(error / margin)
+        ):
+            factor = sum(1 / number for number in counts)
+            known = {
+                "design": "paired" if terms.num_runs is None else "unpaired",
+                "difference": difference / margin,
+                "margin": margin,
+                "variance": (error / margin) ** 2 / factor,
+                "variance_factor": factor,
+                "dof": estimate.freedom,
+            }
+        yield ClaimEvidence(
             metric=terms.metric,
             kind=terms.kind,
             better=terms.better,
             p_alone=p_alone,
             share=terms.alpha_difference / alpha,
+            **known,
         )
-        margin, estimate = terms.margin, result.estimate
-        difference, error = estimate.mean_difference, estimate.standard_error
-        single = single_runs.get((terms.metric, terms.window))
-        if terms.test not in _DIFFERENCE_TESTS or not margin or terms.kind == "better":
-            yield plain
-        elif p_alone is None and single is not None:
-            yield replace(
-                plain,
-                design="single",
-                difference=single["difference"] / margin,
-                margin=margin,
-                variance=(single["sd"] / margin) ** 2,
-                variance_factor=1 + 1 / single["num_runs"],
-                dof=single["num_runs"] - 1,
-            )
-        elif p_alone is None or difference is None or error is None or not estimate.freedom:
-            yield plain
-        elif math.isfinite(error / margin):
-            factor = sum(1 / number for number in counts)
-            yield replace(
-                plain,
-                design="paired" if terms.num_runs is None else "unpaired",
-                difference=difference / margin,
-                margin=margin,
-                variance=(error / margin) ** 2 / factor,
-                variance_factor=factor,
-                dof=estimate.freedom,
-            )
-        else:
-            yield plain
 
 
 def _failed_seeds(experiment: RecordedExperiment, claims: list[ClaimResult]) -> Iterator[int]:
