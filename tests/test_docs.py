@@ -23,7 +23,7 @@ from abrun.recipe.command import PLACEHOLDERS
 from abrun.recipe.experiment import load_recipe
 from abrun.recipe.faults import LIBRARY
 from abrun.runs import layout
-from abrun.tools.drift.gate import cli as gating
+from abrun.tools.drift import cli as gating
 from abrun.verdict.decide import EXIT_CODES
 from tests.commands import commands_in, commands_of, has_placeholders, problem_of
 

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -198,12 +199,13 @@ def _judge_fleet(
     names = ("--baseline", "--interim", "--versions-differ")
     refused = {**refused, **{name: reading.given_options.get(name) for name in names}}
     refuse_options(refused, "--fleet: got {option} as well; drop it")
-    comparison = fleet.compare_fleet(fleet.FleetOptions(reading=reading, command=typed_command(), **options))
+    options = {**options, "reading": reading, "command": typed_command()}
+    judged, page = fleet.compare_fleet(fleet.FleetOptions(**options))
     if as_json:
-        print_json(comparison.content)
+        print_json(asdict(judged))
     else:
-        console().print(fleet.render_terminal(comparison.fleet, comparison.page and str(comparison.page)))
-    code = comparison.fleet.exit_code
+        console().print(fleet.render_terminal(judged, page and str(page)))
+    code = judged.exit_code
     raise typer.Exit(0 if allow_open and code == fleet.EXIT_CODES["open"] else code)
 
 

@@ -8,8 +8,6 @@ from abrun.messages import (
     claim_evidence,
     claims,
     endings,
-    fleet,
-    gate,
     guards,
     injected,
     noise,
@@ -22,7 +20,7 @@ from abrun.messages import (
 from abrun.messages.codes import MESSAGES, Reason
 
 _MODULES = (
-    *(claim_evidence, claims, endings, fleet, gate, guards, injected),
+    *(claim_evidence, claims, endings, guards, injected),
     *(noise, not_tested, notes, refusals, validity, verdicts),
 )
 for _module in _MODULES:

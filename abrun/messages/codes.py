@@ -132,8 +132,8 @@ class Code(StrEnum):
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()
     GPUS_SHARED, ON_RECORDED_ROLLOUTS, SAMPLER_NOT_TESTED = auto(), auto(), auto()
-    ROLLOUTS_DIFFER, COUNTERS_DIFFER, GRIDS_DIFFER, LEDGER_EMPTY = auto(), auto(), auto(), auto()
-    LEDGER, SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED = auto(), auto(), auto(), auto()
+    ROLLOUTS_DIFFER, COUNTERS_DIFFER, GRIDS_DIFFER = auto(), auto(), auto()
+    SEED_NOT_KNOWN, NOTHING_DECLARED, COMPARISON_CHANGED = auto(), auto(), auto()
     PAIRS_ADDED, CLAIMS_CHANGED, PAIRING_CHANGED, STEP_ONE_DROPPED = auto(), auto(), auto(), auto()
     BASELINE_CHANGED, SEEDS_FROM, ARMS_FROM_NAMES, NOTHING_SAYS_SEEDS = auto(), auto(), auto(), auto()
     LOG_READ_AS, ARMS_SHARE_NO_SEED, SOURCES_ARE_ARMS, BASELINE_GUESSED = auto(), auto(), auto(), auto()
@@ -145,24 +145,14 @@ class Code(StrEnum):
     TIME_LIMIT_REACHED, STALL_LIMIT_REACHED, RANKS_SILENT, NODES_SILENT = auto(), auto(), auto(), auto()
     NO_NEW_STEP, NO_SIGN_OF_LIFE, STOPPED_BY_SIGNAL, ALIAS_NOT_LOGGED = auto(), auto(), auto(), auto()
 
-    # Gate: answers about a candidate, their caveats, and refusals
-    GATE_BETTER, GATE_WORSE, GATE_ALIKE, GATE_OPEN = auto(), auto(), auto(), auto()
-    GATE_SEEDS_SPENT, GATE_EVIDENCE, GATE_INCUMBENT, GATE_AGE = auto(), auto(), auto(), auto()
-    GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT, GATE_STATE, GATE_DIVERGED = auto(), auto(), auto(), auto()
-    GATE_FAILED = auto()
+    # Gate: what an answer does not cover
+    GATE_AGE, GATE_ENVIRONMENT, GATE_ADD_TO_INCUMBENT = auto(), auto(), auto()
 
     # Refusals: launching
     PROBE_FAILED = auto()
 
     # Refusals: recipes
     PROBLEMS_UNREADABLE = auto()
-
-    # Fleets
-    FLEET_WITHOUT_REFERENCE, FLEET_TWO_REFERENCES, FLEET_WITHOUT_RUNS = auto(), auto(), auto()
-    FLEET_REFERENCE_RED, FLEET_GONE_ON_RETRY, FLEET_GONE_ON_RERUN = auto(), auto(), auto()
-    FLEET_DIFFERENCE, FLEET_IMPROVED, FLEET_ONE_RUN, FLEET_REPAIRED = auto(), auto(), auto(), auto()
-    FLEET_RED_EARLIER, FLEET_RED_ON_RERUN, FLEET_RERUN_OPEN = auto(), auto(), auto()
-    FLEET_RERUN_UNREADABLE, FLEET_FEW_FAILED, FLEET_MAY_BE_CHANCE = auto(), auto(), auto()
 
     # Refusals: run directories and logs
     STEPS_SENT, MIRROR_NOT_BEGUN = auto(), auto()

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from abrun.messages.codes import Code
 from abrun.messages.message import Message
-from abrun.messages.numbers import bound_text, interval_text
 from abrun.messages.validity import first_and_more
 
 
@@ -30,44 +29,6 @@ def _step_range(first: int, last: int, every: int) -> str:
 
 def _compared_on(num_shared: int, first: int, last: int) -> str:
     return f"compared on the {num_shared} steps that all runs have ({first}-{last})"
-
-
-def _ledger(
-    metric,
-    first,
-    last,
-    num_entries,
-    num_tried,
-    budget,
-    bound,
-    confidence,
-    bound_by,
-    chain,
-    direct,
-    direct_by,
-    num_chains,
-    disagree,
-) -> str:
-    """Total drift of the changes in a reference's ledger."""
-    direct_drift = ""
-    if direct:
-        direct_drift = f", direct comparison {interval_text(direct)} over {direct_by}"
-        direct_drift += f" for {num_chains:.3g} possible chains" if num_chains > 1 else ""
-    num_rejected = num_tried - num_entries
-    rejected = f", {num_rejected} of them rejected" if num_rejected else ""
-    text = (
-        f"ledger of {metric} over steps {first}-{last}: {num_entries} change{'s' * (num_entries != 1)}, "
-        f"drift spent {bound_text(bound)} of {budget:g} ({100 * confidence:g} % bound by {bound_by}; chain "
-        f"{interval_text(chain)}{direct_drift}; jointly over {num_tried} evaluated changes{rejected})"
-    )
-    if disagree:
-        text += "; chain and direct comparison contradict each other: something changed that no entry records"
-    if bound > budget:
-        text += (
-            "; the budget is exceeded; re-anchor: compare the anchor's arm with today's, then save today's "
-            "as a new reference"
-        )
-    return text
 
 
 def _code_differs(versions: Sequence[Mapping[str, list[str]]]) -> str:
@@ -111,9 +72,12 @@ NOTES: dict[Code, Message] = {
     Code.GPUS_SHARED: "up to {runs_per_gpu} runs shared each GPU, so their step times are not compared",
     Code.COUNTERS_DIFFER: _counters_differ,
     Code.GRIDS_DIFFER: _grids_differ,
-    Code.LEDGER_EMPTY: "ledger of {metric} over steps {first}-{last}: no change since the anchor, drift "
-    "spent 0 of {budget:g}",
-    Code.LEDGER: _ledger,
+    Code.GATE_AGE: "the oldest run of {incumbent} is {days:count day} old; if code or machine changed since, "
+    "run it again and start a new ledger",
+    Code.GATE_ENVIRONMENT: "package versions or devices of {candidate} and {incumbent} differ, so the "
+    "difference may be theirs; run the incumbent again",
+    Code.GATE_ADD_TO_INCUMBENT: "more runs of the incumbent find more improvements: add "
+    "{seeds_to_add:count seed} to {incumbent}, then ask about it again",
     Code.SEED_NOT_KNOWN: "numbered, because its seed is unknown: {place}",
 }
 TRACES: dict[Code, Message] = {

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.bench.common import make_parser
-from tests.tools.drift.fleet.simulate import write_reference, write_runs
+from tests.tools.drift.simulate import write_reference, write_runs
 
 MAX_SECONDS = 60.0
 DROP = -0.3

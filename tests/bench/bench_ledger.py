@@ -23,7 +23,7 @@ from scipy import special
 
 from abrun.logs.recorded.ledger import Entry, Ledger
 from abrun.stats.equivalence import t_interval
-from abrun.tools.drift.ledger.drift import drift_of
+from abrun.tools.drift.chain import drift_of
 
 SEED_SD, MARGIN = 0.03, 0.02
 MOST_TRIED, BATCH = 5000, 64

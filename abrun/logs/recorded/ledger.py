@@ -96,7 +96,12 @@ def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
         zip(ledger.entries, content["ledger"].get("entries", ()), strict=True), 1
     ):
         if entry.previous != previous:
-            raise ComparisonError(_ledger_link_edited(path=path, entry=number))
+            anchor = "the frozen runs, or the ledger's budget or rule"
+            edited = f"entry {number - 1}" if number > 1 else anchor
+            raise ComparisonError(
+                f"{path}: ledger: {edited} changed after entry {number} was added; restore the file (git log "
+                "shows it)"
+            )
         if entry.sha256 != hash_entry(raw):
             raise ComparisonError(
                 f"{path}: ledger: entry {number} was edited after it was written; restore the file (git log "
@@ -109,12 +114,12 @@ def read_ledger(content: Mapping[str, Any], path: str) -> Ledger | None:
 def hash_anchor(content: Mapping[str, Any]) -> str:
     """Return a hash of a reference file without the ledger's entries."""
     ledger = {key: value for key, value in content["ledger"].items() if key != "entries"}
-    return _sha256({**content, "ledger": ledger})
+    return sha256_of({**content, "ledger": ledger})
 
 
 def hash_entry(entry: Mapping[str, Any]) -> str:
     """Return a hash of an entry, which includes the hash of the previous one."""
-    return _sha256({key: value for key, value in entry.items() if key != "sha256"})
+    return sha256_of({key: value for key, value in entry.items() if key != "sha256"})
 
 
 def append_entry(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,14 +131,5 @@ def append_entry(content: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[s
     return {**content, "ledger": {**content["ledger"], "entries": [*entries, linked]}}
 
 
-def _sha256(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _ledger_link_edited(path: str, entry: int) -> str:
-    """Content below a ledger's entry was changed after the entry was added."""
-    content = f"entry {entry - 1}" if entry > 1 else "the frozen runs, or the ledger's budget or rule"
-    return f"{path}: ledger: {content} changed after entry {entry} was added; {_RESTORE}"
-
-
-_RESTORE = "restore the file (git log shows it)"
+def sha256_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""Drift of a main line: gate, fleet and ledger."""
+"""Has a main line drifted? Asked of one candidate (gate), many recipes (fleet) and a chain of changes."""

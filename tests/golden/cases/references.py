@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.case import case, compare_command, compare_in_short
-from tests.tools.drift.ledger.test_ledger import FIRST, SECOND
+from tests.tools.drift.test_chain import FIRST, SECOND
 from tests.verdict.simulate import edit, edit_rows, fail, write_experiment
 
 Commands = Iterator[Sequence[str]]

@@ -1,16 +1,14 @@
 """Simulated nightlies: the false discovery rate, and the share of right splits, over many fleets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from abrun.messages.codes import Code
-from abrun.tools.drift.fleet.classify import Fleet, classify
-from abrun.tools.drift.fleet.command import fleet_json, parse_rows
-from abrun.tools.drift.fleet.evidence import ClaimEvidence, Judgement, RecipeEvidence
+from abrun.tools.drift.evidence import ClaimEvidence, Judgement, RecipeEvidence
+from abrun.tools.drift.fleet import Fleet, classify, red_recipes
 from abrun.verdict.decide import Verdict
 
 MARGIN = 3.0  # of the usual sd of a pair
@@ -65,7 +63,7 @@ def judge(differences: np.ndarray, failed: Sequence[int] = ()) -> Judgement:
         )
     return Judgement(
         verdict="MISMATCH" if failed and verdict != "INVALID" else verdict,
-        reasons=(Code.NO_CLAIM(),),
+        reason="nothing is claimed",
         claims=claims,
         p_guards=None,
         is_open_apart_from_claims=False,
@@ -104,8 +102,8 @@ def simulate(rng: np.random.Generator, num_recipes: int, num_seeds: int, spread:
         earlier.append(RecipeEvidence(name=name, reference_sha256=name, judgement=judge(runs(still))))
         if failed and truth in ("calm", "at the margin"):
             truth_by_name[name] = "accident"
-    rows = parse_rows(fleet_json(classify(earlier), "", "")["recipes"])
-    return classify(now, rows), truth_by_name
+    red_before = red_recipes(asdict(classify(earlier))["recipes"])
+    return classify(now, red_before), truth_by_name
 
 
 def test_chance_before_hides_no_regression() -> None:
@@ -121,10 +119,10 @@ def test_chance_before_hides_no_regression() -> None:
         ]
 
     before = classify(fleet_of(MARGIN + 1.4))
-    row = {row.name: row for row in before.rows}["chance"]
+    row = {row.name: row for row in before.recipes}["chance"]
     assert row.is_red and row.status == "open"
-    now = classify(fleet_of(SHIFT), parse_rows(fleet_json(before, "", "")["recipes"]))
-    assert {row.name: row.status for row in now.rows}["chance"] == "regressed here"
+    now = classify(fleet_of(SHIFT), red_recipes(asdict(before)["recipes"]))
+    assert {row.name: row.status for row in now.recipes}["chance"] == "regressed here"
 
 
 EXPECTED = {
@@ -140,10 +138,10 @@ def count(num_fleets: int, num_recipes: int, num_seeds: int, spread: float) -> C
     counts = Counts([])
     for number in range(num_fleets):
         fleet, truth = simulate(np.random.default_rng([number, num_seeds]), num_recipes, num_seeds, spread)
-        called = [truth[row.name] for row in fleet.rows if row.status == "regressed here"]
+        called = [truth[row.name] for row in fleet.recipes if row.status == "regressed here"]
         num_false = sum(EXPECTED.get(one) != "regressed here" for one in called)
         counts.false_shares.append(num_false / max(1, len(called)))
-        for row in fleet.rows:
+        for row in fleet.recipes:
             if truth[row.name] in EXPECTED:
                 counts.num_red += 1
                 counts.right += row.status == EXPECTED[truth[row.name]]

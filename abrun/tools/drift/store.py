@@ -1,21 +1,22 @@
-"""The file of a gate: one line for its start, then one for each answer, appended under a lock.
+"""The store of a gate: one line for its start, then one for each answer, appended under a lock.
 
 The state is replayed from the lines. A line is one write, so a killed gate leaves all of its answer or none.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
 
 from abrun.errors import ComparisonError, StoreError
-from abrun.logs.recorded.experiment import RecordedRun
+from abrun.logs.recorded.experiment import RecordedRun, Reference
+from abrun.logs.recorded.ledger import sha256_of
 from abrun.recipe.claims import Claim
 from abrun.runs.files import PUBLIC_MODE
 from abrun.runs.layout import RunName
@@ -25,11 +26,11 @@ from abrun.runs.metric_names import Transform, find_metric, is_learned
 from abrun.runs.schemas import Count, Items, Seconds, Texts, checked
 from abrun.stats.online import MAX_SEEDS, Noise, Sample, lord_level
 from abrun.stats.series import Series
+from abrun.verdict.machines import MACHINE_KEYS
 
 Outcome = Literal["BETTER", "WORSE", "ALIKE", "OPEN", "INCUMBENT"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Level = Annotated[float, Field(ge=0, lt=1)]
-
 
 NUM_POINTS = 50  # kept of a curve
 MIN_DISTINCT = 10  # numbers; two runs of a coarse metric share fewer by chance
@@ -46,7 +47,7 @@ class KnownRun:
     name: str
     seed: Count
     steps: Items[Count] = ()
-    values: Items[Annotated[float, Field(allow_inf_nan=False)]] = ()
+    values: Items[Number] = ()
 
     def restore(self, arm: str, metric: str) -> RecordedRun:
         """Return the run with that curve as its log of the metric, under the arm's name in the ledger."""
@@ -106,7 +107,7 @@ class Runs:
         return len(self.values) + self.num_diverged + len(self.failed)
 
     def restore(self, metric: str) -> tuple[RecordedRun, ...]:
-        """Return the runs as far as they can be recognised."""
+        """Return the runs that can be recognised, each with its known curve as its log of the metric."""
         return tuple(run.restore(self.name, metric) for run in self.runs if run.values)
 
 
@@ -183,11 +184,13 @@ class State:
         if answer.outcome in ("BETTER", "INCUMBENT"):
             self.incumbent = answer.candidate
 
+    @property
+    def next_level(self) -> float:
+        return lord_level(len(self.candidates) + 1, self.discoveries, self.start.alpha)
+
     def level(self, name: str) -> float:
         """Return a candidate's level: the one that it got first, or the next of the procedure."""
-        if name in self.candidates:
-            return self.candidates[name].level
-        return lord_level(len(self.candidates) + 1, self.discoveries, self.start.alpha)
+        return self.candidates[name].level if name in self.candidates else self.next_level
 
     @property
     def runs_by_name(self) -> dict[str, Runs]:
@@ -207,16 +210,13 @@ class State:
 
 def create_ledger(path: Path, start: Start) -> None:
     """Write the first line. Raises StoreError if the file exists or cannot be written."""
+    taken = StoreError(f"--start: {path} already exists; drop --start to ask it, or choose another file")
     with suppress(FileNotFoundError):
         if path.lstat().st_size:
-            raise StoreError(
-                f"--start: {path} already exists; drop --start to ask it, or choose another file"
-            )
+            raise taken
     with closing(LineWriter(path, PUBLIC_MODE)) as writer, file_lock(path):
         if read_json_lines(path):  # another gate was faster
-            raise StoreError(
-                f"--start: {path} already exists; drop --start to ask it, or choose another file"
-            )
+            raise taken
         writer.write(asdict(start))
         writer.sync()
 
@@ -271,16 +271,8 @@ def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
         )
 
 
-def as_json(answer: Answer, state: State) -> dict[str, Any]:
-    """Return an answer for `--json`, with the levels that the ledger has assigned."""
-    hidden = ("outcome", "candidate", "kind", "number", "time_s")
-    return {
-        "answer": answer.outcome,
-        "candidate": answer.candidate.name,
-        "num_seeds": answer.candidate.num_runs,
-        "left_out": answer.candidate.left_out,
-        **{key: value for key, value in asdict(answer).items() if key not in hidden},
-        "metric": state.start.metric,
-        "num_candidates": len(state.candidates),
-        "num_discoveries": len(state.discoveries),
-    }
+def environment_sha256(runs: Sequence[RecordedRun | Reference]) -> str:
+    """Return a hash of the runs' package versions and devices, or of the hashes if they differ."""
+    environments = [run.environment or {} for run in runs]
+    hashes = {sha256_of({key: values.get(key) for key in MACHINE_KEYS}) for values in environments}
+    return hashes.pop() if len(hashes) == 1 else sha256_of({"several": sorted(hashes)})

@@ -11,8 +11,8 @@ import pytest
 from abrun.logs.recorded.stored import load_experiment
 from abrun.report.comparing import freeze_arm
 from abrun.runs.redaction import display_safe
-from abrun.tools.drift.fleet import command
-from tests.tools.drift.fleet.simulate import write_fleet, write_reference, write_runs
+from abrun.tools.drift.fleet import _start_worker
+from tests.tools.drift.simulate import write_fleet, write_reference, write_runs
 from tests.verdict.simulate import fail, write, write_experiment
 
 DROP = -0.3
@@ -178,7 +178,7 @@ def test_processes_of_the_pool_hide_secrets_and_leave_an_interrupt_to_the_parent
     signals = []
     monkeypatch.setattr(signal, "signal", lambda *handler: signals.append(handler))
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
-    command._start_worker()
+    _start_worker()
     assert SECRET not in display_safe(f"refused: {SECRET}")
     assert signals == [(signal.SIGINT, signal.SIG_IGN)]
 

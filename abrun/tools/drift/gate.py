@@ -3,34 +3,38 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from abrun.errors import ComparisonError
 from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
 from abrun.messages.codes import Code, Reason
-from abrun.messages.numbers import counted
+from abrun.messages.numbers import bound_text, counted, difference_text, listed
 from abrun.recipe.claims import Claim
+from abrun.report.present.tables import Table, columns
 from abrun.runs.metric_names import default_transform
+from abrun.runs.redaction import printable
 from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
 from abrun.stats.series import in_window, window_bounds
-from abrun.tools.drift.gate.ledger import (
+from abrun.tools.drift.store import (
     Answer,
-    Outcome,
     Runs,
     Start,
     State,
     create_ledger,
+    environment_sha256,
     locked_state,
     read_state,
     refuse_changed_runs,
     remember_run,
 )
-from abrun.tools.drift.ledger.drift import environment_sha256
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.summaries import summarize_runs
 
@@ -47,12 +51,12 @@ def start_gate(
     *,
     arm: str | None = None,
     name: str | None = None,
-    worth: str = "2 sigma",
-    alpha: float = ALPHA,
-) -> tuple[State, Sequence[Reason]]:
+    worth: str | None = None,
+    alpha: float | None = None,
+) -> tuple[State, list[Reason]]:
     """Write a new ledger whose incumbent is a source's arm, and say what is left out. Raises AbrunError."""
-    claim = _check_claim(claim)
-    amount, in_sds = _parse_worth(worth, claim)
+    _check_claim(claim)
+    amount, in_sds = _parse_worth(worth or "2 sigma", claim)
     incumbent, claim, (first_step, last_step), left_out = _read_arm(source, reading, claim, arm, name)
     _refuse_unfinished(incumbent)
     num_runs = len(incumbent.values)
@@ -72,20 +76,21 @@ def start_gate(
         margin=claim.margin_in[0],
         worth=amount,
         worth_in_sds=in_sds,
-        alpha=alpha,
+        alpha=alpha or ALPHA,
         incumbent=incumbent,
     )
     create_ledger(path, start)
-    return State(start=start, incumbent=incumbent), left_out
+    return State(start=start, incumbent=incumbent), [*left_out]
 
 
 @np.errstate(all="ignore")
 def ask_gate(
     path: Path, source: str, reading: ReadingOptions, *, arm: str | None = None, name: str | None = None
-) -> tuple[Answer, State, Sequence[Reason]]:
-    """Judge a candidate at its present seeds, record the answer, and say what is left out. Raises AbrunError.
+) -> tuple[Answer, State, list[Reason]]:
+    """Judge a candidate at its present seeds, and record the answer. Returns what it does not cover, too.
 
     Asking again without new runs returns the recorded answer. Asking about the incumbent adds its new runs.
+    Raises AbrunError.
     """
     start = read_state(path).start
     steps = start.first_step, start.last_step
@@ -96,52 +101,7 @@ def ask_gate(
             writer.write(asdict(answer))
             writer.sync()
             state.add(answer)
-        return answer, state, left_out
-
-
-def answer_reason(answer: Answer, state: State) -> Reason:
-    start, candidate = state.start, answer.candidate
-    if answer.outcome == "INCUMBENT":
-        return Code.GATE_INCUMBENT(incumbent=candidate.name, num_runs=len(candidate.values))
-    if candidate.failed:
-        return Code.GATE_FAILED(candidate=candidate.name, runs=candidate.failed)
-    if candidate.num_diverged:
-        return Code.GATE_DIVERGED(
-            candidate=candidate.name, metric=start.metric, num_diverged=candidate.num_diverged
-        )
-    evidence = Code.GATE_EVIDENCE(
-        metric=start.metric,
-        improvement=answer.improvement,
-        interval=answer.interval,
-        num_seeds=len(candidate.values),
-        num_incumbent_runs=answer.num_incumbent_runs,
-    )
-    values = {"candidate": candidate.name, "incumbent": answer.incumbent, "evidence": evidence}
-    reasons: dict[Outcome, Reason] = {
-        "BETTER": Code.GATE_BETTER(**values, p=answer.p, level=answer.reading_level, margin=start.margin),
-        "WORSE": Code.GATE_WORSE(**values),
-        "ALIKE": Code.GATE_ALIKE(**values, worth=answer.worth),
-        "OPEN": Code.GATE_OPEN(**values, seeds_to_add=answer.seeds_to_add)
-        if answer.seeds_to_add
-        else Code.GATE_SEEDS_SPENT(**values),
-    }
-    return reasons[answer.outcome]
-
-
-def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
-    """Return what the answer does not cover: the incumbent's age and machine, and what to run next."""
-    reasons = []
-    incumbent = state.superseded.get(answer.incumbent, state.incumbent)
-    days = None if incumbent.oldest_s is None else (now_s - incumbent.oldest_s) / _DAY_S
-    if days is not None and days >= OLD_AFTER_DAYS:
-        reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
-    hashes = {incumbent.environment_sha256, answer.candidate.environment_sha256}
-    if len(hashes) == 2 and None not in hashes:
-        reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
-    missing = INCUMBENT_SEEDS - len(state.incumbent.values)
-    if missing > 0:
-        reasons.append(Code.GATE_ADD_TO_INCUMBENT(incumbent=state.incumbent.name, seeds_to_add=missing))
-    return reasons
+    return answer, state, [*left_out, *caveats(answer, state, time.time())]
 
 
 def _judge(state: State, candidate: Runs) -> Answer:
@@ -155,8 +115,7 @@ def _judge(state: State, candidate: Runs) -> Answer:
             return earlier
     for known_name, runs in state.runs_by_name.items():
         if known_name != name:
-            known, own = runs.restore(start.metric), candidate.restore(start.metric)
-            _refuse_copies(name, Sides(baselines=known, treatments=own, paired=False), start.metric)
+            _refuse_copies(name, runs.restore(start.metric), candidate.restore(start.metric), start.metric)
     answer = Answer(
         number=state.num_answers + 1,
         time_s=time.time(),
@@ -222,15 +181,17 @@ def _refuse_unfinished(incumbent: Runs) -> None:
         )
 
 
-def _refuse_copies(candidate: str, sides: Sides, metric: str) -> None:
+def _refuse_copies(
+    candidate: str, known: tuple[RecordedRun, ...], own: tuple[RecordedRun, ...], metric: str
+) -> None:
     """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
-    problem = check_distinct_seeds(sides, metric)
+    problem = check_distinct_seeds(Sides(baselines=known, treatments=own, paired=False), metric)
     if problem:
         raise ComparisonError(f"{problem}; run {candidate} with seeds that no other run has")
 
 
-def _check_claim(claim: Claim) -> Claim:
-    """Return the claim. Raises ComparisonError unless it is a superiority with an absolute margin."""
+def _check_claim(claim: Claim) -> None:
+    """Raise ComparisonError unless the claim is a superiority with an absolute margin."""
     if claim.kind != "better" or claim.margin_in[1]:
         raise ComparisonError(
             f"--claim: got another kind of claim on {claim.metric}; allowed: METRIC:WINDOW:better NUMBER, in "
@@ -241,7 +202,6 @@ def _check_claim(claim: Claim) -> Claim:
             f"--claim: whether higher is better is unknown for {claim.metric}; add ', higher is better' or "
             "', lower is better'"
         )
-    return claim
 
 
 def _parse_worth(worth: str, claim: Claim) -> tuple[float, bool]:
@@ -283,7 +243,7 @@ def _read_arm(
     failed = tuple(str(run) for run in runs if run.status == "failed")
     values = {run: _reduce_run(run, claim, steps) for run in runs if run.status != "failed"}
     finite = {run: value for run, value in values.items() if np.isfinite(value)}
-    _refuse_copies(name, Sides(baselines=(), treatments=tuple(finite), paired=False), claim.metric)
+    _refuse_copies(name, (), tuple(finite), claim.metric)
     ends = [run.span_s[1] for run in runs if run.span_s]
     judged = Runs(
         name=name,
@@ -306,10 +266,112 @@ def _reduce_run(run: RecordedRun, claim: Claim, steps: tuple[int, int]) -> float
             f"{run}: is {run.status}, so the candidate cannot be judged; wait or run it again"
         )
     if not len(grid) or grid[0] > steps[0] or grid[-1] < steps[1]:
-        recorded = [int(grid[0]), int(grid[-1])] if len(grid) else None
-        recorded_text = f"covers steps {recorded[0]}-{recorded[1]}" if recorded else "is not recorded"
+        recorded = f"covers steps {grid[0]}-{grid[-1]}" if len(grid) else "is not recorded"
         raise ComparisonError(
-            f"{run}: {claim.metric} {recorded_text}, but the gate reads steps {steps[0]}-{steps[1]}; run it "
+            f"{run}: {claim.metric} {recorded}, but the gate reads steps {steps[0]}-{steps[1]}; run it "
             "to the end"
         )
     return float(summarize_runs(run.series(claim.metric).values[None, in_window(grid, steps)], claim)[0])
+
+
+# --- answers in words and as JSON ---
+
+
+def answer_text(answer: Answer, state: State) -> str:
+    """Return an answer as a sentence with the evidence that it rests on."""
+    start, candidate, incumbent = state.start, answer.candidate, answer.incumbent
+    if answer.outcome == "INCUMBENT":
+        num_runs = counted(candidate.values, "run")
+        return f"INCUMBENT: {candidate.name} now has {num_runs}, which later candidates are compared with"
+    if candidate.failed:
+        failed = listed(candidate.failed)
+        return f"WORSE: of {candidate.name}, {failed} failed; discard it, or run what failed again"
+    if candidate.num_diverged:
+        num_runs = counted(candidate.num_diverged, "run")
+        return f"WORSE: {start.metric} of {candidate.name} is NaN or infinite in {num_runs}; discard it"
+    difference = difference_text(answer.improvement, answer.interval)
+    evidence = (
+        f"improvement of {start.metric} {difference}, {counted(candidate.values, 'seed')} against "
+        f"{answer.num_incumbent_runs} runs"
+    )
+    above = f" by more than {start.margin:g}" if start.margin else ""
+    levels = f"p {answer.p:.2g}, level {answer.reading_level:.2g}"
+    more = f"add {counted(answer.seeds_to_add, 'seed')} and ask again"
+    next_step = more if answer.seeds_to_add else "its seeds are spent: discard it"
+    results = {
+        "BETTER": f"improves on {incumbent}{above} and is the new incumbent: {evidence}; {levels}",
+        "WORSE": f"is worse than {incumbent}: {evidence}; discard it",
+        "ALIKE": f"does not improve on {incumbent} by {bound_text(answer.worth)} or more: {evidence}; "
+        "discard it",
+        "OPEN": f"is not decided against {incumbent}: {evidence}; {next_step}",
+    }
+    return f"{answer.outcome}: {candidate.name} {results[answer.outcome]}"
+
+
+def caveats(answer: Answer, state: State, now_s: float) -> list[Reason]:
+    """Return what the answer does not cover: the incumbent's age and machine, and what to run next."""
+    reasons = []
+    incumbent = state.superseded.get(answer.incumbent, state.incumbent)
+    days = None if incumbent.oldest_s is None else (now_s - incumbent.oldest_s) / _DAY_S
+    if days is not None and days >= OLD_AFTER_DAYS:
+        reasons.append(Code.GATE_AGE(incumbent=incumbent.name, days=round(days)))
+    hashes = {incumbent.environment_sha256, answer.candidate.environment_sha256}
+    if len(hashes) == 2 and None not in hashes:
+        reasons.append(Code.GATE_ENVIRONMENT(candidate=answer.candidate.name, incumbent=incumbent.name))
+    missing = INCUMBENT_SEEDS - len(state.incumbent.values)
+    if missing > 0:
+        reasons.append(Code.GATE_ADD_TO_INCUMBENT(incumbent=state.incumbent.name, seeds_to_add=missing))
+    return reasons
+
+
+def as_json(answer: Answer | None, state: State) -> dict[str, Any]:
+    """Return an answer for `--json`, or else the state of the gate."""
+    start = state.start
+    num_tried, num_kept = len(state.candidates), len(state.discoveries)
+    totals = {"metric": start.metric, "num_candidates": num_tried, "num_discoveries": num_kept}
+    if answer:
+        hidden = ("outcome", "candidate", "kind", "number", "time_s")
+        return {
+            "answer": answer.outcome,
+            "candidate": answer.candidate.name,
+            "num_seeds": answer.candidate.num_runs,
+            "left_out": answer.candidate.left_out,
+            **{key: value for key, value in asdict(answer).items() if key not in hidden},
+            **totals,
+        }
+    return {
+        **totals,
+        "first": start.first_step,
+        "last": start.last_step,
+        "higher": start.higher_is_better,
+        "incumbent": state.incumbent.name,
+        "num_runs": len(state.incumbent.values),
+        "level": state.next_level,
+    }
+
+
+def render_state(state: State) -> RenderableType:
+    """Return the last answer about each candidate as a table, then the state."""
+    rows = [
+        (
+            datetime.fromtimestamp(answer.time_s, UTC).date().isoformat(),
+            answer.candidate.name,
+            answer.outcome,
+            str(len(answer.candidate.values)),
+            answer.incumbent,
+            difference_text(answer.improvement, answer.interval),
+            f"{answer.level:.2g}",
+        )
+        for answer in state.candidates.values()
+    ]
+    titles = ("date", "candidate", "answer", "seeds", "incumbent", "improvement [90 % CI]", "level")
+    start = state.start
+    text = (
+        f"gate on {start.metric} over steps {start.first_step}-{start.last_step}, "
+        f"{'higher' if start.higher_is_better else 'lower'} is better: "
+        f"{counted(state.candidates, 'candidate')}, {len(state.discoveries)} kept; the incumbent is "
+        f"{state.incumbent.name} ({counted(state.incumbent.values, 'run')}); level of the next candidate "
+        f"{state.next_level:.2g}"
+    )
+    head = Text(printable(text), style="bold")
+    return Group(Table(columns(*titles, numeric=("seeds",), fold=True), rows), head) if rows else head

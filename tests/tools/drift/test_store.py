@@ -11,8 +11,8 @@ import pytest
 
 from abrun.errors import StoreError
 from abrun.runs.lines import json_line, read_json_lines
-from abrun.tools.drift.gate.ledger import locked_state
-from tests.tools.drift.gate.test_gate import CLAIM, Typed, ask, start, typed, write_runs
+from abrun.tools.drift.store import locked_state, read_state
+from tests.tools.drift.test_gate import CLAIM, Typed, ask, start, typed, write_runs
 
 ALL = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
 MISSING = object()
@@ -75,17 +75,34 @@ def test_each_field_of_a_gate_with_another_value_is_at_most_one_line(tmp_path: P
     assert "window" in refused and len(refused) > min(num, 90) // 9
 
 
-def test_lines_without_checksums_are_refused_and_others_can_read_the_file(tmp_path: Path) -> None:
+def test_an_edited_a_lost_and_a_torn_line_and_lines_without_checksums(tmp_path: Path) -> None:
     ledger = start(tmp_path)
-    ask(ledger, write_runs(tmp_path / "other", [0.5, 0.49]))
     (tmp_path / "new").touch()
     assert ledger.stat().st_mode == (tmp_path / "new").stat().st_mode
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in read_json_lines(ledger)))
-    result = typed("--against", ledger)
-    assert result.exit_code == 2 and "does not match its checksum" in result.stderr
+    for name in ("a", "b", "c"):
+        ask(ledger, write_runs(tmp_path / name, [0.5]))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    unchecked = [json.dumps(row).encode() + b"\n" for row in read_json_lines(ledger)]
+    edited = [lines[0], lines[1].replace(b'"OPEN"', b'"BETTER"'), *lines[2:]]
+    problems = {
+        "line 2: got": edited,
+        "answer 3 stands where answer 2 should": [*lines[:2], *lines[3:]],
+        "does not match its checksum": unchecked,
+    }
+    for problem, content in problems.items():
+        ledger.write_bytes(b"".join(content))
+        for words in (("--against", ledger), (tmp_path / "a", "--against", ledger)):
+            result = typed(*words)
+            assert result.exit_code == 2 and problem in result.stderr, result.stderr
+        assert ledger.read_bytes() == b"".join(content)
+    for length in (1, len(lines[-1]) // 2, len(lines[-1]) - 1):  # a killed gate's
+        ledger.write_bytes(b"".join([*lines[:-1], lines[-1][:length]]))
+        assert [*read_state(ledger).candidates] == ["a", "b"]
+        assert ask(ledger, tmp_path / "c").number == 3
+        assert len(ledger.read_bytes().splitlines()) == 4
 
 
-@pytest.mark.parametrize("content", [b'{"step": 1}\n{"step": 2', b"torn", b"\n\x00\xff"])
+@pytest.mark.parametrize("content", [b'{"step": 1}\n{"step": 2', b"torn", b"\n\x00\xff", b"no newline"])
 def test_a_file_that_is_no_ledger_keeps_its_last_line(tmp_path: Path, content: bytes) -> None:
     base, wrong = write_runs(tmp_path / "base", [0.5, 0.51, 0.52]), tmp_path / "wrong.jsonl"
     for options in ((), ("--start", "--claim", CLAIM)):

@@ -1,1 +1,0 @@
-"""Keep or discard many candidates against an incumbent, at a bounded false discovery rate."""
