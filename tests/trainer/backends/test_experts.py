@@ -29,6 +29,7 @@ from tests.trainer.backends.policies import (
     gradients,
     make_backend,
     parameters,
+    plain_adamw,
     plain_imbalance,
     plain_loss,
     rows,
@@ -130,19 +131,16 @@ def trained(case: Case) -> Trainable:
 def plainly_trained(case: Case) -> Trainable:
     """By torch's own AdamW on the network as it is, in one process, row by row."""
     network = network_of(case)
-    groups = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in network.parameters()]
-    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, fused=False, foreach=False)
+    optimizer = plain_adamw(network, OPTIMIZER)
     found = Trainable(losses=[], norms=[], gradients={}, weights={})
     for step, learning_rate in enumerate(LEARNING_RATES):
         optimizer.zero_grad()
         loss = plain_loss(network, some_batch(step))
         (loss + case.coefficient * plain_imbalance(network, some_batch(step))).backward()
         found.losses.append(loss.item())
-        grads = {name: p.grad for name, p in network.named_parameters()}
-        found.gradients = found.gradients or {name: grad.clone() for name, grad in grads.items()}
-        found.norms.append(float(sum(grad.double().square().sum() for grad in grads.values())) ** 0.5)
-        for grad in grads.values():
-            grad.mul_(min(1.0, OPTIMIZER["max_grad_norm"] / (found.norms[-1] + 1e-6)))
+        found.gradients = found.gradients or {n: p.grad.clone() for n, p in network.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(network.parameters(), OPTIMIZER["max_grad_norm"], foreach=False)
+        found.norms.append(float(norm))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
