@@ -163,18 +163,35 @@ def plain_adamw(network: nn.Module, settings: dict[str, float]) -> torch.optim.A
 
 
 def plain_steps(
-    network: nn.Module, settings: dict[str, float], learning_rates: Sequence[float]
-) -> list[float]:
-    """Train a network in place, a step a learning rate, and return the gradient norms before clipping."""
-    optimizer, norms = plain_adamw(network, settings), []
+    network: nn.Module,
+    settings: dict[str, float],
+    learning_rates: Sequence[float],
+    *,
+    temperature: float = 1.0,
+    balance: float = 0.0,
+) -> dict[str, Any]:
+    """Train a network in place, a step a learning rate, with `balance` times the routers' auxiliary loss.
+
+    Losses, gradient norms before clipping, and gradients of the first step.
+    """
+    optimizer = plain_adamw(network, settings)
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     for step, learning_rate in enumerate(learning_rates):
         optimizer.zero_grad()
-        plain_loss(network, some_batch(step)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])))
+        batch = some_batch(step)
+        loss = plain_loss(network, batch, temperature)
+        (loss + balance * plain_imbalance(network, batch) if balance else loss).backward()
+        found["losses"].append(float(loss.detach()))
+        if not step:
+            found["gradients"] = {
+                n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None
+            }
+        norm = nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])
+        found["norms"].append(float(norm))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
-    return norms
+    return found
 
 
 def routers(network: nn.Module) -> list[Any]:

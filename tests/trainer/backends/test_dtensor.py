@@ -67,7 +67,7 @@ def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, t
 def plain_training(kind: str = "llama") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms and weights after three steps of torch's own AdamW."""
     network = tiny(kind)
-    norms = plain_steps(network, OPTIMIZER, LEARNING_RATES)
+    norms = plain_steps(network, OPTIMIZER, LEARNING_RATES)["norms"]
     return norms, dict(network.state_dict())
 
 

@@ -29,9 +29,7 @@ from tests.trainer.backends.policies import (
     gradients,
     make_backend,
     parameters,
-    plain_adamw,
-    plain_imbalance,
-    plain_loss,
+    plain_steps,
     rows,
     some_batch,
     tiny,
@@ -131,21 +129,8 @@ def trained(case: Case) -> Trainable:
 def plainly_trained(case: Case) -> Trainable:
     """By torch's own AdamW on the network as it is, in one process, row by row."""
     network = network_of(case)
-    optimizer = plain_adamw(network, OPTIMIZER)
-    found = Trainable(losses=[], norms=[], gradients={}, weights={})
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        loss = plain_loss(network, some_batch(step))
-        (loss + case.coefficient * plain_imbalance(network, some_batch(step))).backward()
-        found.losses.append(loss.item())
-        found.gradients = found.gradients or {n: p.grad.clone() for n, p in network.named_parameters()}
-        norm = nn.utils.clip_grad_norm_(network.parameters(), OPTIMIZER["max_grad_norm"], foreach=False)
-        found.norms.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    found.weights = {name: p.detach() for name, p in network.named_parameters()}
-    return found
+    found = plain_steps(network, OPTIMIZER, LEARNING_RATES, balance=case.coefficient)
+    return Trainable(**found, weights={name: p.detach() for name, p in network.named_parameters()})
 
 
 def _average_experts(patch: pytest.MonkeyPatch) -> None:

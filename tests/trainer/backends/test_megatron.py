@@ -25,6 +25,7 @@ from tests.trainer.backends.policies import (
     some_batch,
     tiny,
 )
+from tests.trainer.backends.test_dtensor import assert_same
 from tests.trainer.loop.runs import train_here
 from tests.trainer.loop.test_implementations import verifier
 from tests.trainer.pairwise import pairwise
@@ -55,11 +56,8 @@ def test_gradients_are_those_of_plain_autograd(
     loss = plain_loss(plain, batch, 0.7)
     loss.backward()
     assert float(parts.sums["loss"]) == pytest.approx(float(loss), rel=1e-5)
-    found = gradients(backend)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(
-            found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+    expected: Any = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_padding_token_that_was_sampled_trains_no_embedding(group: None) -> None:
@@ -88,14 +86,11 @@ def train(backend: Any, steps: range = range(3)) -> list[float]:
 def test_three_steps_are_those_of_torch_adamw(kind: str, group: None) -> None:
     backend = make_backend(kind, optimizer=OPTIMIZER)
     plain = network(kind)
-    norms = plain_steps(plain, OPTIMIZER, LEARNING_RATES)
+    norms = plain_steps(plain, OPTIMIZER, LEARNING_RATES)["norms"]
     weights = weights_of(plain)
     assert train(backend) == pytest.approx(norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-    for name, weight in backend.gather_weights():
-        torch.testing.assert_close(
-            weight, weights[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_same(dict(backend.gather_weights()), weights, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

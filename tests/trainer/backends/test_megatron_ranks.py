@@ -12,7 +12,8 @@ from abrun.trainer.backends.context import ContextSplit
 from abrun.trainer.rl.metrics import MetricParts, all_reduce
 from tests.spawn import run_ranks
 from tests.trainer.backends.megatron_policies import gradients, make_backend, network, weights_of
-from tests.trainer.backends.policies import WeightedLoss, plain_adamw, plain_logprobs, plain_loss, some_batch
+from tests.trainer.backends.policies import WeightedLoss, plain_logprobs, plain_steps, some_batch
+from tests.trainer.backends.test_dtensor import assert_same
 
 LEARNING_RATES = (0.01, 0.02)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
@@ -128,31 +129,13 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
 
 @cache
 def one_process(kind: str) -> dict[str, Any]:
-    plain, losses, norms = network(kind), [], []
+    plain = network(kind)
     with torch.no_grad():
         found: dict[str, Any] = {"logprobs": plain_logprobs(plain, some_batch(), 0.7)[0]}
     known = found["logprobs"][some_batch().token_mask]
     found["extremes"] = [float(known.amax()), float(known.amin())]
-    optimizer = plain_adamw(plain, OPTIMIZER)
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        loss = plain_loss(plain, some_batch(step), 0.7)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        if step == 0:
-            found["gradients"] = {name: p.grad.clone() for name, p in plain.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER["max_grad_norm"])
-        norms.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    return found | {"losses": losses, "norms": norms, "weights": weights_of(plain)}
-
-
-def assert_near(found: dict[str, Any], expected: dict[str, Any], **tolerance: Any) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+    found |= plain_steps(plain, OPTIMIZER, LEARNING_RATES, temperature=0.7)
+    return found | {"weights": weights_of(plain)}
 
 
 def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
@@ -164,8 +147,8 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
         assert found["extremes"] == pytest.approx(expected["extremes"], rel=1e-4)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-        assert_near(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
-        assert_near(found["weights"], expected["weights"], rtol=1e-4, atol=2e-4)
+        assert_same(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
+        assert_same(found["weights"], expected["weights"], rtol=1e-4, atol=2e-4)
         assert found["exported"].keys() == before.keys()
         assert all(torch.equal(weight, before[name]) for name, weight in found["exported"].items())
 
