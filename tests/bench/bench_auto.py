@@ -17,6 +17,7 @@ from pathlib import Path
 
 from abrun.recipe.experiment import load_recipe
 from abrun.tools.predict.auto import decide_values
+from tests.bench.common import make_parser
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft-qwen2.5-1.5b-1n8g-fused-logprobs.yaml"
 SETTINGS = [
@@ -31,9 +32,7 @@ SETTINGS = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device-memory", help="a size such as 80GiB: only predicts")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the recipe")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)

@@ -11,7 +11,6 @@ the command. Fails where a comparison takes a minute or 2 GB.
 import contextlib
 import gzip
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from abrun.runs.lines import LineWriter
-from tests.bench.common import heading, make_parser, markdown_row
+from tests.bench.common import heading, make_parser, markdown_row, seconds_of_children
 from tests.verdict.simulate import write_experiment
 
 SHAPES = {  # runs, steps, metrics
@@ -115,19 +114,13 @@ def set_steps(path: Path, steps: int) -> None:
 
 def timed(command: list[str]) -> tuple[float, float, int, int]:
     """Return seconds, CPU seconds, peak bytes of all processes, and exit code of a command."""
-    start, before, peak = time.perf_counter(), cpu_seconds_of_children(), 0
+    start, before, peak = time.perf_counter(), seconds_of_children(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
         time.sleep(SAMPLED_EVERY_S)
-    cpu_seconds = cpu_seconds_of_children() - before
+    cpu_seconds = seconds_of_children() - before
     return time.perf_counter() - start, cpu_seconds, peak, process.returncode
-
-
-def cpu_seconds_of_children() -> float:
-    """Return what all processes that have ended below this one have used."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def memory_of(pid: int) -> int:

@@ -8,14 +8,13 @@ Fails where both together take a minute.
 """
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.bench.common import make_parser
+from tests.bench.common import make_parser, seconds_of_children
 from tests.tools.drift.simulate import write_reference, write_runs
 
 MAX_SECONDS = 60.0
@@ -57,14 +56,12 @@ def main() -> None:
 
 def measure(name: str, command: list[str]) -> float:
     """Run a command, print its times and what it says, and return its seconds."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    start = time.perf_counter()
+    before, start = seconds_of_children(), time.perf_counter()
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processor = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    processor = seconds_of_children() - before
     answer = (done.stdout.splitlines() or [done.stderr])[1:2]
     print(
         f"{name}: {seconds:.1f} s, processor {processor:.1f} s, exit code {done.returncode}: {answer}",

@@ -24,6 +24,7 @@ from scipy import special
 from abrun.logs.recorded.ledger import Entry, Ledger
 from abrun.stats.equivalence import t_interval
 from abrun.tools.drift.chain import drift_of
+from tests.bench.common import print_table
 
 SEED_SD, MARGIN = 0.03, 0.02
 MOST_TRIED, BATCH = 5000, 64
@@ -147,28 +148,29 @@ CHAINS = (
 )
 
 
-def print_row(*cells: object, **options: Any) -> None:
-    rates = beyond(seed=0, **options).values()
-    shown = [f"{share:.3f} (±{bound:.3f})" for share, bound in rates]
-    print("| " + " | ".join(map(str, [*cells, *shown])) + " |", flush=True)
+def row(*cells: object, **options: Any) -> list[object]:
+    rates = beyond(seed=0, chains=2000, **options).values()
+    return [*cells, *(f"{share:.3f} (±{bound:.3f})" for share, bound in rates)]
 
 
 def main() -> None:
-    print("| changes | each drifts | sd of a pair | runs | " + " | ".join(COUNTS) + " |")
-    print("|---" * (4 + len(COUNTS)) + "|")
-    for length, step, noise in CHAINS:
-        for runs in ("shared", "fresh", "walk")[
-            noise > MARGIN / 2 :
-        ]:  # one link by chance far off would stay so
-            print_row(
-                length, step, noise, runs, chains=2000, length=length, step=step, noise=noise, runs=runs
-            )
-    print("\n| pairs | each drifts | sd of a pair | runs | " + " | ".join(COUNTS) + " |")
-    print("|---" * (4 + len(COUNTS)) + "|")
-    for pairs in (3, 5, 8, 10):
-        noise = 0.0054 * math.sqrt(pairs)  # the margin is as hard to show at any number of pairs
-        cells = (pairs, 0.012, f"{noise:.3f}", "walk")
-        print_row(*cells, chains=2000, step=0.012, noise=noise, runs="walk", pairs=pairs)
+    print_table(
+        "chains of so many changes, each drifts by",
+        ["each drifts", "sd of a pair", "runs", *COUNTS],
+        (
+            row(length, f"{step}", f"{noise}", runs, length=length, step=step, noise=noise, runs=runs)
+            for length, step, noise in CHAINS
+            # One link by chance far off would stay so
+            for runs in ("shared", "fresh", "walk")[noise > MARGIN / 2 :]
+        ),
+    )
+    # The margin is as hard to show at any number of pairs
+    noises = {pairs: 0.0054 * math.sqrt(pairs) for pairs in (3, 5, 8, 10)}
+    print_table(
+        "pairs, each change drifts by 0.012",
+        ["sd of a pair", *COUNTS],
+        (row(n, noise, step=0.012, noise=noise, runs="walk", pairs=n) for n, noise in noises.items()),
+    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from abrun.stats.series import Series
 from abrun.verdict.skewness import ARMS, DIFFERENCES, find_skew
 from abrun.verdict.summaries import find_resolution
 from tests.bench.bench_verdict import beyond, tail, tost, welch_beyond, welch_equivalence
+from tests.bench.common import print_table
 
 PAIRS = (3, 5, 8, 10)
 ALPHA, ALPHA_DIFFERENCE = 0.05, 0.04
@@ -242,10 +243,12 @@ def in_sigmas_each(left: Floats, right: Floats, sigmas: float) -> tuple[NDArray[
 
 
 def _print(title: str, columns: Sequence[object], rows: dict[str, Rates]) -> None:
-    print(f"\n**{title}**\n\n| | | {' | '.join(map(str, columns))} |\n|---|---|{'---|' * len(columns)}")
-    for name, kinds in rows.items():
-        for kind, cells in kinds.items():
-            print(f"| {name} | {kind} | {' | '.join(f'{old:.3f} {new:.3f}' for old, new in cells)} |")
+    lines = (
+        [name, kind, *(f"{old:.3f} {new:.3f}" for old, new in cells)]
+        for name, kinds in rows.items()
+        for kind, cells in kinds.items()
+    )
+    print_table(title, ["", *columns], lines)
 
 
 def main() -> None:
@@ -253,9 +256,8 @@ def main() -> None:
     _print("few prompts, margin 0.05; before, after; pairs:", PAIRS, few)
     sigmas = {name: sigma_rates(law, 4000) for name, law in BASELINES.items()}
     _print("1 sigma of a baseline that is not normal; warned of before, after; pairs:", PAIRS, sigmas)
-    print(f"\n**limit at the true mean; pairs: {PAIRS}**\n")
-    for name, law in SKEWED.items():
-        print(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in limit_rates(*law, 100_000))} |")
+    limits = ([name, *limit_rates(*law, 100_000)] for name, law in SKEWED.items())
+    print_table("limit at the true mean; pairs:", PAIRS, limits)
     for ratio in (1.0, 0.33):
         unpaired = {f"{one}+{other}": welch_rates((one, other), ratio, 100_000) for one, other in SIZES}
         _print(f"unpaired, sd ratio {ratio}; before, after", ["rate"], unpaired)

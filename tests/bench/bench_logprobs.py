@@ -6,10 +6,9 @@
 
 All implementations get the same hidden, weight and target, and the same random gradients of each token's
 log-prob and entropy. One without entropies gets the gradient of the log-probs alone; one that returns only a
-scalar loss starts from that. Other projects' kernels take part where they are installed: liger-kernel (its
-kernels for Hopper GPUs need nvidia-cutlass-dsl), cut-cross-entropy, torch's linear_cross_entropy, and verl's,
-which may also be an unpacked wheel in the folder that VERL_SOURCE names. What is right and how exact:
-tests/trainer/kernels.
+scalar loss starts from that. Other projects' kernels take part where they are installed: liger-kernel,
+cut-cross-entropy, and verl's, which may also be an unpacked wheel in the folder that VERL_SOURCE names. What
+is right and how exact: tests/trainer/kernels.
 
 What the columns say:
 
@@ -63,6 +62,7 @@ Bars not reached: two passes within 1.20 of the dense path under torch.compile (
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -73,7 +73,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -86,12 +85,7 @@ from abrun.trainer import kernels
 from tests.bench.common import heading, make_parser, markdown_row
 
 GIB = 2**30
-MIB = 2**20
 TILE = 1024  # tokens whose float32 logits are held at once
-HOPPER = (9, 0)  # compute capability
-# What the dense path with entropies allocates at its peak for each logit, and the most worth trying.
-DENSE_BYTES_PER_LOGIT = 16
-DENSE_LIMIT_BYTES = 100 * GIB
 
 
 class Shape(NamedTuple):
@@ -146,7 +140,6 @@ class Bench:
     device: torch.device
     rounds: int
     only: list[str]  # parts of candidates' names; empty for all
-    settings: dict[str, Any]  # further arguments of our own implementations
 
     @property
     def conduct(self) -> Conduct:
@@ -230,7 +223,6 @@ class Candidate:
     operations: int  # its floor, in NHV
     evaluate: Evaluate
     has_forward: bool = True  # one that is worth timing alone
-    is_dense: bool = False
 
 
 def step(candidate: Candidate, problem: Problem) -> Outputs:
@@ -254,36 +246,25 @@ def forward(candidate: Candidate, problem: Problem) -> None:
 
 
 def our_candidates(bench: Bench) -> list[Candidate]:
-    dense = _linear_logprobs(bench, kernels.linear_logprobs, "logits")
-    metric = _linear_logprobs(bench, kernels.linear_logprobs, "logits", entropy_gradient=False)
-    alone = _linear_logprobs(bench, kernels.linear_logprobs, "logits", entropy=False)
-    candidates = [
-        Candidate(name="dense", operations=6, evaluate=dense, is_dense=True),
-        Candidate(name="dense, entropy without gradient", operations=6, evaluate=metric, is_dense=True),
-        Candidate(name="dense (no entropy)", operations=6, evaluate=alone, is_dense=True),
-    ]
+    dense = _linear_logprobs(kernels.linear_logprobs, "logits")
+    candidates = [Candidate(name="dense", operations=6, evaluate=dense)]
     if bench.on_gpu:
         function = torch.compile(kernels.linear_logprobs, dynamic=False, fullgraph=True)
-        compiled = _linear_logprobs(bench, function, "logits")
-        candidates.append(Candidate(name="dense compiled", operations=6, evaluate=compiled, is_dense=True))
+        compiled = _linear_logprobs(function, "logits")
+        candidates.append(Candidate(name="dense compiled", operations=6, evaluate=compiled))
     impls = ["chunked", "triton"] if bench.on_gpu else ["chunked"]
     for impl in impls:
-        evaluate = _linear_logprobs(bench, kernels.linear_logprobs, impl)
+        evaluate = _linear_logprobs(kernels.linear_logprobs, impl)
         candidates.append(Candidate(name=impl, operations=8, evaluate=evaluate))
-    if bench.on_gpu:
-        wide = _linear_logprobs(bench, kernels.linear_logprobs, "triton", logits_dtype=torch.float32)
-        candidates.append(Candidate(name="triton, float32 logits", operations=8, evaluate=wide))
-        metric = _linear_logprobs(bench, kernels.linear_logprobs, "triton", entropy_gradient=False)
-        candidates.append(Candidate(name="triton, entropy without gradient", operations=8, evaluate=metric))
     for impl in impls:
-        evaluate = _linear_policy_loss(bench, impl)
+        evaluate = _linear_policy_loss(impl)
         name = f"one-pass {impl}"
         candidates.append(Candidate(name=name, operations=6, evaluate=evaluate, has_forward=False))
     return candidates
 
 
-def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str, **changes: Any) -> Evaluate:
-    settings = {"impl": impl, "entropy": True, **bench.settings, **changes}
+def _linear_logprobs(function: Callable[..., Any], impl: str) -> Evaluate:
+    settings = {"impl": impl, "entropy": True}
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         return Outputs(*function(hidden, weight, problem.target, **settings))
@@ -291,8 +272,8 @@ def _linear_logprobs(bench: Bench, function: Callable[..., Any], impl: str, **ch
     return evaluate
 
 
-def _linear_policy_loss(bench: Bench, impl: str) -> Evaluate:
-    settings = {"impl": impl, "entropy": True, **bench.settings}
+def _linear_policy_loss(impl: str) -> Evaluate:
+    settings = {"impl": impl, "entropy": True}
 
     def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
         def token_loss(logprobs: Tensor, entropies: Tensor, tokens: slice) -> Tensor:
@@ -314,9 +295,7 @@ def load_stock() -> Candidate:
         picked = torch.log_softmax(logits.float(), dim=-1).gather(1, problem.target[:, None])
         return Outputs(picked.squeeze(1))
 
-    return Candidate(
-        name="log_softmax and gather (no entropy)", operations=6, evaluate=evaluate, is_dense=True
-    )
+    return Candidate(name="log_softmax and gather (no entropy)", operations=6, evaluate=evaluate)
 
 
 def load_liger() -> Candidate:
@@ -331,26 +310,6 @@ def load_liger() -> Candidate:
         return Outputs(loss=loss)
 
     return Candidate(name="Liger (scalar loss)", operations=6, evaluate=evaluate)
-
-
-def load_liger_hopper() -> Candidate:
-    if (capability := torch.cuda.get_device_capability()) != HOPPER:
-        raise ImportError(f"needs a Hopper GPU, compute capability 9.0; got {capability[0]}.{capability[1]}")
-    # A check of the targets waits for the device at each call: without it they are at their best
-    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (  # pyright: ignore[reportMissingImports]
-        LigerFusedScaledCrossEntropySM90Function,
-    )
-
-    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
-        # Temperature, ignored target, tiles of a cluster, whether to return entropies
-        settings = (1.0, -100, 1, True)
-        losses, entropies = LigerFusedScaledCrossEntropySM90Function.apply(
-            hidden, weight, problem.target, *settings
-        )
-        return Outputs(-losses, entropies)
-
-    return Candidate(name="Liger for Hopper", operations=8, evaluate=evaluate)
 
 
 def load_cut_cross_entropy() -> Candidate:
@@ -389,24 +348,11 @@ def _verl_folder() -> Path:
     return Path(spec.origin).parents[1]
 
 
-def load_torch() -> Candidate:
-    from torch.nn.functional import linear_cross_entropy
-
-    options = torch.nn.LinearCrossEntropyOptions()  # without options it is the dense path
-
-    def evaluate(hidden: Tensor, weight: Tensor, problem: Problem) -> Outputs:
-        losses = linear_cross_entropy(hidden, weight, problem.target, reduction="none", options=options)
-        return Outputs(-losses)
-
-    return Candidate(name="torch (no entropy)", operations=8, evaluate=evaluate)
-
-
 def load_peers(bench: Bench) -> list[Candidate]:
-    peers = []
-    gpu_loaders = [load_liger, load_liger_hopper, load_cut_cross_entropy, load_verl]
-    for load in [load_stock, *gpu_loaders, load_torch]:
+    peers = [load_stock()]
+    for load in (load_liger, load_cut_cross_entropy, load_verl):
         try:
-            if load in gpu_loaders and not bench.on_gpu:
+            if not bench.on_gpu:
                 raise ImportError("needs a GPU")
             peers.append(load())
         except ImportError as error:
@@ -583,21 +529,12 @@ def prepare(bench: Bench, candidate: Candidate, problem: Problem) -> Row:
         step=timed(run=lambda: step(candidate, problem)),
         forward=timed(run=lambda: forward(candidate, problem)) if candidate.has_forward else None,
     )
-    row.step.failure = _too_large(candidate, problem)
-    if row.step.failure is None:
-        row.step.failure = attempt(bench, lambda: _first_steps(bench, row, problem))
+    row.step.failure = attempt(bench, lambda: _first_steps(bench, row, problem))
     problem.clear_gradients()
     if row.forward is not None:
         row.forward.failure = row.step.failure or attempt(bench, row.forward.run)
     bench.free_memory()
     return row
-
-
-def _too_large(candidate: Candidate, problem: Problem) -> str | None:
-    needed_bytes = DENSE_BYTES_PER_LOGIT * len(problem.hidden) * len(problem.weight)
-    if candidate.is_dense and needed_bytes > DENSE_LIMIT_BYTES:
-        return f"not tried: takes about {needed_bytes / GIB:.0f} GiB"
-    return None
 
 
 def _first_steps(bench: Bench, row: Row, problem: Problem) -> None:
@@ -720,29 +657,13 @@ def _product_line(measurement: Measurement, kind: str) -> str:
     return f"- {kind}: {milliseconds:.3f} ms, {rate:.0f} TFLOP/s ({best.variant})"
 
 
-def header(bench: Bench) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name() if bench.on_gpu else "CPU",
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "liger-kernel": _version("liger-kernel"),
-        "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
-        "cut-cross-entropy": _version("cut-cross-entropy"),
-        "rounds": bench.rounds,
-        **bench.settings,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 # --- the command
+
+
+def find_version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -750,7 +671,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", type=parse_shapes, help="N,H,V;N,H,V;... (default: by device)")
     parser.add_argument("--only", default="", help="parts of the implementations' names, with commas between")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget-mib", type=int, help="memory_budget_bytes of our own implementations")
     parser.add_argument("--device", choices=CONDUCTS, default="cuda")
     return parser.parse_args()
 
@@ -760,19 +680,19 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def make_bench(arguments: argparse.Namespace) -> Bench:
-    budget = arguments.budget_mib
     return Bench(
         device=torch.device(arguments.device),
         rounds=arguments.rounds,
         only=[part for part in arguments.only.lower().split(",") if part],
-        settings={} if budget is None else {"memory_budget_bytes": budget * MIB},
     )
 
 
 def main() -> None:
     arguments = parse_arguments()
     bench = make_bench(arguments)
-    print(", ".join(f"{name} {value}" for name, value in header(bench).items() if value is not None))
+    device = torch.cuda.get_device_name() if bench.on_gpu else "CPU"
+    versions = {name: find_version(name) for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy")}
+    print(device, *(f"{name} {version}" for name, version in versions.items() if version), sep=", ")
     peers = load_peers(bench)
     for shape in arguments.shapes or parse_shapes(bench.conduct.shapes):
         print("\n" + report(measure(bench, peers, shape)), flush=True)

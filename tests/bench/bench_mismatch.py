@@ -21,6 +21,7 @@ from abrun.runs.records import RunRecord
 from abrun.runs.rundir import RunDir
 from abrun.tools.logprob_diff.command import measure_run
 from abrun.tools.logprob_diff.report import summary
+from tests.bench.common import make_parser
 
 PRESET = "qwen2-tiny-128"
 PROMPTS = ("What is {n} + {n}?", "Count from {n} up.", "Write a line about the number {n}.")
@@ -31,8 +32,7 @@ def digits(prompt: str, completion: str, answer: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = make_parser(__doc__, devices=("cuda", "cpu"))
     parser.add_argument("--engine", choices=("vllm", "torch"), help="default: vllm on a GPU, else torch")
     parser.add_argument("--model", help="a model's folder instead of the preset")
     parser.add_argument("--prompts", type=int, default=16)

@@ -13,6 +13,7 @@ to a target whose ratio is not the same in all seeds.
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +22,8 @@ from abrun.stats.one_sided import improvement_test
 from abrun.stats.sequential import interim_level
 from abrun.stats.sigma_margin import _max_mean_difference, _min_excess, sigma_improvement_test
 from abrun.stats.time_ratio import time_ratio_test
-from tests.bench.bench_verdict import (
-    ALPHA,
-    LAWS,
-    LOOKS,
-    PAIRS,
-    Arms,
-    beyond,
-    normal,
-    tail,
-    tost,
-    welch_tail,
-)
+from tests.bench.bench_verdict import ALPHA, LAWS, LOOKS, PAIRS, Arms, beyond, normal, tail, tost, welch_tail
+from tests.bench.common import print_table
 
 EXPERIMENTS = 20_000
 SHOCK = 0.5  # sd of a shock that all pairs share, in sd of a difference
@@ -66,10 +57,8 @@ def rates(law: Callable[..., Arms], num: int = EXPERIMENTS, sign: int = 1) -> di
         right = unshifted + sign * improvement - gain
         for pairs in PAIRS:
             of = left[:, :pairs], right[:, :pairs]
-            swapped = (
-                of[1],
-                of[0],
-            )  # a loss above the margin is an improvement of the baseline over the treatment
+            # A loss above the margin is an improvement of the baseline over the treatment
+            swapped = of[1], of[0]
             apart = welch_tail(sign * of[1], sign * rng.permuted(of[0], axis=0) + improvement)
             row = {
                 f"{kind} passes": np.mean(exceeds(*of, improvement, 1.0, sign) < ALPHA),
@@ -149,23 +138,17 @@ def check() -> None:
 def main() -> None:
     check()
     print(f"{EXPERIMENTS:,} experiments a cell; {', '.join(map(str, PAIRS))} pairs\n")
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[list[Any]]] = {}
     for (name, law), sign in product(LAWS.items(), (1, -1)):
         label = f"{name}, {'higher' if sign > 0 else 'lower'} is better"
         for kind, row in rates(law, sign=sign).items():
-            kinds.setdefault(kind, []).append(f"| {label} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
-    for kind, lines in kinds.items():
-        columns = len(lines[0].split("|")) - 3
-        head = " | ".join(map(str, PAIRS)) if columns == len(PAIRS) else "rate"
-        print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
-        print("\n".join(lines))
-    print(f"\n**a shock of {SHOCK} sd of a difference that all pairs share**\n")
-    for kind, row in shared_shock_rates().items():
-        print(f"| {kind} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
-    print(f"\n**time to target, one seed in five slower; {', '.join(map(str, TIME_PAIRS))} pairs**\n")
-    for sd in (0.0, 0.1):
-        rates_of_sd = " | ".join(f"{rate:.3f}" for rate in uneven_ratio_rates(sd))
-        print(f"| noise of the other ratios {sd} | {rates_of_sd} |")
+            kinds.setdefault(kind, []).append([label, *row])
+    for kind, rows in kinds.items():
+        print_table(kind, PAIRS if len(rows[0]) > 2 else ["rate"], rows)
+    shocks = ([kind, *row] for kind, row in shared_shock_rates().items())
+    print_table(f"a shock of {SHOCK} sd of a difference that all pairs share", PAIRS, shocks)
+    uneven = ([f"noise of the other ratios {sd}", *uneven_ratio_rates(sd)] for sd in (0.0, 0.1))
+    print_table("time to target, one seed in five slower", TIME_PAIRS, uneven)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from scipy import special
 
 from abrun.stats.equivalence import ALPHA
 from abrun.stats.sequential import interim_level
+from tests.bench.common import print_table
 
 EXPERIMENTS = 20_000
 MAX_ADDED = 7  # pairs after the first reading
@@ -72,26 +73,30 @@ def rates_given_the_reference(num_pairs: int, correlation: float, nights: int = 
 
 
 def main() -> None:
-    print(
-        "| first read at | read again with every | same pairs | fresh pairs alone | first or fresh | looks |"
+    pairs = (3, 5, 8, 10)
+    print_table(
+        "first read at so many pairs, again with every so many",
+        ["again", "same pairs", "fresh pairs alone", "first or fresh", "looks"],
+        ([start, added, *repeated(start, added)] for start in pairs for added in (1, 2)),
     )
-    print("|---|---|---|---|---|---|")
-    for start in (3, 5, 8, 10):
-        for added in (1, 2):
-            rates = " | ".join(f"{rate:.3f}" for rate in repeated(start, added))
-            print(f"| {start} pairs | {added} | {rates} |")
-    print("\n| pairs | runs differ by | 1 window | 4 windows | 20 windows |")
-    print("|---|---|---|---|---|")
-    for num_pairs in (3, 5, 8, 10):
-        for name, seed_sd in SEED_SDS.items():
-            rates = " | ".join(f"{windows_tried(num_pairs, count, seed_sd):.3f}" for count in WINDOWS)
-            print(f"| {num_pairs} | {name} | {rates} |")
-    print("\n| pairs | correlation | all references | one reference in twenty | some night of 20 |")
-    print("|---|---|---|---|---|")
-    for num_pairs in (3, 5, 8, 10):
-        for correlation in (0.0, 0.5, 0.8):
-            rates = " | ".join(f"{rate:.3f}" for rate in rates_given_the_reference(num_pairs, correlation))
-            print(f"| {num_pairs} | {correlation} | {rates} |")
+    print_table(
+        "windows tried on so many pairs, whose runs differ by",
+        ["runs differ by", *(f"{count} windows" for count in WINDOWS)],
+        (
+            [num_pairs, name, *(windows_tried(num_pairs, count, seed_sd) for count in WINDOWS)]
+            for num_pairs in pairs
+            for name, seed_sd in SEED_SDS.items()
+        ),
+    )
+    print_table(
+        "one reference of so many pairs",
+        ["correlation", "all references", "one reference in twenty", "some night of 20"],
+        (
+            [num_pairs, f"{correlation:.1f}", *rates_given_the_reference(num_pairs, correlation)]
+            for num_pairs in pairs
+            for correlation in (0.0, 0.5, 0.8)
+        ),
+    )
 
 
 if __name__ == "__main__":

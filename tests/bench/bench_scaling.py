@@ -2,6 +2,8 @@
 
     python -m tests.bench.bench_scaling --algorithm sft       # all GPUs of this host, Qwen2.5-1.5B
     python -m tests.bench.bench_scaling --only "CP 2" --gpus 8
+    python -m tests.bench.bench_scaling --algorithm sft --sequences 1 --length 16384 \\
+        --set policy.activation_checkpointing=full            # one long sequence a GPU
     python -m tests.bench.bench_scaling --device cpu          # the script's own logic, on a tiny model
 
 Each candidate is `python -m abrun.trainer` on one set of ranks: random weights in bfloat16 products with
@@ -123,13 +125,17 @@ def main() -> None:
     parser.add_argument("--algorithm", nargs="*", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--only", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--gpus", type=int, help="use so many [default: those of this host; CPU: 2]")
+    parser.add_argument("--sequences", type=int, help="of SFT, a GPU")
+    parser.add_argument("--length", type=int, help="of SFT's sequences, in tokens")
     parser.add_argument("--set", action="append", default=[], help="key=value for all candidates")
     parser.add_argument("--limit", type=float, default=600, help="seconds of a candidate")
     asked = parser.parse_args()
     cards = query_gpus("name,driver_version,memory.total") if asked.device == "cuda" else []
     gpus = asked.gpus or (len(cards) if asked.device == "cuda" else 2)
     device_bytes = resolve_device_memory(None) if asked.device == "cuda" else None
-    shapes = replace(SHAPES[asked.device], completion_tokens=COMPLETION_TOKENS[asked.device])
+    given = {"sequences": asked.sequences, "length": asked.length}
+    given["completion_tokens"] = COMPLETION_TOKENS[asked.device]
+    shapes = replace(SHAPES[asked.device], **{key: value for key, value in given.items() if value})
     candidates = [
         Candidate(algorithm=algorithm, layout=layout, gpus=count)
         for algorithm in asked.algorithm

@@ -9,6 +9,7 @@ assumes.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from scipy import special
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.sequential import interim_level
 from abrun.stats.sigma_margin import _max_mean_difference, _min_excess, sigma_test
+from tests.bench.common import print_table
 
 EXPERIMENTS = 20_000
 PAIRS = (3, 4, 5, 8, 10)
@@ -308,26 +310,30 @@ def main() -> None:
     check()
     print(f"{EXPERIMENTS:,} experiments a cell; 3, 4, 5, 8, 10 pairs\n")
     print("Unpaired: " + ", ".join(f"{one} and {other}" for one, other in UNPAIRED) + " runs\n")
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[list[Any]]] = {}
     for name, law in (LAWS | WIDE).items():
         for kind, row in ((rates(law) if name in LAWS else {}) | unpaired_rates(law)).items():
-            kinds.setdefault(kind, []).append(f"| {name} | {' | '.join(f'{rate:.3f}' for rate in row)} |")
-    for kind, lines in kinds.items():
-        columns = len(lines[0].split("|")) - 3
+            kinds.setdefault(kind, []).append([name, *row])
+    for kind, rows in kinds.items():
         sizes = [f"{one}+{other}" for one, other in UNPAIRED] if kind.startswith("unpaired") else PAIRS
-        head = " | ".join(map(str, sizes)) if columns == len(PAIRS) else "rate"
-        print(f"\n**{kind}**\n\n| | {head} |\n|---|{'---|' * columns}")
-        print("\n".join(lines))
-    print("\n**stopped at the first look that decides: match, mismatch, match in sigmas, pairs taken**\n")
-    heads = ["every pair from 3 to 12" if len(looks) > 3 else str(looks) for looks in STAGES]
-    print(f"| | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
-    for name, law in LAWS.items():
-        cells = (" ".join(f"{one:.3f}" for one in stopped(law, looks)) for looks in STAGES)
-        print(f"| {name} | {' | '.join(cells)} |")
-    print("\n**what stopping costs and saves: expected pairs, P(the right verdict)**\n")
-    for looks in ((12,), (6, 12), (4, 8, 12), (4, 6, 8, 10, 12), tuple(range(4, 13))):
-        found = (of_stopping(looks, *of) for of in ((1, 0), (1.5, 0), (2.5, 0), (1, 2), (1, 3)))
-        print(f"| {looks} | {' | '.join(f'{pairs:.1f}, {right:.2f}' for pairs, right in found)} |")
+        print_table(kind, sizes if len(rows[0]) > 2 else ["rate"], rows)
+    print_table(
+        "stopped at the first look that decides: match, mismatch, match in sigmas, pairs taken",
+        ["every pair from 3 to 12" if len(looks) > 3 else looks for looks in STAGES],
+        (
+            [name, *(" ".join(f"{one:.3f}" for one in stopped(law, looks)) for looks in STAGES)]
+            for name, law in LAWS.items()
+        ),
+    )
+    truths = ((1, 0), (1.5, 0), (2.5, 0), (1, 2), (1, 3))
+    print_table(
+        "what stopping costs and saves: expected pairs, P(the right verdict), of margin and difference",
+        truths,
+        (
+            [looks, *("{:.1f}, {:.2f}".format(*of_stopping(looks, *truth)) for truth in truths)]
+            for looks in ((12,), (6, 12), (4, 8, 12), (4, 6, 8, 10, 12), tuple(range(4, 13)))
+        ),
+    )
 
 
 if __name__ == "__main__":

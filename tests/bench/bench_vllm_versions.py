@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.common import make_parser, write_tokenizer
+from tests.bench.common import make_parser, seconds_of, sync_of, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SCALE = 3.0  # of random matrices, against flat distributions
@@ -178,15 +178,6 @@ class Bench:
         size = self.shapes.network["vocab_size"]
         return torch.randint(3, size, (rows, length), generator=generator).tolist()
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        import torch
-
-        start = time.perf_counter()
-        call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return the engine's log-probs of all tokens but the first of each sequence."""
         return [logprob for row in self.engine._vllm.score(sequences) for logprob in row[1:]]
@@ -227,10 +218,12 @@ class Bench:
 
     def sampling(self) -> dict[str, float]:
         """Return tokens a second of full batches, and their error against the trainer."""
-        completions, first_s = [], self.seconds(self.sample)
-        seconds = []
-        for number in range(1, 1 + NUM_CALLS):
-            seconds.append(self.seconds(lambda number=number: completions.append(self.sample(number))))
+        completions, numbers = [], iter(range(1 + NUM_CALLS))
+
+        def call() -> None:
+            completions.append(self.sample(next(numbers)))
+
+        first_s, *seconds = seconds_of(call, 1 + NUM_CALLS, sync=sync_of(self.device.type))
         num_tokens = sum(len(row.token_ids) for row in completions[-1])
         return {
             "first_sampling_s": first_s,
@@ -264,19 +257,14 @@ def measure_bench(bench: Bench) -> dict[str, Any]:
     shapes = bench.shapes
     sequences = bench.random_tokens(shapes.num_sequences, shapes.length, seed=1)
     first = bench.score(sequences)
-    again = bench.score(sequences)
-    alone = [logprob for sequence in sequences for logprob in bench.score([sequence])]
     given = [SimpleNamespace(token_ids=sequence[1:], support=None) for sequence in sequences]
     rows = [first[at : at + shapes.length - 1] for at in range(0, len(first), shapes.length - 1)]
     trainer, _ = bench.trainer_logprobs([sequence[:1] for sequence in sequences], given, rows)
     return {
         "start_s": bench.start_s,
         "logprobs": first,
-        "logprobs_again": again,
-        "logprobs_alone": alone,
         "trainer_logprobs": trainer.tolist(),
         **bench.sampling(),
-        "sampled": [completion.token_ids for completion in bench.sample()[:32]],
     }
 
 
@@ -389,15 +377,6 @@ def error_of(left: list[float], right: list[float]) -> float:
     return statistics.mean(math.exp(abs(one - other)) for one, other in zip(left, right, strict=True))
 
 
-def prefix_share(left: list[list[int]], right: list[list[int]]) -> float:
-    """Return the share of sampled tokens before two engines' completions first differ."""
-    same = 0
-    for one, other in zip(left, right, strict=True):
-        pairs = zip(one, other, strict=True)
-        same += next((at for at, (a, b) in enumerate(pairs) if a != b), len(one))
-    return same / sum(map(len, left))
-
-
 def compare(old_path: Path, new_path: Path) -> None:
     """Print one table of two reports."""
     old, new = (json.loads(path.read_text()) for path in (old_path, new_path))
@@ -413,9 +392,6 @@ def compare(old_path: Path, new_path: Path) -> None:
             f"log-probs of {len(between)} fixed tokens, between versions: max {max(between):.3g}, "
             f"mean {statistics.mean(between):.3g}"
         )
-        for name, key in (("same batch again", "again"), ("one sequence at a time", "alone")):
-            spread = [largest_difference(of["logprobs"], of[f"logprobs_{key}"]) for of in engines]
-            row(f"max |dlogprob| within, {name}", *spread)
         row(
             "max |dlogprob| to the trainer",
             *(largest_difference(of["logprobs"], of["trainer_logprobs"]) for of in engines),
@@ -423,10 +399,6 @@ def compare(old_path: Path, new_path: Path) -> None:
         row(
             "token_mult_prob_error, fixed tokens",
             *(error_of(of["logprobs"], of["trainer_logprobs"]) for of in engines),
-        )
-        print(
-            "sampled tokens alike before the first difference: "
-            f"{prefix_share(left['sampled'], right['sampled']):.3f}"
         )
     for part in PARTS:
         left, right = (report.get(part) or {} for report in (old, new))

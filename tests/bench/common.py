@@ -2,8 +2,9 @@
 
 import argparse
 import multiprocessing
+import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def heading(*titles: object) -> str:
     return f"{markdown_row(*titles)}\n{markdown_row(*['---'] * len(titles))}"
 
 
+def print_table(title: str, columns: Iterable[object], rows: Iterable[Sequence[object]]) -> None:
+    """Print a Markdown table as its rows come; their first cell is a name, and rates have three digits."""
+    print(f"\n**{title}**\n\n{heading('', *columns)}")
+    for row in rows:
+        cells = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row)
+        print(markdown_row(*cells), flush=True)
+
+
 def seconds_of(
     call: Callable[[], Any],
     repeats: int,
@@ -57,6 +66,12 @@ def seconds_of(
         sync()
         seconds.append(clock() - began_s)
     return seconds
+
+
+def seconds_of_children() -> float:
+    """Return the processor's seconds of all processes that have ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def sync_of(device: str) -> Callable[[], Any]:

@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from abrun.recipe.policy import Filters, Policy
 from abrun.trainer.backends.megatron import check_megatron
@@ -35,24 +26,20 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False, "head_dim": 16}),
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {"tie_word_embeddings": False, "head_dim": 8, **EXPERTS},
-    ),
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
+    "qwen3_moe": {"tie_word_embeddings": False, "head_dim": 8, **EXPERTS},
 }
 
 
 def network(kind: str = "qwen2", **changes: Any) -> Any:
     """The same at every call; norms and biases are not where they are initialised."""
-    network_kind, config_kind, settings = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(8)
-        made = network_kind(config_kind(**{**SIZES, **settings, **changes}))
+        config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **changes})
+        made = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in made.parameters():
                 if parameter.ndim == 1:

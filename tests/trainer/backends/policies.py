@@ -7,18 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from abrun.recipe.policy import Filters, Policy
 from abrun.trainer.backends import B
@@ -50,21 +39,21 @@ EXPERTS: dict[str, Any] = {
     "head_dim": 8,
     "tie_word_embeddings": False,
 }
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 8, "final_logit_softcapping": 3.0}),
-    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5}),
-    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
-    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.4}),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model type, settings
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}),
+    "granite": ("granite", {"logits_scaling": 2.5}),
+    "experts": ("qwen3_moe", EXPERTS),
+    "cohere": ("cohere", {"logit_scale": 0.4}),
 }
 
 
 def tiny(kind: str = "llama", **settings: Any) -> Any:
     """A network with random weights, the same at every call."""
-    network_kind, config_kind, of_kind = KINDS[kind]
+    model_type, of_kind = KINDS[kind]
     torch.manual_seed(8)
-    return network_kind(config_kind(**TINY | of_kind | settings))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TINY | of_kind | settings))
 
 
 def make_backend(
@@ -174,18 +163,35 @@ def plain_adamw(network: nn.Module, settings: dict[str, float]) -> torch.optim.A
 
 
 def plain_steps(
-    network: nn.Module, settings: dict[str, float], learning_rates: Sequence[float]
-) -> list[float]:
-    """Train a network in place, a step a learning rate, and return the gradient norms before clipping."""
-    optimizer, norms = plain_adamw(network, settings), []
+    network: nn.Module,
+    settings: dict[str, float],
+    learning_rates: Sequence[float],
+    *,
+    temperature: float = 1.0,
+    balance: float = 0.0,
+) -> dict[str, Any]:
+    """Train a network in place, a step a learning rate, with `balance` times the routers' auxiliary loss.
+
+    Losses, gradient norms before clipping, and gradients of the first step.
+    """
+    optimizer = plain_adamw(network, settings)
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": {}}
     for step, learning_rate in enumerate(learning_rates):
         optimizer.zero_grad()
-        plain_loss(network, some_batch(step)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])))
+        batch = some_batch(step)
+        loss = plain_loss(network, batch, temperature)
+        (loss + balance * plain_imbalance(network, batch) if balance else loss).backward()
+        found["losses"].append(float(loss.detach()))
+        if not step:
+            found["gradients"] = {
+                n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None
+            }
+        norm = nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])
+        found["norms"].append(float(norm))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
-    return norms
+    return found
 
 
 def routers(network: nn.Module) -> list[Any]:

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
     "megatron, experts": (2, "qwen3_moe", {"type": "megatron", "expert_parallel": 2}, GRPO, BALANCED),
     "dtensor, data": (2, "qwen3", {}, GSPO, {"micro_batch_size": 1}),
     "dtensor, prompts": (2, "qwen3_moe", {"expert_parallel": 2}, SHARED, {**PROMPTS, **BALANCED}),
+    "megatron, context": (2, "qwen3", {"type": "megatron", "context_parallel": 2}, GSPO, PACKED),
     "dtensor, prompts cut": (2, "qwen2", SP, GSPO, {**PROMPTS, "activation_checkpointing": True}),
     "dtensor, sequence": (2, "llama", SP, PPO, {"logprobs": ONE_PASS}),
     "dtensor, experts": (2, "qwen3_moe", {"expert_parallel": 2, "context_parallel": 2}, GRPO, BALANCED),
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], dict[str, Any]]
         {**BALANCED, **PACKED},
     ),
 }
-QUICK = ("dtensor, prompts", "megatron, experts")
+QUICK = ("dtensor, prompts", "megatron, experts", "megatron, context")
 
 
 def some_rows(draw: random.Random, number: int, vocabulary: int) -> list[Row]:
@@ -108,6 +109,7 @@ def test_layouts_train_as_the_oracle(name: str, tmp_path: Path) -> None:
     assert_train_as_the_oracle(tmp_path, ranks, family, policy, algorithm, seed=name)
 
 
+VALUES = {**PPO, "minibatches_per_step": 2}
 ONE_PASS_PACKED = {"logprobs": ONE_PASS, "packing": True, "micro_batch_tokens": 40}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes to the algorithm and the policy
     "tokens": ({"loss_reduction": "token_mean", "minibatches_per_step": 1, "epochs_per_step": 1}, {}),
@@ -127,12 +129,14 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes to the a
         {"loss_reduction": "document_sum", "grad_divisor": "documents_squared"},
         {"logprobs": ONE_PASS, "micro_batch_size": 3},
     ),
+    "values": ({**VALUES, "right_shift": False}, {"micro_batch_size": 3}),
+    "shared values": ({**VALUES, "value_backbone": "shared", "loss_reduction": "document_sum"}, PACKED),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_one_rank_trains_as_the_oracle(name: str, tmp_path: Path, group: None) -> None:
-    """Each reduction, divisor, number of minibatches and cut."""
+    """Each reduction, divisor, number of minibatches and cut; and a value model of its own or shared."""
     algorithm, policy = LOSSES[name]
     settings = GRPO | algorithm
     assert_train_as_the_oracle(tmp_path, 1, "llama", {"optimizer": OPTIMIZER} | policy, settings, seed=name)

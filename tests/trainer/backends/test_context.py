@@ -1,7 +1,6 @@
 """Context parallelism against one process: the same gradients and values, wherever the border falls."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,15 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from abrun.trainer.backends import context as context_module
 from abrun.trainer.backends.attention import _varlen_attention
 from abrun.trainer.backends.context import ContextSplit, make_context_split, make_spans
 from abrun.trainer.backends.microbatches import make_packing
 from abrun.trainer.rl.losses import clipped_policy_loss, gspo_loss, loss_weights
 from tests.spawn import run_ranks
-from tests.trainer.backends.policies import CPU, WeightedLoss, gradients, make_backend, rows, some_batch
-from tests.trainer.backends.test_dtensor import LEARNING_RATES, OPTIMIZER, assert_same
-from tests.trainer.backends.test_value_model import head_gradients, make_critic, objective
+from tests.trainer.backends.policies import CPU
 
 
 class Group:
@@ -142,157 +138,6 @@ def test_the_kernel_with_shared_prefixes() -> None:
     for right, one, other in zip(expected, found, gradients(by_kernel, False), strict=True):
         assert float((one.float() - right).norm() / right.norm()) < 0.02
         assert torch.equal(one, other) or right.shape == query.shape
-
-
-# --- on two ranks ---
-
-CUTS: dict[str, dict[str, Any]] = {
-    "rows": {},
-    "packed": {"packing": True, "micro_batch_tokens": 25, "activation_checkpointing": True},
-    "chunked": {"logprobs": {"impl": "chunked", "chunk_size": 40}, "micro_batch_size": 3},
-    "one pass": {"logprobs": {"impl": "chunked", "one_pass": True}},
-}
-KINDS = ("llama", "tied", "granite")
-
-
-def measured(backend: dict[str, int], share: slice = slice(None)) -> dict[str, Any]:
-    """What a policy and value models of its make of a batch, and of three steps."""
-    found: dict[str, Any] = {}
-    batch = some_batch()
-    for name, cut in CUTS.items():
-        for kind in KINDS if name == "rows" else KINDS[:1]:
-            policy = make_backend(kind, temperature=0.7, backend=backend, **cut)
-            parts = policy.forward_backward(
-                rows(batch, share.start or 0, share.stop or len(batch)), loss_of(0)
-            )
-            found[f"{name}, {kind}"] = gradients(policy)
-            found[f"{name}, {kind}, loss"] = {"loss": summed(parts.sums["loss"], policy.ranks.data)}
-    policy = make_backend(backend=backend)
-    found["logprobs"] = {"logprobs": policy.compute_logprobs(batch)}
-    for backbone in ("own", "shared"):
-        for right_shift in (True, False):
-            _, critic = make_critic(
-                policy={"backend": backend, "packing": right_shift},
-                value_backbone=backbone,
-                right_shift=right_shift,
-            )
-            name = f"values, {backbone}, {right_shift}"
-            found[name] = {"values": torch.where(batch.token_mask, critic.compute_values(batch), 0.0)}
-            critic.forward_backward(batch[share], objective(batch))
-            found[f"{name}, gradients"] = head_gradients(critic)
-    policy = make_backend(backend=backend, optimizer=OPTIMIZER, micro_batch_size=3)
-    norms = []
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        policy.forward_backward(some_batch(step)[share], loss_of(step))
-        norms.append(policy.optimizer_step(learning_rate))
-    found["norms"] = {"norms": torch.tensor(norms)}
-    found["weights"] = {name: weight.clone() for name, weight in policy.gather_weights()}
-    return found
-
-
-def loss_of(step: int) -> WeightedLoss:
-    return WeightedLoss(float(some_batch(step).token_mask.sum()))
-
-
-def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(value, group=group)
-    return value
-
-
-def on_ranks(rank: int, world_size: int, context: int) -> dict[str, Any]:
-    replicas = world_size // context
-    count = len(some_batch()) // replicas
-    replica = rank // context
-    return measured({"context_parallel": context}, slice(replica * count, (replica + 1) * count))
-
-
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        try:
-            assert_same(found[name], values, rtol=1e-4, atol=2e-6 if name != "weights" else 1e-5)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
-def test_two_ranks_do_what_one_does(group: None) -> None:
-    expected = measured({})
-    for found in run_ranks(on_ranks, 2, 2):
-        check(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", [2, 4])
-def test_four_ranks_do_what_one_does(context: int, group: None) -> None:
-    expected = measured({})
-    for found in run_ranks(on_ranks, 4, context):
-        check(found, expected)
-
-
-# --- what such a comparison would miss, were it blind ---
-
-
-def gather_that_sums(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-    whole = grads[0].clone()
-    dist.all_reduce(whole, group=ctx.split.group)
-    return whole[..., ctx.split.local_positions], None
-
-
-def keys_of_own_loss_alone(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-    return grads[0][..., ctx.split.local_positions, :], None
-
-
-def in_the_order_of_ranks(own: Tensor, split: ContextSplit) -> Tensor:
-    return GATHERED(own, replace(split, stream_order=torch.arange(len(split.rank_order))))
-
-
-def positions_from_0(split: ContextSplit, values: Tensor, fill: float = 0) -> Tensor:
-    cut = CUT(split, values, fill)
-    starts = values.ndim == 2 and values.dtype == torch.int64 and int(values[0, 0]) == 0 and fill == 0
-    return torch.arange(cut.shape[1])[None] if starts else cut
-
-
-GATHERED, CUT = context_module._gather_in_order, ContextSplit.to_local
-FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "every rank's loss counted": (context_module._GatherTokens, "backward", staticmethod(gather_that_sums)),
-    "keys without reduce-scatter": (
-        context_module._GatherKeys,
-        "backward",
-        staticmethod(keys_of_own_loss_alone),
-    ),
-    "keys in the order of ranks": (context_module, "_gather_in_order", in_the_order_of_ranks),
-    "positions from 0": (ContextSplit, "to_local", positions_from_0),
-}
-
-
-def with_a_fault(rank: int, world_size: int, fault: str | None) -> dict[str, Tensor]:
-    if fault:
-        owner, name, wrong = FAULTS[fault]
-        setattr(owner, name, wrong)
-    policy = make_backend(backend={"context_parallel": 2})
-    policy.forward_backward(some_batch(), loss_of(0))
-    return gradients(policy)
-
-
-def all_with_faults(rank: int, world_size: int) -> dict[str | None, dict[str, Tensor]]:
-    found = {}
-    for fault in (None, *FAULTS):
-        owner, name, _ = FAULTS[fault] if fault else (context_module, "_gather_in_order", None)
-        right = owner.__dict__[name]
-        found[fault] = with_a_fault(rank, world_size, fault)
-        setattr(owner, name, right)
-    return found
-
-
-def test_what_is_wrong_is_seen(group: None) -> None:
-    policy = make_backend()
-    policy.forward_backward(some_batch(), loss_of(0))
-    expected = gradients(policy)
-    largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
-    found = run_ranks(all_with_faults, 2)[0]
-    for fault, faulty in found.items():
-        off = max(float((faulty[name] - expected[name]).abs().max()) / largest[name] for name in expected)
-        assert off > 0.02 if fault else off < 1e-5, (fault, off)
 
 
 # --- losses: to the bit ---

@@ -43,7 +43,13 @@ ONE_PASS = [
     pytest.param({"impl": "chunked", "one_pass": True}, id="chunked-one-pass"),
     pytest.param({"impl": "triton", "one_pass": True}, id="triton-one-pass", marks=needs_interpreter),
 ]
+KINDS = ("llama", "tied", "experts", "gemma2", "granite", "cohere")
 ONE_PASS_ON_TWO_RANKS = ("chunked", "triton") if TRITON_ON_CPU else ("chunked",)
+
+
+def is_slow(kind: str, logprobs: dict[str, Any], *_: Any) -> bool:
+    """In Triton's interpreter, of the heads that are nearly others."""
+    return logprobs["impl"] == "triton" and kind in ("tied", "granite", "cohere")
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
@@ -61,29 +67,28 @@ def plain_gradients(network: nn.Module, temperature: float = 1.0) -> dict[str, t
 def plain_training(kind: str = "llama") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Gradient norms and weights after three steps of torch's own AdamW."""
     network = tiny(kind)
-    norms = plain_steps(network, OPTIMIZER, LEARNING_RATES)
+    norms = plain_steps(network, OPTIMIZER, LEARNING_RATES)["norms"]
     return norms, dict(network.state_dict())
 
 
-def train(backend: DtensorBackend, rank: int, world_size: int) -> list[float]:
-    """Three steps on this rank's rows of the global batches; returns the gradient norms."""
+def train(backend: DtensorBackend) -> list[float]:
+    """Three steps on the global batches; returns the gradient norms."""
     norms = []
     for step, learning_rate in enumerate(LEARNING_RATES):
-        whole = some_batch(step)
-        count = len(whole) // world_size
-        share = rows(whole, rank * count, (rank + 1) * count)
-        backend.forward_backward(share, WeightedLoss(float(whole.token_mask.sum())))
+        batch = some_batch(step)
+        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
         norms.append(backend.optimizer_step(learning_rate))
     return norms
 
 
 @pytest.mark.parametrize(
     "kind, logprobs, micro_batch_size",
-    pairwise(["llama", "tied", "experts"], [*IMPLS, *ONE_PASS], [None, 3]),
+    pairwise(KINDS, [*IMPLS, *ONE_PASS], [None, 3], slow=is_slow),
 )
 def test_gradients_are_those_of_plain_autograd(
     kind: str, logprobs: dict[str, Any], micro_batch_size: int | None, group: None
 ) -> None:
+    """Soft-capped (Gemma 2), divided (Granite) and multiplied (Cohere) logits included."""
     backend = make_backend(kind, temperature=0.7, logprobs=logprobs, micro_batch_size=micro_batch_size)
     batch = some_batch()
     parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
@@ -91,18 +96,6 @@ def test_gradients_are_those_of_plain_autograd(
     expected = plain_gradients(network, 0.7)
     assert_same(gradients(backend), expected, rtol=1e-4, atol=1e-6)
     assert float(parts.sums["loss"]) == pytest.approx(plain_loss(network, batch, 0.7).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("logprobs", ONE_PASS)
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
-def test_one_pass_gives_the_gradients_of_two(kind: str, logprobs: dict[str, Any], group: None) -> None:
-    """Soft-capped, divided and multiplied logits included, at a temperature."""
-    batch, found = some_batch(), []
-    for one in (logprobs, {"impl": "logits"}):
-        backend = make_backend(kind, temperature=1.3, logprobs=one, micro_batch_size=3)
-        parts = backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
-        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
-    assert_same(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_a_small_budget_cuts_the_pass_into_slices_of_tokens(
@@ -136,19 +129,6 @@ def test_a_microbatch_without_tokens_adds_nothing(logprobs: dict[str, Any], grou
     assert_same(*found, rtol=1e-4, atol=1e-6)
 
 
-def test_one_pass_in_bfloat16(group: None) -> None:
-    batch, found = some_batch(), []
-    for one_pass in (False, True):
-        logprobs = {"impl": "chunked", "one_pass": one_pass}
-        backend = make_backend(dtype="bfloat16", logprobs=logprobs, micro_batch_size=3)
-        backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
-        found.append(gradients(backend))
-    for name, gradient in found[1].items():
-        assert gradient.dtype == torch.float32
-        cosine = torch.cosine_similarity(gradient.flatten(), found[0][name].flatten(), dim=0)
-        assert cosine > 0.999, name
-
-
 def test_a_kernel_that_cannot_run_here_is_refused_before_any_rollout(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,8 +149,7 @@ def test_gradients_accumulate_over_calls_until_the_step(group: None) -> None:
     assert all(parameter.grad is None for parameter in backend.module.parameters())
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "gemma2", "granite", "cohere"])
-@pytest.mark.parametrize("logprobs", IMPLS)
+@pytest.mark.parametrize("kind, logprobs", pairwise(KINDS, IMPLS, slow=is_slow))
 def test_logprobs_are_those_of_the_stock_forward_pass(
     kind: str, logprobs: dict[str, Any], group: None
 ) -> None:
@@ -197,20 +176,6 @@ def test_the_sampler_sees_the_stock_logits(kind: str, group: None) -> None:
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
-def test_those_models_need_their_scale(kind: str) -> None:
-    """The test above would see a forgotten scale or cap: without it the log-probs are others."""
-    batch = some_batch()
-    network = tiny(kind)
-    with torch.no_grad():
-        right, _ = plain_logprobs(network, batch)
-        hidden = network.base_model(batch.token_ids[:1]).last_hidden_state  # pyright: ignore
-        bare = (hidden @ network.get_output_embeddings().weight.T).log_softmax(-1)  # pyright: ignore
-    found = bare[0, :-1].gather(-1, batch.token_ids[0, 1:, None])[:, 0]
-    mask = batch.token_mask[0, 1:]
-    assert float((found - right[0, 1:])[mask].abs().max()) > 0.1
-
-
 @pytest.mark.parametrize(
     "kind, logprobs, cut",
     pairwise(["llama", "experts"], IMPLS[:2], [{}, {"packing": True, "micro_batch_tokens": 25}]),
@@ -219,48 +184,27 @@ def test_three_steps_are_those_of_torch_adamw(
     kind: str, logprobs: dict[str, Any], cut: dict[str, Any], group: None
 ) -> None:
     backend = make_backend(kind, optimizer=OPTIMIZER, logprobs=logprobs, **cut)
-    norms = train(backend, 0, 1)
+    norms = train(backend)
     expected_norms, expected = plain_training(kind)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert min(norms) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
     assert_same(parameters(backend), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_weight_decay_is_for_matrices_alone(group: None) -> None:
-    backend = make_backend(optimizer={"weight_decay": 0.5})
-    for parameter in backend.module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    backend.optimizer_step(0.1)
-    weights = dict(backend.gather_weights())
-    for name, before in tiny().state_dict().items():
-        factor = 1 - 0.1 * 0.5 if before.ndim > 1 else 1.0
-        torch.testing.assert_close(weights[name], before * factor)
-
-
-def test_two_ranks_do_what_one_does(group: None) -> None:
+def test_two_ranks_gather_as_often_as_needed_and_decode_without_each_other(group: None) -> None:
+    batch, whole = some_batch(), sum(parameter.numel() for parameter in tiny().parameters())
     backend = make_backend()
-    batch = some_batch()
     backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
     grads = gradients(backend)
-    expected_norms, expected = plain_training()
-    for rank, found in enumerate(run_ranks(on_two_ranks, 2)):
-        assert_same(found["gradients"], grads, rtol=1e-4, atol=1e-6)
-        for key in ("checkpointed", "kept", "kept, checkpointed"):
+    for found in run_ranks(on_two_ranks, 2):
+        for key in ("each", "kept", "kept, checkpointed", *ONE_PASS_ON_TWO_RANKS):
             assert_same(found[key], grads, rtol=1e-4, atol=1e-6)
         # Two microbatches; two layers, gathered for either pass, and all else, gathered for both.
         assert found["collectives, each"] == {"foreach_all_gather": 2 * 5, "foreach_reduce": 2 * 3}
         for key in ("kept", "kept, checkpointed"):
             assert found[f"collectives, {key}"] == {"foreach_all_gather": 3, "foreach_reduce": 3}
-        for impl in ONE_PASS_ON_TWO_RANKS:
-            assert_same(found[f"{impl}, one pass"], grads, rtol=1e-4, atol=1e-6)
-        assert found["norms"] == pytest.approx(expected_norms, rel=1e-4)
-        torch.testing.assert_close(
-            found["logprobs"], backend.compute_logprobs(batch)[rank * 4 : rank * 4 + 4]
-        )
         assert found["gathered_logits"] == found["gathered_logits_again"]
-        assert_same(found["weights"], expected, rtol=1e-4, atol=1e-5)
         # Each rank holds half of the weights and of the optimizer's two moments.
-        whole = sum(weight.numel() for weight in expected.values())
         assert found["num_held"] <= 0.52 * 3 * whole
 
 
@@ -283,13 +227,6 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     batch = some_batch()
     share, loss = rows(batch, rank * 4, rank * 4 + 4), WeightedLoss(float(batch.token_mask.sum()))
     found: dict[str, Any] = {}
-    backend = make_backend(micro_batch_size=3)
-    found["logprobs"] = backend.compute_logprobs(share)
-    backend.forward_backward(share, loss)
-    found["gradients"] = gradients(backend)
-    backend = make_backend(activation_checkpointing=True, micro_batch_size=3)
-    backend.forward_backward(share, loss)
-    found["checkpointed"] = gradients(backend)
     for key, settings in (("each", {}), ("kept", KEPT), ("kept, checkpointed", KEPT | CHECKPOINTED)):
         backend = make_backend(**{"micro_batch_size": 2, **settings})
         with counted_collectives() as counts:
@@ -298,10 +235,8 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
     for impl in ONE_PASS_ON_TWO_RANKS:
         backend = make_backend(logprobs={"impl": impl, "one_pass": True}, micro_batch_size=3)
         backend.forward_backward(share, loss)
-        found[f"{impl}, one pass"] = gradients(backend)
-    backend = make_backend(optimizer=OPTIMIZER, micro_batch_size=3)
-    found["norms"] = train(backend, rank, world_size)
-    found["weights"] = {name: weight.clone() for name, weight in backend.gather_weights()}
+        found[impl] = gradients(backend)
+    backend.optimizer_step(0.01)
     found["num_held"] = sum(tensor.numel() for tensor in backend.local_state().values())
     token_ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -327,7 +262,7 @@ def test_weights_kept_gathered_train_to_the_bit_as_those_gathered_each_time(
     found = {}
     for name, kept in (("each time", {}), ("once", KEPT)):
         backend = make_backend(kind, optimizer=OPTIMIZER, micro_batch_size=3, dtype=dtype, **kept)
-        norms = train(backend, 0, 1)
+        norms = train(backend)
         after = backend.compute_logprobs(some_batch())
         found[name] = norms, after, {name: weight.clone() for name, weight in backend.gather_weights()}
     (norms, after, weights), expected = found["once"], found["each time"]
@@ -370,7 +305,7 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
         again = checkpointing if compiled else "none"
         settings = {"activation_checkpointing": again, **more}
         backend = make_backend(kind, optimizer=OPTIMIZER, compile=compiled, **settings)
-        norms = train(backend, 0, 1)
+        norms = train(backend)
         graphs = counters["stats"]["unique_graphs"]
         for size in (6, 3, 2):
             other = some_batch(seed=2 + size, size=size)
@@ -391,9 +326,10 @@ def test_compiled_layers_train_as_others_and_any_length_takes_the_same_code(
     assert_same(found[True][2], found[False][2], rtol=1e-2, atol=1e-2)
 
 
-def test_bfloat16_computes_near_and_keeps_float32_weights(group: None) -> None:
+@pytest.mark.parametrize("logprobs", [{}, {"impl": "chunked", "one_pass": True}], ids=str)
+def test_bfloat16_computes_near_and_keeps_float32_weights(logprobs: dict[str, Any], group: None) -> None:
     batch = some_batch()
-    exact, near = make_backend(), make_backend(dtype="bfloat16")
+    exact, near = make_backend(), make_backend(dtype="bfloat16", logprobs=logprobs)
     difference = (exact.compute_logprobs(batch) - near.compute_logprobs(batch))[batch.token_mask].abs()
     assert 0 < float(difference.mean()) < 0.05
     for backend in (exact, near):
@@ -434,37 +370,6 @@ def test_logprobs_have_no_gradient_and_none_outside_the_mask(group: None) -> Non
     assert all(parameter.grad is None for parameter in backend.module.parameters())
 
 
-def test_full_weights_make_the_same_model(group: None) -> None:
-    for kind in ("llama", "tied"):
-        backend = make_backend(kind)
-        train(backend, 0, 1)
-        fresh = tiny(kind)
-        missing, unexpected = fresh.load_state_dict(dict(backend.gather_weights()), strict=False)
-        assert unexpected == [] and missing == (["lm_head.weight"] if kind == "tied" else [])
-        with torch.no_grad():
-            expected, _ = plain_logprobs(fresh, some_batch())
-        torch.testing.assert_close(backend.compute_logprobs(some_batch()), expected, atol=2e-5, rtol=1e-5)
-
-
-def test_local_state_restores_weights_and_optimizer(group: None) -> None:
-    """Two steps, a restore into a fresh backend, and the third step is the same to the last bit."""
-    first, batch = make_backend(optimizer=OPTIMIZER), some_batch(9)
-    loss = WeightedLoss(float(batch.token_mask.sum()))
-    train(first, 0, 1)
-    state = {name: tensor.clone() for name, tensor in first.local_state().items()}
-    second = make_backend(optimizer=OPTIMIZER)
-    second.compute_logprobs(batch)  # which leaves whole weights behind
-    second.load_local_state(state)
-    for backend in (first, second):
-        backend.forward_backward(batch, loss)
-        backend.optimizer_step(0.01)
-    restored = second.local_state()
-    assert first.local_state().keys() == restored.keys() == state.keys()
-    for name, tensor in first.local_state().items():
-        assert torch.equal(tensor, restored[name]), name
-        assert not torch.equal(tensor, state[name]), name
-
-
 def test_a_parameter_that_never_had_a_gradient_is_restored_without_moments(group: None) -> None:
     """As an expert that no token has met."""
 
@@ -474,11 +379,11 @@ def test_a_parameter_that_never_had_a_gradient_is_restored_without_moments(group
         return DtensorBackend(lambda: network, Policy(), make_ranks(CPU, {}))
 
     first, second, batch = with_an_idle_weight(), with_an_idle_weight(), some_batch()
-    train(first, 0, 1)
+    train(first)
     state = {name: tensor.clone() for name, tensor in first.local_state().items()}
     assert "weights/network.model.layers.1.idle" in state
     assert not any(name.startswith("optimizer/") and "idle" in name for name in state)
-    train(second, 0, 1)
+    train(second)
     second.load_local_state(state)
     for backend in (first, second):
         backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))

@@ -30,8 +30,7 @@ from tests.trainer.backends.policies import (
     gradients,
     make_backend,
     parameters,
-    plain_imbalance,
-    plain_loss,
+    plain_steps,
     rows,
     some_batch,
     tiny,
@@ -131,24 +130,8 @@ def trained(case: Case) -> Trainable:
 def plainly_trained(case: Case) -> Trainable:
     """By torch's own AdamW on the network as it is, in one process, row by row."""
     network = network_of(case)
-    groups = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in network.parameters()]
-    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, fused=False, foreach=False)
-    found = Trainable(losses=[], norms=[], gradients={}, weights={})
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        loss = plain_loss(network, some_batch(step))
-        (loss + case.coefficient * plain_imbalance(network, some_batch(step))).backward()
-        found.losses.append(loss.item())
-        grads = {name: p.grad for name, p in network.named_parameters()}
-        found.gradients = found.gradients or {name: grad.clone() for name, grad in grads.items()}
-        found.norms.append(float(sum(grad.double().square().sum() for grad in grads.values())) ** 0.5)
-        for grad in grads.values():
-            grad.mul_(min(1.0, OPTIMIZER["max_grad_norm"] / (found.norms[-1] + 1e-6)))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    found.weights = {name: p.detach() for name, p in network.named_parameters()}
-    return found
+    found = plain_steps(network, OPTIMIZER, LEARNING_RATES, balance=case.coefficient)
+    return Trainable(**found, weights={name: p.detach() for name, p in network.named_parameters()})
 
 
 def _average_experts(patch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
 """The megatron backend over several ranks, against one process of float32: loss, gradient norms, weights."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from abrun.trainer.backends.context import ContextSplit
 from abrun.trainer.rl.metrics import MetricParts, all_reduce
 from tests.spawn import run_ranks
 from tests.trainer.backends.megatron_policies import gradients, make_backend, network, weights_of
-from tests.trainer.backends.policies import WeightedLoss, plain_adamw, plain_logprobs, plain_loss, some_batch
+from tests.trainer.backends.policies import WeightedLoss, plain_logprobs, plain_steps, some_batch
+from tests.trainer.backends.test_dtensor import assert_same
 
 LEARNING_RATES = (0.01, 0.02)
 OPTIMIZER = {"weight_decay": 0.3, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
@@ -23,6 +26,7 @@ def tensor(ranks: int, **more: Any) -> dict[str, Any]:
 
 
 SEQUENCE = tensor(2, sequence_parallel=True)
+CONTEXT = {"context_parallel": 2}
 EXPERTS = {"expert_parallel": 2}
 PACKED = {"packing": True, "micro_batch_tokens": 20}
 PIPELINE = {"pipeline_parallel": 2}
@@ -34,6 +38,8 @@ TWO: dict[str, Case] = {
     "dp2": ("llama", 2, {}, {"micro_batch_size": 3}),
     "pp2-tied": ("qwen2", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
     "ep2-tp2": ("qwen3_moe", 2, EXPERTS | SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "cp2": ("qwen3", 2, CONTEXT, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "cp2-packed": ("qwen2", 2, CONTEXT, PACKED | {"logprobs": ONE_PASS}),
 }
 MORE_OF_TWO: dict[str, Case] = {
     "tp2-sequence": ("qwen3", 2, SEQUENCE, {"logprobs": ONE_PASS, "micro_batch_size": 3}),
@@ -50,6 +56,10 @@ MORE_OF_TWO: dict[str, Case] = {
     "ep2-dense": ("qwen3_moe", 2, EXPERTS, {}),
     "ep2-packed": ("qwen3_moe", 2, EXPERTS, PACKED | {"activation_checkpointing": True}),
     "experts-pp2": ("qwen3_moe", 2, PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "cp2-dense": ("llama", 2, CONTEXT, {}),
+    "cp2-checkpointed": ("qwen2", 2, CONTEXT, {"activation_checkpointing": True, "micro_batch_size": 3}),
+    "experts-cp2": ("qwen3_moe", 2, CONTEXT, {"micro_batch_size": 3}),
+    "ep2-cp2": ("qwen3_moe", 2, CONTEXT | EXPERTS, PACKED | {"activation_checkpointing": True}),
 }
 FOUR: dict[str, Case] = {
     "tp2-pp2": ("qwen2", 4, SEQUENCE | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
@@ -59,6 +69,13 @@ FOUR: dict[str, Case] = {
     "ep2-tp2-dp2": ("qwen3_moe", 4, EXPERTS | SEQUENCE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
     "ep4": ("qwen3_moe", 4, {"expert_parallel": 4}, {"logprobs": CHUNKED}),
     "pp4": ("qwen2", 4, {"pipeline_parallel": 4}, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "cp2-tp2": ("qwen2", 4, CONTEXT | tensor(2), {"logprobs": ONE_PASS, "micro_batch_size": 3}),
+    "cp2-tp2-sequence": ("qwen3", 4, CONTEXT | SEQUENCE, {"logprobs": CHUNKED, "micro_batch_size": 3}),
+    "cp2-pp2": ("qwen2", 4, CONTEXT | PIPELINE, {"logprobs": CHUNKED, "micro_batch_size": 2}),
+    "cp2-dp2": ("llama", 4, CONTEXT, PACKED),
+    "cp4": ("qwen3", 4, {"context_parallel": 4}, PACKED),
+    "cp2-tp2-ep4": ("qwen3_moe", 4, CONTEXT | SEQUENCE | {"expert_parallel": 4}, {"micro_batch_size": 3}),
+    "cp2-ep2-pp2": ("qwen3_moe", 4, CONTEXT | PIPELINE | EXPERTS, {"micro_batch_size": 2}),
 }
 
 
@@ -112,31 +129,13 @@ def train(kind: str, world_size: int, cut: dict[str, Any], policy: dict[str, Any
 
 @cache
 def one_process(kind: str) -> dict[str, Any]:
-    plain, losses, norms = network(kind), [], []
+    plain = network(kind)
     with torch.no_grad():
         found: dict[str, Any] = {"logprobs": plain_logprobs(plain, some_batch(), 0.7)[0]}
     known = found["logprobs"][some_batch().token_mask]
     found["extremes"] = [float(known.amax()), float(known.amin())]
-    optimizer = plain_adamw(plain, OPTIMIZER)
-    for step, learning_rate in enumerate(LEARNING_RATES):
-        optimizer.zero_grad()
-        loss = plain_loss(plain, some_batch(step), 0.7)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        if step == 0:
-            found["gradients"] = {name: p.grad.clone() for name, p in plain.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), OPTIMIZER["max_grad_norm"])
-        norms.append(float(norm))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    return found | {"losses": losses, "norms": norms, "weights": weights_of(plain)}
-
-
-def assert_near(found: dict[str, Any], expected: dict[str, Any], **tolerance: Any) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+    found |= plain_steps(plain, OPTIMIZER, LEARNING_RATES, temperature=0.7)
+    return found | {"weights": weights_of(plain)}
 
 
 def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
@@ -148,8 +147,8 @@ def check(kind: str, of_ranks: Iterable[dict[str, Any]]) -> None:
         assert found["extremes"] == pytest.approx(expected["extremes"], rel=1e-4)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert min(found["norms"]) > 2 * OPTIMIZER["max_grad_norm"], "clipping should matter"
-        assert_near(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
-        assert_near(found["weights"], expected["weights"], rtol=1e-4, atol=2e-4)
+        assert_same(found["gradients"], expected["gradients"], rtol=1e-4, atol=2e-6)
+        assert_same(found["weights"], expected["weights"], rtol=1e-4, atol=2e-4)
         assert found["exported"].keys() == before.keys()
         assert all(torch.equal(weight, before[name]) for name, weight in found["exported"].items())
 
@@ -188,39 +187,59 @@ def test_more_cuts_do_too(cases: dict[str, Case]) -> None:
         check(kind, [of_rank[index] for of_rank in found])
 
 
-def faulty() -> dict[str, list[float]]:
-    """Gradient norms of a step, right and with a fault each."""
-    import abrun.trainer.backends.megatron.backend as backend_module
-    import abrun.trainer.backends.megatron.backend as stages
+def list_faults() -> dict[str, tuple[dict[str, Any], Any, str, Any]]:
+    """Each fault: a cut of two ranks, and an attribute that is replaced, by what."""
+    import abrun.trainer.backends.megatron.backend as backend
     import abrun.trainer.backends.megatron.parameters as parameters
 
-    def one_step(cut: dict[str, Any]) -> list[float]:
-        backend = make_backend("qwen2", temperature=0.7, cut=cut, optimizer=OPTIMIZER, logprobs=CHUNKED)
-        batch = some_batch()
-        share = batch[backend.ranks.data_slice(len(batch))]
-        parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
-        loss = backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0]
-        return [loss, backend.optimizer_step(0.0)]
+    gather, head = backend.gather_from_sequence_parallel_region, backend.LmHead
+    reduced, passing = parameters.DistributedDataParallel, backend.MicrobatchParams
 
-    found = {"right": one_step(tensor(2))}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden)
-        found["gradients of hidden states not added up"] = one_step(tensor(2))
-    with pytest.MonkeyPatch.context() as patch:
-        gather = stages.gather_from_sequence_parallel_region
-        patch.setattr(
-            stages,
-            "gather_from_sequence_parallel_region",
-            lambda hidden, tensor_parallel_output_grad, group: gather(hidden, False, group),
-        )
-        found["gradients of gathered states not added up"] = one_step(SEQUENCE)
-    with pytest.MonkeyPatch.context() as patch:
-        head = backend_module.LmHead
-        patch.setattr(backend_module, "LmHead", lambda *args, **kw: head(*args, **{**kw, "vocab_size": 100}))
-        found["padding counted as vocabulary"] = one_step(tensor(2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parameters, "finalize_model_grads", lambda modules, _: None)
-        found["gradients of ranks not added up"] = one_step({})
+    def gather_without_sum(hidden: Any, tensor_parallel_output_grad: bool, group: Any) -> Any:
+        return gather(hidden, False, group)
+
+    def averaged(config: Any, *rest: Any) -> Any:
+        return reduced(replace(config, calculate_per_token_loss=False), *rest)
+
+    def positions_from_0(positions: torch.Tensor, **more: Any) -> Any:
+        return passing(positions=torch.arange(len(positions)), **more)
+
+    def keys_of_own(split: ContextSplit, states: torch.Tensor) -> torch.Tensor:
+        whole = states.new_zeros(*states.shape[:-2], len(split.rank_order), states.shape[-1])
+        return whole.index_copy(-2, split.local_positions, states)
+
+    def padded_head(*args: Any, **settings: Any) -> Any:
+        return head(*args, **{**settings, "vocab_size": 100})
+
+    gather_name, copy_name = gather.__name__, "copy_to_tensor_model_parallel_region"
+    return {
+        "right": (tensor(2), backend, "LmHead", head),
+        "gradients of hidden states not added up": (
+            tensor(2),
+            backend,
+            copy_name,
+            lambda hidden, group: hidden,
+        ),
+        "gradients of gathered states not added up": (SEQUENCE, backend, gather_name, gather_without_sum),
+        "padding counted as vocabulary": (tensor(2), backend, "LmHead", padded_head),
+        "gradients of ranks not added up": ({}, parameters, "finalize_model_grads", lambda *_: None),
+        "gradients averaged over a context": (CONTEXT, parameters, "DistributedDataParallel", averaged),
+        "keys of a context not gathered": (CONTEXT, ContextSplit, "gather_keys", keys_of_own),
+        "positions of a context from 0": (CONTEXT, backend, "MicrobatchParams", positions_from_0),
+    }
+
+
+def faulty() -> dict[str, list[float]]:
+    """Loss and gradient norm of a step, right and with a fault each."""
+    found, batch = {}, some_batch()
+    for fault, (cut, owner, name, value) in list_faults().items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            backend = make_backend("qwen2", temperature=0.7, cut=cut, optimizer=OPTIMIZER, logprobs=CHUNKED)
+            share = batch[backend.ranks.data_slice(len(batch))]
+            parts = backend.forward_backward(share, WeightedLoss(float(batch.token_mask.sum())))
+            loss = backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0]
+            found[fault] = [loss, backend.optimizer_step(0.0)]
     return found
 
 

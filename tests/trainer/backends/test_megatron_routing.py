@@ -18,6 +18,7 @@ from tests.spawn import run_ranks
 from tests.trainer.backends import policies
 from tests.trainer.backends.megatron_policies import gradients, make_backend, network
 from tests.trainer.backends.policies import CPU, Advised, WeightedLoss, some_batch
+from tests.trainer.backends.test_dtensor import assert_same
 from tests.trainer.backends.test_megatron_ranks import (
     CHUNKED,
     EXPERTS,
@@ -25,7 +26,6 @@ from tests.trainer.backends.test_megatron_ranks import (
     PACKED,
     PIPELINE,
     SEQUENCE,
-    assert_near,
 )
 from tests.trainer.loop.runs import single_rank
 
@@ -123,7 +123,7 @@ def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
         logprobs = expected[f"{told}logprobs"][rows]
         torch.testing.assert_close(found[f"{told}logprobs"], logprobs, rtol=1e-5, atol=2e-5)
         assert found[f"{told}metrics"] == pytest.approx(expected[f"{told}metrics"], rel=1e-5, abs=1e-6)
-        assert_near(found[f"{told}gradients"], expected[f"{told}gradients"], rtol=1e-4, atol=2e-6)
+        assert_same(found[f"{told}gradients"], expected[f"{told}gradients"], rtol=1e-4, atol=2e-6)
 
 
 @pytest.fixture(scope="module")

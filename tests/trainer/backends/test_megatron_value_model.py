@@ -7,17 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from abrun.recipe.algorithms import Ppo
+from abrun.trainer.backends.microbatches import Packing
+from abrun.trainer.rl.advantages import shift_right
 from tests.spawn import run_ranks
 from tests.trainer.backends.megatron_policies import make_backend, network
-from tests.trainer.backends.policies import Advised, WeightedLoss, plain_adamw, plain_loss, some_batch
-from tests.trainer.backends.test_value_model import objective
+from tests.trainer.backends.policies import WeightedLoss, plain_adamw, plain_loss, some_batch
+from tests.trainer.backends.test_value_model import Plain, objective
 
 OPTIMIZER = {"weight_decay": 0.2, "max_grad_norm": 0.05, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
 COEFFICIENT = 0.3
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
+PIPELINE, CONTEXT = {"pipeline_parallel": 2}, {"context_parallel": 2}
 PACKED = {"packing": True, "micro_batch_tokens": 20}
-# Backbone, how ranks are cut, the policy's settings.
-TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # backbone, how ranks are cut, the policy's settings
+TWO: dict[str, Case] = {
     f"{backbone}-{name}": (backbone, cut, policy)
     for backbone in ("own", "shared")
     for name, cut, policy in (
@@ -25,8 +28,18 @@ TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         ("tp2-sequence", SEQUENCE, {"micro_batch_size": 3}),
         ("tp2-sequence-packed", SEQUENCE, PACKED),
         ("dp2", {}, {"micro_batch_size": 3}),
-        ("pp2", {"pipeline_parallel": 2}, {"micro_batch_size": 3}),
+        ("pp2", PIPELINE, {"micro_batch_size": 3}),
     )
+}
+CONTEXTS: dict[str, Case] = {
+    "own": ("own", CONTEXT, {"micro_batch_size": 3}),
+    "shared": ("shared", CONTEXT, PACKED),
+}
+FOUR: dict[str, Case] = {
+    "own-cp2-tp2": ("own", CONTEXT | SEQUENCE, PACKED),
+    "shared-cp2-tp2": ("shared", CONTEXT | SEQUENCE, {"micro_batch_size": 3}),
+    "own-cp2-pp2": ("own", CONTEXT | PIPELINE, {"micro_batch_size": 3}),
+    "shared-cp2-pp2": ("shared", CONTEXT | PIPELINE, {"micro_batch_size": 3}),
 }
 
 
@@ -50,25 +63,6 @@ def train(backbone: str, cut: dict[str, Any], policy: dict[str, Any], **ppo: Any
         found["losses"].append(backend.ranks.all_reduce_sum_data(float(parts.sums["loss"]))[0])
     found["weights"] = {name: weight.clone() for name, weight in backend.gather_weights()}
     return found | {"values_after": critic.compute_values(some_batch()[rows])}
-
-
-class Plain(nn.Module):
-    """A transformers backbone and a linear head, sequence by sequence."""
-
-    def __init__(self, backbone: Any, head: list[Tensor], coefficient: float) -> None:
-        super().__init__()
-        self.backbone, self.coefficient = backbone, coefficient
-        self.head = nn.Linear(32, 1)
-        self.head.weight.data, self.head.bias.data = (tensor.clone() for tensor in head)
-
-    def forward(self, batch: Advised) -> Tensor:
-        values = torch.zeros(batch.token_ids.shape)
-        for row, (token_ids, mask) in enumerate(zip(batch.token_ids, batch.token_mask, strict=True)):
-            length = int(mask.nonzero().max()) + 1
-            hidden = self.backbone.base_model(token_ids[None, :length]).last_hidden_state[0]
-            hidden = self.coefficient * hidden + (1 - self.coefficient) * hidden.detach()
-            values[row, 1:length] = self.head(hidden)[:-1, 0]
-        return values
 
 
 def one_process(backbone: str, head: list[Tensor]) -> dict[str, Any]:
@@ -121,21 +115,40 @@ def test_it_trains_as_plain_autograd_and_adamw(backbone: str, policy: dict[str, 
     check(backbone, train(backbone, {}, policy))
 
 
-def on_ranks(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return [train(*case) for case in TWO.values()]
-
-
-@pytest.fixture(scope="module")
-def on_two() -> list[list[dict[str, Any]]]:
-    return run_ranks(on_ranks, 2, timeout_s=250)
+def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [train(*case) for case in cases]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TWO)
-def test_two_ranks_train_as_one_process(case: str, on_two: list[list[dict[str, Any]]]) -> None:
-    index = list(TWO).index(case)
-    for found in head_of_two([of_rank[index] for of_rank in on_two]):
-        check(TWO[case][0], found)
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two", "four"])
+def test_more_ranks_train_as_one_process(
+    cases: dict[str, Case],
+) -> None:
+    found = run_ranks(on_ranks, 2 if cases is TWO else 4, list(cases.values()), timeout_s=280)
+    for index, (backbone, *_) in enumerate(cases.values()):
+        for one in head_of_two([of_rank[index] for of_rank in found]):
+            check(backbone, one)
+
+
+def in_a_context(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Right, and with values that are shifted in each rank's slices."""
+    gather = Packing.to_full
+    found = on_ranks(rank, world_size, list(CONTEXTS.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("abrun.trainer.backends.policy.shift_right", lambda values: values)
+        patch.setattr(Packing, "to_full", lambda packing, own: gather(packing, shift_right(own)))
+        return [*found, train(*CONTEXTS["own"])]
+
+
+def test_values_of_a_context_are_shifted_as_whole_rows() -> None:
+    batch = some_batch()
+    for *right, shifted in run_ranks(in_a_context, 2):
+        for (backbone, *_), found in zip(CONTEXTS.values(), right, strict=True):
+            check(backbone, found)
+        with torch.no_grad():
+            expected = Plain(network(), shifted["head"])(batch)
+        differs = (shifted["values"] - expected)[batch.token_mask].abs() > 1e-3
+        assert 0 < int(differs.sum()) < differs.numel() / 2  # tokens at borders alone
 
 
 def test_a_coefficient_of_zero_leaves_the_policy_alone(group: None) -> None:

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from abrun.trainer.backends import attention
 from abrun.trainer.backends.context import Span
 from abrun.trainer.backends.dtensor import DtensorBackend
 from abrun.trainer.backends.microbatches import (
-    Microbatches,
     Packing,
     _assign_rows,
     _RowLengths,
@@ -30,7 +28,6 @@ from abrun.trainer.backends.microbatches import (
 )
 from abrun.trainer.backends.ranks import make_ranks
 from abrun.trainer.rl.batch import Sequences, collate, sequence_lengths
-from tests.spawn import run_ranks
 from tests.trainer.backends.policies import (
     CPU,
     TINY,
@@ -43,6 +40,7 @@ from tests.trainer.backends.policies import (
     tiny,
 )
 from tests.trainer.backends.test_dtensor import IMPLS, ONE_PASS, assert_same
+from tests.trainer.pairwise import pairwise
 
 MICROBATCHES = [{}, {"micro_batch_size": 3}, {"micro_batch_tokens": 25}]
 
@@ -181,34 +179,6 @@ def test_what_is_no_common_prompt_is_not_shared() -> None:
     assert shared_prefix_lengths(batch.token_ids, gap).tolist() == [0, 3, 3, 3]
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
-@pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
-def test_logprobs_with_shared_prompts_are_those_of_each_sequence_alone(
-    kind: str, cut: dict[str, Any], group: None
-) -> None:
-    batch = of_prompts(GROUPS)
-    with torch.no_grad():
-        expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
-    backend = make_backend(kind, temperature=1.3, packing=True, share_prompts=True, **cut)
-    torch.testing.assert_close(backend.compute_logprobs(batch), expected, atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_tokens": 25}], ids=str)
-def test_gradients_with_shared_prompts_are_those_of_padded_rows(
-    logprobs: dict[str, Any], cut: dict[str, int], group: None
-) -> None:
-    batch, found = of_prompts(GROUPS), []
-    batch.token_mask[[0, 2, 8]] = False  # filtered
-    loss = WeightedLoss(float(batch.token_mask.sum()))
-    shared = {"packing": True, "share_prompts": True, "activation_checkpointing": bool(cut), **cut}
-    for policy in ({}, shared):
-        backend = make_backend(temperature=0.7, logprobs=logprobs, **policy)
-        parts = backend.forward_backward(batch, loss)
-        found.append(gradients(backend) | {"loss": parts.sums["loss"]})
-    assert_same(*found, rtol=1e-4, atol=1e-6)
-
-
 def test_a_shared_prompt_goes_through_the_model_once(group: None) -> None:
     batch, widths = of_prompts(GROUPS), []
     backend = make_backend(packing=True, share_prompts=True)
@@ -270,27 +240,34 @@ def test_microbatches_of_shared_prompts(
         assert longest(by_rank, rows) <= longest(_assign_rows(alone, together, max_tokens, num_ranks), alone)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "experts", "granite", "cohere"])
-@pytest.mark.parametrize("cut", MICROBATCHES, ids=str)
-def test_packed_logprobs_are_those_of_each_sequence_alone(
-    kind: str, cut: dict[str, Any], group: None
+@pytest.mark.parametrize(
+    "kind, cut, shared",
+    pairwise(["llama", "tied", "experts", "granite", "cohere"], MICROBATCHES, [False, True]),
+)
+def test_logprobs_of_a_stream_are_those_of_each_sequence_alone(
+    kind: str, cut: dict[str, Any], shared: bool, group: None
 ) -> None:
-    batch = some_batch()
+    batch = of_prompts(GROUPS) if shared else some_batch()
     with torch.no_grad():
         expected, _ = plain_logprobs(tiny(kind), batch, 1.3)
-    backend = make_backend(kind, temperature=1.3, packing=True, **cut)
+    backend = make_backend(kind, temperature=1.3, packing=True, share_prompts=shared, **cut)
     torch.testing.assert_close(backend.compute_logprobs(batch), expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("logprobs", [*IMPLS, *ONE_PASS])
-@pytest.mark.parametrize("cut", [{}, {"micro_batch_tokens": 25}], ids=str)
-def test_packed_gradients_are_those_of_padded_rows(
-    logprobs: dict[str, Any], cut: dict[str, int], group: None
+@pytest.mark.parametrize(
+    "logprobs, cut, shared", pairwise([*IMPLS, *ONE_PASS], [{}, {"micro_batch_tokens": 25}], [False, True])
+)
+def test_gradients_of_a_stream_are_those_of_padded_rows(
+    logprobs: dict[str, Any], cut: dict[str, int], shared: bool, group: None
 ) -> None:
     batch, found = some_batch(), []
+    if shared:
+        batch = of_prompts(GROUPS)
+        batch.token_mask[[0, 2, 8]] = False  # filtered
     loss = WeightedLoss(float(batch.token_mask.sum()))
-    for packed in ({}, {"packing": True, "activation_checkpointing": bool(cut), **cut}):
-        backend = make_backend(temperature=0.7, logprobs=logprobs, **packed)
+    stream = {"packing": True, "share_prompts": shared, "activation_checkpointing": bool(cut), **cut}
+    for policy in ({}, stream):
+        backend = make_backend(temperature=0.7, logprobs=logprobs, **policy)
         parts = backend.forward_backward(batch, loss)
         found.append(gradients(backend) | {"loss": parts.sums["loss"]})
     assert_same(*found, rtol=1e-4, atol=1e-6)
@@ -355,61 +332,6 @@ def test_microbatches_of_tokens(lengths: list[int], max_tokens: int, num_ranks: 
 def test_samples_of_two_ranks_by_hand() -> None:
     """28 tokens in four parts of at most 10: 9, 8, 4 + 2 and 3 + 2, the fullest with the emptiest."""
     assert assign_samples([9, 8, 2, 3, 4, 2], 10, 2) == [[[0], [2, 3]], [[1], [4, 5]]]
-
-
-def test_pairs_are_never_cut(group: None) -> None:
-    policy = Policy(packing=True, micro_batch_tokens=15)
-    pairs = replace(some_batch(), rows_per_sample=2)
-    parts = [part for part, _ in Microbatches(pairs, policy, make_backend().ranks)]
-    assert sum(len(part) for part in parts) == 8 and len(parts) > 1
-    whole = [row[: int(length)].tolist() for row, length in zip(pairs.token_ids, lengths(pairs), strict=True)]
-    for part in parts:
-        rows = [
-            whole.index(row[: int(length)].tolist())
-            for row, length in zip(part.token_ids, lengths(part), strict=True)
-        ]
-        assert all(
-            row % 2 == 0 and after == row + 1 for row, after in zip(rows[::2], rows[1::2], strict=True)
-        )
-
-
-@pytest.mark.parametrize("together", [1, 2])
-def test_two_ranks_share_uneven_sequences(together: int, group: None) -> None:
-    """What two ranks compute is what one does, and both have as many microbatches, about as full."""
-    batch = uneven_batch()
-    backend = make_backend()
-    backend.forward_backward(batch, WeightedLoss(float(batch.token_mask.sum())))
-    expected = gradients(backend)
-    ranks = run_ranks(on_two_ranks, 2, together)
-    longest = int(sequence_lengths(batch.token_mask).max())
-    assert abs(sum(ranks[0]["tokens"]) - sum(ranks[1]["tokens"])) <= longest * together
-    assert len(ranks[0]["tokens"]) == len(ranks[1]["tokens"]) > 1
-    for rank, found in enumerate(ranks):
-        assert_same(found["gradients"], expected, rtol=1e-4, atol=1e-6)
-        logprobs: Tensor = backend.compute_logprobs(batch)[rank * 4 : rank * 4 + 4]
-        torch.testing.assert_close(found["logprobs"], logprobs, atol=2e-5, rtol=1e-5)
-        assert torch.equal(found["mask"], batch.token_mask[rank * 4 : rank * 4 + 4])
-
-
-def uneven_batch() -> Advised:
-    """The second half of the rows is short."""
-    batch = some_batch()
-    batch.token_mask[4:, 4:] = False
-    batch.token_mask[4:, 3] = True
-    return batch
-
-
-def on_two_ranks(rank: int, world_size: int, together: int) -> dict[str, Any]:
-    whole = uneven_batch()
-    batch = replace(whole[rank * 4 : rank * 4 + 4], rows_per_sample=together)
-    backend = make_backend(packing=True, micro_batch_tokens=12)
-    each = Microbatches(batch, backend.settings, backend.ranks)
-    found: dict[str, Any] = {"tokens": [packing.starts[-1] for _, packing in each if packing]}
-    found["mask"] = each.gather_rows([part.token_mask for part, _ in each])
-    found["logprobs"] = backend.compute_logprobs(batch)
-    backend.forward_backward(batch, WeightedLoss(float(whole.token_mask.sum())))
-    found["gradients"] = gradients(backend)
-    return found
 
 
 @pytest.fixture

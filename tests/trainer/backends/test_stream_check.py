@@ -16,7 +16,6 @@ from abrun.trainer.models.families import facts_of
 from abrun.trainer.models.weights import open_network
 from tests.trainer.models.architectures import MAMBA_HEADS, tiny_network
 
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 SHARED = {"packing": True, "share_prompts": True}
 # Settings, the module that differs.

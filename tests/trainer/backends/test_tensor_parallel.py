@@ -1,29 +1,24 @@
-"""Tensor and sequence parallelism against the same backend in one process, and with faults injected in it."""
+"""A policy over ranks, by any layout, against the same backend in one process; and with faults in it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, partialmethod
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from abrun.errors import RecipeError
 from abrun.recipe.algorithms import Ppo
 from abrun.recipe.policy import Filters, Model, Policy, Rollout
+from abrun.trainer.backends import context
+from abrun.trainer.backends.context import ContextSplit
 from abrun.trainer.backends.dtensor import DtensorBackend, tensor_parallel
 from abrun.trainer.backends.dtensor.tensor_parallel import TensorParallel, check_fits
 from abrun.trainer.backends.ranks import make_ranks
@@ -34,9 +29,9 @@ from abrun.trainer.models.weights import Checkpoint, content_of, open_network, p
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws
 from tests.spawn import run_ranks
+from tests.trainer.backends.megatron_policies import network
 from tests.trainer.backends.policies import (
     CPU,
-    TINY,
     WeightedLoss,
     gradients,
     some_batch,
@@ -45,14 +40,6 @@ from tests.trainer.backends.policies import (
 )
 from tests.trainer.backends.test_value_model import SquaredError
 
-SHAPE = TINY | {"head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),  # with biases on q, k, v
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": False}),  # with q_norm, k_norm
-    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
-}
 OPTIMIZER = {
     "learning_rate": 0.01,
     "eps": 1e-6,
@@ -77,11 +64,15 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     top_p: float = 1.0
     value_backbone: str | None = None  # with a value model
+    right_shift: bool = True  # of its values
 
 
 ONE_KEY_HEAD, EVEN = {"num_key_value_heads": 1}, {"vocab_size": 100}
 PACKED, ONE_PASS = {"packing": True}, {"logprobs": {"impl": "chunked", "one_pass": True}}
 CHECKPOINTED = {"activation_checkpointing": True, "micro_batch_size": 3}
+CONTEXT: dict[str, Any] = {"tensor": 1, "layout": {"context_parallel": 2}}
+DATA: dict[str, Any] = {"tensor": 1, "data": 2}
+CHUNKED = {"logprobs": {"impl": "chunked", "chunk_size": 40}, "micro_batch_size": 3}
 TWO_RANKS = {  # vocabulary 99 is odd, and so are most rows' lengths
     "tied, biases": Case(kind="qwen2"),
     "untied, head norms, sequence parallel": Case(kind="qwen3", layout=SP, policy=CHECKPOINTED),
@@ -89,23 +80,39 @@ TWO_RANKS = {  # vocabulary 99 is odd, and so are most rows' lengths
         kind="llama", changes=ONE_KEY_HEAD, layout=SP, policy=PACKED | ONE_PASS
     ),
     "own value model, sequence parallel": Case(kind="qwen3", layout=SP, value_backbone="own"),
-    "experts, sequence parallel": Case(kind="experts", layout=SP, policy=CHECKPOINTED),
+    "experts, sequence parallel": Case(kind="qwen3_moe", layout=SP, policy=CHECKPOINTED),
+    "context, tied, own value model": Case(kind="qwen2", **CONTEXT, value_backbone="own", right_shift=False),
+    "context, packed, shared value model": Case(
+        kind="llama",
+        **CONTEXT,
+        policy=PACKED | {"micro_batch_tokens": 25, "activation_checkpointing": True},
+        value_backbone="shared",
+    ),
+    "context, chunked": Case(kind="qwen3", **CONTEXT, policy=CHUNKED),
+    "context, one pass": Case(kind="llama", **CONTEXT, policy=ONE_PASS),
+    "data": Case(kind="qwen2", **DATA, policy={"micro_batch_size": 3}),
+    "data, checkpointed": Case(kind="llama", **DATA, policy=CHECKPOINTED),
+    "data, one pass": Case(kind="qwen3", **DATA, policy=ONE_PASS | {"micro_batch_size": 3}),
 }
-CONTEXT = {"context_parallel": 2}
+CONTEXT_AND_TENSOR = {"context_parallel": 2}
 FOUR_RANKS = {
-    "context": Case(kind="qwen2", layout=CONTEXT),
-    "context, SP": Case(kind="qwen3", layout=CONTEXT | SP, policy=PACKED | ONE_PASS, value_backbone="shared"),
+    "context": Case(kind="qwen2", layout=CONTEXT_AND_TENSOR),
+    "context of 4": Case(kind="llama", tensor=1, layout={"context_parallel": 4}, policy=PACKED),
+    "context, data": Case(kind="qwen3", data=2, **CONTEXT, policy=CHUNKED),
+    "context, SP": Case(
+        kind="qwen3", layout=CONTEXT_AND_TENSOR | SP, policy=PACKED | ONE_PASS, value_backbone="shared"
+    ),
     "qwen2": Case(kind="qwen2", data=2),
     "qwen2, SP": Case(kind="qwen2", data=2, layout=SP, policy=PACKED),
     "qwen3": Case(kind="qwen3", data=2, policy=ONE_PASS),
     "qwen3, SP": Case(kind="qwen3", data=2, layout=SP, policy=CHECKPOINTED),
     "llama": Case(kind="llama", data=2, changes=EVEN, policy=PACKED),
     "llama, SP": Case(kind="llama", data=2, changes=EVEN, layout=SP),
-    "experts": Case(kind="experts", data=2),
-    "experts, packed": Case(kind="experts", data=2, policy=PACKED),
-    "experts, SP": Case(kind="experts", data=2, layout=SP, policy=PACKED, value_backbone="own"),
-    "experts on 4, SP": Case(kind="experts", tensor=4, layout=SP, value_backbone="shared"),
-    "experts, context, SP": Case(kind="experts", layout=CONTEXT | SP, policy=PACKED | ONE_PASS),
+    "experts": Case(kind="qwen3_moe", data=2),
+    "experts, packed": Case(kind="qwen3_moe", data=2, policy=PACKED),
+    "experts, SP": Case(kind="qwen3_moe", data=2, layout=SP, policy=PACKED, value_backbone="own"),
+    "experts on 4, SP": Case(kind="qwen3_moe", tensor=4, layout=SP, value_backbone="shared"),
+    "experts, context, SP": Case(kind="qwen3_moe", layout=CONTEXT_AND_TENSOR | SP, policy=PACKED | ONE_PASS),
     "2 key heads on 4": Case(kind="qwen2", tensor=4),
     "2 key heads on 4, SP": Case(kind="qwen3", tensor=4, layout=SP, policy=PACKED),
     "1 key head": Case(kind="qwen3", data=2, changes=ONE_KEY_HEAD, layout=SP),
@@ -122,14 +129,8 @@ FOUR_RANKS = {
 
 def loud(kind: str, changes: dict[str, Any]) -> Any:
     """A network whose biases and norms are no 0 and 1, which would hide faults; the same at every call."""
-    network_kind, config_kind, settings = KINDS[kind]
-    torch.manual_seed(5)
-    network = network_kind(config_kind(**SHAPE | settings | changes))
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-    return network
+    biases = {"attention_bias": True, "mlp_bias": True} if kind == "llama" else {}
+    return network(kind, num_hidden_layers=2, **biases, **changes)
 
 
 def make_backend(case: Case, layout: dict[str, Any]) -> DtensorBackend:
@@ -156,7 +157,8 @@ def train(case: Case, layout: dict[str, Any], *, steps: int = STEPS, scale: floa
     backend, found = make_backend(case, layout), []
     critic: Any = None
     if case.value_backbone:
-        settings = {"value_backbone": case.value_backbone, "value_optimizer": OPTIMIZER}
+        settings = {"value_backbone": case.value_backbone, "right_shift": case.right_shift}
+        settings |= {"value_optimizer": OPTIMIZER}
         critic = backend.make_value_model(Ppo.model_validate({"type": "ppo"} | settings), seed=3)
     for step in range(steps):
         batch = some_batch(step)
@@ -234,7 +236,9 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         "parity": on_ranks(rank, world_size, TWO_RANKS),
         "faults": on_ranks_with_faults(),
-        "beside": {name: used(case, {"tensor_parallel": 2} | case.layout) for name, case in DECODED.items()},
+        "beside": {
+            name: used(case, {"tensor_parallel": case.tensor} | case.layout) for name, case in DECODED.items()
+        },
         "loaded": {
             name: loaded(f"{folder}/{name}", case, {"tensor_parallel": case.tensor} | case.layout)
             for name, case in LOADED.items()
@@ -283,6 +287,33 @@ def _summed_over_ranks(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return tensor_parallel.reduce_scatter(gradient, 1, ctx.group), None
 
 
+def _every_loss(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    """As if every rank's loss of all log-probs counted."""
+    whole = grads[0].clone()
+    dist.all_reduce(whole, group=ctx.split.group)
+    return whole[..., ctx.split.local_positions], None
+
+
+def _keys_of_own_loss(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    """Without the reduce-scatter of keys' gradients."""
+    return grads[0][..., ctx.split.local_positions, :], None
+
+
+def _in_the_order_of_ranks(own: Tensor, split: ContextSplit) -> Tensor:
+    return _gather(own, replace(split, stream_order=torch.arange(len(split.rank_order))))
+
+
+def _positions_from_0(split: ContextSplit, values: Tensor, fill: float = 0) -> Tensor:
+    local = _to_local(split, values, fill)
+    starts = values.ndim == 2 and values.dtype == torch.int64 and int(values[0, 0]) == 0 and fill == 0
+    return torch.arange(local.shape[1])[None] if starts else local
+
+
+def _patched_context(owner: Any, name: str, value: Any) -> tuple[Case, Callable[[pytest.MonkeyPatch], None]]:
+    return Case(kind="qwen2", **CONTEXT), lambda patch: patch.setattr(owner, name, value)
+
+
+_gather, _to_local = context._gather_in_order, ContextSplit.to_local
 _make, _replicate = TensorParallel.__init__, TensorParallel.replicate
 _VALUE_MODEL = "abrun.trainer.backends.dtensor.DtensorValueModel._backbone_states"
 FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -301,13 +332,17 @@ FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None]]] = {
         lambda patch: patch.setattr(tensor_parallel, "Partial", Replicate),
     ),
     "experts' positions summed over ranks": (
-        Case(kind="experts", layout=SP),
+        Case(kind="qwen3_moe", layout=SP),
         lambda patch: patch.setattr(tensor_parallel._GatherPositions, "backward", _summed_over_ranks),
     ),
     "values counted by every rank": (
         Case(kind="qwen2", value_backbone="own"),
         lambda patch: patch.setattr(_VALUE_MODEL, _whole_share),
     ),
+    "every rank's loss": _patched_context(context._GatherTokens, "backward", staticmethod(_every_loss)),
+    "keys of own loss": _patched_context(context._GatherKeys, "backward", staticmethod(_keys_of_own_loss)),
+    "keys in the order of ranks": _patched_context(context, "_gather_in_order", _in_the_order_of_ranks),
+    "positions from 0": _patched_context(ContextSplit, "to_local", _positions_from_0),
 }
 
 
@@ -338,7 +373,8 @@ TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(70, 80)), m
 DECODED = {
     "sequence parallel": Case(kind="qwen3", changes=ONE_KEY_HEAD, layout=SP),
     "packed": Case(kind="llama", layout=SP, policy=PACKED, top_p=0.8),
-    "experts": Case(kind="experts", layout=SP),
+    "experts": Case(kind="qwen3_moe", layout=SP),
+    "context": Case(kind="qwen2", **CONTEXT, policy=PACKED),
 }
 
 
@@ -384,14 +420,13 @@ def test_completions_and_checkpoints_of_two_ranks(two_ranks: dict[str, Any], gro
                 assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs], name
                 for (_, logprobs), (_, others) in zip(ours, theirs, strict=True):
                     assert logprobs == pytest.approx(others, abs=1e-4), name
-            most = 0.54 if case.kind != "experts" else 0.8  # these are whole on each
+            most = 0.55 if case.kind != "qwen3_moe" else 0.8  # these are whole on each
             assert found[name]["num_held"] < most * expected["num_held"]  # a rank holds half of everything
             assert found[name]["completions"] == ranks[0][name]["completions"]
         lengths = {len(tokens) for tokens, _ in expected["completions"][0]}
         assert len(lengths) > 1  # some completions should end before others
 
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 REFUSED = [
     ({"num_attention_heads": 6}, 4, False, r"6 attention heads and 2 key-value heads; use a divisor of 6"),
     ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, False, r"got 2 with 12 .* 3 key-value heads"),
@@ -425,8 +460,10 @@ def test_a_family_without_a_plan_is_refused() -> None:
 LOADED = {
     "qwen2": Case(kind="qwen2"),
     "qwen3": Case(kind="qwen3", changes=ONE_KEY_HEAD, layout=SP),
-    "experts": Case(kind="experts", data=2, tensor=1),
-    "experts over ranks": Case(kind="experts", data=2, tensor=1, layout={"expert_parallel": 2}),
+    "experts": Case(kind="qwen3_moe", data=2, tensor=1),
+    "experts over ranks": Case(kind="qwen3_moe", data=2, tensor=1, layout={"expert_parallel": 2}),
+    "context": Case(kind="llama", **CONTEXT),
+    "data": Case(kind="llama", **DATA),
 }
 
 

@@ -1,28 +1,17 @@
 """linear_policy_loss: the loss, and the gradients that it computes in its forward pass."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from abrun.trainer.kernels import linear_logprobs, linear_policy_loss
 from abrun.trainer.rl.losses import clipped_policy_loss, kl_penalty
 from tests.snapshot import Snapshot
-from tests.spawn import run_ranks
 from tests.trainer.kernels.test_linear_logprobs import (
-    EPSILON,
     IGNORE,
     IMPLS,
     TILED,
-    Answer,
-    Problem,
-    check,
-    largest,
     make_problem,
-    one_pass_answer,
-    plain_answer,
 )
 
 
@@ -63,32 +52,6 @@ def test_is_the_loss_of_the_two_pass_route(impl: str) -> None:
         torch.testing.assert_close(one, two.detach())
     for one, two in zip(one_pass, two_pass, strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-5)
-
-
-def _sharded_problem() -> Problem:
-    return make_problem(70, 152, "float32", vocab_size=141)  # shards of 38 rows, the last with 27
-
-
-def _shard_answers(rank: int, world_size: int) -> list[Answer]:
-    problem = _sharded_problem()
-    shard = replace(problem, weight=problem.weight.chunk(world_size)[rank])
-    return [
-        one_pass_answer(shard, impl, group=dist.group.WORLD, memory_budget_bytes=20 * 2**10) for impl in TILED
-    ]
-
-
-def test_shards_cut_the_tokens_alike() -> None:
-    """Each tile is reduced over the shards, whatever padding a shard has."""
-    problem = _sharded_problem()
-    oracle, naive = plain_answer(problem, exact=True), plain_answer(problem, exact=False)
-    for answers in zip(*run_ranks(_shard_answers, 4), strict=True):
-        joined = replace(
-            answers[0],
-            d_hidden=torch.stack([answer.d_hidden.double() for answer in answers]).sum(0),
-            d_weight=torch.cat([answer.d_weight for answer in answers]),
-        )
-        partial_sums = sum(EPSILON * largest(answer.d_hidden) for answer in answers)
-        check(joined, oracle, naive, {"d_hidden": partial_sums})
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -20,7 +20,6 @@ EXACT = (
 )
 ONE_PASS = "policy.logprobs={impl: chunked, one_pass: true}"
 TENSOR_PARALLEL = "policy.backend={tensor_parallel: 2, sequence_parallel: true}"
-REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 
 
 # Every term of the loss at work; 32 sequences a step, of different lengths.
@@ -30,6 +29,8 @@ TWO_RANKS = ("cluster.cpu_ranks=2", "policy.micro_batch_size=8")
 CUTS = {
     "cut": ("policy.micro_batch_size=13",),
     "one-pass": (ONE_PASS, "policy.micro_batch_size=13"),
+    "chunked": CHUNKED,
+    "two-ranks": TWO_RANKS,
 }
 MORE_CUTS = {
     "one-pass-on-two-ranks": (ONE_PASS, *TWO_RANKS),
@@ -38,8 +39,8 @@ MORE_CUTS = {
 }
 
 
-def settings(loss_reduction: str, *overrides: str) -> tuple[str, ...]:
-    return ("steps=2", f"algorithm.loss_reduction={loss_reduction}", *TERMS, *overrides)
+def settings(*overrides: str) -> tuple[str, ...]:
+    return ("steps=2", "algorithm.loss_reduction=sequence_mean", *TERMS, *overrides)
 
 
 def assert_same_up_to_rounding(other: Rows, reference: Rows) -> None:
@@ -58,38 +59,32 @@ def assert_same_up_to_rounding(other: Rows, reference: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_reduction", "overrides"),
+    "name",
     [
-        *(pytest.param(name, cut, id=f"{name}-{key}") for name in REDUCTIONS for key, cut in CUTS.items()),
-        pytest.param("token_mean", CHUNKED, id="token_mean-chunked"),
-        pytest.param("token_mean", TWO_RANKS, id="token_mean-two-ranks"),
+        *CUTS,
         *(
-            pytest.param("sequence_mean", cut, id=f"sequence_mean-{key}", marks=pytest.mark.slow)
-            for key, cut in MORE_CUTS.items()
-            if key != "triton" or TRITON_ON_CPU
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in MORE_CUTS
+            if name != "triton" or TRITON_ON_CPU
         ),
     ],
 )
 def test_cuts_ranks_and_paths_change_only_rounding(
-    loss_reduction: str, overrides: tuple[str, ...], trained: Callable[..., Rows], group: None
+    name: str, trained: Callable[..., Rows], group: None
 ) -> None:
-    whole = trained(*settings(loss_reduction))
+    whole = trained(*settings())
     first = whole[1]
     assert first["train/grad_norm"] > 1e-3 and first["train/advantages/max"] > 0
     assert first["train/mean_gen_tokens_per_sample"] not in (first["train/truncation_rate"], 6.0)
     assert whole[2]["train/kl_penalty"] > 0
-    other = trained(*settings(loss_reduction, *overrides))
+    other = trained(*settings(*(CUTS | MORE_CUTS)[name]))
     assert_same_up_to_rounding(other, whole)
-    if overrides == CHUNKED:
+    if name == "chunked":
         peak = "memory/forward_backward/peak_live_tensor_bytes"
         assert other[1][peak] < first[peak]
 
 
-def test_reductions_differ_from_one_another(trained: Callable[..., Rows], group: None) -> None:
-    assert len({round(trained(*settings(name))[1]["train/grad_norm"], 5) for name in REDUCTIONS}) == 3
-
-
 def test_sampling_does_not_depend_on_the_generation_batch(trained: Callable[..., Rows], group: None) -> None:
-    whole, cut = (trained(*settings("token_mean", *more))[1] for more in ((), ("rollout.batch_size=5",)))
+    whole, cut = (trained(*settings(*more))[1] for more in ((), ("rollout.batch_size=5",)))
     assert all(whole[key] == cut[key] for key in EXACT)
     assert math.isclose(whole["train/grad_norm"], cut["train/grad_norm"], rel_tol=1e-4)

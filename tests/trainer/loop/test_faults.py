@@ -244,12 +244,6 @@ def test_a_run_says_where_its_weights_began(tmp_path: Path, warm_weights: Path) 
     assert all(not np.array_equal(first[name], last[name]) for name in first)
 
 
-def test_a_run_without_a_fault_has_nothing_wrapped(
-    tmp_path: Path, warm_weights: Path, trained: Callable[..., Rows]
-) -> None:
-    assert rows_of(tmp_path, warm_weights) == repeatable(trained(*GIVEN))
-
-
 @pytest.mark.parametrize(
     "override",
     [

@@ -177,31 +177,6 @@ def test_old_logprobs_stay_while_the_policy_moves(
         assert several[1][f"train/{key}"] == pytest.approx(one[1][f"train/{key}"], rel=1e-6)
 
 
-def test_a_policy_that_does_not_move_has_the_metrics_of_one_update(
-    tmp_path: Path, warm_weights: Path, group: None
-) -> None:
-    """Metrics are means over the tokens of all updates, whatever minibatches they are cut into."""
-    still = (
-        "steps=1",
-        "policy.optimizer.learning_rate=1.0e-30",
-        "algorithm.metrics=full",
-        "algorithm.loss_reduction=sequence_mean",
-        "algorithm.kl_coefficient=0.1",
-        "algorithm.entropy_coefficient=0.1",
-        "algorithm.ratio=old",
-    )
-    one = train(tmp_path / "one", warm_weights, *still)[1]
-    updates = ("algorithm.epochs_per_step=3", "algorithm.minibatches_per_step=2")
-    several = train(tmp_path / "several", warm_weights, *still, *updates)[1]
-    assert one.keys() == several.keys()
-    sums = ("ratio_new_old_sum", "ratio_new_old_squared_sum", "num_tokens")
-    for key, value in one.items():
-        if not key.startswith("train/") or key == "train/grad_norm":
-            continue
-        times = 3 if key.removeprefix("train/") in sums else 1
-        assert several[key] == pytest.approx(times * value, rel=1e-6, abs=1e-8), key
-
-
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainBatch]:
     """The batches of all updates that a test's runs take."""
@@ -214,20 +189,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[TrainBatch]:
 
     monkeypatch.setattr(Learner, "update_on_each", record)
     return batches
-
-
-def test_minibatches_are_whole_groups(
-    tmp_path: Path, warm_weights: Path, group: None, batches: list[TrainBatch]
-) -> None:
-    train(tmp_path / "run", warm_weights, "steps=1", "algorithm.minibatches_per_step=2")
-    assert [len(batch) for batch in batches] == [16, 16]
-    for batch in batches:
-        assert batch.loss_weights.sum().item() == pytest.approx(1)
-        prompts = [
-            tuple(ids[: int(mask.nonzero()[0])].tolist())
-            for ids, mask in zip(batch.token_ids, batch.token_mask, strict=True)
-        ]
-        assert len(set(prompts[:8])) == len(set(prompts[8:])) == 1
 
 
 # --- options of the loss ---
@@ -247,18 +208,23 @@ def test_the_on_policy_ratio_is_one_to_the_bit(trained: Callable[..., Rows], gro
     "settings",
     [
         ("algorithm.metrics=full", "algorithm.kl_coefficient=0.1", "algorithm.entropy_coefficient=0.02"),
-        ("algorithm.loss=gspo", "algorithm.loss_reduction=sequence_mean", *PACKED),
+        pytest.param(
+            ("algorithm.loss=gspo", "algorithm.loss_reduction=sequence_mean", *PACKED), marks=pytest.mark.slow
+        ),
         ("algorithm.importance_correction={type: sequence_mask, low: 0.99999999, high: 1.00000001}",),
         (
             "policy.logprobs={impl: chunked, one_pass: true}",
             "algorithm.importance_correction={type: icepop, high: 1.0}",
         ),
-        (
-            *FAMILY["cispo"],
-            *PACKED,
-            "algorithm.importance_correction={type: truncated, low: 0.9999999, high: 1.0000001}",
+        pytest.param(
+            (
+                *FAMILY["cispo"],
+                *PACKED,
+                "algorithm.importance_correction={type: truncated, low: 0.9999999, high: 1.0000001}",
+            ),
+            marks=pytest.mark.slow,
         ),
-        (*FAMILY["reinforce++"], "algorithm.metrics=full"),
+        pytest.param((*FAMILY["reinforce++"], "algorithm.metrics=full"), marks=pytest.mark.slow),
         (PPO, *PACKED),
     ],
     ids=["terms", "gspo", "sequence_mask", "one_pass", "cispo", "reinforce++", "ppo"],
@@ -293,45 +259,6 @@ def test_what_needs_log_probs_before_its_update_gets_a_pass(
 ) -> None:
     row = trained("steps=1", *settings)[1]
     assert row["memory/logprobs/peak_live_tensor_bytes"] > 0 and row["train/probs_ratio_max"] == 1
-
-
-def test_on_policy_every_loss_takes_the_same_first_step(trained: Callable[..., Rows], group: None) -> None:
-    """Clipped, GSPO under a sequence mean, REINFORCE and CISPO are one gradient at ratio 1."""
-    norms = [
-        trained("steps=1", f"algorithm.loss={loss}", "algorithm.loss_reduction=sequence_mean")[1][
-            "train/grad_norm"
-        ]
-        for loss in ("clipped", "gspo", "reinforce", "cispo")
-    ]
-    assert norms == pytest.approx([norms[0]] * 4, rel=1e-4) and norms[0] > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("divisor", "reduction", "minibatches", "times"),
-    [
-        ("8.0", "token_mean", 1, lambda row: row["train/global_valid_toks"] / 8),
-        ("documents_squared", "document_sum", 2, lambda row: 1 / 16),  # documents in each of two updates
-    ],
-)
-def test_a_gradient_divisor_replaces_the_losss_own_and_leaves_what_is_reported(
-    divisor: str,
-    reduction: str,
-    minibatches: int,
-    times: Any,
-    trained: Callable[..., Rows],
-    group: None,
-) -> None:
-    settings = (
-        "steps=1",
-        "policy.optimizer.learning_rate=1.0e-30",
-        f"algorithm.loss_reduction={reduction}",
-        f"algorithm.minibatches_per_step={minibatches}",
-        "policy.micro_batch_size=7",
-    )
-    plain = trained(*settings)[1]
-    divided = trained(*settings, f"algorithm.grad_divisor={divisor}")[1]
-    assert divided["train/loss"] == plain["train/loss"]
-    assert divided["train/grad_norm"] == pytest.approx(times(plain) * plain["train/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -418,23 +345,6 @@ def test_the_kl_to_go_comes_off_each_tokens_reward(
         assert row["train/advantages/mean"] == pytest.approx(0, abs=1e-6)
     of_first = batches[1].advantages
     assert of_first is not None and len(set(of_first[0][batches[1].token_mask[0]].tolist())) > 1
-
-
-@pytest.mark.slow
-def test_an_importance_correction_of_an_engine_that_agrees_changes_nothing_but_can_drop_all(
-    trained: Callable[..., Rows], group: None
-) -> None:
-    plain = trained("steps=1")[1]
-    for kind in ("truncated", "icepop", "sequence_mask"):
-        correction = f"algorithm.importance_correction={{type: {kind}, low: 0.99, high: 1.01}}"
-        row = trained("steps=1", correction)[1]
-        assert row["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
-        assert row["train/sampling_importance_ratio"] == pytest.approx(1, abs=1e-5)
-        outside = f"algorithm.importance_correction={{type: {kind}, low: 2.0, high: 3.0}}"
-        row = trained("steps=1", outside)[1]
-        times = 2 if kind == "truncated" else 0
-        assert row["train/grad_norm"] == pytest.approx(times * plain["train/grad_norm"], rel=1e-3)
-        assert row["train/sampling_importance_ratio"] == times
 
 
 def test_metrics_levels(trained: Callable[..., Rows], group: None) -> None:

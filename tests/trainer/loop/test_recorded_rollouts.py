@@ -356,7 +356,12 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+QUICK = ("dynamic sampling", "ppo", "several updates")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_every_algorithm_can_train_on_a_recording(name: str, recipe_file: Path, tmp_path: Path) -> None:
     overrides = [*ALGORITHMS[name], "steps=3", "seeds=[0]", "compare.claims=[]"]
     train_plan(make_plan(load_recipe(recipe_file, overrides)), tmp_path)

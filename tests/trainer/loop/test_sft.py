@@ -18,7 +18,6 @@ from abrun.trainer.loop.sft import SupervisedObjective
 from abrun.trainer.models.text import load_text
 from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import Sequences
-from tests.conftest import TRITON_ON_CPU
 from tests.snapshot import Snapshot
 from tests.trainer.loop.runs import metrics_by_step, train_here
 from tests.written_runs import make_run, run_config
@@ -124,26 +123,6 @@ def test_the_next_steps_batch_is_made_beside_a_step(monkeypatch: pytest.MonkeyPa
         whole = [(one.prompt, one.completion) for one in data.local_examples(step)]
         assert torch.equal(batch.token_ids, collate_texts(data, whole).token_ids)
     assert len(made) == 5 and not any(here for here, _ in made)
-
-
-def test_cuts_and_paths_change_only_rounding(tmp_path: Path, group: None) -> None:
-    one_pass = "policy.logprobs={impl: chunked, one_pass: true}"
-    cuts: dict[str, tuple[str, ...]] = {
-        "whole": (),
-        "cut": ("policy.micro_batch_size=7",),
-        "one-pass": (one_pass,),
-        "packed": ("policy={packing: true, micro_batch_tokens: 70}", one_pass),
-    }
-    if TRITON_ON_CPU:
-        cuts["triton"] = ("policy.micro_batch_size=7", "policy.logprobs={impl: triton, one_pass: true}")
-    rows = {
-        name: train_here(make_run(tmp_path / name, sft("task.max_operand=99", *cut)))
-        for name, cut in cuts.items()
-    }
-    for name in list(cuts)[1:]:
-        for step in (1, 2):
-            for key in ("train/loss", "train/grad_norm"):
-                assert rows[name][step][key] == pytest.approx(rows["whole"][step][key], rel=1e-4), name
 
 
 def test_the_objective_by_hand() -> None:

@@ -5,7 +5,6 @@ loops: it shares no code with the trainer.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,6 @@ from tests.written_runs import run_config
 
 Gradient = dict[str, Tensor]
 GROUP_SIZE, NUM_GROUPS, LONGEST, STEP_SIZE, TEMPERATURE = 2, 4, 12, 0.03, 1.7
-REDUCTIONS = ("token_mean", "sequence_mean", "sequence_sum_constant", "document_sum")
-DIVISORS = (None, 7.5, "documents", "documents_squared")
 CUTS = {
     "whole": (),
     "microbatches": ("policy.micro_batch_size=3",),
@@ -197,12 +194,13 @@ def assert_agree(case: Case, found: list[Gradient], metrics: dict[str, float]) -
     assert metrics["train/loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6), case
 
 
-ALL = [
-    Case(reduction, divisor, epochs=1 + (minibatches == 2), minibatches=minibatches, cut=cut)
-    for reduction, divisor, minibatches, cut in itertools.product(REDUCTIONS, DIVISORS, (1, 2), CUTS)
+SOME = [  # each reduction, divisor, number of minibatches and cut
+    Case("token_mean", None, epochs=1, minibatches=1, cut="whole"),
+    Case("sequence_mean", 7.5, epochs=2, minibatches=2, cut="microbatches"),
+    Case("sequence_mean", "documents", epochs=1, minibatches=1, cut="packed"),
+    Case("sequence_sum_constant", "documents", epochs=2, minibatches=2, cut="one pass packed"),
+    Case("document_sum", "documents_squared", epochs=2, minibatches=2, cut="one pass"),
 ]
-# Each reduction, divisor, number of minibatches and cut.
-SOME = [ALL[place] for place in (0, 56, 62, 109, 158)]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

@@ -2,12 +2,13 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from abrun.runs.rundir import RunDir
-from tests.trainer.loop.runs import Trainer, metrics_by_step, run_to_end
+from tests.trainer.loop.runs import Rows, Trainer, metrics_by_step, run_to_end
 from tests.trainer.loop.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.trainer.loop.test_implementations import verifier
 from tests.trainer.rollout.vllm_sampling import PRESET, needs_vllm
@@ -39,6 +40,25 @@ def trained(directory: Path, *overrides: str, ranks: int = 1) -> dict[int, dict[
     trainer = Trainer(directory, ranks=ranks)
     assert trainer.wait(280) == 0, trainer.stderr
     return metrics_by_step(directory)
+
+
+def untimed(rows: Rows) -> Rows:
+    """A step that was killed before its checkpoint has no time of one."""
+    return {
+        step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()
+    }
+
+
+def assert_resumes(directory: Path, whole: Rows, start: Callable[[Path], Trainer]) -> None:
+    """Kill a run as its third step begins; resumed, it is as one that never stopped."""
+    trainer = start(directory)
+    trainer.wait_for_step(2, 400)  # then the checkpoint of step 1 is complete
+    trainer.send(signal.SIGKILL)
+    trainer.wait()
+    trainer = start(directory)
+    assert trainer.wait(500) == 0, trainer.stderr
+    assert "resumed" in events(directory)
+    assert_same_up_to_rounding(untimed(metrics_by_step(directory)), untimed(whole))
 
 
 def test_trainer_and_engine_agree_in_every_step(tmp_path: Path) -> None:
@@ -125,20 +145,8 @@ def test_training_draws_and_computes_what_it_would_without_vllm(tmp_path: Path) 
 
 def test_killed_and_resumed_it_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", "steps=3", "checkpoint.every=1")
-    directory = tmp_path / "killed"
-    make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
-    trainer = Trainer(directory)
-    trainer.wait_for_step(2, 280)
-    trainer.send(signal.SIGKILL)
-    trainer.wait()
-    trainer = Trainer(directory)
-    assert trainer.wait(280) == 0, trainer.stderr
-    assert "resumed" in events(directory)
-    resumed, expected = (  # a step that was killed before its checkpoint has no time of one
-        {step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()}
-        for rows in (metrics_by_step(directory), whole)
-    )
-    assert_same_up_to_rounding(resumed, expected)
+    config = run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1"))
+    assert_resumes(make_run(tmp_path / "killed", config), whole, Trainer)
 
 
 def test_an_engine_that_fails_ends_the_run_in_a_line(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 vLLM's own kernels run in Triton's interpreter, a tenth of a second a token.
 """
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import pytest
 from tests.trainer.loop.runs import Trainer, metrics_by_step
 from tests.trainer.loop.test_batch_cuts_of_a_run import assert_same_up_to_rounding
 from tests.trainer.loop.test_implementations import verifier
+from tests.trainer.loop.test_vllm import assert_resumes
 from tests.trainer.rollout.vllm_sampling import PRESET
 from tests.trainer.triton_interpreted import environment, needs_interpreter
-from tests.written_runs import events, make_run, run_config
+from tests.written_runs import make_run, run_config
 
 FILTERED = "rollout={engine: vllm, max_new_tokens: 6, temperature: 1.3, top_k: 40, top_p: 0.9}"
 SMALL = "algorithm={type: grpo, prompts_per_step: 2, group_size: 4}"
@@ -59,17 +59,5 @@ def test_each_layout_scores_the_sets_that_were_drawn_from(
 @needs_interpreter
 def test_killed_and_resumed_it_scores_the_same_sets(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", "steps=3", "checkpoint.every=1")
-    directory = tmp_path / "killed"
-    make_run(directory, run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1")))
-    trainer = started(directory)
-    trainer.wait_for_step(2, 400)  # then the checkpoint of step 1 is complete
-    trainer.send(signal.SIGKILL)
-    trainer.wait()
-    trainer = started(directory)
-    assert trainer.wait(500) == 0, trainer.stderr
-    assert "resumed" in events(directory)
-    resumed, expected = (
-        {step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()}
-        for rows in (metrics_by_step(directory), whole)
-    )
-    assert_same_up_to_rounding(resumed, expected)
+    config = run_config(*settings(tmp_path, "steps=3", "checkpoint.every=1"))
+    assert_resumes(make_run(tmp_path / "killed", config), whole, started)

@@ -12,7 +12,7 @@ from abrun.processes import RUN_DIR_VARIABLE, find_descendants, find_run_process
 from abrun.runs.rundir import RunDir
 from tests.trainer.loop.runs import Trainer, metrics_by_step
 from tests.trainer.loop.test_batch_cuts_of_a_run import assert_same_up_to_rounding
-from tests.trainer.loop.test_vllm import settings
+from tests.trainer.loop.test_vllm import settings, untimed
 from tests.trainer.rollout.vllm_sampling import needs_vllm
 from tests.written_runs import events, make_run, run_config
 
@@ -43,12 +43,6 @@ def assert_nothing_is_left(directory: Path) -> None:
     while (left := find_run_processes(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-
-
-def untimed(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    return {
-        step: {key: row[key] for key in row if not key.startswith("timing/")} for step, row in rows.items()
-    }
 
 
 def test_an_engine_killed_as_it_samples_ends_the_run_which_resumes(tmp_path: Path) -> None:

@@ -58,16 +58,20 @@ def estimate(left: Tensor, right: Tensor, name: str = "a") -> float:
     return float(squares.sqrt() / (right.double() - left.double()).norm())
 
 
-def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signed sums, for each element by Python's integers; the same in chunks, and of any layout in memory."""
-    weight = torch.randn(37, 41, generator=torch.Generator().manual_seed(2))
-    start, total = plain_start("a", weight), [0.0] * 256
-    for place, value in enumerate(weight.flatten().tolist()):
+def plain_sketch(name: str, weight: Tensor, first: int = 0) -> Tensor:
+    start, total = plain_start(name, weight), [0.0] * 256
+    for place, value in enumerate(weight.flatten().tolist(), start=first):
         sign = -1 if plainly_mixed((place + 1) * content.STEP + start) < 0 else 1
         shift = plainly_mixed(place // 256 * content.STEP + (start ^ content.FIRST)) >> 40 & 255
         total[place % 256 ^ shift] += sign * value
+    return torch.tensor(total, dtype=torch.float64)
+
+
+def test_a_sketch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed sums, for each element by Python's integers; the same in chunks, and of any layout in memory."""
+    weight = torch.randn(37, 41, generator=torch.Generator().manual_seed(2))
     whole = sketch_of("a", weight)
-    assert whole.dtype == torch.float64 and torch.allclose(whole, torch.tensor(total, dtype=torch.float64))
+    assert whole.dtype == torch.float64 and torch.allclose(whole, plain_sketch("a", weight))
     assert torch.equal(whole, sketch_of("a", weight.T.contiguous().T))
     monkeypatch.setattr(content, "CHUNK", 512)
     assert torch.allclose(whole, sketch_of("a", weight), rtol=1e-12)
@@ -101,10 +105,4 @@ def test_indices_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a tensor of 5e9 elements, whose indices pass 2^32 and whose products wrap around 2^64."""
     first, part = 5 * 10**9 // 256 * 256, torch.randn(1024, generator=torch.Generator().manual_seed(4))
     monkeypatch.setattr(content, "_chunks", lambda weight: [(weight.flatten(), first)])
-    start, total = plain_start("a", part), [0.0] * 256
-    for offset, value in enumerate(part.tolist()):
-        place = first + offset
-        sign = -1 if plainly_mixed((place + 1) * content.STEP + start) < 0 else 1
-        shift = plainly_mixed(place // 256 * content.STEP + (start ^ content.FIRST)) >> 40 & 255
-        total[place % 256 ^ shift] += sign * value
-    assert torch.allclose(sketch_of("a", part), torch.tensor(total, dtype=torch.float64))
+    assert torch.allclose(sketch_of("a", part), plain_sketch("a", part, first))

@@ -90,16 +90,6 @@ def test_texts_are_encoded_together_as_each_by_itself(checkpoint: Path, chat: bo
     assert text.encode_prompts([]) == text.encode_completions([]) == []
 
 
-def test_the_chat_template_is_applied_with_the_generation_prompt(checkpoint: Path) -> None:
-    text = from_path(checkpoint)
-    expected = "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
-    token_ids = encoded(text, "What is 1+1?")
-    assert text.tokenizer.decode(token_ids) == expected
-    assert token_ids.count(text.tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2  # pyright: ignore
-    assert all(isinstance(token_id, int) for token_id in token_ids)
-    assert text.decode(text.encode_completions(["It is 2 — really"])) == ["It is 2 — really"]
-
-
 def test_a_system_prompt_is_the_first_turn(checkpoint: Path, snapshot: Snapshot) -> None:
     text = load_text(Model(path=str(checkpoint), system_prompt="Be brief."), weights=None)
     expected = (

@@ -1,6 +1,7 @@
 """Advantages by hand, against Python's statistics module, and where a group says nothing."""
 
 import statistics
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +10,16 @@ import torch
 from abrun.trainer.rl.advantages import group_advantages, overlong_penalties
 
 
-def advantages(rewards: list[float], group_size: int, baseline: Any, normalize: bool) -> list[float]:
-    return group_advantages(
-        torch.tensor(rewards), group_size, baseline=baseline, normalize=normalize
-    ).tolist()
+def advantages(
+    rewards: list[float],
+    group_size: int,
+    baseline: Any,
+    normalize: bool = True,
+    over: Any = "group",
+    dtype: torch.dtype = torch.float64,
+) -> list[float]:
+    settings: Any = {"baseline": baseline, "normalize": normalize, "normalize_over": over}
+    return group_advantages(torch.tensor(rewards, dtype=dtype), group_size, **settings).tolist()
 
 
 def test_grpo_by_hand() -> None:
@@ -22,29 +29,20 @@ def test_grpo_by_hand() -> None:
 
 
 def test_the_epsilon_is_added_to_the_standard_deviation() -> None:
-    values = group_advantages(
-        torch.tensor([0.0, 2e-6], dtype=torch.float64), 2, baseline="group_mean", normalize=True
-    )
+    values = advantages([0.0, 2e-6], 2, "group_mean")
     std = 2**0.5 * 1e-6
-    assert values.tolist() == pytest.approx([-1e-6 / (std + 1e-6), 1e-6 / (std + 1e-6)], rel=1e-12)
+    assert values == pytest.approx([-1e-6 / (std + 1e-6), 1e-6 / (std + 1e-6)], rel=1e-12)
 
 
-def over_others(rewards: list[float], group_size: int) -> list[float]:
-    return group_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
-        group_size,
-        baseline="leave_one_out",
-        normalize=True,
-        normalize_over="leave_one_out",
-    ).tolist()
+OTHERS = ("leave_one_out", True, "leave_one_out")
 
 
 def test_others_of_equal_rewards_leave_an_advantage_undivided() -> None:
     """NeMo-RL's calculate_baseline_and_std_per_prompt and GRPOAdvantageEstimator: no std, no division."""
     others_of_the_rest = -1 / 3 / ((1 / 3) ** 0.5 + 1e-6)  # of 1, 0, 0
-    assert over_others([1.0, 0.0, 0.0, 0.0], 4) == pytest.approx([1.0] + [others_of_the_rest] * 3)
+    assert advantages([1.0, 0.0, 0.0, 0.0], 4, *OTHERS) == pytest.approx([1.0] + [others_of_the_rest] * 3)
     # 0.1 three times has a mean that is not 0.1, and no std all the same.
-    assert over_others([0.7, 0.1, 0.1, 0.1], 4)[0] == pytest.approx(0.6, rel=1e-12)
+    assert advantages([0.7, 0.1, 0.1, 0.1], 4, *OTHERS)[0] == pytest.approx(0.6, rel=1e-12)
 
 
 def test_leave_one_out_with_its_std_agrees_with_plain_loops() -> None:
@@ -55,9 +53,9 @@ def test_leave_one_out_with_its_std_agrees_with_plain_loops() -> None:
             others = [rewards[start + other] for other in range(5) if other != index]
             centred = rewards[start + index] - statistics.mean(others)
             expected.append(centred / (statistics.stdev(others) + 1e-6))
-    assert over_others(rewards, 5) == pytest.approx(expected, rel=1e-12)
+    assert advantages(rewards, 5, *OTHERS) == pytest.approx(expected, rel=1e-12)
     for reward in (0.0, 0.1, 1e6 / 3):
-        assert over_others([reward] * 5, 5) == [0.0] * 5
+        assert advantages([reward] * 5, 5, *OTHERS) == [0.0] * 5
 
 
 def penalties(lengths: list[int], *, most: int = 20, buffer: int = 8, factor: float = 1.0) -> list[float]:
@@ -91,10 +89,7 @@ def test_agrees_with_plain_loops(baseline: Any, normalize: bool) -> None:
                 }[baseline]
             )
             expected.append(value / (statistics.stdev(group) + 1e-6) if normalize else value)
-    values = group_advantages(
-        torch.tensor(rewards, dtype=torch.float64), 5, baseline=baseline, normalize=normalize
-    )
-    assert values.tolist() == pytest.approx(expected, rel=1e-12)
+    assert advantages(rewards, 5, baseline, normalize) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -102,21 +97,21 @@ def test_agrees_with_plain_loops(baseline: Any, normalize: bool) -> None:
 def test_equal_rewards_give_exactly_zero(baseline: Any, dtype: torch.dtype) -> None:
     # 0.1 and 0.7 have no exact sum: the mean of seven of them need not be the reward itself.
     for reward in (0.0, 0.1, 0.7, 1e6 / 3):
-        equal = torch.full((7,), reward, dtype=dtype)
-        assert group_advantages(equal, 7, baseline=baseline, normalize=True).tolist() == [0.0] * 7
+        assert advantages([reward] * 7, 7, baseline, dtype=dtype) == [0.0] * 7
         if baseline != "none":
-            assert group_advantages(equal, 7, baseline=baseline, normalize=False).tolist() == [0.0] * 7
+            assert advantages([reward] * 7, 7, baseline, False, dtype=dtype) == [0.0] * 7
 
 
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "batch_mean"])
 def test_large_rewards_keep_their_differences(baseline: Any) -> None:
     """float32 holds 10,000,000 to 10,000,002, and neither their sum nor their mean."""
-    small = advantages([0.0, 1.0, 2.0, 0.0], 4, baseline, True)
-    assert advantages([1e7, 1e7 + 1, 1e7 + 2, 1e7], 4, baseline, True) == small
+    in_float32 = partial(advantages, dtype=torch.float32)
+    small = in_float32([0.0, 1.0, 2.0, 0.0], 4, baseline)
+    assert in_float32([1e7, 1e7 + 1, 1e7 + 2, 1e7], 4, baseline) == small
     assert statistics.fmean(small) == pytest.approx(0, abs=1e-7) and small[2] > 1
     # The largest of float32: squares and sums of them are far outside.
-    assert advantages([0.0, 1e38, 2e38, 0.0], 4, baseline, True) == pytest.approx(small, rel=1e-5)
-    assert advantages([3e38, -3e38, 3e38, -3e38], 4, baseline, True) == pytest.approx(
+    assert in_float32([0.0, 1e38, 2e38, 0.0], 4, baseline) == pytest.approx(small, rel=1e-5)
+    assert in_float32([3e38, -3e38, 3e38, -3e38], 4, baseline) == pytest.approx(
         [
             advantage * 4 / 3 if baseline == "leave_one_out" else advantage
             for advantage in (0.866, -0.866) * 2
@@ -128,35 +123,23 @@ def test_large_rewards_keep_their_differences(baseline: Any) -> None:
 # --- relative to the global batch ---
 
 
-def over_batch(
-    rewards: list[float], group_size: int, baseline: Any, normalize: bool, over: Any
-) -> list[float]:
-    return group_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
-        group_size,
-        baseline=baseline,
-        normalize=normalize,
-        normalize_over=over,
-    ).tolist()
-
-
 def test_batch_mean_by_hand() -> None:
     # Mean 2, sample variance (1 + 1 + 4 + 4) / 3 = 10 / 3, whatever the groups.
     rewards = [1.0, 3.0, 0.0, 4.0]
-    assert over_batch(rewards, 2, "batch_mean", False, "group") == [-1.0, 1.0, -2.0, 2.0]
+    assert advantages(rewards, 2, "batch_mean", False, "group") == [-1.0, 1.0, -2.0, 2.0]
     std = (10 / 3) ** 0.5 + 1e-6
     expected = [-1 / std, 1 / std, -2 / std, 2 / std]
     for group_size in (1, 2, 4):  # REINFORCE++ needs no groups
-        assert over_batch(rewards, group_size, "batch_mean", True, "batch") == pytest.approx(expected)
+        assert advantages(rewards, group_size, "batch_mean", True, "batch") == pytest.approx(expected)
 
 
 def test_group_mean_over_the_std_of_the_batch_by_hand() -> None:
     # Group means 2 and 2; the std is that of the four rewards, not of what is left of them.
     std = (10 / 3) ** 0.5 + 1e-6
-    found = over_batch([1.0, 3.0, 0.0, 4.0], 2, "group_mean", True, "batch")
+    found = advantages([1.0, 3.0, 0.0, 4.0], 2, "group_mean", True, "batch")
     assert found == pytest.approx([-1 / std, 1 / std, -2 / std, 2 / std])
     std = (11 / 3) ** 0.5 + 1e-6  # of 0, 0, 2, 4: mean 1.5, squares 2.25 + 2.25 + 0.25 + 6.25
-    found = over_batch([0.0, 0.0, 2.0, 4.0], 2, "leave_one_out", True, "batch")
+    found = advantages([0.0, 0.0, 2.0, 4.0], 2, "leave_one_out", True, "batch")
     assert found == pytest.approx([0.0, 0.0, -2 / std, 2 / std])
 
 
@@ -175,8 +158,8 @@ def test_a_rank_normalises_over_the_batch_of_all_ranks() -> None:
 def test_a_group_of_equal_rewards_has_a_signal_in_a_batch_that_differs(
     baseline: Any, normalize: bool, over: Any
 ) -> None:
-    found = over_batch([0.1, 0.1, 0.7, 0.3], 2, baseline, normalize, over)
+    found = advantages([0.1, 0.1, 0.7, 0.3], 2, baseline, normalize, over)
     assert found[0] == found[1] != 0
     for reward in (0.1, 0.7, 1e6 / 3):
-        assert over_batch([reward] * 6, 2, baseline, normalize, over) == [0.0] * 6
-    assert over_batch([0.3], 1, baseline, normalize, over) == [0.0]  # a batch of one sample
+        assert advantages([reward] * 6, 2, baseline, normalize, over) == [0.0] * 6
+    assert advantages([0.3], 1, baseline, normalize, over) == [0.0]  # a batch of one sample

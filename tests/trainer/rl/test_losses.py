@@ -12,8 +12,6 @@ from abrun.trainer.rl.losses import (
     clamp,
     clipped_policy_loss,
     kl_penalty,
-    loss_weights,
-    masked_mean,
     weighted_losses,
 )
 
@@ -45,16 +43,6 @@ def test_clipped_policy_loss_by_hand() -> None:
     assert worse.clipped.tolist() == [[False, False, True]]
     torch.testing.assert_close(worse.ratio, torch.tensor([[1.5, 0.9, 0.5]], dtype=torch.float64))
     torch.testing.assert_close(worse.clipped_ratio, torch.tensor([[1.3, 0.9, 0.8]], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_gradient_at_ratio_one_is_the_policy_gradient(clip: float) -> None:
-    trainer = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
-    advantages = torch.tensor([[2.0, -3.0, 0.0]])
-    loss = clipped_policy_loss(trainer, trainer.detach(), advantages, ALL, clip_low=clip, clip_high=clip)
-    (gradient,) = torch.autograd.grad(loss.loss.sum(), trainer)
-    assert torch.equal(gradient, -advantages)  # of REINFORCE's -A * log-prob
-    assert not loss.clipped.any() and not loss.ratio.requires_grad
 
 
 def test_the_gradient_of_a_clamp_is_one_up_to_its_bounds() -> None:
@@ -137,32 +125,6 @@ def test_k3_keeps_small_differences() -> None:
     exact = float(reference - trainer)
     exact = math.expm1(exact) - exact
     assert kl_penalty(trainer, reference, ALL[:, :1], estimator="k3").item() == pytest.approx(exact, rel=1e-3)
-
-
-def test_supervised_loss_by_hand() -> None:
-    """SFT minimises the masked mean of minus the log-prob; masked garbage reaches neither it nor its
-    gradient."""
-    for garbage in [-7.0, *GARBAGE]:
-        logprobs = torch.tensor([[-1.0, garbage, -3.0]], requires_grad=True)
-        loss = masked_mean(-logprobs, torch.tensor([[True, False, True]]), 2)
-        assert loss.item() == 2.0
-        assert torch.autograd.grad(loss, logprobs)[0].tolist() == [[-0.5, 0.0, -0.5]]
-
-
-def test_weights_by_hand() -> None:
-    """The same two sequences: what one of their tokens counts."""
-    mask = torch.tensor([[True, False, False], [False, True, True]])
-    cases: dict[Any, list[list[float]]] = {
-        "token_mean": [[1 / 10, 0, 0], [0, 1 / 10, 1 / 10]],
-        "sequence_mean": [[1 / 4, 0, 0], [0, 1 / 8, 1 / 8]],
-        "sequence_sum_constant": [[1 / 32, 0, 0], [0, 1 / 32, 1 / 32]],
-        "document_sum": [[1 / 4, 0, 0], [0, 1 / 4, 1 / 4]],
-    }
-    for reduction, expected in cases.items():
-        weights = loss_weights(
-            mask, loss_reduction=reduction, num_tokens=10, num_sequences=4, max_completion_tokens=8
-        )
-        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-15, atol=0)
 
 
 def test_a_token_without_weight_has_no_loss_and_no_gradient() -> None:

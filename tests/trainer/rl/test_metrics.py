@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from abrun.trainer.rl.batch import TrainBatch
-from abrun.trainer.rl.losses import clipped_policy_loss, gspo_loss
+from abrun.trainer.rl.losses import PolicyLoss, clipped_policy_loss, gspo_loss
 from abrun.trainer.rl.metrics import MetricParts, document_metrics, merge, merge_keys, policy_metrics
 from tests.snapshot import Snapshot
 
@@ -51,20 +51,24 @@ def policy_batch(tensors: Tensors, importance_weights: Tensor | None = None) -> 
     )
 
 
+def clipped_loss(tensors: Tensors) -> PolicyLoss:
+    logprobs = (tensors[name] for name in ("trainer", "old", "advantages", "mask"))
+    return clipped_policy_loss(*logprobs, clip_low=0.2, clip_high=0.3)
+
+
 def parts_of(
-    tensors: Tensors, num_tokens: float | None = None, num_sequences: float | None = None
+    tensors: Tensors,
+    num_tokens: float | None = None,
+    num_sequences: float | None = None,
+    importance_weights: Tensor | None = None,
 ) -> MetricParts:
     """The contributions of these sequences; counts default to those of these sequences alone."""
     mask = tensors["mask"]
-    policy_loss = clipped_policy_loss(
-        tensors["trainer"], tensors["old"], tensors["advantages"], mask, clip_low=0.2, clip_high=0.3
-    )
-    batch = policy_batch(tensors)
     return policy_metrics(
-        batch,
+        policy_batch(tensors, importance_weights),
         tensors["trainer"],
         tensors["entropy"],
-        policy_loss,
+        clipped_loss(tensors),
         num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
         num_sequences=float(mask.any(1).sum()) if num_sequences is None else num_sequences,
     )
@@ -177,17 +181,12 @@ def full_parts_of(
     tensors: Tensors, num_tokens: float | None = None, num_sequences: float | None = None
 ) -> MetricParts:
     """Both levels' contributions; counts default to those of these sequences alone."""
-    mask = tensors["mask"]
-    policy_loss = clipped_policy_loss(
-        tensors["trainer"], tensors["old"], tensors["advantages"], mask, clip_low=0.2, clip_high=0.3
-    )
-    batch = policy_batch(tensors)
     full = document_metrics(
-        batch,
+        policy_batch(tensors),
         tensors["trainer"],
         tensors["entropy"],
-        policy_loss,
-        num_documents=float(mask.any(1).sum()) if num_sequences is None else num_sequences,
+        clipped_loss(tensors),
+        num_documents=float(tensors["mask"].any(1).sum()) if num_sequences is None else num_sequences,
     )
     return merge_keys(parts_of(tensors, num_tokens, num_sequences), full)
 
@@ -275,17 +274,6 @@ def test_masked_garbage_does_not_leak_into_documents(garbage: float) -> None:
 
 def test_the_importance_ratio_is_reported_after_its_correction() -> None:
     batch = random_batch()
-    mask = batch["mask"]
-    weights = torch.where(mask, 2.0, math.nan)
-    policy_loss = clipped_policy_loss(
-        batch["trainer"], batch["old"], batch["advantages"], mask, clip_low=0.2, clip_high=0.3
-    )
-    parts = policy_metrics(
-        policy_batch(batch, importance_weights=weights),
-        batch["trainer"],
-        batch["entropy"],
-        policy_loss,
-        num_tokens=float(mask.sum()),
-        num_sequences=5,
-    )
+    weights = torch.where(batch["mask"], 2.0, math.nan)
+    parts = parts_of(batch, importance_weights=weights)
     assert parts.sums["train/sampling_importance_ratio"].item() == pytest.approx(2.0)

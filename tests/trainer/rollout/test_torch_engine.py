@@ -14,10 +14,11 @@ from abrun.trainer.models import checks
 from abrun.trainer.models.sources import character_tokenizer
 from abrun.trainer.models.text import Text
 from abrun.trainer.models.weights import open_network
-from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_support, scatter_to_completions
+from abrun.trainer.rl.batch import scatter_support
 from abrun.trainer.rollout import Completion, torch_engine
 from abrun.trainer.rollout.torch_engine import TorchEngine
 from abrun.trainer.seeds import Draws
+from tests.trainer.rollout.vllm_sampling import batch_of
 
 PROMPTS = ["1+1=", "a rather long prompt, to pad the others for: 12345+67890=", "x", "30+12=", "Q: why?"] * 2
 MAX_NEW_TOKENS = 9
@@ -25,6 +26,7 @@ DISTRIBUTIONS = [(1.0, 1.0), (0.7, 1.0), (1.6, 1.0), (1.0, 0.8), (0.7, 0.8)]
 
 
 TEXT = Text(tokenizer=character_tokenizer(), end_ids=frozenset(range(70, 90)), max_positions=None)
+ENCODED = TEXT.encode_prompts(PROMPTS)
 
 
 def make_model() -> Any:
@@ -60,20 +62,6 @@ def generate(
 
 def draws(count: int) -> Draws:
     return Draws(seed=6, stream="sampling", step=1, rows=range(count))
-
-
-def batch_of(completions: list[Completion]) -> RolloutBatch:
-    sequences = collate(
-        TEXT.encode_prompts(PROMPTS),
-        [completion.token_ids for completion in completions],
-        pad_id=TEXT.pad_id,
-    )
-    logprobs = scatter_to_completions(
-        [completion.logprobs for completion in completions], sequences.token_mask
-    )
-    return sequences.with_fields(
-        RolloutBatch, inference_logprobs=logprobs, rewards=torch.zeros(len(sequences))
-    )
 
 
 def test_at_temperature_zero_every_token_is_the_most_likely_one(group: None) -> None:
@@ -119,7 +107,7 @@ def test_the_trainer_computes_the_same_logprobs(
     rollout = Rollout(temperature=temperature, top_p=top_p, max_new_tokens=MAX_NEW_TOKENS)
     policy = Policy(logprobs=Logprobs.model_validate({"impl": impl}))
     backend, completions = generate(model, rollout, policy)
-    batch = batch_of(completions)
+    batch = batch_of(completions, ENCODED)
     torch.testing.assert_close(backend.compute_logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 
@@ -140,7 +128,7 @@ def test_with_a_float32_head_engine_and_trainer_agree_better_in_bfloat16(impl: s
         backend.module.network.model.norm.register_forward_hook(
             lambda module, states, output: one_ulp_away(output, "bfloat16", 0, "norm")
         )
-        batch = batch_of(completions)
+        batch = batch_of(completions, ENCODED)
         error = (backend.compute_logprobs(batch) - batch.inference_logprobs).abs().exp()
         excess[head_dtype] = float(error[batch.token_mask].mean()) - 1
     print(impl, "token_mult_prob_error - 1 by dtype of the head:", excess)
@@ -170,7 +158,7 @@ def test_in_another_precision_the_samplers_own_sets_agree_better(
     rollout = Rollout.model_validate(filters | {"max_new_tokens": MAX_NEW_TOKENS})
     _, completions = generate(make_model(), rollout, Policy(dtype="bfloat16"))
     backend = make_backend(make_model(), rollout)
-    own, exact = batch_of(completions), batch_of(completions)
+    own, exact = batch_of(completions, ENCODED), batch_of(completions, ENCODED)
     kept = [completion.support for completion in completions if completion.support is not None]
     exact = replace(exact, support=scatter_support(kept, exact.token_mask))
     excess = []
@@ -193,7 +181,7 @@ def test_it_samples_from_the_weights_of_the_moment(group: None) -> None:
     backend.optimizer_step(0.05)
     after = engine.generate(prompts, draws(len(PROMPTS)))
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
-    batch = batch_of(after)
+    batch = batch_of(after, ENCODED)
     torch.testing.assert_close(backend.compute_logprobs(batch), batch.inference_logprobs, atol=1e-4, rtol=0)
 
 

@@ -180,11 +180,7 @@ def test_of_every_small_preset(name: str, group: None) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    # Learned positions, which padding must not shift, and a cache that grows
-    [
-        kind if kind in ("gpt2", "mistral") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in FAMILIES
-    ],
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES],
 )
 def test_of_every_family(kind: str, group: None) -> None:
     """Whose windows and chunks are shorter than its prompts."""

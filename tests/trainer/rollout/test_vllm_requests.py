@@ -18,7 +18,7 @@ from abrun.trainer.rollout.vllm import instance
 from abrun.trainer.rollout.vllm.engines import ColocatedEngine
 from abrun.trainer.rollout.vllm.startup import LogTail, _engine_arguments, _memory_arguments, cache_bytes
 from abrun.trainer.seeds import Draws
-from tests.trainer.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of
+from tests.trainer.rollout.vllm_sampling import MAX_NEW_TOKENS, TEXT, config_of, replace_vllm
 
 PROMPTS = [[5, 6], [7], [5, 6], [8, 9, 10]]
 END = min(TEXT.end_ids)
@@ -123,14 +123,8 @@ class MLAAttention(Attention):
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Noting:
-    made, library = Noting(), ModuleType("vllm.sampling_params")
-    vars(library).update(
-        SamplingParams=lambda **settings: SimpleNamespace(**settings),
-        RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"),
-    )
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
-    monkeypatch.setattr(instance, "start_engine", lambda *arguments: made)
+    made = Noting()
+    replace_vllm(monkeypatch, made)
     return made
 
 

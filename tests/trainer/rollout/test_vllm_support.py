@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from abrun.recipe.policy import Rollout
 from abrun.trainer.rl.sampling import pack_bits, unpack_bits
 from abrun.trainer.rollout.vllm import instance
 from abrun.trainer.rollout.vllm.startup import _engine_arguments, patch_sampler_output
-from tests.trainer.rollout.vllm_sampling import TEXT, config_of
+from tests.trainer.rollout.vllm_sampling import TEXT, config_of, replace_vllm
 from tests.trainer.triton_interpreted import environment, needs_interpreter
 
 VOCABULARY = 131
@@ -120,20 +120,14 @@ class Reporting:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Reporting:
-    made, library = Reporting(), ModuleType("vllm.sampling_params")
-    vars(library).update(
-        SamplingParams=lambda **settings: SimpleNamespace(**settings),
-        RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"),
-    )
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    made = Reporting()
+    replace_vllm(monkeypatch, made)
     monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)
     output = SimpleNamespace(SamplingMaskTensors=SamplingMaskTensors)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.sample.output", output)
     monkeypatch.setitem(sys.modules, "vllm.v1.outputs", SimpleNamespace(SamplingMaskLists=SamplingMaskLists))
     patch_sampler_output()
     assert output.MAX_COMPACT_SUPPORT == 1
-    monkeypatch.setattr(instance, "start_engine", lambda *arguments: made)
     monkeypatch.setattr("abrun.recipe.policy.missing_sampling_masks", lambda: None)
     return made
 

@@ -8,8 +8,10 @@ import importlib.util
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from abrun.trainer.models.text import Text
 from abrun.trainer.models.weights import load_network
 from abrun.trainer.rl.batch import RolloutBatch, collate, scatter_to_completions
 from abrun.trainer.rollout import Completion
+from abrun.trainer.rollout.vllm import instance
 from abrun.trainer.rollout.vllm.transfer import GroupTransfer
 from abrun.trainer.seeds import Draws
 from tests.written_runs import run_config
@@ -68,6 +71,18 @@ def backend_of(config: OwnRunConfig, seed: int = 2) -> DtensorBackend:
         temperature=config.rollout.temperature,
         filters=config.rollout.filters,
     )
+
+
+def replace_vllm(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
+    """Let an engine stand for vLLM's, with parameters that say what they were asked for."""
+    library = ModuleType("vllm.sampling_params")
+    vars(library).update(
+        SamplingParams=lambda **settings: SimpleNamespace(**settings),
+        RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"),
+    )
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", library)
+    monkeypatch.setattr(instance, "start_engine", lambda *arguments: engine)
 
 
 class Sampling:
@@ -148,8 +163,8 @@ def draws(seed: int = 6, step: int = 1, rows: range = range(len(PROMPTS))) -> Dr
     return Draws(seed=seed, stream="sampling", step=step, rows=rows)
 
 
-def batch_of(completions: list[Completion]) -> RolloutBatch:
-    sequences = collate(PROMPTS, [completion.token_ids for completion in completions], pad_id=TEXT.pad_id)
+def batch_of(completions: list[Completion], prompts: list[list[int]] = PROMPTS) -> RolloutBatch:
+    sequences = collate(prompts, [completion.token_ids for completion in completions], pad_id=TEXT.pad_id)
     logprobs = scatter_to_completions(
         [completion.logprobs for completion in completions], sequences.token_mask
     )
