@@ -35,6 +35,7 @@ from abrun.processes import (
     find_descendants,
     find_run_processes,
     kill_all,
+    poll_interval,
     reap_orphans,
     shell_exit_code,
     start_process,
@@ -51,7 +52,7 @@ from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import FencedError, LostRowsError, RunWriter, begin_attempt
 
-POLL_S = 1.0
+POLL_S = poll_interval(1.0)
 # Launchers wait 35 s before they kill.
 GRACE_S = 30.0
 # A command counts as hanging after this multiple of its longest step so far.
@@ -321,7 +322,6 @@ def _list_gpus(env: Mapping[str, str]) -> list[str]:
 
 Row = dict[str, float]
 
-MIN_PAUSE_S = 1.0
 # By this many logged steps, a trainer has logged every training metric at least once.
 ALIAS_CHECK_STEPS = 20
 VALIDATION_NAMES = r"val|eval|test|held"
@@ -428,7 +428,7 @@ class MetricsFollower:
                 "with --resume, and remove the trainer's checkpoints if it would continue from them"
             )
         read_time_s = time.monotonic() - now
-        self._next_read_s = now + max(MIN_PAUSE_S, read_time_s / MAX_READING_SHARE)
+        self._next_read_s = now + max(POLL_S, read_time_s / MAX_READING_SHARE)
         changed_rows = [
             (step, rows[step])
             for step in sorted(rows)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
-from abrun.processes import PauseDetector, find_descendants, find_run_processes
+from abrun.processes import RUN_DIR_VARIABLE, PauseDetector, find_descendants, find_run_processes
 from abrun.recipe.claims import Compare, parse_claim
 from abrun.recipe.command import MetricsLog
 from abrun.recipe.experiment import BASELINE, load_recipe
@@ -40,6 +40,7 @@ from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter, begin_attempt
 from abrun.verdict.validity import invalid_reasons
 from tests.launch.fakes import FAKE, FORKING, run_to_end
+from tests.launch.forked import SHARED_SERVER, ForkedChild
 from tests.snapshot import Snapshot
 
 HERE = Path(__file__).parent
@@ -75,9 +76,10 @@ def prepared(tmp_path: Path, *overrides: str) -> Path:
     return directory
 
 
-def start(directory: Path) -> "subprocess.Popen[bytes]":
-    log = (directory / "stdout.log").open("ab")
-    return subprocess.Popen([*FOLLOWER, str(directory)], stdout=log, stderr=log)
+def start(directory: Path) -> ForkedChild:
+    """`python -m abrun.external DIRECTORY`, without its imports."""
+    run, env = RunDir(directory), {**os.environ, RUN_DIR_VARIABLE: str(directory)}
+    return SHARED_SERVER.start(run, ["abrun.external", str(directory)], env)
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
@@ -103,9 +105,11 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with SHARED_SERVER.in_use():
+        yield
 
 
 # --- runs that go well ---
@@ -138,7 +142,7 @@ def test_the_store_holds_what_the_command_logged_under_our_names(tmp_path: Path,
 
 
 def test_a_value_that_comes_late_belongs_to_its_step(tmp_path: Path) -> None:
-    slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.7", "steps=5")
+    slow = ("trainer.parameters.behaviour=late", "trainer.parameters.step_s=0.5", "steps=5")
     directory = prepared(tmp_path, *slow)
     assert start(directory).wait(60) == 0
     assert len(rows(directory)) > 5  # no step was told before its late value came: the test shows nothing
@@ -316,7 +320,6 @@ def test_a_trainer_that_begins_anew_rewrites_only_what_changed(tmp_path: Path) -
 
 def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_run, "GRACE_S", 0.3)
-    monkeypatch.setattr(external_run, "POLL_S", 0.1)
     directory = prepared(tmp_path, "trainer.parameters.behaviour=deaf", "trainer.parameters.step_s=3600")
 
     def stopped(self: object, *, has_ended: bool = False) -> None:
@@ -332,7 +335,6 @@ def test_a_deaf_command_is_killed_after_the_grace(tmp_path: Path, monkeypatch: p
 def test_a_command_that_only_prints_is_ended_and_its_log_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(external_run, "POLL_S", 0.1)
     bounds = ["limits.log_mib=1", f"limits.{limit}=3"]
     directory = prepared(tmp_path, "trainer.parameters.behaviour=babbles", *bounds)
     assert start(directory).wait(60) == 124
@@ -366,9 +368,7 @@ def test_nothing_outlives_the_process_that_follows_it(tmp_path: Path) -> None:
 
 
 @linux
-@pytest.mark.parametrize(
-    "before", ["", "signal.signal(15, signal.SIG_IGN)", "signal.pthread_sigmask(0, [15])"]
-)
+@pytest.mark.parametrize("before", ["signal.signal(15, signal.SIG_IGN)", "signal.pthread_sigmask(0, [15])"])
 def test_the_death_of_the_launcher_interrupts_the_run(tmp_path: Path, before: str) -> None:
     directory = prepared(tmp_path, "trainer.parameters.step_s=30")
     code = f"import os, signal, sys; from abrun.processes import start_process\n{before}\n"

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from abrun.runs.rundir import RunDir
 
 ANSWER_TIMEOUT_S = 60.0  # the first answer comes after the imports
 MAX_ORDER_BYTES = 1 << 17
-MODULES = ("abrun.external.__main__", "abrun.processes.progress", "abrun.recipe.experiment")
+MODULES = ("abrun.external.run", "abrun.processes.progress", "abrun.recipe.experiment")
 ROOM = "/" * 4096  # for the path of a run, in the server's environment
 
 
@@ -51,6 +52,13 @@ class ForkedChild:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+        return self.returncode or 0
 
     def terminate(self) -> None:
         if self.poll() is None:
@@ -116,6 +124,7 @@ SHARED_SERVER = SharedForkServer()
 def main() -> None:
     for module in MODULES:
         __import__(module)
+    read_a_log()
     orders = socket.socket(fileno=int(sys.argv[1]))
     while True:
         message, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
@@ -128,6 +137,16 @@ def main() -> None:
             become(json.loads(message), fds[0], orders)
         os.waitpid(middle_pid, 0)
         os.close(fds[0])
+
+
+def read_a_log() -> None:
+    """The first log takes long to read, and an external run reads seldom what takes long."""
+    from abrun.logs import read_log
+
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as log:
+        log.write('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+        log.flush()
+        read_log(Path(log.name), "jsonl")
 
 
 def become(order: dict[str, Any], output: int, orders: socket.socket) -> None:
