@@ -106,8 +106,7 @@ Claims = Annotated[
         metavar="METRIC:WINDOW:MARGIN",
         help="Claim to use instead of the declared ones, such as 'train/reward:last 20%:0.05' (the arms "
         "differ by less than this); repeatable. Instead of 0.05 also 'not_worse 0.05', 'better 0.05', "
-        "'>0.65' (level), '<0.6x' (ratio) or exact; ', lower is better' or ', higher is better' may follow. "
-        "Time to a target: 'validation/accuracy:reaches 0.6 in samples:<1.1x' (or seconds; default: steps).",
+        "'>0.65' (level), '<0.6x' (ratio) or exact; ', lower is better' or ', higher is better' may follow.",
     ),
 ]
 Alpha = Annotated[

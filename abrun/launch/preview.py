@@ -23,7 +23,6 @@ from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import REFERENCE, printable, yaml_text
-from abrun.stats.time_ratio import min_sample_size
 
 MAX_ROWS = 200  # per table: the layout of more takes minutes
 MAX_COMMANDS = 20
@@ -241,9 +240,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
         chances = plan_claim_power(claim, compare, spread, level)
         if claim.difference_kind is None:
             power = "a limit: no power" if claim.limit else "exact: no power"
-            at_least = min_sample_size(compare.alpha, paired=compare.paired)
-            needed = f"at least {at_least} {counted}" if claim.target else ""
-            rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, needed))
+            rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, ""))
             continue
         if chances is None:
             advice = f", or set compare.claims.{index}.sigma" if spread is None else ""

@@ -120,20 +120,6 @@ MESSAGES: dict[Code, Message] = {
     Code.WIDE_STEPS: "the metric has few distinct values, and the interval allows for one step between them",
     Code.TOO_FEW_FOR_MISMATCH: "a mismatch needs at least {needed} {paired:if pairs|runs of each arm}",
     Code.TOO_FEW_FOR_BETTER: "a better treatment needs at least {needed} {paired:if pairs|runs of each arm}",
-    Code.TARGET_MET_BEFORE_TRAINING: "{run} meets the target {target:g} before training ({value:g}); claim "
-    "another target, or say with ', lower is better' or ', higher is better' which direction improves",
-    Code.TIME_NOT_RECORDED: "{run} does not record its {unit}{metrics:if  ({metrics:join  or })}; "
-    "claim steps",
-    Code.TARGET_NOT_REACHED: "{treatment} of {of_treatments} treated runs and {baseline} of {of_baselines} "
-    "baseline runs do not reach the target{alone:if , and one that misses it alone prevents a pass}",
-    Code.TARGET_NEEDS_SAMPLE: "no outcome decides before {needed} {paired:if pairs|runs of each arm} "
-    "(one-sided level {alpha:.3g})",
-    Code.TARGET_SAMPLE_SIZE: "about {needed} {paired:if pairs|runs of each arm} show it with 80 % power "
-    "if the times are as observed",
-    Code.TARGET_GRID_COARSE: "evaluations are so far apart that even equal times show only {smallest:.3g}x; "
-    "evaluate more often",
-    Code.TARGET_GRIDS_DIFFER: "the treatment evaluates every {treatment:g} steps and the baseline every "
-    "{baseline:g}; more evaluations are more chances to reach the target",
     Code.RUNNING_MEAN: "the changes of {metric} from step to step correlate with the previous ones "
     "({correlation:.2f}), as in a running mean or a curve almost without noise; a running mean shows a "
     "change late, so compare the raw values",

@@ -262,11 +262,6 @@ class _Limited(_Outcome):
     interval: Sequence[float] | None
     detected: Detected
 
-    def target(self, negation: str = "") -> str:
-        """Return the target of a claim on the time to reach it: `0.6 is reached `."""
-        target = self.over.get("target")
-        return "" if target is None else f"{target:g} is {negation}reached "
-
     @property
     def quantity(self) -> str:
         """The limited quantity with its value, such as `fused / plain is 0.94`."""
@@ -274,7 +269,6 @@ class _Limited(_Outcome):
         ratio = f"{self.arm} / {self.baseline_arm}"
         quantity = {
             "ratio": ratio,
-            "first": ratio,
             "excess": f"{ratio} of the excess over 1",
             "distance": f"the arms' distance, relative to how far {baseline} moved,",
         }.get(self.measure, f"the {self.measure} of {treatment}")
@@ -289,7 +283,7 @@ class _Limited(_Outcome):
         detected = self.detected
         if detected is None:
             return value
-        if self.measure in ("ratio", "excess", "first"):
+        if self.measure in ("ratio", "excess"):
             return f"{value}, {detected['direction']} {self.agreeing_seeds(detected)}"
         baseline = arm_texts(self.arm, self.baseline_arm)[1]
         difference = difference_and_seeds_text(detected, self.arm, self.baseline_arm)
@@ -303,7 +297,7 @@ class _LimitHolds(_Limited):
     def __str__(self) -> str:
         p_value = "" if self.p is None else f"; p = {self.p:.2g} if the limit were not kept"
         return (
-            f"{self.metric}: {self.target()}{self.margin} at {self.confidence} confidence over {self.sample} "
+            f"{self.metric}: {self.margin} at {self.confidence} confidence over {self.sample} "
             f"({self.value}{p_value}){self.clauses}"
         )
 
@@ -313,11 +307,10 @@ class _LimitBroken(_Limited):
     p_beyond: float
 
     def __str__(self) -> str:
-        margin, target = self.margin, self.target("not ")
+        margin = self.margin
         broken = margin.replace("level ", "level not ", 1) if margin.startswith("level ") else f"not {margin}"
         p_value = f"p = {self.p_beyond:.2g} if the limit held, Holm-corrected"
-        claim = f"{self.metric}: {target + margin if target else broken}"
-        return f"{claim} over {self.sample} ({self.value}; {p_value}){self.clauses}"
+        return f"{self.metric}: {broken} over {self.sample} ({self.value}; {p_value}){self.clauses}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +318,7 @@ class _LimitUndecided(_Limited):
     needed: int | None = None  # sample size for 80 % power if the true value is the observed one
 
     def __str__(self) -> str:
-        head = f"{self.metric}: {self.target()}{self.margin}: undecided over {self.sample}"
+        head = f"{self.metric}: {self.margin}: undecided over {self.sample}"
         runs = self.over["runs"]
         unit = f"{self.pair}s" if runs is None else "runs of each arm" if runs[0] else "runs"
         if self.interval is None:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -24,8 +24,7 @@ from abrun.runs.metric_names import (
 )
 
 DEFAULT_WINDOW = "last 20%"
-TARGET_PATTERN = r"reaches (?P<value>-?\d+(\.\d+)?)( in (?P<unit>steps|samples|seconds))?"
-WINDOW_PATTERN = rf"all|last [1-9]\d?%|last 100%|steps [1-9]\d{{0,9}}-[1-9]\d{{0,9}}|{TARGET_PATTERN}"
+WINDOW_PATTERN = r"all|last [1-9]\d?%|last 100%|steps [1-9]\d{0,9}-[1-9]\d{0,9}"
 MARGIN_PATTERN = r"(?P<number>\d+(\.\d+)?)(?P<unit> sigma|%( of climb)?)"
 RATIO_PATTERN = r"\d+(\.\d+)?x"
 LEVEL_PATTERN = r"level (?P<level>-?\d+(\.\d+)?)"
@@ -42,14 +41,6 @@ CLAIM_NAMES: dict[DifferenceKind, str] = {
 }
 Spending = Literal["equal", "rising"]  # how alpha is spent over interim analyses
 Unit = Literal["", "sigma", "level", "climb"]  # unit of a margin; "": the metric's own unit
-TimeUnit = Literal["steps", "samples", "seconds"]
-
-
-class Target(NamedTuple):
-    """Value of a metric that a run has to reach, and the unit of the time that it takes."""
-
-    value: float
-    unit: TimeUnit
 
 
 class Claim(Section):
@@ -60,9 +51,8 @@ class Claim(Section):
     baseline or reference over seeds), `"5%"` of the baseline's level in the window, or `"5% of climb"` (its
     improvement up to the window's end). `below` and `above` limit the level of the treatment alone, or with
     an `x` its ratio to the baseline. A match, and a pass of `not_worse`, require that the baseline improved
-    by more than the margin, unless `climbs` is false. Over a window `reaches 0.6` (or `reaches 0.6 in
-    samples`, `... in seconds`), `below: 1.1x` limits the time until the metric first is there. `sigma`,
-    `correlation` (of paired arms) and `improvement` are assumptions for the power analysis.
+    by more than the margin, unless `climbs` is false. `sigma`, `correlation` (of paired arms) and
+    `improvement` are assumptions for the power analysis.
     """
 
     # A recorded metric, `memory` (peak; limit only) or `final_weights` (exact or below)
@@ -98,9 +88,7 @@ class Claim(Section):
     @classmethod
     def _check_window(cls, window: str) -> str:
         if not re.fullmatch(WINDOW_PATTERN, window):
-            raise FieldError(
-                f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50', 'all' or 'reaches 0.6'"
-            )
+            raise FieldError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
             raise FieldError(f"got {window!r}, which ends before it starts; write the smaller step first")
         return window
@@ -162,12 +150,6 @@ class Claim(Section):
             )
         if self.metric == MEMORY_PEAK and fields[0] not in ("below", "above"):
             raise FieldError(f"got {fields[0]} for {MEMORY_PEAK}; allowed: below or above, such as '0.6x'")
-        is_ratio_below = self.below is not None and self.limit is not None and self.limit[1]
-        if self.target and (not is_ratio_below or self.metric == MEMORY_PEAK or self.transform is not None):
-            raise FieldError(
-                f"got {fields[0]}: {getattr(self, fields[0])} for window {self.window!r}; allowed: below: a "
-                "ratio of times such as 1.1x, of a recorded metric without transform"
-            )
         if self.improvement is not None and self.better is None:
             raise FieldError("got improvement without better; drop it")
 
@@ -191,14 +173,9 @@ class Claim(Section):
         return None if kind in ("limit", "exact") else kind
 
     @property
-    def target(self) -> Target | None:
-        """Return the target of a claim on the time to reach it; None for any other claim."""
-        return window_target(self.window)
-
-    @property
     def needs_direction(self) -> bool:
         """Return whether the claim depends on which direction of its metric is an improvement."""
-        return self.difference_kind in ("not_worse", "better") or self.target is not None
+        return self.difference_kind in ("not_worse", "better")
 
     def is_on_policy_loss(self, *, policy_gradient: bool) -> bool:
         """Return whether a direction is needed, but the metric is a loss that does not measure learning."""
@@ -244,7 +221,7 @@ class Claim(Section):
     @property
     def is_limit_on_excess(self) -> bool:
         """Return whether the limit applies to the ratio of both arms' excesses over 1."""
-        is_ratio = self.limit is not None and self.limit[1] and self.target is None
+        is_ratio = self.limit is not None and self.limit[1]
         return is_ratio and (self.transform or default_transform(self.metric)) == "log_excess"
 
     @property
@@ -361,10 +338,9 @@ class Compare(Section):
     def _check_directions(cls, claims: list[Claim]) -> list[Claim]:
         for claim in claims:
             if claim.needs_direction and claim.better_direction is None:
-                subject = claim.window if claim.target else claim.kind
                 raise FieldError(
-                    f"got {subject} for {shortened(claim.metric)}, but whether higher is better is unknown; "
-                    "add higher_is_better: true or false"
+                    f"got {claim.kind} for {shortened(claim.metric)}, but whether higher is better is "
+                    "unknown; add higher_is_better: true or false"
                 )
         return claims
 
@@ -412,15 +388,6 @@ def is_one_sided(kind: ClaimKind, metric: str) -> bool:
     return kind not in ("within", "exact") and metric != FINAL_WEIGHTS
 
 
-def window_target(window: str) -> Target | None:
-    """Return the target of a window such as `reaches 0.6 in samples`; None for any other window."""
-    match = re.fullmatch(TARGET_PATTERN, window)
-    if match is None:
-        return None
-    unit: Any = match["unit"] or "steps"
-    return Target(float(match["value"]), unit)
-
-
 def describe_claim(claim: Claim) -> str:
     """Return the claim without metric and window: `±0.02`, `at most 0.02 lower`, `level below 1.2`."""
     if kind := claim.difference_kind:
@@ -430,8 +397,6 @@ def describe_claim(claim: Claim) -> str:
     if claim.limit is None:
         return "exact"
     number, is_ratio = claim.limit
-    if claim.target:
-        return f"in less than {number:g}x the baseline's {claim.target.unit}"
     side = "below" if claim.below is not None else "above"
     level = "" if is_ratio or claim.metric == FINAL_WEIGHTS else "level "
     text = f"{level}{side} {number:g}{'x the baseline' if is_ratio else ''}"

@@ -231,7 +231,7 @@ def claim_columns(content: VerdictFile) -> list[str]:
     tests = {claim.claim.test for claim in content.claims if claim.claim.test != "exact"}
     limited = {claim.claim.metric for claim in content.claims if claim.claim.test == "limit"}
     level = "distance" if limited == {FINAL_WEIGHTS} else f"level of {treatment_name(content)}"
-    levels = {"limit": level, "ratio limit": "ratio", "time to target": "ratio of times"}
+    levels = {"limit": level, "ratio limit": "ratio"}
     kinds = ["difference"] * bool(not tests or tests - levels.keys())
     kinds += [name for test, name in levels.items() if test in tests]
     heading = f"{' or '.join(kinds)} [{interval_level} CI]"
@@ -242,7 +242,6 @@ def claim_columns(content: VerdictFile) -> list[str]:
 def claim_cells(claim: ClaimResult) -> list[str]:
     terms, estimate = claim.claim, claim.estimate
     steps = f"{terms.steps[0]}-{terms.steps[1]}" if terms.steps else terms.window
-    steps = terms.window if terms.test == "time to target" else steps
     difference, metric = "-", terms.metric
     if estimate.interval and estimate.mean_difference is not None:
         difference = difference_text(estimate.mean_difference, estimate.interval)

@@ -112,12 +112,9 @@ def clip_to_shared_steps(
 
 
 def window_bounds(window: str, steps: Steps, metric: str) -> tuple[int, int]:
-    """Return the first and last step of a window on a grid. Raises ComparisonError if the grid lacks them.
-
-    A target, `reaches 0.6`, may be reached at any step.
-    """
+    """Return the first and last step of a window on a grid. Raises ComparisonError if the grid lacks them."""
     first_step, last_step = int(steps[0]), int(steps[-1])
-    if window == "all" or window.startswith("reaches"):
+    if window == "all":
         return first_step, last_step
     if window.startswith("last"):
         percent = int(window.removeprefix("last ").removesuffix("%"))

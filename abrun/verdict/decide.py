@@ -51,7 +51,6 @@ from abrun.verdict.step_one import (
     first_step_unread_reason,
     has_shared_prompts,
 )
-from abrun.verdict.time_to_target import judge_time_to_target
 from abrun.verdict.validity import Coverage, find_treatment_diff, invalid_reasons, measure_coverage
 
 # MATCH and MISMATCH if the arms are claimed to agree, PASS and FAIL if every claim is one-sided.
@@ -175,8 +174,6 @@ def judge_claims(
                 # Without a declared treatment, nothing says that the numbers have to change
                 repeats = may_repeat or not find_treatment_diff(experiment, arm)
                 result = judge_equivalence(arm, claim_sides, claim, margin, grid, rates, may_repeat=repeats)
-            elif claim.target:
-                result = judge_time_to_target(arm, claim_sides, claim, rates)
             else:
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             tested.append(result.over_scores(sides.axis, unit))

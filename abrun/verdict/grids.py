@@ -121,7 +121,7 @@ def _steps_missing_reason(
 
 def grid_notes(experiment: RecordedExperiment, arms: Collection[str]) -> list[Reason]:
     """Return a note for each claimed metric that an arm recorded at other steps (no claims: for step one)."""
-    claimed = [claim.metric for claim in experiment.compare.claims if not claim.target]
+    claimed = [claim.metric for claim in experiment.compare.claims]
     notes = []
     for arm in arms:
         sides = experiment.sides(arm).finished

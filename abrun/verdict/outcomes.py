@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Any
 
 from abrun.messages.codes import Code, Reason
-from abrun.recipe.claims import window_target
 from abrun.runs.metric_names import FINAL_WEIGHTS
 from abrun.verdict.claims import ASSUMED_PAIR_CORRELATION, assumed_improvement
 from abrun.verdict.results import ClaimResult, ClaimTerms
@@ -24,7 +23,7 @@ def outcome_reason(result: ClaimResult, *, has_recipe: bool = True, baseline_arm
         return Code.EXACT_HOLDS(metric=terms.metric, over=sample)
     if terms.test == "exact":
         return Code.EXACT_BROKEN(metric=terms.metric, over=sample, where=estimate.detail)
-    if terms.test in ("limit", "ratio limit", "time to target"):
+    if terms.test in ("limit", "ratio limit"):
         return _limit_reason(result, sample, detected, arms)
     if estimate.mean_difference is None or estimate.interval is None:
         if not terms.paired:
@@ -109,12 +108,10 @@ def _equivalence_reason(
 
 def _describe_sample(terms: ClaimTerms, *, has_recipe: bool) -> dict[str, Any]:
     """Return the runs, steps and recipe that an outcome applies to."""
-    target = window_target(terms.window)
     return {
-        **({"target": target.value} if target else {}),
         "pairs": terms.num_pairs,
         "runs": terms.num_runs,
-        "welch": not terms.paired and terms.test not in ("limit", "time to target", "exact"),
+        "welch": not terms.paired and terms.test not in ("limit", "exact"),
         "steps": terms.steps,
         "window": terms.window,
         "axis": terms.axis,

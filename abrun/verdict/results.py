@@ -12,7 +12,7 @@ from abrun.stats.equivalence import ALPHA
 from abrun.stats.series import Array
 
 SampleUnit = Literal["seed", "prompt"]  # what a pair shares
-WindowReduction = Literal["mean", "median", "maximum", "minimum", "first"]
+WindowReduction = Literal["mean", "median", "maximum", "minimum"]
 TestMethod = Literal[
     "paired TOST",
     "sigma test",
@@ -24,7 +24,6 @@ TestMethod = Literal[
     "Welch sigma bound",
     "limit",
     "ratio limit",
-    "time to target",
     "exact",
 ]
 SCORES: dict[Axis, str] = {"final": "final scores", "prompts": "all prompts"}

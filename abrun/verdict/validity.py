@@ -345,7 +345,7 @@ def _claim_windows(
     """Yield each claim's metric with the first and last step of its window, if any run recorded it."""
     for claim in claims:
         grid = experiment.metric_steps(claim.metric)
-        if len(grid) and not claim.target:  # a run may end at its target, and evaluate at steps of its own
+        if len(grid):
             yield claim.metric, window_bounds(claim.window, grid, claim.metric)
 
 
@@ -354,7 +354,7 @@ def _check_steps(
 ) -> Iterator[Reason]:
     """Yield runs that lack a claim's window; runs of abrun's own trainer must hold every step."""
     reason = no_shared_step_reason(finished)
-    if reason and not (claims and all(claim.target for claim in claims)):
+    if reason:
         yield reason
         return
     windows: dict[str, tuple[int, int] | None] = {}

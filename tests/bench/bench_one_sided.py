@@ -21,14 +21,11 @@ from numpy.typing import NDArray
 from abrun.stats.one_sided import improvement_test
 from abrun.stats.sequential import interim_level
 from abrun.stats.sigma_margin import _max_mean_difference, _min_excess, sigma_improvement_test
-from abrun.stats.time_ratio import time_ratio_test
 from tests.bench.bench_verdict import ALPHA, LAWS, LOOKS, PAIRS, Arms, beyond, normal, tail, tost, welch_tail
 from tests.bench.common import print_table
 
 EXPERIMENTS = 20_000
 SHOCK = 0.5  # sd of a shock that all pairs share, in sd of a difference
-LIMIT, SHARE_SLOW, SLOWER = 1.1, 0.2, 0.6  # of a time ratio; of the seeds; in its logarithm
-TIME_PAIRS = (5, 8, 10)  # with fewer, no ratio of times can be shown
 
 
 def exceeds(left, right, share, yardstick, sign) -> NDArray[np.float64]:
@@ -92,26 +89,6 @@ def shared_shock_rates(num: int = EXPERIMENTS) -> dict[str, list[float]]:
     return found
 
 
-def uneven_ratio_rates(sd: float, num: int = EXPERIMENTS) -> list[float]:
-    """The share of time-to-target claims that pass falsely if one seed in five is slower by e^0.6.
-
-    The log ratios have the logarithm of the limit as their mean, and noise of this sd; other than the
-    signed-rank test assumes, they are not symmetric about it.
-    """
-    rng = np.random.default_rng(3)
-    is_slow = rng.random((num, max(PAIRS))) < SHARE_SLOW
-    ratios = LIMIT * np.exp(SLOWER * (is_slow - SHARE_SLOW) + sd * rng.standard_normal(is_slow.shape))
-    ends = [1 - 1e-13, 1]  # each time is known to the last digit
-    passes = [
-        [
-            time_ratio_test(np.outer(ends, np.ones(pairs)), np.outer(ends, ratio[:pairs]), LIMIT).is_below  # pyright: ignore
-            for ratio in ratios
-        ]
-        for pairs in TIME_PAIRS
-    ]
-    return [float(np.mean(row)) for row in passes]
-
-
 def check() -> None:
     """That what is vectorised here is what the verdict computes."""
     left, right = normal(np.random.default_rng(1), (50, 5))
@@ -147,8 +124,6 @@ def main() -> None:
         print_table(kind, PAIRS if len(rows[0]) > 2 else ["rate"], rows)
     shocks = ([kind, *row] for kind, row in shared_shock_rates().items())
     print_table(f"a shock of {SHOCK} sd of a difference that all pairs share", PAIRS, shocks)
-    uneven = ([f"noise of the other ratios {sd}", *uneven_ratio_rates(sd)] for sd in (0.0, 0.1))
-    print_table("time to target, one seed in five slower", TIME_PAIRS, uneven)
 
 
 if __name__ == "__main__":

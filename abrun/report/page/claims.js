@@ -233,10 +233,9 @@ function measured(claims) {
   const limited = claims.filter((claim) => claim.test === "limit");
   const level = limited.every((claim) => claim.metric === "final_weights") ? "distance" : `level of ${treatmentName()}`;
   const kinds = [
-    [...tests].some((test) => !["limit", "ratio limit", "time to target", "exact"].includes(test)) ? "mean difference" : "",
+    [...tests].some((test) => !["limit", "ratio limit", "exact"].includes(test)) ? "mean difference" : "",
     limited.length ? level : "",
     tests.has("ratio limit") ? "ratio" : "",
-    tests.has("time to target") ? "ratio of times" : "",
   ];
   return kinds.filter(Boolean).join(" or ") || "mean difference";
 }
