@@ -24,44 +24,53 @@ from abrun.messages import sentences
 # BETTER is the only answer to keep a candidate by; the incumbent itself has been kept
 EXIT_CODES = {"BETTER": 0, "INCUMBENT": 0, "WORSE": 3, "OPEN": 4, "ALIKE": 6}
 
+Ledger = Annotated[
+    Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
+]
+Candidate = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
+    ),
+]
+StartIt = Annotated[
+    bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
+]
+GateClaim = Annotated[
+    str | None,
+    typer.Option(
+        "--claim",
+        metavar="METRIC:WINDOW:better N",
+        help="With --start: what an improvement is, such as 'train/reward:last 20%:better 0'.",
+    ),
+]
+Worth = Annotated[
+    str | None,
+    typer.Option(
+        help="With --start: the improvement that must not be missed; ALIKE rules it out. A number in the "
+        "metric's unit, or standard deviations of a run. Default: '2 sigma'."
+    ),
+]
+Alpha = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, max=0.2, help="With --start: share of false BETTER among all BETTER. Default: 0.05."
+    ),
+]
+
+
 commands = make_group()
 
 
 @commands.command(rich_help_panel="Verdicts")
 @survive_output_errors
 def gate(
-    against: Annotated[
-        Path, typer.Option("--against", metavar="LEDGER", help="File of answers, which each call extends.")
-    ],
-    candidate: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CANDIDATE", help="Runs of one arm, as for abrun compare; default: show the ledger."
-        ),
-    ] = None,
-    start: Annotated[
-        bool, typer.Option("--start", help="Write a new ledger, with CANDIDATE as the first incumbent.")
-    ] = False,
-    claim: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METRIC:WINDOW:better N",
-            help="With --start: what an improvement is, such as 'train/reward:last 20%:better 0'.",
-        ),
-    ] = None,
-    worth: Annotated[
-        str | None,
-        typer.Option(
-            help="With --start: the improvement that must not be missed; ALIKE rules it out. A number in the "
-            "metric's unit, or standard deviations of a run. Default: '2 sigma'."
-        ),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, max=0.2, help="With --start: share of false BETTER among all BETTER. Default: 0.05."
-        ),
-    ] = None,
+    against: Ledger,
+    candidate: Candidate = None,
+    start: StartIt = False,
+    claim: GateClaim = None,
+    worth: Worth = None,
+    alpha: Alpha = None,
     arm: Annotated[str | None, typer.Option(help="Arm to judge, if there are several.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the candidate in the ledger; default: its arm's.")

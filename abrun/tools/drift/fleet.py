@@ -288,8 +288,9 @@ def _decide_status(
         problem = judgement.reference_problem
         return "red before", f"the reference itself is red: {problem}; make a new reference"
     if passes and recipe.retried:
-        more = f", and {len(recipe.retried) - 1} more" if len(recipe.retried) > 1 else ""
-        return "flaked", f"{recipe.retried[0]}{more}; every run finished in a later attempt and matches"
+        attempt, *others = recipe.retried
+        more = f", and {len(others)} more" if others else ""
+        return "flaked", f"{attempt}{more}; every run finished in a later attempt and matches"
     if passes:
         return "green", f"red in the earlier fleet, and matches now: {cause}" if was_red else cause
     if is_red and rerun and chance.passes(rerun):
