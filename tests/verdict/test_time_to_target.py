@@ -16,10 +16,9 @@ from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
-from abrun.runs.layout import RunName
-from abrun.stats.series import Series
 from abrun.verdict.time_to_target import ReachTime, find_reach_time
 from tests.reasons import codes_of, reason_of
+from tests.verdict.recorded import run_of
 
 ACCURACY = "validation/accuracy"
 AT_MOST = "validation/accuracy:reaches 0.6:<1.1x"
@@ -163,11 +162,8 @@ def test_a_loss_falls_to_its_target(tmp_path: Path) -> None:
     )  # met at the first evaluation: nothing is known
 
 
-def recorded(values: Mapping[int, float], **metrics: Series) -> RecordedRun:
-    curve = Series(np.array([*values], np.int64), np.array([*values.values()], float))
-    return RecordedRun(
-        name=RunName(arm="a", seed=0), place="", status="finished", metrics={ACCURACY: curve, **metrics}
-    )
+def recorded(values: Mapping[int, float], **metrics: Any) -> RecordedRun:
+    return run_of({ACCURACY: ([*values], [*values.values()]), **metrics}, "a")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +191,7 @@ def test_a_target_met_before_training_is_no_target() -> None:
 def test_amounts_of_steps_stand_for_the_steps_before_them() -> None:
     claim = parse_claim("validation/accuracy:reaches 0.6 in seconds:<1.1x")
     assert claim.target
-    logged = Series(np.array([2, 4, 6], np.int64), np.array([5.0, 1.0, 1.0]))  # every second step
+    logged = ([2, 4, 6], [5.0, 1.0, 1.0])  # every second step
     run = recorded({3: 0.1, 5: 0.7}, **{"timing/train/total_step_time_s": logged})
     assert find_reach_time(run, claim, claim.target) == ReachTime(after=11, by=13)
 
