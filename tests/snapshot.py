@@ -5,9 +5,13 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 FOLDER = TESTS / "snapshots"
@@ -53,3 +57,10 @@ class Snapshot:
             return
         place = self.path.relative_to(TESTS)
         assert lines == recorded.get(key), f"pytest --update-snapshots records it anew ({place})"
+
+    @contextmanager
+    def refused(self, kind: type[Exception]) -> Iterator[None]:
+        """Check the sentence with which the block is refused."""
+        with pytest.raises(kind) as refusal:
+            yield
+        self(refusal.value)

@@ -136,16 +136,6 @@ def test_runs_are_read_once_however_they_are_given(tmp_path: Path, monkeypatch: 
     assert with_cli.exit_code == 0 and readings == ["equal"]
 
 
-def test_without_matplotlib_the_report_has_no_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("abrun.report.comparing.missing_package", lambda extra: "needs matplotlib")
-    monkeypatch.setattr("abrun.report.write.missing_package", lambda extra: "needs matplotlib")
-    write_experiment(tmp_path / "equal", seeds=[0, 1], steps=2)
-    report = abrun.compare(tmp_path / "equal", output=tmp_path / "report").report
-    assert report and {file.suffix for file in report.parent.iterdir()} == {".html", ".md", ".json"}
-
-
 def test_a_notebook_gets_html_with_nothing_of_the_runs_as_markup(tmp_path: Path) -> None:
     write_experiment(tmp_path / "equal", seeds=[0, 1, 2])
     result = abrun.compare(tmp_path / "equal", output=tmp_path / "report", formats=["png", "html"])

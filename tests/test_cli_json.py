@@ -12,7 +12,6 @@ import pytest
 
 from abrun import __version__
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.verdict.verdict_file import SCHEMA_VERSION
 from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 from tests.verdict.simulate import write_experiment
@@ -35,14 +34,6 @@ def answer(
         return code, json.loads(output) if output and "--json" in arguments else output
 
     return run
-
-
-def test_a_comparison_is_what_verdict_json_holds_and_its_exit_code(answer: Answer, tmp_path: Path) -> None:
-    write_experiment(tmp_path / "runs/apart", shift=0.2)
-    code, verdict = answer("compare", "apart", "--json", "--output", "report")
-    assert code == verdict["exit_code"] == 3 and verdict["verdict"] == "MISMATCH"
-    assert verdict["schema_version"] == SCHEMA_VERSION
-    assert verdict == json.loads((tmp_path / "report/verdict.json").read_text())
 
 
 def test_the_state_of_all_experiments_and_of_the_runs_of_one(answer: Answer, tmp_path: Path) -> None:
@@ -101,13 +92,6 @@ def test_a_dry_run_exits_with_2_where_a_reference_of_the_task_is_broken(
     code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", task)
     assert code == 2 and len(plan["runs"]) == 4
     assert len(plan["refusals"]) == 1 and "task.jsonl" in plan["refusals"][0]
-
-
-@pytest.mark.parametrize("options", [["--json"], ["--until-decided", "--no-compare"]])
-def test_options_that_a_launch_does_not_take_are_refused(
-    answer: Answer, tmp_path: Path, options: list[str]
-) -> None:
-    assert answer("launch", SMALL, *options)[0] == 2 and list(tmp_path.iterdir()) == []
 
 
 def test_the_version_is_the_package_s(answer: Answer) -> None:

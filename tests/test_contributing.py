@@ -1,6 +1,7 @@
 """CONTRIBUTING's picture of the layers and its house rules, held against the code."""
 
 import ast
+import functools
 import json
 import re
 import tomllib
@@ -51,8 +52,13 @@ def test_the_picture_of_the_layers_is_that_of_the_contracts() -> None:
     assert circles["type"] == "acyclic_siblings" and circles["ancestors"] == ["abrun"]
 
 
-def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(source)):
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(source) for name, source in SOURCES.items()}
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -70,8 +76,8 @@ def test_no_file_has_more_than_700_lines_and_no_function_but_kernels_more_than_6
     long = [name for name, source in SOURCES.items() if source.count("\n") > 700]
     long += [
         f"{name}: {function.name}"
-        for name, source in SOURCES.items()
-        for function in functions(source)
+        for name, tree in trees().items()
+        for function in functions(tree)
         if num_lines(function) > 60
         and "triton.jit" not in [ast.unparse(one) for one in function.decorator_list]
     ]
@@ -86,8 +92,8 @@ def test_no_module_is_called_after_nothing() -> None:
 def test_the_files_of_a_run_are_named_in_one_place() -> None:
     spelled = {
         (name, node.value)
-        for name, source in SOURCES.items()
-        for node in ast.walk(ast.parse(source))
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in RUN_FILES and "." in str(node.value)
     }
     spelled.discard(("abrun/experiment/preflight/hub.py", "config.json"))  # a Hugging Face checkpoint's
@@ -110,8 +116,8 @@ def test_what_has_a_type_is_packaged_as_such() -> None:
 
 
 def test_pytest_collects_nothing_that_a_test_imports_from_abrun() -> None:
-    for path, source in SOURCES.items():
-        for item in ast.parse(source).body:
+    for path, tree in trees().items():
+        for item in tree.body:
             names = [item.name] if isinstance(item, ast.FunctionDef | ast.ClassDef) else []
             assert not [name for name in names if name.lower().startswith("test")], path
 

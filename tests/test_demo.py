@@ -77,13 +77,11 @@ def test_demo_refuses_other_folders_and_a_python_without_lzma(
     assert (refused.returncode, refused.stdout) == (2, "")
     snapshot(refused.stderr)
     assert os.listdir(tmp_path / "runs") == ["notes.txt"]
-    with pytest.raises(RecipeError) as error:
+    with snapshot.refused(RecipeError):
         unpack_runs(tmp_path / "runs" / "notes.txt")
-    snapshot(error.value)
     monkeypatch.setitem(sys.modules, "lzma", None)
-    with pytest.raises(RecipeError) as error:
+    with snapshot.refused(RecipeError):
         unpack_runs(tmp_path / "new")
-    snapshot(error.value)
 
 
 def test_an_interrupted_demo_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """A launch from its recipe to its verdict: exit codes, stages from Python, and `auto` decided once."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,62 +13,28 @@ from abrun.api.launching import LaunchResult
 from abrun.experiment.plan import RunName
 from abrun.launch.supervisor import LaunchOutcome
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
-from abrun.report.comparing import compare_sources
-from abrun.runs.experiment import open_experiment, planned_runs, read_run_state
+from abrun.runs.experiment import open_experiment
 from abrun.tools.predict import auto
-from tests.launch.fakes import FAKE, FORKING
+from tests.launch.curves import begin_in, begun, verdict_of
+from tests.launch.fakes import FAKE
 from tests.launch.test_local import SMALL
 
 pytestmark = pytest.mark.usefixtures("trainer_installed")
 
 Command = Callable[..., tuple[int, str, str]]
 
-# Writes curves that a seed shares between arms; `shift` is what the treatment's reward is higher by.
-ARM = """
-import json, random, sys
-seed, shift, last, path = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-shared, alone = random.Random(seed), random.Random(f"{seed} {shift}")
-level, shift = shared.gauss(0, 0.03), shift + alone.gauss(0, 0.002)
-with open(path, "w") as file:
-    for step in range(1, last + 1):
-        reward = 0.1 + 0.08 * step + level + shared.gauss(0, 0.001) + (shift if step > 1 else 0)
-        file.write(json.dumps({"step": step, "train/reward": reward}) + chr(10))
-"""
-RECIPE: dict[str, Any] = {
-    "name": "curves",
-    "trainer": {
-        "type": "command",
-        "argv": ["{python}", "SCRIPT", "{seed}", "{shift}", "{last}", "{run_dir}/curve.jsonl"],
-        "parameters": {"shift": 0.0, "last": 10},
-        "metrics": {"format": "jsonl", "path": "{run_dir}/curve.jsonl"},
-    },
-    "steps": 10,
-    "arms": {"baseline": {}, "treatment": {"trainer.parameters.shift": 0.0001}},
-    "seeds": [0, 1, 2],
-    "compare": {"claims": [{"metric": "train/reward", "margin": 0.02}]},
-}
 SHIFTED = {"trainer.parameters.shift": 0.06}
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abrun: Command) -> Command:
     """`abrun ARGUMENTS` beside curves.yaml: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
-    in_json = functools.partial(compare_sources, formats=["json"])  # figures take seconds
-    monkeypatch.setattr("abrun.report.comparing.compare_sources", in_json)
-    (tmp_path / "arm.py").write_text(ARM)
-    content = json.dumps(RECIPE).replace("SCRIPT", str(tmp_path / "arm.py"))
-    (tmp_path / "curves.yaml").write_text(content)
+    begin_in(tmp_path, monkeypatch, "curves", [0, 1, 2])
     return abrun
 
 
 def settings(changes: dict[str, Any]) -> list[str]:
     return [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-
-
-def verdict_of(name: str) -> dict[str, Any]:
-    return json.loads(Path("runs", name, "report/verdict.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -117,12 +82,6 @@ def test_ctrl_c_during_the_comparison_tells_how_to_continue(
     monkeypatch.setattr("abrun.report.comparing.compare_sources", interrupted)
     code, output, _ = command("launch", "curves.yaml", "--jobs", "4", "--exit-zero")
     assert code == 130 and "Resume with: abrun launch curves.yaml" in output
-
-
-def begun(name: str) -> set[int]:
-    experiment_dir = Path("runs") / name
-    states = [read_run_state(experiment_dir, run) for run in planned_runs(experiment_dir)]
-    return {state.name.seed for state in states if state.status != "pending"}
 
 
 @pytest.mark.parametrize(

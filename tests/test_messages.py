@@ -1,6 +1,7 @@
 """Every code has a message, and every call gives exactly the values that the message takes."""
 
 import ast
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -19,13 +20,20 @@ from abrun.messages.records import stored_reason
 ROOT = Path(__file__).parents[1]
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The package's modules by their place."""
+    paths = sorted((ROOT / "abrun").rglob("*.py"))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
 def calls() -> Iterator[tuple[str, Code, ast.Call]]:
     """Yield each `Code.NAME(...)` in the package with the place where it stands."""
-    for path in sorted((ROOT / "abrun").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for place, tree in trees().items():
+        for node in ast.walk(tree):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="Code"), attr=name)):
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", Code[name], node
+                    yield f"{place}:{node.lineno}", Code[name], node
 
 
 def test_every_code_has_a_message_and_is_used() -> None:
@@ -126,11 +134,9 @@ FOREIGN = {
 
 def compared_phrases() -> Iterator[tuple[str, str]]:
     """Yield each phrase that the package compares with, searches for or cuts text by, with its place."""
-    for path in sorted((ROOT / "abrun").rglob("*.py")):
-        place = str(path.relative_to(ROOT))
+    for place, tree in trees().items():
         if place.startswith(READERS):
             continue
-        tree = ast.parse(path.read_text())
         named = {
             target.id: node.value
             for node in ast.walk(tree)
@@ -161,8 +167,8 @@ def values_of_enumerations() -> set[str]:
     """Return the strings among which a type chooses: they are values, whatever they look like."""
     return {
         text.value
-        for path in (ROOT / "abrun").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal"
         for text in ast.walk(node.slice)
         if isinstance(text, ast.Constant) and isinstance(text.value, str)

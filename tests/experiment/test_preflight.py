@@ -369,21 +369,9 @@ BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], bool]] = {
     "qwen3_vl": ({"model_type": "qwen3_vl"}, [], True),
     "t5": ({"model_type": "t5"}, [], True),
     "phi": ({"model_type": "phi"}, [], True),
-    "packed windows": (
-        {"model_type": "mistral", "sliding_window": 4096},
-        ["policy.packing=true"],
-        True,
-    ),
-    "packed windows of text": (
-        GEMMA,
-        ["policy.packing=true"],
-        True,
-    ),
-    "windows in a context": (
-        GEMMA,
-        ["policy.backend.context_parallel=2", "cluster.cpu_ranks=2"],
-        True,
-    ),
+    "packed windows": ({"model_type": "mistral", "sliding_window": 4096}, ["policy.packing=true"], True),
+    "packed windows of text": (GEMMA, ["policy.packing=true"], True),
+    "windows in a context": (GEMMA, ["policy.backend.context_parallel=2", "cluster.cpu_ranks=2"], True),
     "linear attention": (
         {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
         ["policy.packing=true"],
@@ -402,11 +390,7 @@ BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], bool]] = {
     ),
     "unknown": ({"model_type": "a_new_one", "sliding_window": 9}, ["policy.packing=true"], False),
     "no name": ({"model_type": ["mistral3"]}, ["policy.packing=true"], False),
-    "megatron: layers": (
-        {"preset": "qwen2-tiny"},
-        cut("type: megatron, pipeline_parallel: 2"),
-        True,
-    ),
+    "megatron: layers": ({"preset": "qwen2-tiny"}, cut("type: megatron, pipeline_parallel: 2"), True),
     "megatron: experts cut": ({"preset": "qwen3-moe-tiny"}, MEGATRON_OVER_2, True),
     "megatron: family": ({"model_type": "cohere"}, MEGATRON_OVER_2, True),
     "megatron: windows": (
@@ -414,11 +398,7 @@ BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], bool]] = {
         MEGATRON_OVER_2,
         True,
     ),
-    "megatron: key heads": (
-        {"model_type": "qwen2", "num_key_value_heads": 1},
-        MEGATRON_OVER_2,
-        True,
-    ),
+    "megatron: key heads": ({"model_type": "qwen2", "num_key_value_heads": 1}, MEGATRON_OVER_2, True),
     "megatron: no experts": ({"model_type": "qwen2"}, MEGATRON_EXPERTS, True),
     "megatron: fits": ({**MOE, "num_local_experts": 6}, MEGATRON_EXPERTS, False),
     "megatron: experts": ({**MOE, "num_local_experts": 5}, MEGATRON_EXPERTS, True),
@@ -427,11 +407,7 @@ BY_CONFIGURATION: dict[str, tuple[dict[str, Any], list[str], bool]] = {
         MEGATRON_OVER_2,
         False,
     ),
-    "heads": (
-        {**MOE, "num_attention_heads": 6, "num_key_value_heads": 3},
-        cut("tensor_parallel: 2"),
-        True,
-    ),
+    "heads": ({**MOE, "num_attention_heads": 6, "num_key_value_heads": 3}, cut("tensor_parallel: 2"), True),
     "shared heads": (
         {**MOE, "num_attention_heads": 4, "num_key_value_heads": 1},
         cut("tensor_parallel: 2"),
@@ -496,10 +472,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "other": (lambda folder: _safetensors(folder / "b.safetensors", "c"), True),
     "index": (lambda folder: _with_index(folder, {}), True),
     "away": (lambda folder: _with_index(folder, {"weight_map": {"a": "x"}}), True),
-    "one": (
-        lambda folder: _safetensors(folder / "model.safetensors", "a", cut=3),
-        True,
-    ),
+    "one": (lambda folder: _safetensors(folder / "model.safetensors", "a", cut=3), True),
 }
 
 

@@ -27,33 +27,43 @@ KEPT = (".json", ".jsonl", ".yaml", ".log")
 MAX_BYTES = 60_000
 
 COMMAND = """\
-name: {name}
+name: NAME
 trainer:
   type: command
-  argv: [python3, trainer.py, --folder, "{{run_dir}}/output", --steps, "{{steps}}", --seed, "{{seed}}",
-         --offset, "{{offset}}", --step-s, "{{step_s}}"]
-  parameters: {{offset: 0.0, step_s: 0.0}}
-  metrics: {{format: jsonl, path: "{{run_dir}}/output/metrics.jsonl"}}
-  aliases: {{train/reward: reward, train/loss: loss, memory/train/peak_live_tensor_bytes: peak}}
+  argv: [python3, trainer.py, --folder, "{run_dir}/output", --steps, "{steps}", --seed, "{seed}",
+         --offset, "{offset}", --step-s, "{step_s}"]
+  parameters: {offset: 0.0, step_s: 0.0}
+  metrics: {format: jsonl, path: "{run_dir}/output/metrics.jsonl"}
+  aliases: {train/reward: reward, train/loss: loss, memory/train/peak_live_tensor_bytes: peak}
 steps: 10
 arms:
-  baseline: {{}}
-  treatment: {{trainer.parameters.offset: 0.002}}
+  baseline: {}
+  treatment: {trainer.parameters.offset: 0.002}
 seeds: [0, 1, 2]
+"""
+PAIRS = """\
+compare:
+  claims:
+    - {metric: train/reward, window: last 40%, margin: 0.05}
+    - {metric: memory, window: all, below: 1.3x}
+    - {metric: train/reward, window: all, above: level -0.5}
+  interim: [2, 3]
+  alpha_spending: rising
+controls: {aa_reruns: 1}
 """
 OWN = """\
 name: own
-algorithm: {{type: grpo, prompts_per_step: 4, group_size: 2}}
-model: {{preset: qwen2-tiny}}
-rollout: {{max_new_tokens: 4}}
-task: {{type: arithmetic}}
+algorithm: {type: grpo, prompts_per_step: 4, group_size: 2}
+model: {preset: qwen2-tiny}
+rollout: {max_new_tokens: 4}
+task: {type: arithmetic}
 steps: 2
 seeds: [0, 1]
 arms:
-  baseline: {{}}
-  treatment: {{{fault}: stale_rollout_weights}}
+  baseline: {}
+  treatment: {injected_fault: stale_rollout_weights}
 compare:
-  {claims}: [{{metric: train/reward, window: all, margin: 0.5, climbs: false}}]
+  claims: [{metric: train/reward, window: all, margin: 0.5, climbs: false}]
 """
 
 
@@ -61,19 +71,9 @@ class Version:
     """Commands of one commit, in a folder of their own."""
 
     def __init__(self, worktree: Path, folder: Path) -> None:
-        recipe_sources = "".join(path.read_text() for path in worktree.glob("abrun/recipe*/*.py"))
-        recipe_sources += "".join(path.read_text() for path in worktree.glob("abrun/recipe*.py"))
-        commands = "".join(path.read_text() for path in worktree.glob("abrun/cli/*.py"))
-        self.is_renamed = "planted_fault: " not in recipe_sources
-        self.has_spending = "_spending" in recipe_sources
-        self.has_levels = "level <" in recipe_sources
-        self.has_groups = "abrun reference save" in commands
-        self.has_gate = "abrun gate" in commands
         self.folder = folder
-        self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("ABRUN")},
-            "PYTHONPATH": str(worktree),
-        }
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("ABRUN")}
+        self.environment = {**clean, "PYTHONPATH": str(worktree)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -90,24 +90,6 @@ class Version:
         output, _ = process.communicate()
         print(f"$ abrun {' '.join(words)} -> {process.returncode}\n{output[-600:]}", file=sys.stderr)
         return output
-
-    def comparison(self) -> str:
-        """Return the section `compare`, in the spelling of the version."""
-        names = ("claims", "interim", "alpha") if self.is_renamed else ("primary", "looks", "looks")
-        level = "level -0.5" if self.has_levels else -0.5
-        return "\n".join(
-            [
-                "compare:",
-                f"  {names[0]}:",
-                "    - {metric: train/reward, window: last 40%, margin: 0.05}",
-                "    - {metric: memory, window: all, below: 1.3x}",
-                f"    - {{metric: train/reward, window: all, above: {level}}}",
-                f"  {names[1]}: [2, 3]",
-                *([f"  {names[2]}_spending: rising"] if self.has_spending else []),
-                "controls: {aa_reruns: 1}",
-                "",
-            ]
-        )
 
 
 @contextlib.contextmanager
@@ -148,27 +130,20 @@ def write_experiments(version: Version) -> dict[str, Any]:
     """Launch the experiments, and return the verdicts by experiment."""
     folder = version.folder
     shutil.copy(FORMATS / "trainer.py", folder)
-    (folder / "pairs.yaml").write_text(COMMAND.format(name="pairs") + version.comparison())
-    claims, fault = ("claims", "injected_fault") if version.is_renamed else ("primary", "planted_fault")
-    killed = COMMAND.format(name="killed").replace("step_s: 0.0", "step_s: 0.1").replace(", 2]", "]")
-    killed += f"compare: {{{claims}: [{{metric: train/reward, window: last 40%, margin: 0.05}}]}}\n"
+    (folder / "pairs.yaml").write_text(COMMAND.replace("NAME", "pairs") + PAIRS)
+    killed = COMMAND.replace("NAME", "killed").replace("step_s: 0.0", "step_s: 0.1").replace(", 2]", "]")
+    killed += "compare: {claims: [{metric: train/reward, window: last 40%, margin: 0.05}]}\n"
     (folder / "killed.yaml").write_text(killed)
-    (folder / "own.yaml").write_text(OWN.format(claims=claims, fault=fault))
+    (folder / "own.yaml").write_text(OWN)
     version.run("launch", "pairs.yaml")
     version.run("launch", "own.yaml", "--no-compare")
     kill_half_way(version)
-    save = ("reference", "save") if version.has_groups else ("freeze",)
-    claim = ("--claim" if version.is_renamed else "--primary", "train/reward:last 40%:0.05")
-    budget = ("--budget", "train/reward=0.5")
-    version.run(*save, "runs/pairs", *claim, *budget, "-o", "runs/reference.json")
-    add = ("reference", "add") if version.has_groups else ("ledger", "--add")
-    version.run(
-        *add, *(("runs/reference.json", "pairs") if version.has_groups else ("pairs", "runs/reference.json"))
-    )
-    if version.has_gate:
-        gate = ("gate", "runs/pairs", "--against", "runs/gate.jsonl", "--arm")
-        version.run(*gate, "baseline", "--start", "--claim", "train/reward:last 40%:better 0")
-        version.run(*gate, "treatment")
+    reference, claim = "runs/reference.json", ("--claim", "train/reward:last 40%:0.05")
+    version.run("reference", "save", "runs/pairs", *claim, "--budget", "train/reward=0.5", "-o", reference)
+    version.run("reference", "add", reference, "pairs")
+    gate = ("gate", "runs/pairs", "--against", "runs/gate.jsonl", "--arm")
+    version.run(*gate, "baseline", "--start", "--claim", "train/reward:last 40%:better 0")
+    version.run(*gate, "treatment")
     return {
         path.parents[1].name: json.loads(path.read_text())["verdict"]
         for path in sorted((folder / "runs").glob("*/report/verdict.json"))
@@ -193,13 +168,8 @@ def keep(source: Path, target: Path, texts: Mapping[str, str]) -> None:
         relative = path.relative_to(source)
         is_own_output = "output" in relative.parts and "killed" not in relative.parts
         is_report = "report" in relative.parts and path.name != "verdict.json"
-        if (
-            not path.is_file()
-            or path.suffix not in KEPT
-            or is_report
-            or is_own_output
-            or path.stat().st_size > MAX_BYTES
-        ):
+        is_kept = path.is_file() and path.suffix in KEPT and path.stat().st_size <= MAX_BYTES
+        if not is_kept or is_report or is_own_output:
             continue
         text = old_text = path.read_text()
         for name, neutral in texts.items():

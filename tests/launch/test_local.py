@@ -378,9 +378,8 @@ def test_gpus_are_assigned_and_not_shared(
     assert [run.devices for run in runs[:3]] == [("4",), ("5",), ("6",)]
     assert runs[3].started_s >= min(ended(run) for run in runs[:3])
     assert "CUDA_VISIBLE_DEVICES='5'" in (tmp_path / "small" / "treatment/seed-0/stdout.log").read_text()
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         launch(tmp_path, "cluster={gpus_per_node: 2}", name="two", jobs=2)
-    snapshot(refusal.value)
 
 
 def test_an_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
@@ -680,9 +679,8 @@ def test_resume_adds_no_run_that_starts_from_other_weights_than_its_arm(tmp_path
 def test_resume_refuses_another_experiment(tmp_path: Path, override: str, snapshot: Snapshot) -> None:
     launch(tmp_path)
     before = read_json(tmp_path / "small" / "experiment.json")
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         launch(tmp_path, override, resume=True)
-    snapshot(refusal.value)
     assert read_json(tmp_path / "small" / "experiment.json") == before
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from abrun.errors import RecipeError
 from abrun.experiment.plan import ExperimentPlan, make_plan
 from abrun.experiment.preflight.machine import Machine
 from abrun.launch import mps
@@ -85,29 +84,6 @@ def test_as_many_run_at_once_as_there_are_places(
 
 
 # --- the recipe ---
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["cluster.runs_per_gpu=0"],
-        ["cluster.runs_per_gpu=null"],
-        ["cluster={gpus_per_node: 1, runs_per_gpu: auto}"],
-        ["cluster.runs_per_gpu=2"],  # no GPUs
-        ["cluster={gpus_per_node: 1, nodes: 2, runs_per_gpu: 2}"],
-        [SHARED, "rollout={engine: vllm, devices: 1}"],
-        [ON_GPU, "arms.treatment={cluster.runs_per_gpu: 2}"],
-        [ON_GPU, "arms.treatment={cluster: {runs_per_gpu: lots}}"],
-        [SHARED, f"compare.claims=[{{metric: {STEP_TIME}, window: all, below: 1.1x}}]"],
-        [SHARED, "compare.claims=[{metric: performance/samples_per_sec, window: all, margin: 5%}]"],
-        [SHARED, "compare.guards={step_time_ratio: 1.1}"],
-    ],
-)
-def test_what_cannot_be_shared_is_refused_in_one_line(overrides: list[str], snapshot: Snapshot) -> None:
-    with pytest.raises(RecipeError) as refused:
-        plan_of(*overrides)
-    assert "\n" not in str(refused.value)
-    snapshot(str(refused.value).replace(str(HERE), "HERE"))
 
 
 def test_neighbours_change_nothing_that_is_compared() -> None:

@@ -60,9 +60,8 @@ def test_nemo_rl_s_training_data_are_read(tmp_path, snapshot):
     assert sample.reward is None
     for broken in ('{"content": ["2+2?4"]}', '{"content": [["4"]]}', "[]"):
         (tmp_path / "train_data_step12.jsonl").write_text(broken + "\n")
-        with pytest.raises(StoreError) as refusal:
+        with snapshot.refused(StoreError):
             list(read_completions(tmp_path).values())
-        snapshot(refusal.value)
 
 
 def test_metrics_of_a_seed_are_no_completions(tmp_path):
@@ -74,9 +73,8 @@ def test_a_torn_dump_is_one_line(tmp_path, snapshot):
     verl(tmp_path, 1, [("2+2?", "4", 1.0)])
     with (tmp_path / "1.jsonl").open("a") as file:
         file.write('{"input": "x"')
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         list(read_completions(tmp_path).values())
-    snapshot(refusal.value)
 
 
 def test_two_foreign_runs_stand_side_by_side(tmp_path):

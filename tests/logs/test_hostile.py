@@ -47,33 +47,28 @@ DEEP = 3000
 IMPORTS_S = 3.0  # of CPU, before a command reads anything
 # Texts in the place of a value of JSON or YAML
 TEXTS = (
-    *("", "null", "true", "-1", "1.5", "NaN", "1e999", '""', '"x"', "[]", "{}", '[{"a": [1]}]', "2023-13-45"),
-    *(
-        "0x_",
-        "0b_",
-        "1:30",
-        "!!int abc",
-        "!!python/object:os.system {}",
-        "&a [*a]",
-        "&a {b: *a}",
-        "? [a]\n: b",
-    ),
-    *(str(2**53), str(2**63), "1" * 400, "9" * 10_000, '"' + "9" * 5000 + '"', '"' + "x" * 1_000_000 + '"'),
-    *("[" * DEEP, "[" * DEEP + "]" * DEEP, '{"a":' * 900 + "1" + "}" * 900, "1_" * 30_000 + "x"),
-    *('"\\ud800"', '"a\\u0000\\u001b[31m"', "\x00\x1b[31m", '{"_type": "table"}', '{"1": {"2": 3}}'),
+    "", "null", "true", "-1", "1.5", "NaN", "1e999", '""', '"x"', "[]", "{}", '[{"a": [1]}]', "2023-13-45",
+    "0x_", "0b_", "1:30", "!!int abc", "!!python/object:os.system {}", "&a [*a]", "&a {b: *a}", "? [a]\n: b",
+    str(2**53), str(2**63), "1" * 400, "9" * 10_000, '"' + "9" * 5000 + '"', '"' + "x" * 1_000_000 + '"',
+    "[" * DEEP, "[" * DEEP + "]" * DEEP, '{"a":' * 900 + "1" + "}" * 900, "1_" * 30_000 + "x",
+    '"\\ud800"', '"a\\u0000\\u001b[31m"', "\x00\x1b[31m", '{"_type": "table"}', '{"1": {"2": 3}}',
     '{"' + "k" * 100_000 + '": {' + ", ".join(f'"{i}": 1' for i in range(3000)) + "}}",
-)
+)  # fmt: skip
 CELLS: tuple[Any, ...] = (
-    *(None, "", "x", "nan", "9" * 5000, "x" * 1_000_000, b"", b"\xff\x00", b"9" * 5000),
-    *(-1, 1.5, 2**53, 2**63 - 1, float("inf"), "2026-13-45", "[" * DEEP, '{"a": 1}', "a\x1b[31m\nb"),
-)
+    None, "", "x", "nan", "9" * 5000, "x" * 1_000_000, b"", b"\xff\x00", b"9" * 5000,
+    -1, 1.5, 2**53, 2**63 - 1, float("inf"), "2026-13-45", "[" * DEEP, '{"a": 1}', "a\x1b[31m\nb",
+)  # fmt: skip
+
+
+LM_EVAL_ROW = {
+    "doc_id": 0, "doc_hash": "a", "filter": "none", "metrics": ["acc"], "acc": 1.0, "prompt_hash": "b"
+}  # fmt: skip
 
 
 def write_lm_eval(folder: Path, rows: Sequence[str] = ()) -> Path:
     path = folder / "samples_arc_2026-11-28T10-00-00.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    row = {"doc_id": 0, "doc_hash": "a", "filter": "none", "metrics": ["acc"], "acc": 1.0, "prompt_hash": "b"}
-    path.write_text("\n".join([*rows, json.dumps(row)]) + "\n")
+    path.write_text("\n".join([*rows, json.dumps(LM_EVAL_ROW)]) + "\n")
     return path
 
 
@@ -283,23 +278,15 @@ def fields_of(reader: str) -> Iterator[tuple[str, Change]]:
                     partial(lambda content, source: write_tensorboard(source, [content]), content),
                 )
         case "lm-eval":
-            row = {
-                "doc_id": 0,
-                "doc_hash": "a",
-                "filter": "none",
-                "metrics": ["acc"],
-                "acc": 1,
-                "prompt_hash": "b",
-            }
-            for key in row:
+            for key in LM_EVAL_ROW:
                 for text in TEXTS:
-                    content = changed(row, key, text)
+                    content = changed(LM_EVAL_ROW, key, text)
                     yield (
                         f"{key}: {text[:20]!r}",
                         partial(lambda content, source: write_lm_eval(source, [content]), content),
                     )
             for text in TEXTS:
-                content = changed(row, "metrics", f"[{text}]")
+                content = changed(LM_EVAL_ROW, "metrics", f"[{text}]")
                 yield (
                     f"metrics: [{text[:20]!r}]",
                     partial(lambda content, source: write_lm_eval(source, [content]), content),

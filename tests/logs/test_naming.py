@@ -160,9 +160,8 @@ def test_explicit_aliases(snapshot: Snapshot) -> None:
     assert renamed["train/reward"].value_at(0) == 2
     (renamed,) = rename_all([{"a=b": series(1)}], parse_aliases(["x=a=b"])).metrics
     assert list(renamed) == ["x"]
-    with pytest.raises(ComparisonError) as refusal:
+    with snapshot.refused(ComparisonError):
         rename_all([metrics], parse_aliases(["x=aa"]))
-    snapshot(refusal.value)
     assert rename_all([{}, {}], parse_aliases(["x=aa"])).metrics == [
         {},
         {},

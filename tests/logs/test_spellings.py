@@ -299,9 +299,8 @@ def test_an_odd_table_beside_good_ones_is_left_aside_with_a_line(tmp_path: Path,
     for name in ("0.monitor.csv:", "ragged.csv, line 2:", "empty.csv:", "garbage.csv:"):
         assert f"ignored: {tmp_path}/seed_0/{name} " in said
     assert said.count("(and 2 more ") == 4
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         read_logs(str(tmp_path / "seed_0" / "0.monitor.csv"), step_column="time/iterations")
-    snapshot(refusal.value)
 
 
 def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_read(
@@ -315,9 +314,8 @@ def test_a_damaged_table_that_is_called_like_the_runs_is_a_run_that_cannot_be_re
     snapshot(damaged.failure)
     for seed in (1, 2):
         (tmp_path / f"seed{seed}.csv").unlink()
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         read_logs(str(tmp_path))
-    snapshot(refusal.value)
 
 
 def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
@@ -336,9 +334,8 @@ def test_where_most_files_are_no_logs_the_format_that_has_numbers_is_read(
         f"{tmp_path}: unsupported format, not read: 'sheet.xlsx'",
     ]
     (tmp_path / "metrics.csv").unlink()
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         read_logs(str(tmp_path))
-    snapshot(refusal.value)
     for path in tmp_path.glob("*.json*"):
         path.unlink()
     with pytest.raises(StoreError, match=r"no runs found; .*; it holds 'sheet\.xlsx'"):

@@ -180,9 +180,8 @@ def test_a_table_of_a_run_that_may_not_be_read_is_not_called_damaged(
 
 def test_a_step_column_that_is_not_there(tmp_path: Path, snapshot: Snapshot) -> None:
     (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         one(tmp_path / "a.csv", "x")
-    snapshot(refusal.value)
 
 
 # --- JSON ---
@@ -348,9 +347,8 @@ def test_parquet_that_claims_more_than_a_log_holds(tmp_path: Path, snapshot: Sna
     pq.write_table(
         pa.Table.from_arrays([pa.array([1]), pa.array([2.0]), pa.array([3.0])], ["step", "a", "a"]), path
     )
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         one(path)
-    snapshot(refusal.value)
 
 
 def test_parquet_whose_pages_have_checksums_is_checked(tmp_path: Path) -> None:
@@ -443,9 +441,8 @@ def test_sources_that_are_not_there(
     (tmp_path / "odd.txt").write_text("hi")
     if "a.csv" in source:
         (tmp_path / "a.csv").write_text("step\n1\n")
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         read_logs(source.rstrip("/"))
-    snapshot(refusal.value)
 
 
 def test_names_from_files_cannot_move_the_cursor(tmp_path: Path) -> None:
@@ -462,6 +459,5 @@ def test_a_missing_package_is_one_line(
     for module in [module for module in sys.modules if module.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         one(tmp_path / "a.parquet")
-    snapshot(refusal.value)

@@ -140,13 +140,6 @@ def test_a_command_s_metrics_are_none_of_abrun_s_files(path: str, snapshot: Snap
     snapshot(line)
 
 
-@pytest.mark.parametrize(
-    "path", ["{run_dir}/..", "{run_dir}/../m.csv", "{run_dir}/a/../../m.csv", "{run_dir}/."]
-)
-def test_a_command_s_metrics_lie_in_its_run_directory(path: str, snapshot: Snapshot) -> None:
-    snapshot(refused(FOREIGN, f"trainer.metrics.path='{path}'"))
-
-
 def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own(snapshot: Snapshot) -> None:
     run = {"experiment": "e", "seed": 3, "rerun": 1, "run_dir": "/runs/x"}
     for template, path in (
@@ -158,14 +151,8 @@ def test_a_command_s_metrics_may_lie_elsewhere_where_every_run_has_its_own(snaps
         filled = build_invocation(command_run(recipe, "treatment"), arm="treatment", **run)
         assert filled.metrics_path == path
     recipe = load_recipe(FOREIGN, ["trainer.metrics.path='/runs/{arm}/{seed}{rerun}/../result.json'"])
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         build_invocation(command_run(recipe, "treatment"), arm="x", **run)
-    snapshot(refusal.value)
-
-
-def test_no_template_of_a_command_names_a_file_of_abrun(snapshot: Snapshot) -> None:
-    snapshot(refused(FOREIGN, "trainer.env.ARGS='--out={run_dir}/logs,{run_dir}/./result.json'"))
-    snapshot(refused(FOREIGN, "trainer.env.OUT='{run_dir}/checkpoints'"))
 
 
 @pytest.mark.parametrize(
@@ -191,14 +178,12 @@ def test_an_arm_named_like_a_file_of_abrun_does_not_write_it(snapshot: Snapshot)
         build_invocation(command_run(recipe, "baseline"), arm="baseline", **run).metrics_path
         == "/runs/x/baseline"
     )
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         build_invocation(command_run(recipe, "baseline"), arm="result.json", **run)
-    snapshot(refusal.value)
     command = command_run(load_recipe(FOREIGN, ["trainer.env.OUT='{run_dir}/{arm}.json'"]), "baseline")
     assert build_invocation(command, arm="a", **run).env["OUT"] == "/runs/x/a.json"
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         build_invocation(command, arm="result", **run)
-    snapshot(refusal.value)
 
 
 def test_templates_are_filled_in_with_the_run_and_its_parameters() -> None:
@@ -588,7 +573,7 @@ PYDANTICS = (
 )
 
 
-@settings(max_examples=rounds(150), derandomize=True, deadline=None)
+@settings(max_examples=rounds(60), derandomize=True, deadline=None)
 @given(data=st.data())
 def test_no_refusal_speaks_pydantic(data: st.DataObject) -> None:
     """Any field of a resolved recipe with any value: a line of ours, or none."""

@@ -126,7 +126,7 @@ def campaign(folder: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fuzz_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    campaign(tmp_path, 80, monkeypatch)
+    campaign(tmp_path, 40, monkeypatch)
 
 
 @pytest.mark.slow

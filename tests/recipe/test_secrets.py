@@ -20,7 +20,7 @@ from abrun.recipe.implementations import LOCAL_LAUNCHERS
 from abrun.runs.lines import read_json_lines
 from abrun.runs.rundir import RunDir
 from abrun.runs.state import read_state
-from tests.launch.fakes import FAKE, run_to_end
+from tests.launch.fakes import FAKE, FORKING, run_to_end
 
 TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ"
 FOREIGN = """
@@ -46,7 +46,8 @@ compare: {claims: []}
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(LOCAL_LAUNCHERS, "local", FORKING)
     path = tmp_path / "recipe.yaml"
     path.write_text(FOREIGN)
     return path

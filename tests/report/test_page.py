@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Compare
 from abrun.report import page as page_package
 from abrun.report.page import charts, metric_rows, render_page
 from abrun.report.panels import NUM_BUCKETS, NUM_WINDOWS, bucket_indices, bucket_means, memory_peaks
 from abrun.runs.layout import RunName
-from abrun.stats.series import Series
 from abrun.verdict.evidence import Evidence
 from abrun.verdict.verdict_file import RunEnvironment
 from tests.snapshot import Snapshot
+from tests.verdict.recorded import run_of
 from tests.verdict.verdicts import claim, section, verdict
 
 HOSTILE = (
@@ -40,12 +40,8 @@ def experiment(
     runs = {}
     for (arm, *numbers), metrics in values.items():
         key = RunName(arm=arm, seed=numbers[0], rerun=numbers[1] if numbers[1:] else 0)
-        series = {}
-        for metric, one in metrics.items():
-            steps, of_metric = one if isinstance(one, tuple) else (np.arange(1, len(one) + 1), one)
-            series[metric] = Series(np.asarray(steps, np.int64), np.asarray(of_metric, np.float64))
         status = "failed" if (arm, *numbers) in failed else "finished"
-        runs[key] = RecordedRun(name=key, place=str(key), status=status, metrics=series)
+        runs[key] = run_of(metrics, name=key, place=str(key), status=status)
     return RecordedExperiment(name=name, arms=tuple(arms), compare=Compare(**settings), runs=runs)
 
 

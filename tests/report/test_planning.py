@@ -135,7 +135,7 @@ def test_runs_that_are_not_paired_are_planned_as_such(simulated):
     independent = pairs_needed(0.1, sd_of_difference(0.1, 0.0), dof_per_pair=welch_dof_per_run((0.1, 0.1)))
     assert assumed == [pairs_needed(0.1, sd_of_difference(0.1, 0.9)), independent]
     rng = np.random.default_rng(0)
-    left, right = rng.normal(0, 0.1, (2, 2000, assumed[1]))
+    left, right = rng.normal(0, 0.1, (2, 800, assumed[1]))
     found = [equivalence_test(a, b, 0.1, paired=False).equivalent for a, b in zip(left, right, strict=True)]
     assert np.mean(found) == pytest.approx(expected.power(assumed[1]), abs=0.04)
     experiment = load_experiment(simulated(seeds=[*range(6)]))

@@ -174,9 +174,8 @@ def test_a_folder_for_a_library_is_private_and_no_link_is_followed(
     (run.path / "wandb").rmdir()
     (tmp_path / "mine").mkdir(mode=0o755)
     (run.path / "wandb").symlink_to(tmp_path / "mine")
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         make_private_folder(run.path / "wandb")
-    snapshot(refusal.value)
     assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o755
 
 
@@ -231,9 +230,8 @@ def test_rows_that_may_not_be_read_are_one_line(
         "events": run.events,
         "validation": run.validations,
     }
-    with pytest.raises(UnreadableError) as refusal:
+    with snapshot.refused(UnreadableError):
         read[name.partition(".")[0]]()
-    snapshot(refusal.value)
 
 
 def test_a_lock_that_may_not_be_read_is_not_taken_for_none(

@@ -97,9 +97,8 @@ def test_a_lock_of_another_machine_holds_until_it_is_taken_over_or_no_longer_tou
     tmp_path: Path, snapshot
 ) -> None:
     leave(tmp_path, ELSEWHERE)
-    with pytest.raises(LockedError) as refused:
+    with snapshot.refused(LockedError):
         taken(tmp_path)
-    snapshot(refused.value)
     assert describe_launcher(tmp_path) == "process 1 on host elsewhere"
     assert taken(tmp_path, take_over=True) == [took_over("process 1 on host elsewhere", as_asked=True)]
     leave(tmp_path, ELSEWHERE)

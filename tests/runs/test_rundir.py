@@ -407,16 +407,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, snapshot: Snapshot) 
     assert run.initial_weights == tmp_path / "run" / "../w"
     write_json(run.path / "config.json", {"model_type": "qwen2"})
     assert not run.is_run
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         run.record()
-    snapshot(refusal.value)
     for wrong in ({"seed": "3"}, {"config": None}, {"initial_weights": 7}):
         write_config(run, record)
         write_json(run.path / "config.json", read_json(run.path / "config.json") | wrong)
         for read in (run.record, lambda: read_state(run, name), lambda: run.initial_weights):
-            with pytest.raises(StoreError) as refusal:
+            with snapshot.refused(StoreError):
                 read()
-            snapshot(refusal.value)
 
 
 def test_a_resumed_launch_may_change_limits_and_the_share_of_a_gpu_and_checkpoints_stay_valid(
@@ -434,17 +432,14 @@ def test_a_resumed_launch_may_change_limits_and_the_share_of_a_gpu_and_checkpoin
 
 
 def test_opening_what_is_no_experiment_lists_those_that_are(tmp_path: Path, snapshot: Snapshot) -> None:
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         open_experiment(tmp_path / "mine")
-    snapshot(refusal.value)
     make_run(tmp_path / "other")
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         open_experiment(tmp_path / "mine")
-    snapshot(refusal.value)
     write_json(tmp_path / "other" / "experiment.json", {"schema_version": 99})
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         open_experiment(tmp_path / "other")
-    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
@@ -460,9 +455,8 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(
         path.symlink_to("/dev/zero")
     assert run.step_attempts() == {} and run.read_log() == "" and read_state(run, NAME).status == "pending"
     if name in ("metrics.jsonl", "events.jsonl"):
-        with pytest.raises(StoreError) as refusal:
+        with snapshot.refused(StoreError):
             begin_attempt(run)
-        snapshot(refusal.value)
     else:
         assert begin_attempt(run).attempt == 1
 
@@ -484,9 +478,8 @@ def test_after_the_last_attempt_that_can_be_numbered_comes_one_line(
 ) -> None:
     run = RunDir(make_run(tmp_path))
     write_json(run.path / "attempts" / "999999999.json", {})
-    with pytest.raises(StoreError) as refusal:
+    with snapshot.refused(StoreError):
         begin_attempt(run)
-    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
 from abrun.verdict.sensitivity import climb_lower_bound
 from tests.reasons import only
-from tests.verdict.simulate import edit_rows, fail
+from tests.verdict.simulate import edit_rows
 
 STEP_TIME = "timing/train/total_step_time_s"
 
@@ -40,10 +40,6 @@ def gradients_that_are_no_numbers(directory):
 
 def no_learning_rate(directory):
     everywhere(directory, lambda row: row.update({"train/lr": 0.0}))
-
-
-def constant(directory):
-    everywhere(directory, lambda row: row.update({"train/reward": 0.25}))
 
 
 def saturated(directory):
@@ -105,10 +101,6 @@ def truncated(directory):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
 
 
-def unfinished(directory):
-    fail(directory / "baseline/seed-1", after_steps=10)
-
-
 @pytest.mark.parametrize(
     ("empty", "verdict", "code", "values"),
     [
@@ -117,7 +109,6 @@ def unfinished(directory):
         (no_gradient, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/grad_norm"}),
         (gradients_that_are_no_numbers, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"finite": False}),
         (no_learning_rate, "INCONCLUSIVE", Code.NOTHING_LEARNED, {"metric": "train/lr"}),
-        (constant, "INCONCLUSIVE", Code.NEVER_MOVED, {"value": 0.25}),
         (saturated, "INCONCLUSIVE", Code.CLIMB_NOT_SHOWN, {"margin": 0.02}),
         (dead, "INCONCLUSIVE", Code.CLIMB_NOT_SHOWN, {"margin": 0.02}),
         (not_applied, "INCONCLUSIVE", Code.ARMS_IDENTICAL, {}),
@@ -140,7 +131,6 @@ def unfinished(directory):
             {"run": "treatment/seed-2", "original": "baseline/seed-2"},
         ),
         (truncated, "INCONCLUSIVE", Code.CUT_SHORT, {"step": 30, "configured": 40}),
-        (unfinished, "INVALID", Code.BASELINE_FAILED, {"runs": ["baseline/seed-1"]}),
     ],
 )
 def test_an_empty_experiment_is_no_match(simulated, judged, snapshot, empty, verdict, code, values):

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
-from abrun.recipe.claims import Claim, Compare
-from abrun.runs.layout import RunName
+from abrun.recipe.claims import Claim
 from abrun.stats.equivalence import equivalence_test
 from abrun.stats.power import power_at, sd_of_difference
-from abrun.stats.series import Series
 from abrun.stats.sigma_margin import VarianceModel, sigma_power
 from abrun.verdict.decide import judge
 from tests.bench import bench_one_sided
 from tests.bench.bench_levels import BASELINES, FEW_PROMPTS, dying_rates, sigma_rates, welch_rates
 from tests.bench.bench_verdict import LAWS, STAGES, WIDE, check, rates, stopped, unpaired_rates
+from tests.verdict.recorded import experiment_of, runs_of
 
 EXPERIMENTS = 2000
 STEPS = np.arange(1, 31)
@@ -64,22 +62,12 @@ def verdicts(
     claim = Claim(metric="train/reward", margin=margin, climbs=False)
     counts: dict[str, int] = dict.fromkeys(("MATCH", "MISMATCH", "INCONCLUSIVE", "INVALID"), 0)
     for _ in range(num):
-        arms = dict(zip(("baseline", "treatment"), curves(rng, num_pairs, rho, shift), strict=True))
-        runs = [
-            RecordedRun(
-                name=RunName(arm=arm, seed=seed),
-                place="simulated",
-                status="finished",
-                metrics={"train/reward": Series(STEPS, values)},
-            )
-            for arm, of_arm in arms.items()
-            for seed, values in enumerate(of_arm)
-        ]
-        experiment = RecordedExperiment(
-            name="simulated",
-            arms=tuple(arms),
-            compare=Compare(claims=[claim], **compare),
-            runs={run.name: run for run in runs},
+        baseline, treatment = curves(rng, num_pairs, rho, shift)
+        experiment = experiment_of(
+            runs_of("baseline", {"train/reward": baseline}),
+            runs_of("treatment", {"train/reward": treatment}),
+            claims=[claim],
+            **compare,
         )
         counts[judge(experiment, experiment.compare.claims)[0].verdict] += 1
     return {verdict: count / num for verdict, count in counts.items()}

@@ -17,8 +17,10 @@ from abrun.stats.power import power_at
 from abrun.verdict.claims import add_statistics, apply_holm
 from abrun.verdict.decide import decide_verdict
 from abrun.verdict.evidence import Evidence
-from abrun.verdict.results import ClaimResult, ClaimTerms
+from abrun.verdict.results import ClaimEstimate
 from tests.reasons import only
+from tests.replications import replicated
+from tests.verdict import verdicts
 from tests.verdict.simulate import edit, edit_rows, write_rows
 
 # --- T1 ---
@@ -323,32 +325,17 @@ def test_a_baseline_that_repeats_itself_has_a_floor_of_zero(simulated, judged, s
 
 # --- T3: error rates over simulated experiments ---
 
-EXPERIMENTS = 400
 STEP_ONE = Evidence(kind="step one", arm="treatment", result="pass", values={"metric": "train/reward"})
 
 
 def claim(name="train/reward", margin=1.0):
-    tested = ClaimTerms(
-        metric=name,
-        window="all",
-        steps=(1, 40),
-        num_steps=40,
-        transform="identity",
-        reduction="mean",
-        test="paired TOST",
-        margin=margin,
-        margin_unit="",
-        margin_number=margin,
-        margin_text=f"±{margin:g}",
-        alpha=0.05,
-        alpha_difference=0.04,
-        num_pairs=6,
-        seeds=tuple(range(6)),
+    terms = {"margin": margin, "margin_number": margin, "alpha_difference": 0.04, "num_pairs": 6}
+    return replace(
+        verdicts.claim(name, seeds=tuple(range(6)), **terms), estimate=ClaimEstimate(), result="not tested"
     )
-    return ClaimResult(arm="treatment", claim=tested)
 
 
-def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
+def rates(shift, num, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
     """Verdicts over experiments whose paired differences have mean `shift` (in margins) and the given sd."""
     rng = np.random.default_rng(seed)
     reason = Code.FINITE(clean=[], broken=[], paired=True)
@@ -360,7 +347,7 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
         values={"guard": "finite", "limit": 0, "value": 0},
     )
     found = []
-    for _ in range(EXPERIMENTS):
+    for _ in range(num):
         results = []
         for number in range(num_claims):
             baseline = rng.normal(5, 2, num_pairs)
@@ -370,34 +357,38 @@ def verdicts(shift, *, num_claims=1, sd=0.7, num_pairs=6, seed=11, margin=1.0):
     return {verdict: found.count(verdict) for verdict in ("MATCH", "MISMATCH", "INCONCLUSIVE")}
 
 
-def rare(rate=0.05):
+def rare(num, rate=0.05):
     """A count that an event of this rate exceeds once in a thousand tries."""
-    return binom.ppf(0.999, EXPERIMENTS, rate)
+    return binom.ppf(0.999, num, rate)
 
 
-def test_equal_arms_match_as_often_as_the_power_says():
-    counts = verdicts(0.0)
+@replicated(400)
+def test_equal_arms_match_as_often_as_the_power_says(num):
+    counts = rates(0.0, num)
     expected = power_at(1.0, 0.7, 6)
-    assert counts["MATCH"] / EXPERIMENTS == pytest.approx(expected, abs=4 * np.sqrt(0.25 / EXPERIMENTS))
-    assert counts["MISMATCH"] <= rare(0.01)  # needs p < alpha and a mean beyond the margin
+    assert counts["MATCH"] / num == pytest.approx(expected, abs=4 * np.sqrt(0.25 / num))
+    assert counts["MISMATCH"] <= rare(num, 0.01)  # needs p < alpha and a mean beyond the margin
 
 
+@replicated(400)
 @pytest.mark.parametrize("num_pairs", [2, 3, 6, 15])
 @pytest.mark.parametrize("shift", [1.0, -1.0])
-def test_a_difference_of_the_margin_is_called_either_way_at_most_as_often_as_alpha(shift, num_pairs):
-    assert verdicts(shift, sd=0.3, num_pairs=num_pairs)["MATCH"] <= rare()
-    assert verdicts(shift, sd=0.7, num_pairs=num_pairs)["MISMATCH"] <= rare()
+def test_a_difference_of_the_margin_is_called_either_way_at_most_as_often_as_alpha(shift, num_pairs, num):
+    assert rates(shift, num, sd=0.3, num_pairs=num_pairs)["MATCH"] <= rare(num)
+    assert rates(shift, num, sd=0.7, num_pairs=num_pairs)["MISMATCH"] <= rare(num)
 
 
-def test_arms_that_differ_by_twice_the_margin_are_called_different():
-    counts = verdicts(2.0)
+@replicated(400)
+def test_arms_that_differ_by_twice_the_margin_are_called_different(num):
+    counts = rates(2.0, num)
     assert counts["MATCH"] == 0
-    assert counts["MISMATCH"] > 0.85 * EXPERIMENTS  # of the margin exceeded, not only of a difference
+    assert counts["MISMATCH"] > 0.85 * num  # of the margin exceeded, not only of a difference
 
 
-def test_many_claims_do_not_make_false_mismatches():
+@replicated(400)
+def test_many_claims_do_not_make_false_mismatches(num):
     # A tiny margin leaves only the test of difference: without Holm 23 % of these would be mismatches.
-    assert verdicts(0.0, num_claims=5, sd=1.0, seed=5, margin=1e-9)["MISMATCH"] <= rare()
+    assert rates(0.0, num, num_claims=5, sd=1.0, seed=5, margin=1e-9)["MISMATCH"] <= rare(num)
 
 
 def test_holm_counts_every_tested_claim():

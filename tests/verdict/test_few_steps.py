@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages.codes import Code
-from abrun.recipe.claims import Claim, Compare
-from abrun.runs.layout import RunName
+from abrun.recipe.claims import Claim
 from abrun.stats.equivalence import equivalence_test, limit_test
 from abrun.stats.power import pairs_needed, welch_dof_per_run
-from abrun.stats.series import Series
 from abrun.stats.sigma_margin import sigma_test
 from abrun.verdict.decide import ArmVerdict, judge
 from abrun.verdict.summaries import find_resolution
+from tests.verdict.recorded import experiment_of, runs_of
 
 STEPS = np.arange(10, 60, 10)
 ACCURACY = "validation/accuracy"
@@ -21,23 +20,8 @@ ACCURACY = "validation/accuracy"
 def verdict(claim: Claim | None, metric: str, paired: bool = True, **arms: np.ndarray) -> ArmVerdict:
     """Of curves [P, S]; without a claim they are described."""
     claims = [claim] if claim else []
-    steps = np.arange(1, next(iter(arms.values())).shape[1] + 1)
-    runs = [
-        RecordedRun(
-            name=RunName(arm=arm, seed=seed),
-            place="simulated",
-            status="finished",
-            metrics={metric: Series(steps, values)},
-        )
-        for arm, of_arm in arms.items()
-        for seed, values in enumerate(of_arm)
-    ]
-    experiment = RecordedExperiment(
-        name="simulated",
-        arms=tuple(arms),
-        compare=Compare(claims=claims, step_one=False, paired=paired),
-        runs={run.name: run for run in runs},
-    )
+    runs = [runs_of(arm, {metric: curves}) for arm, curves in arms.items()]
+    experiment = experiment_of(*runs, claims=claims, step_one=False, paired=paired)
     return judge(experiment, claims)[0]
 
 
@@ -62,17 +46,9 @@ def test_ties_of_few_prompts_are_rarely_a_match_at_the_margin(num_pairs, num_pro
     assert found.count("MATCH") <= 6
 
 
-def recorded(curves: np.ndarray) -> list[RecordedRun]:
+def recorded(curves: np.ndarray) -> tuple[RecordedRun, ...]:
     """Runs of curves [R, S]."""
-    return [
-        RecordedRun(
-            name=RunName(arm="baseline", seed=seed),
-            place="simulated",
-            status="finished",
-            metrics={ACCURACY: Series(np.arange(len(values)), values)},
-        )
-        for seed, values in enumerate(curves)
-    ]
+    return runs_of("baseline", {ACCURACY: curves})
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from abrun.logs.recorded.experiment import RecordedRun, Sides
 from abrun.messages import sentence
 from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim, claim_option, describe_claim, parse_claim
-from abrun.runs.layout import RunName
 from abrun.stats.equivalence import equivalence_test, limit_test
-from abrun.stats.series import Series
 from abrun.verdict.limits import judge_limit
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ErrorRates
+from tests.replications import replicated
+from tests.verdict.recorded import run_of, sides_of
 from tests.verdict.simulate import edit, edit_rows
 
 REWARD, MEMORY, STEP_TIME = "train/reward", "memory", "timing/train/total_step_time_s"
@@ -32,36 +32,9 @@ def first_reason(comparison):
     return comparison.content.reasons[0]
 
 
-@pytest.mark.parametrize(
-    ("claim", "verdict", "result", "code"),
-    [
-        ({"metric": REWARD, "above": 0.5}, "PASS", "holds", Code.LIMIT_HOLDS),
-        ({"metric": REWARD, "below": 0.5}, "FAIL", "different", Code.LIMIT_BROKEN),
-        ({"metric": MEMORY, "below": "0.6x"}, "PASS", "holds", Code.LIMIT_HOLDS),
-        ({"metric": MEMORY, "below": "0.5x"}, "FAIL", "different", Code.LIMIT_BROKEN),
-        ({"metric": STEP_TIME, "below": "1.02x"}, "PASS", "holds", Code.LIMIT_HOLDS),
-        (
-            {"metric": "memory/logprobs/peak_allocated_bytes", "below": 2.1 * 2**30},
-            "PASS",
-            "holds",
-            Code.LIMIT_HOLDS,
-        ),
-        (
-            {"metric": "train/entropy", "window": "all", "exact": True},
-            "MATCH",
-            "holds",
-            Code.EXACT_HOLDS,
-        ),
-        ({"metric": REWARD, "exact": True}, "MISMATCH", "different", Code.EXACT_BROKEN),
-        ({"metric": REWARD, "margin": "5%"}, "MATCH", "equivalent", Code.CLAIM_EQUIVALENT),
-        ({"metric": REWARD, "margin": "6% of climb"}, "MATCH", "equivalent", Code.CLAIM_EQUIVALENT),
-        ({"metric": REWARD, "margin": "0.1% of climb"}, "INCONCLUSIVE", "undecided", Code.CLAIM_UNDECIDED),
-    ],
-)
-def test_claims_of_every_kind(simulated, judged, claim, verdict, result, code, snapshot):
-    comparison = judged(simulated(), claims=[Claim.model_validate(claim)])
-    assert (*verdict_of(comparison), first_reason(comparison).code) == (verdict, result, code)
-    snapshot(sentence(first_reason(comparison)))
+def test_the_peak_of_one_phase_has_a_level(simulated, judged):
+    claim = Claim(metric="memory/logprobs/peak_allocated_bytes", below=2.1 * 2**30)
+    assert verdict_of(judged(simulated(), claims=[claim])) == ("PASS", "holds")
 
 
 @pytest.mark.parametrize(
@@ -166,9 +139,8 @@ def test_claims_on_the_command_line(snapshot):
     for text in ("memory:all:<0.6x", "a:b:last 10%:>0.65", "train/loss:all:exact", "a:all:1.5 sigma"):
         assert claim_option(parse_claim(text)) == text
     assert parse_claim("train/reward:all:5% of climb").margin == "5% of climb"
-    with pytest.raises(RecipeError) as error:
+    with snapshot.refused(RecipeError):
         parse_claim("memory:all:0.05")
-    snapshot(error.value)
 
 
 # --- ratios of token_mult_prob_error: of the excess over 1 ---
@@ -178,20 +150,9 @@ ERROR = "train/token_mult_prob_error"
 
 def limited(baseline, treatment, metric=ERROR, window="all", paired=True, **claim):
     """The result of a limit over arms of curves [P, S]."""
-    sides = Sides(
-        baselines=tuple(run_of("baseline", seed, of, metric) for seed, of in enumerate(baseline)),
-        treatments=tuple(run_of("treatment", seed, of, metric) for seed, of in enumerate(treatment)),
-        paired=paired,
-    )
+    sides = sides_of({metric: baseline}, {metric: treatment}, paired=paired)
     claim = Claim(metric=metric, window=window, **claim)
     return judge_limit("treatment", sides, claim, np.arange(1, len(baseline[0]) + 1), ErrorRates(0.05, 0.04))
-
-
-def run_of(arm, seed, values, metric):
-    series = Series(np.arange(1, len(values) + 1), np.asarray(values, float))
-    return RecordedRun(
-        name=RunName(arm=arm, seed=seed), place="simulated", status="finished", metrics={metric: series}
-    )
 
 
 def excesses(rng, num_pairs, ratio, num_steps=9):
@@ -261,27 +222,29 @@ def test_a_level_stays_a_level_and_a_ratio_needs_values_from_1():
     assert limited(baseline, exact, below="0.01x").result == "holds"
 
 
+@replicated(400)
 @pytest.mark.parametrize("num_pairs", [3, 5, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("limit", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_a_ratio_of_excesses_at_its_limit_is_claimed_one_time_in_twenty(num_pairs, limit):
+def test_a_ratio_of_excesses_at_its_limit_is_claimed_one_time_in_twenty(num_pairs, limit, num):
     rng = np.random.default_rng([num_pairs, round(10 * limit)])
     for window in ("all", "steps 1-1"):
         claims = [
-            limited(*excesses(rng, num_pairs, limit), window=window, below=f"{limit:g}x") for _ in range(400)
+            limited(*excesses(rng, num_pairs, limit), window=window, below=f"{limit:g}x") for _ in range(num)
         ]
         for p in ("p_equivalence", "p_beyond"):
             rate = np.mean([getattr(one.estimate, p) < 0.05 for one in claims])
-            assert rate <= 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / 400)
+            assert rate <= 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / num)
 
 
 # --- their levels ---
 
 
+@replicated(300)
 @pytest.mark.parametrize("num_pairs", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8, 10))])
 @pytest.mark.parametrize(("sd", "own_sd"), [(0.02, 0.02), (0.3, 0.05), (0.05, 0.3)])
-def test_a_share_of_a_level_that_is_itself_measured_keeps_its_level(num_pairs, sd, own_sd):
+def test_a_share_of_a_level_that_is_itself_measured_keeps_its_level(num_pairs, sd, own_sd, num):
     rng = np.random.default_rng([num_pairs, round(100 * sd)])
-    num, share, found = 300, 0.1, 0
+    share, found = 0.1, 0
     baseline = 1 + sd * rng.standard_normal((num, num_pairs))
     treatment = (1 + share) + (baseline - 1) + own_sd * rng.standard_normal((num, num_pairs))
     for left, right in zip(baseline, treatment, strict=True):
@@ -306,10 +269,7 @@ def test_a_claim_on_skewed_values_says_so(simulated, judged, far, num_far):
         experiment_dir / "treatment/seed-3",
         lambda row: row.update({REWARD: row[REWARD] + far * (row["step"] > 1)}),
     )
-    claims = {
-        "values": Claim(metric=REWARD, below=far + 1),
-        "differences": Claim(metric=REWARD, margin=0.02),
-    }
+    claims = {"values": Claim(metric=REWARD, below=far + 1), "differences": Claim(metric=REWARD, margin=0.02)}
     for sample, claim in claims.items():
         (skewed, *_) = first_reason(judged(experiment_dir, claims=[claim]))["warnings"]
         assert (skewed.code, skewed["sample"], skewed["num_far"]) == (Code.SKEWED, sample, num_far)
@@ -319,22 +279,10 @@ def test_a_claim_on_skewed_values_says_so(simulated, judged, far, num_far):
 def test_a_ratio_of_constant_ones_is_no_rate_of_outcomes() -> None:
     """Logarithms of such ratios are 0, which are no failures."""
     steps, rng = np.arange(1, 11), np.random.default_rng(0)
-    arms = [
-        tuple(
-            RecordedRun(
-                name=RunName(arm=arm, seed=seed),
-                place="log",
-                status="finished",
-                metrics={
-                    "updates": Series(steps, np.ones(10)),
-                    "train/loss": Series(steps, rng.standard_normal(10)),
-                },
-            )
-            for seed in range(3)
-        )
-        for arm in ("baseline", "treatment")
-    ]
-    sides = Sides(baselines=arms[0], treatments=arms[1], paired=True)
+    baseline, treatment = (
+        {"updates": np.ones((3, 10)), "train/loss": rng.standard_normal((3, 10))} for _ in range(2)
+    )
+    sides = sides_of(baseline, treatment)
     result = judge_limit("treatment", sides, Claim(metric="updates", below="1.1x", window="all"), steps)
     assert (result.problem, result.result) == (None, "holds")
     assert result.estimate.limited_interval == (1.0, 1.0)
@@ -345,8 +293,7 @@ def test_exact_claims_compare_the_steps_that_both_runs_have(moved: float, result
     def run(arm: str, every: int) -> RecordedRun:
         steps = np.arange(0, 51, every)
         values = (np.sin(steps) + moved * (arm == "treatment") * (steps >= 30)).astype(np.float64)
-        name, metrics = RunName(arm=arm, seed=0), {"train/loss": Series(steps, values)}
-        return RecordedRun(name=name, place="log", status="finished", metrics=metrics)
+        return run_of({"train/loss": (steps, values)}, arm)
 
     sides = Sides(baselines=(run("baseline", 5),), treatments=(run("treatment", 2),), paired=True)
     claim = Claim(metric="train/loss", exact=True, window="all")

@@ -1,15 +1,20 @@
 """Claims on pairs whose steps see the same rollouts."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from scipy.stats import binom
 
-from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
+from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages.codes import Code
-from abrun.recipe.claims import Claim, Compare
+from abrun.recipe.claims import Claim
 from abrun.report.page import metric_rows
 from abrun.runs.layout import RunName
 from abrun.stats.series import Series
 from abrun.verdict.decide import judge
+from tests.replications import replicated
+from tests.verdict.recorded import experiment_of, runs_of
 
 STEPS = np.arange(1, 9)
 CLAIM = Claim(metric="train/grad_norm", window="all", margin="2%", climbs=False)
@@ -19,23 +24,22 @@ def experiment(
     rng: np.random.Generator, shift: float, engine: str, *, num_apart: int = 0
 ) -> RecordedExperiment:
     """Gradient norms that vary widely between steps, and between the arms in some of eight steps."""
-    runs = []
-    for seed in range(5):
-        baseline = np.exp(0.3 * rng.standard_normal(len(STEPS)))
+    baselines, treatments = [], []
+    for _ in range(5):
+        baselines.append(np.exp(0.3 * rng.standard_normal(len(STEPS))))
         noise = 0.005 * rng.standard_normal(len(STEPS))
         noise[rng.choice(len(STEPS), num_apart, replace=False)] *= 60
-        treatment = baseline * np.exp(shift + noise)
-        for arm, values in (("baseline", baseline), ("treatment", treatment)):
-            config = {"rollout.engine": engine if arm == "treatment" else "torch"}
-            metrics = {CLAIM.metric: Series(STEPS, values)}
-            name = RunName(arm=arm, seed=seed)
-            run = RecordedRun(name=name, place="simulated", status="finished", config=config, metrics=metrics)
-            runs.append(run)
-    return RecordedExperiment(
-        name="recorded",
-        runs={run.name: run for run in runs},
-        arms=("baseline", "treatment"),
-        compare=Compare(claims=[CLAIM], step_one=False),
+        treatments.append(baselines[-1] * np.exp(shift + noise))
+    return sampled(baselines, treatments, engine)
+
+
+def sampled(baselines: Any, treatments: Any, engine: str, sampled_by: str = "torch") -> RecordedExperiment:
+    """Curves [P, S] of both arms, whose rollouts these engines gave."""
+    return experiment_of(
+        runs_of("baseline", {CLAIM.metric: baselines}, config={"rollout.engine": sampled_by}),
+        runs_of("treatment", {CLAIM.metric: treatments}, config={"rollout.engine": engine}),
+        claims=[CLAIM],
+        step_one=False,
     )
 
 
@@ -56,24 +60,13 @@ def test_norms_are_compared_at_the_step_where_they_differ_most(
 def curves(factor: float, apart: np.ndarray, num_steps: int, noise: float, engine: str) -> RecordedExperiment:
     """Three pairs whose treatment is `factor` times as high at the steps marked in `apart` [P, W]."""
     rng = np.random.default_rng(7)
-    runs = []
+    arms: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for seed in range(3):
         level = np.exp(0.3 * rng.standard_normal(num_steps))
-        for arm in ("baseline", "treatment"):
+        for is_treatment, found in enumerate(arms):
             values = level * np.exp(noise * rng.standard_normal(num_steps))
-            values = values * np.where(apart[seed] & (arm == "treatment"), factor, 1.0)
-            config = {"rollout.engine": engine if arm == "treatment" else "torch"}
-            metrics = {CLAIM.metric: Series(np.arange(1, num_steps + 1), values)}
-            name = RunName(arm=arm, seed=seed)
-            runs.append(
-                RecordedRun(name=name, place="simulated", status="finished", config=config, metrics=metrics)
-            )
-    return RecordedExperiment(
-        name="norms",
-        runs={run.name: run for run in runs},
-        arms=("baseline", "treatment"),
-        compare=Compare(claims=[CLAIM], step_one=False),
-    )
+            found.append(values * np.where(apart[seed] & bool(is_treatment), factor, 1.0))
+    return sampled(*arms, engine)
 
 
 @pytest.mark.parametrize("num_apart", [1, 2, 3])
@@ -84,30 +77,19 @@ def test_recorded_norms_of_three_times_the_size_at_some_steps_are_a_mismatch(num
     assert verdict.claims[0].claim.reduction == "mean"
 
 
+@replicated(100)
 @pytest.mark.parametrize("num_pairs", [3, 5])
-def test_equal_arms_whose_noise_reaches_the_margin_are_seldom_a_mismatch(num_pairs: int) -> None:
+def test_equal_arms_whose_noise_reaches_the_margin_are_seldom_a_mismatch(num_pairs: int, num: int) -> None:
     """Of three largest differences of like size, one in four experiments has all of one sign."""
     rng = np.random.default_rng(num_pairs)
     results = []
-    for _ in range(100):
-        runs = {}
-        for seed in range(num_pairs):
-            level = np.exp(0.3 * rng.standard_normal(8))
-            for arm in ("baseline", "treatment"):
-                values = level * np.exp(0.014 * rng.standard_normal(8))
-                name = RunName(arm=arm, seed=seed)
-                runs[name] = RecordedRun(
-                    name=name,
-                    place="simulated",
-                    status="finished",
-                    config={"rollout.engine": "recorded"},
-                    metrics={CLAIM.metric: Series(STEPS, values)},
-                )
-        compare = Compare(claims=[CLAIM], step_one=False)
-        recorded = RecordedExperiment(name="n", runs=runs, arms=("baseline", "treatment"), compare=compare)
+    for _ in range(num):
+        level = np.exp(0.3 * rng.standard_normal((num_pairs, 8)))
+        arms = (level * np.exp(0.014 * rng.standard_normal((num_pairs, 8))) for _ in range(2))
+        recorded = sampled(*arms, "recorded", "recorded")
         claim = CLAIM.model_copy(update={"margin": "1%"})
         results.append(judge(recorded, [claim])[0].claims[0].result)
-    assert results.count("different") <= 9  # 4 % are 4; more than 9 have a probability of 0.7 %
+    assert results.count("different") <= binom.ppf(0.993, num, 0.04)
     assert "equivalent" not in results
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.messages.codes import Code
-from abrun.recipe.claims import Claim, Compare
-from abrun.runs.layout import RunName
+from abrun.recipe.claims import Claim
 from abrun.runs.metric_names import MEAN_GEN_TOKENS, MEAN_PROMPT_LENGTH, REWARD
 from abrun.stats.series import Series
 from abrun.verdict.decide import ArmVerdict, judge
 from abrun.verdict.step_one import has_shared_prompts, has_shared_rollouts
+from tests.verdict.recorded import experiment_of, run_of
 
 STEPS = np.arange(1, 41)
 ENTROPY, GRAD_NORM = "train/entropy", "train/grad_norm"
@@ -22,25 +22,17 @@ Firsts = Mapping[str, Any]  # metric -> first values of baseline and treatment
 
 def experiment(pairs: Sequence[Firsts], **config: Any) -> RecordedExperiment:
     """Return runs with these first values, and equal curves of the reward after them."""
-    runs = []
+    arms: dict[str, list[RecordedRun]] = {"baseline": [], "treatment": []}
     for seed, firsts in enumerate(pairs):
         rng = np.random.default_rng(seed)
         curve = 0.5 + 0.4 * STEPS / 40 + 0.01 * rng.standard_normal(40)
-        for index, arm in enumerate(("baseline", "treatment")):
-            metrics = {}
-            for metric, values in firsts.items():
-                later = curve[1:] + 1e-3 * rng.standard_normal(39)
-                metrics[metric] = Series(STEPS, np.array([values[index], *later]))
-            name = RunName(arm=arm, seed=seed)
-            runs.append(
-                RecordedRun(name=name, place="log", status="unknown", metrics=metrics, config=config.get(arm))
-            )
-    return RecordedExperiment(
-        name="sampled",
-        arms=("baseline", "treatment"),
-        compare=Compare(),
-        runs={run.name: run for run in runs},
-    )
+        for index, (arm, runs) in enumerate(arms.items()):
+            metrics = {
+                metric: np.array([values[index], *(curve[1:] + 1e-3 * rng.standard_normal(39))])
+                for metric, values in firsts.items()
+            }
+            runs.append(run_of(metrics, arm, seed, status="unknown", config=config.get(arm)))
+    return experiment_of(*map(tuple, arms.values()))
 
 
 def judged(pairs: Sequence[Firsts], metric: str = REWARD, **config: Any) -> ArmVerdict:

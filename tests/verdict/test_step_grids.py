@@ -7,15 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from abrun.logs.recorded.experiment import RecordedRun
 from abrun.messages import sentence
 from abrun.messages.codes import Code
-from abrun.runs.layout import RunName
-from abrun.stats.series import Series
 from abrun.verdict.decide import Verdict
 from abrun.verdict.grids import find_missing_steps
 from tests.logs.layouts import Rows, rows, write_events, write_jsonl
 from tests.snapshot import Snapshot
+from tests.verdict.recorded import run_of
 from tests.verdict.test_anything import described
 
 Change = Callable[[str, Rows], Rows]
@@ -216,12 +214,7 @@ def test_profiling_at_step_0_changes_no_verdict(tmp_path: Path, difference: floa
 )
 def test_what_a_run_lacks(grid: Any, expected: range, absent: list[int]) -> None:
     steps = np.array(list(grid), np.int64)
-    run = RecordedRun(
-        name=RunName(arm="a", seed=0),
-        place="",
-        status="finished",
-        metrics={"m": Series(steps, np.zeros(len(steps)))},
-    )
+    run = run_of({"m": (steps, np.zeros(len(steps)))})
     assert find_missing_steps(run, "m", np.array(expected)).tolist() == absent
     assert find_missing_steps(run, "m", np.array(expected), strict=True).tolist() == sorted(
         {*expected} - {*grid}

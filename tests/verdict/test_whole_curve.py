@@ -9,17 +9,17 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from abrun.logs.recorded.experiment import Pair, RecordedRun, Sides
+from abrun.logs.recorded.experiment import Pair
 from abrun.messages import sentence, sentences
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Guards
-from abrun.runs.layout import RunName
 from abrun.stats.curves import find_copies, measure_shared_changes, measure_smoothness
-from abrun.stats.series import Series
 from abrun.verdict.sensitivity import check_distinct_seeds
 from abrun.verdict.step_one import has_shared_prompts
 from abrun.verdict.whole_curve import curve_warnings
+from tests.replications import replicated
 from tests.snapshot import Snapshot
+from tests.verdict.recorded import sides_of
 from tests.verdict.test_guards import guards_of
 
 Curves = NDArray[np.float64]
@@ -42,28 +42,6 @@ def learning(rng: np.random.Generator, num_runs: int, sd: float = 0.02, persiste
     trend = 0.1 + 0.6 * (1 - np.exp(-np.arange(STEPS) / 10))
     level = 0.01 * rng.standard_normal((num_runs, 1))
     return trend + level + sd * noise(rng, (num_runs, STEPS), persistence)
-
-
-def runs_of(arm: str, metrics: dict[str, Curves]) -> tuple[RecordedRun, ...]:
-    num_runs = len(next(iter(metrics.values())))
-    return tuple(
-        RecordedRun(
-            name=RunName(arm=arm, seed=seed),
-            place="simulated",
-            status="finished",
-            metrics={
-                metric: Series(np.arange(1, len(values[seed]) + 1), values[seed])
-                for metric, values in metrics.items()
-            },
-        )
-        for seed in range(num_runs)
-    )
-
-
-def sides_of(baseline: dict[str, Curves], treatment: dict[str, Curves], *, paired: bool = True) -> Sides:
-    return Sides(
-        baselines=runs_of("baseline", baseline), treatments=runs_of("treatment", treatment), paired=paired
-    )
 
 
 def repeated(baseline: Curves, treatment: Curves, **options: Any) -> Reason | None:
@@ -231,7 +209,7 @@ def test_a_baseline_that_collapses_to_a_treatment_that_never_learned_is_said(
     snapshot(sentence(differs))
 
 
-def chance_of_a_warning(num_pairs: int, drop: float, gap: float, *, num: int = 300) -> float:
+def chance_of_a_warning(num_pairs: int, drop: float, gap: float, num: int) -> float:
     """The share of experiments with a warning, of a drop and a difference in one eighth, margin 0.05."""
     rng = np.random.default_rng([num_pairs, round(100 * drop), round(100 * gap)])
     warned = 0
@@ -244,9 +222,10 @@ def chance_of_a_warning(num_pairs: int, drop: float, gap: float, *, num: int = 3
     return warned / num
 
 
+@replicated(300)
 @pytest.mark.parametrize("num_pairs", PAIRS)
-def test_noise_alone_is_no_collapse_and_no_early_difference(num_pairs: int) -> None:
-    assert chance_of_a_warning(num_pairs, 0.0, 0.0) <= binom.ppf(0.999, 300, 0.01) / 300
+def test_noise_alone_is_no_collapse_and_no_early_difference(num_pairs: int, num: int) -> None:
+    assert chance_of_a_warning(num_pairs, 0.0, 0.0, num) <= binom.ppf(0.999, num, 0.01) / num
 
 
 @pytest.mark.slow
@@ -254,19 +233,20 @@ def test_noise_alone_is_no_collapse_and_no_early_difference(num_pairs: int) -> N
 def test_at_the_margin_a_warning_keeps_its_level(num_pairs: int) -> None:
     num = 1000
     for drop, gap in ((0.0, 0.05), (0.05, 0.0)):
-        share = chance_of_a_warning(num_pairs, drop, gap, num=num)
+        share = chance_of_a_warning(num_pairs, drop, gap, num)
         assert share <= binom.ppf(0.999, num, 0.10) / num  # two arms, each at 5 %
-    assert chance_of_a_warning(num_pairs, 0.3, 0.0, num=200) > 0.95
+    assert chance_of_a_warning(num_pairs, 0.3, 0.0, 200) > 0.95
 
 
 # --- guards where both arms break the limit ---
 
 
+@replicated(200)
 @pytest.mark.parametrize("num_pairs", PAIRS)
-def test_a_guard_that_both_arms_break_is_decided_by_its_test(num_pairs: int) -> None:
+def test_a_guard_that_both_arms_break_is_decided_by_its_test(num_pairs: int, num: int) -> None:
     rng = np.random.default_rng(num_pairs)
     alarms = called = 0
-    for _ in range(200):
+    for _ in range(num):
         arms = [
             1
             + 0.07
@@ -276,8 +256,8 @@ def test_a_guard_that_both_arms_break_is_decided_by_its_test(num_pairs: int) -> 
         alarms += guards_of(arms[0], arms[1], Guards())["token_mult_prob_error_median"] == "fail"
         far = 1 + 700 * (arms[1] - 1)
         called += guards_of(arms[0], far, Guards())["token_mult_prob_error_median"] == "fail"
-    assert alarms <= binom.ppf(0.999, 200, 0.01 / 4)
-    assert called == 200
+    assert alarms <= binom.ppf(0.999, num, 0.01 / 4)
+    assert called == num
 
 
 @pytest.mark.parametrize("num_pairs", PAIRS)
@@ -393,21 +373,24 @@ def test_averages_of_the_same_runs_are_no_independent_seeds() -> None:
     assert Code.CHANGES_SHARED not in codes_of(*arms)
 
 
-@pytest.mark.parametrize("num", [2, 3, 5, 10])
+@replicated(200)
+@pytest.mark.parametrize("num_runs", [2, 3, 5, 10])
 @pytest.mark.parametrize("num_steps", [40, 100])
-def test_independent_curves_share_nothing(num: int, num_steps: int) -> None:
+def test_independent_curves_share_nothing(num_runs: int, num_steps: int, num: int) -> None:
     """White, autocorrelated, heavy-tailed and skewed noise, and noise on a shared trend."""
-    rng = np.random.default_rng([num, num_steps])
+    rng = np.random.default_rng([num_runs, num_steps])
     trend = 3 * np.sin(6 * np.arange(num_steps) / num_steps)
     makers = {
-        "white": lambda: rng.standard_normal((num, num_steps)),
-        "walk": lambda: rng.standard_normal((num, num_steps)).cumsum(axis=1),
-        "heavy": lambda: rng.standard_t(2, (num, num_steps)),
-        "skewed": lambda: rng.exponential(size=(num, num_steps)),
-        "trend": lambda: trend + 0.05 * rng.standard_normal((num, num_steps)),
+        "white": lambda: rng.standard_normal((num_runs, num_steps)),
+        "walk": lambda: rng.standard_normal((num_runs, num_steps)).cumsum(axis=1),
+        "heavy": lambda: rng.standard_t(2, (num_runs, num_steps)),
+        "skewed": lambda: rng.exponential(size=(num_runs, num_steps)),
+        "trend": lambda: trend + 0.05 * rng.standard_normal((num_runs, num_steps)),
     }
     num_found = {
-        name: sum(measure_shared_changes(make()) is not None for _ in range(200))
+        name: sum(measure_shared_changes(make()) is not None for _ in range(num))
         for name, make in makers.items()
     }
-    assert max(num_found.values()) <= 4, num_found  # at a rate of 0.005, more are one in 300 of these counts
+    assert max(num_found.values()) <= binom.ppf(0.9967, num, 0.005), (
+        num_found
+    )  # more are one in 300 of these counts

@@ -99,8 +99,8 @@ def test_offline_attempts_are_one_run_with_every_step_once(
     ("ending", "code", "code_of_upload"),
     [
         ("finished", 0, 0),
-        ("interrupted", 3, 3),
-        ("failed", 2, 2),
+        pytest.param("interrupted", 3, 3, marks=pytest.mark.slow),
+        pytest.param("failed", 2, 2, marks=pytest.mark.slow),
         ("died", 1, 0),  # standard input closes, and nothing is recorded; for abrun wandb-sync it still runs
     ],
 )

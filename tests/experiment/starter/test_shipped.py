@@ -20,13 +20,11 @@ def test_a_name_is_a_recipe_that_ships_and_a_file_wins(
     (tmp_path / "quickstart").write_text("name: mine")
     assert find_recipe(Path("quickstart")) == Path("quickstart")
     assert find_recipe(Path("gone.yaml")) == Path("gone.yaml")  # whoever reads it says that it is missing
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         find_recipe(Path("quickstrat"))
-    snapshot(refusal.value)
     (tmp_path / "mine.yaml").touch()
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         find_recipe(Path("mine"))
-    snapshot(refusal.value)
 
 
 def test_every_file_is_listed_under_a_name_of_its_own_with_what_it_takes() -> None:

@@ -137,9 +137,8 @@ def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Snapshot
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LaunchError) as refused:
+    with snapshot.refused(LaunchError):
         submit(planned(), tmp_path / "runs")
-    snapshot(refused.value)
     assert not (tmp_path / "runs").exists()
 
 
@@ -157,9 +156,8 @@ def test_an_address_where_nothing_listens_is_one_line(
     )
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         submit(planned(), tmp_path / "runs")
-    snapshot(refusal.value)
 
 
 def test_a_head_that_listens_and_hangs_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

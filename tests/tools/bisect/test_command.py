@@ -194,9 +194,8 @@ def test_it_is_named_and_the_same_call_goes_on_after_a_stop(
     assert run(one, again).sentence == outcome.sentence and not again.made  # all of it is on disk
     one.clean_up()
     assert str(tmp_path) not in git(repo, "worktree", "list")
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         run(bisection(repo, tmp_path, "v4", "v8", last=6), again)
-    snapshot(refusal.value)
 
 
 def test_a_commit_that_cannot_run_is_passed_over_and_the_answer_is_a_range(repo, tmp_path, monkeypatch):
@@ -265,9 +264,8 @@ def test_a_bad_one_that_does_not_run_is_said_and_nothing_is_left_in_the_reposito
     inline.broken = {git(repo, "rev-parse", "v8")[:12]}
     one = bisection(repo, tmp_path, "v4", "v8")
     monkeypatch.setattr("abrun.tools.bisect.cli._make_launch_function", lambda *_: inline)
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         _search(one, inline.directory, None, keep=True)
-    snapshot(refusal.value)
     assert git(repo, "worktree", "list").count(str(tmp_path)) == 2
     with pytest.raises(LaunchError):
         _search(one, inline.directory, None, keep=False)
@@ -291,9 +289,8 @@ def test_setups_have_an_environment_of_their_own_and_their_failure_is_a_line(
     (checkout / "seen").unlink()
     environments.make(good)
     assert not (checkout / "seen").exists()  # made once
-    with pytest.raises(SetupError) as refusal:
+    with snapshot.refused(SetupError):
         environments.make(broken)
-    snapshot(refusal.value)
     other = replace(environments, setup="true")
     assert other.changes(good)["trainer.python"] != environments.changes(good)["trainer.python"]
     for candidate in found:
@@ -343,13 +340,11 @@ def test_a_command_that_would_not_follow_its_candidate_is_refused(
     repo: Path, tmp_path: Path, snapshot: Snapshot
 ) -> None:
     recipe = bisect_recipe(repo / "recipe.yaml", ["trainer.parameters={}", "trainer.argv=['true']"])
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         environments_for(recipe, tmp_path, repo, None)
-    snapshot(refusal.value)
     own = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         bisect_recipe(own, [])
-    snapshot(refusal.value)
 
 
 def test_candidates_are_first_parents_refs_and_versions(repo: Path) -> None:

@@ -136,12 +136,10 @@ def test_what_a_change_asks_to_be_scored(snapshot: Snapshot) -> None:
         policies = {key: scoring.config.policy for key, scoring in scored.items() if scoring}
         found = {key: (of.packing, of.share_prompts, of.micro_batch_size) for key, of in policies.items()}
         assert found == shapes
-    with pytest.raises(AbrunError) as refusal:
+    with snapshot.refused(AbrunError):
         variations_of(config, ["cluster.cpu_ranks=2"])
-    snapshot(refusal.value)
-    with pytest.raises(AbrunError) as refusal:
+    with snapshot.refused(AbrunError):
         variations_of(config, ["policy.dtyp=float32"])
-    snapshot(refusal.value)
 
 
 def test_a_run_that_may_not_be_written_to_needs_an_output(tmp_path: Path, snapshot: Snapshot) -> None:
@@ -175,6 +173,5 @@ def test_two_at_once_do_not_mix_and_what_a_killed_one_left_is_removed(
 
 @pytest.mark.parametrize("override", ["steps=20", "rollout.engine=vllm", "rollout.temperature=1.0"])
 def test_a_change_that_changes_no_scoring_is_refused(override: str, snapshot: Snapshot) -> None:
-    with pytest.raises(AbrunError) as refusal:
+    with snapshot.refused(AbrunError):
         variations_of(on_one_rank(run_config()), [override])
-    snapshot(refusal.value)

@@ -357,16 +357,14 @@ def test_a_model_that_is_not_here_is_not_asked_for_by_a_process(
 ) -> None:
     monkeypatch.setattr(probes, "hub_refusal", lambda name: "the hub sleeps")
     recipe: Any = load_recipe(RECIPE, ["model={path: nobody/nothing}"])
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         predict_recipe(plan(recipe, [64]), tmp_path)
-    snapshot(refusal.value)
 
 
 @pytest.mark.parametrize("asked", ["h300", "0GiB", "-1", "80 TB", ""])
 def test_memory_of_no_device(asked: str, snapshot: Snapshot) -> None:
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         resolve_device_memory(asked)
-    snapshot(refusal.value)
 
 
 def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,16 +377,14 @@ def test_brackets_in_what_is_said_of_memory_are_shown(monkeypatch: pytest.Monkey
 def test_lengths_that_the_model_does_not_take(snapshot: Snapshot) -> None:
     config = load_recipe(RECIPE).run_config("baseline")
     assert isinstance(config, OwnRunConfig)
-    with pytest.raises(RecipeError) as refusal:
+    with snapshot.refused(RecipeError):
         next(trace(config, [64, 5000], 1))
-    snapshot(refusal.value)
 
 
 def test_another_backend_is_refused(tmp_path: Path, snapshot: Snapshot) -> None:
     recipe: Any = load_recipe(RECIPE, ["policy.backend.type=megatron"])
-    with pytest.raises(LaunchError) as refusal:
+    with snapshot.refused(LaunchError):
         predict_recipe(plan(recipe, [64]), tmp_path)
-    snapshot(refusal.value)
 
 
 def test_an_arm_that_cannot_be_predicted_leaves_the_other_its_own(
