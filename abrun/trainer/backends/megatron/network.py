@@ -200,7 +200,7 @@ def make_network(
     if misfit:
         raise RecipeError(misfit)
     _check_supported(network, facts)
-    config = _transformer_config(network.config, policy, settings, on_cpu=on_cpu)
+    config = _transformer_config(network.config, policy, settings, on_cpu)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -243,11 +243,8 @@ def _rotary_embedding(facts: Facts) -> Any:
     return getattr(facts.base, "rotary_emb", None)
 
 
-def _transformer_config(
-    config: Any, policy: Policy, settings: Megatron, *, on_cpu: bool
-) -> TransformerConfig:
+def _transformer_config(config: Any, policy: Policy, settings: Megatron, on_cpu: bool) -> TransformerConfig:
     dtype = getattr(torch, policy.dtype)
-    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     values: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -289,7 +286,7 @@ def _transformer_config(
         "apply_rope_fusion": False,
     }
     if policy.activation_checkpointing == "full":
-        values |= {f"recompute_{name}": value for name, value in recompute.items()}
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if config.model_type == "qwen3_moe":
         values |= {
             "num_moe_experts": config.num_experts,
@@ -303,8 +300,8 @@ def _transformer_config(
             "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
         }
-    known_fields = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in values.items() if name in known_fields})
+    known = (field.name for field in fields(TransformerConfig) if field.name in values)
+    return TransformerConfig(**{name: values[name] for name in known})
 
 
 def head_dim(config: Any) -> int:
