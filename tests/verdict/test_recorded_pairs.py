@@ -85,8 +85,8 @@ def test_equal_arms_whose_noise_reaches_the_margin_are_seldom_a_mismatch(num_pai
     results = []
     for _ in range(num):
         level = np.exp(0.3 * rng.standard_normal((num_pairs, 8)))
-        arms = (level * np.exp(0.014 * rng.standard_normal((num_pairs, 8))) for _ in range(2))
-        recorded = sampled(*arms, "recorded", "recorded")
+        left, right = (level * np.exp(0.014 * rng.standard_normal((num_pairs, 8))) for _ in range(2))
+        recorded = sampled(left, right, "recorded", "recorded")
         claim = CLAIM.model_copy(update={"margin": "1%"})
         results.append(judge(recorded, [claim])[0].claims[0].result)
     assert results.count("different") <= binom.ppf(0.993, num, 0.04)
