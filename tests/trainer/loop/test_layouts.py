@@ -45,6 +45,7 @@ CASES = [
     pytest.param(layout, name, marks=() if (layout, name) in QUICK else pytest.mark.slow)
     for layout in LAYOUTS
     for name in ALGORITHMS
+    if layout != "megatron pipeline" or name.startswith("ppo")  # no completion of its model has a reward
 ]
 
 
