@@ -20,9 +20,9 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
 
     `runs_a` and `runs_b` are folders or files of runs over seeds, as `abrun compare` reads them; the first
     are the baseline. Runs whose numbers did not change at all pass. `margin` is absolute (0.02), or text
-    such as "1.5 sigma" or "5%". Other options of
-    `abrun.compare` are keywords: `unpaired`, `step_one`, `aliases`, `step_column`, `pattern`. Returns the
-    result; its report is in the test's `tmp_path`, and the failure message names it.
+    such as "1.5 sigma" or "5%". Other options of `abrun.compare` are keywords: `unpaired`, `step_one`,
+    `aliases`, `step_column`, `pattern`. Returns the result; its report is in the test's `tmp_path`, and the
+    failure message names it.
     """
 
     def check(
@@ -60,8 +60,9 @@ def assert_equivalent(tmp_path: Path) -> "Callable[..., Result]":
     return check
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return names for two sources: the last part in which their paths differ."""
-    parts = zip(reversed(first.resolve().parts), reversed(second.resolve().parts), strict=False)
-    name, other = next(((part, other) for part, other in parts if part != other), ("a", "b"))
-    return (name, other) if re.fullmatch(r"[\w.-]+ [\w.-]+", f"{name} {other}") else ("a", "b")
+def _names(source_a: Path, source_b: Path) -> tuple[str, str]:
+    """Return names for two sources: the last folder, or file, in which their paths differ."""
+    for name_a, name_b in zip(source_a.resolve().parts[::-1], source_b.resolve().parts[::-1], strict=False):
+        if name_a != name_b and re.fullmatch(r"[\w.-]+ [\w.-]+", f"{name_a} {name_b}"):
+            return name_a, name_b
+    return "a", "b"

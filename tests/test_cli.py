@@ -51,7 +51,7 @@ class Verdict:
         self.verdict, self.content = verdict, SimpleNamespace()
         self.exit_code = {"MATCH": 0, "MISMATCH": 3, "INCONCLUSIVE": 4, "INVALID": 5}[verdict]
 
-    def summary(self) -> str:
+    def summary(self, *, verbose: bool = False) -> str:
         return f"The verdict: {self.verdict}"
 
 
@@ -177,7 +177,7 @@ def test_no_memory_is_one_line(run: Run, verdict: Callable[[Any], list[Any]], er
         (["launch", SMALL, "--seeds", "3-3"], "an equivalence margin"),
         (["launch", SMALL, "--name", "a/b"], "--name: got 'a/b'"),
         (["launch", SMALL, "--name", "a/b", "--dry-run"], "--name: got 'a/b'"),
-        (["launch", SMALL, "--name", "never", "--resume", "--dry-run"], "never: no experiment here"),
+        (["launch", SMALL, "--name", "never", "--resume", "--dry-run"], "never: there is nothing to resume"),
         (["memory-profile", SMALL, "--lengths", "9" * 5000], "--lengths: got"),
         (["memory-profile", SMALL, "--sequences", "0"], "--sequences: got '0'; allowed: numbers of at"),
         (["memory-profile", SMALL, "--sequences", "0"], "at least 1, such as 1,2,4"),
@@ -204,7 +204,7 @@ def test_no_memory_is_one_line(run: Run, verdict: Callable[[Any], list[Any]], er
         (["memory-profile", SMALL, *TO_COME], "rollout.devices: got 1 with cluster.nodes 2, which is"),
         (["launch", SMALL, "--runs-dir", "/proc/runs"], "cannot be written"),
         (["launch", SMALL, "--runs-dir", str(SMALL)], "in the place of a folder"),
-        (["launch", SMALL, "--resume"], "no experiment here"),
+        (["launch", SMALL, "--resume"], "there is nothing to resume"),
         (["launch", SMALL, "--dry-run", *CLAIM], "mean 'train/reward'?"),
         (["power", SMALL, *CLAIM], "compare.claims.0.metric: got 'train/rewrad'"),
         (["power", SMALL, *WINDOW], "compare.claims.0.window: got 'steps 2-4'"),

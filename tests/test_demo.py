@@ -170,7 +170,7 @@ def test_next_commands_of_the_demo_can_work_on_its_runs(
     unpack_runs(Path("abrun-demo"))
     lacking = None if packages else "needs torch: pip install 'abrun[train]'"
     monkeypatch.setattr(next_step, "missing_package", lambda extra: lacking)
-    texts = [abrun("compare", f"abrun-demo/{name}")[1] for name in EXPERIMENTS]
+    texts = [abrun("compare", f"abrun-demo/{name}", "-v")[1] for name in EXPERIMENTS]
     match, mismatch = (" ".join(text.partition("\nnext ")[2].split()) for text in texts)
     install = "" if packages else "pip install 'abrun[train]' && "
     assert f": {install}abrun faults run abrun-demo/quickstart --runs-dir abrun-demo" in match

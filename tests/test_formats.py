@@ -84,7 +84,7 @@ def test_commands_read_a_stored_experiment(stored: Path, abrun: Abrun) -> None:
     code, output, errors = abrun("compare", *arms, *claim)
     assert code == 0 and "MATCH" in output, errors
     files = [f"{arm}=jsonl:runs/pairs/{arm}/seed-0/metrics.jsonl" for arm in ("baseline", "treatment")]
-    code, output, errors = abrun("compare", *files)
+    code, output, errors = abrun("compare", *files, "-v")
     assert code == 0 and "10 of 10 steps shared" in output, errors
 
 

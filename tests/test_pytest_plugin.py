@@ -66,7 +66,7 @@ def test_equal_runs_pass_and_others_fail_with_the_reason_and_the_report(tmp_path
         "test_unchanged": "PASSED",
         "test_gone": "FAILED",
     }, said
-    assert "MISMATCH: old and worse" in said and "train/reward: b is 0.1 lower than a" in said
+    assert "MISMATCH: old and worse" in said and "train/reward: worse is 0.1 lower than old" in said
     assert "INCONCLUSIVE: old and same" in said
     assert "During handling of" not in said
     report = next(line.split()[-1] for line in said.splitlines() if line.strip().startswith("report:"))

@@ -174,14 +174,18 @@ def compare(
         output=output,
         command=typed_command(),
     )
-    if as_json:
-        print_json(comparison.as_json())
-    else:
-        console().print(comparison.summary(verbose=verbose))
+    _print(comparison, verbose=verbose, as_json=as_json)
     if wandb:
         _upload(comparison, sources, runs_dir)
     code = comparison.exit_code
     raise typer.Exit(0 if allow_inconclusive and comparison.verdict == "INCONCLUSIVE" else code)
+
+
+def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(comparison.as_json())
+    else:
+        console().print(comparison.summary(verbose=verbose))
 
 
 def _judge_fleet(

@@ -95,7 +95,7 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
         evidence = content.select(kind, arm)
         text = word(evidence, content, arm)
         if text is not None:
-            results = {piece.result for piece in evidence}
+            results = {item.result for item in evidence}
             passes = "pass" in results and results <= {"pass", "not tested", "not recorded"}
             is_main = kind in CHECKS or "differs" in results
             yield ArmLine(label, text, is_main, label if passes and is_main else None)
@@ -103,8 +103,8 @@ def _arm_lines(content: VerdictFile, arm: str, section: ArmSection) -> Iterator[
     if analyses := section.interim_analyses:
         planned = ", ".join(str(analysis.num_pairs) for analysis in analyses)
         completed = [f"{done.num_pairs} pairs: {done.verdict}" for done in analyses if done.verdict]
-        taken = ", ".join(completed) or "none yet"
-        yield ArmLine("interim analyses", f"declared at {planned} pairs; taken: {taken}")
+        done_text = ", ".join(completed) or "none yet"
+        yield ArmLine("interim analyses", f"declared at {planned} pairs; taken: {done_text}")
 
 
 def _size_line(content: VerdictFile, arm: str, section: ArmSection) -> ArmLine:

@@ -294,10 +294,10 @@ def render_terminal(
     renderables.append(Panel(reasons, title=title, title_align="left", border_style=color))
 
     shown_steps = next_steps if verbose else next_steps[:1]
-    last = [("next", f"{step.text}: {step.command}") for step in shown_steps]
+    closing = [("next", f"{step.text}: {step.command}") for step in shown_steps]
     if files and verbose and (missing := missing_package("figures")):
-        last.append(("figures", f"PNG and SVG: {missing}"))
-    renderables.append(_label_rows(last))
+        closing.append(("figures", f"PNG and SVG: {missing}"))
+    renderables.append(_label_rows(closing))
     if files:
         renderables.append(Text.assemble(("report  ", "bold"), _link(files)))
     return Group(*renderables)
@@ -311,5 +311,5 @@ def _link(files: Sequence[Path]) -> Text:
     """Return the path of the report's page, or else of its first file, as a link that terminals open."""
     path = next((path for path in files if path.name == PAGE), files[0])
     absolute = path.absolute()
-    shown = absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else path
-    return Text(display_safe(str(shown)), style=f"link {absolute.as_uri()}")
+    near = absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else path
+    return Text(display_safe(str(near)), style=f"link {absolute.as_uri()}")

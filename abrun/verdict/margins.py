@@ -42,10 +42,10 @@ def resolve_margin(claim: Claim, reference: Reference | None) -> Margin:
         == (claim.metric, claim.window, claim.transform)
         for frozen_claim in reference.compare.claims
     ):
-        known = (f"{frozen.metric} over {frozen.window}" for frozen in reference.compare.claims)
+        claim_names = (f"{frozen.metric} over {frozen.window}" for frozen in reference.compare.claims)
         raise ComparisonError(
             f"{claim.metric}: margin: got {claim.declared_margin!r} over {claim.window!r}, but reference "
-            f"{reference.name!r} has no sigma for it; it has: {', '.join(known)}"
+            f"{reference.name!r} has no sigma for it; it has: {', '.join(claim_names)}"
         )
     runs = [run for run in reference.runs if not run.name.rerun]
     margin = number * _sigma_lower_bound(claim, runs, f"reference {reference.name!r}")

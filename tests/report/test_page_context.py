@@ -162,7 +162,7 @@ def test_an_open_question_says_how_many_fresh_seeds_settle_it(simulated, judged,
 def test_without_a_claim_one_is_declared_before_any_more_seeds(simulated, judged, here, num_seeds):
     experiment_dir = simulated(seeds=[*range(num_seeds)], noise=0.05, compare={"claims": []})
     comparison = judged(experiment_dir)
-    assert comparison.verdict == "INCONCLUSIVE"
+    assert comparison.verdict == "DESCRIPTION"
     first, *others = beside(comparison, experiment_dir).next_steps
     assert first.text.startswith("Declare a margin that you accept (suggested here: ")
     claim = '"claims": [{"metric": "train/reward", "margin": 0.05}]'
@@ -183,7 +183,7 @@ def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, jud
         for run in experiment_dir.glob("*/seed-*"):
             edit_rows(run, lambda row: row.update({"train/entropy": 1.5}))
         comparison = judged(experiment_dir)
-        assert comparison.verdict == "INCONCLUSIVE"
+        assert comparison.verdict == "DESCRIPTION"
         longer, other = commands(comparison, experiment_dir)
         assert longer.endswith(" --set steps=80 --name simulated-longer")
         assert f"--seeds 5-9 --set 'compare={json.dumps({'claims': [reward]})}'" in other

@@ -83,7 +83,6 @@ def test_both_designs_are_shown_with_their_pairs(margin):
     plan = PowerPlan("next", compare, 12).as_json()
     designs = plan["designs"]
     assert 3 < designs["pairs_if_equal"] < designs["fixed_pairs"] < designs["pairs_at_margin"] <= 12
-    assert plan["design_code"]["code"] == "interim_saves"
     undeclared = shown(PowerPlan("next", Compare(claims=[claim]), 12, seeds=range(12)).render())
     assert "launch with --seeds 0,1,2,3,4,5 --until-decided --max-seeds 1" in undeclared
 

@@ -342,9 +342,9 @@ def refuse_mixed_axes(runs: Iterable[tuple[Axis, str]]) -> None:
     for axis, place in runs:
         places.setdefault(axis, place)
     if len(places) > 1:
-        found = " and ".join(f"{kinds[axis]} ({place})" for axis, place in places.items())
+        axis_names = " and ".join(f"{kinds[axis]} ({place})" for axis, place in places.items())
         raise ComparisonError(
-            f"sources: got {found}, which have no values in common; compare runs of one kind"
+            f"sources: got {axis_names}, which have no values in common; compare runs of one kind"
         )
 
 
@@ -450,19 +450,14 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
         if metric not in recorded_metrics and len(matching_metrics) == 1:
             metric = matching_metrics[0]
         resolved_claim = claim.model_copy(update={"metric": metric}) if metric in recorded_metrics else claim
-        if experiment.axis != "steps" and claim.target:
-            raise ComparisonError(
-                f"{claim.metric}: {claim.window}: the runs have final scores but no steps; claim a margin"
-            )
         if experiment.axis != "steps":  # neither windows nor learning
             resolved_claim = resolved_claim.model_copy(update={"window": "all", "climbs": False})
         if resolved_claim in resolved:
             raise ComparisonError(f"--claim: got {claim.metric!r} twice; give every claim once")
         if resolved_claim.needs_direction and not resolved_claim.better_direction:
-            kind = claim.window if claim.target else claim.kind
             raise ComparisonError(
-                f"{claim.metric}: {kind}: whether higher is better is unknown; add ', higher is better' or "
-                "', lower is better' to --claim, or higher_is_better to the recipe's claim"
+                f"{claim.metric}: {claim.kind}: whether higher is better is unknown; add ', higher is better' "
+                "or ', lower is better' to --claim, or higher_is_better to the recipe's claim"
             )
         if resolved_claim.is_on_policy_loss(policy_gradient=REWARD in recorded_metrics):
             raise ComparisonError(

@@ -215,24 +215,24 @@ def make_regression_experiment(
     """
     experiment.choose_arm(arm, experiment.arms)  # raises
     if reference.runs and reference.runs[0].axis != experiment.axis:
-        first = reference.runs[0]
-        refuse_mixed_axes([(first.axis, first.place), (experiment.axis, experiment.name)])
+        old_run = reference.runs[0]
+        refuse_mixed_axes([(old_run.axis, old_run.place), (experiment.axis, experiment.name)])
     reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
-    shown = NEW_ARM if arm == BASELINE else arm  # what is under test is nobody's baseline
+    new_arm = NEW_ARM if arm == BASELINE else arm  # what is under test is nobody's baseline
     for name, run in experiment.runs.items():
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in reference_keys} if run.config else None
-            shown_name, identity = replace(name, arm=shown), run.identity
+            new_name, identity = replace(name, arm=new_arm), run.identity
             if identity and identity.get("arm") == arm:
-                identity = {**identity, "arm": shown}
-            runs[shown_name] = replace(run, name=shown_name, config=config, identity=identity)
+                identity = {**identity, "arm": new_arm}
+            runs[new_name] = replace(run, name=new_name, config=config, identity=identity)
     treatment_name = f"{experiment.name}'s arm '{arm}'" if len(experiment.arms) > 1 else experiment.name
     declared_s = -math.inf if reference.declared_s is None else reference.declared_s
     is_any_run_older = any(run.span_s and run.span_s[0] < declared_s for run in runs.values())
     return RecordedExperiment(
         name=f"{treatment_name} against {reference.name}",
-        arms=(REFERENCE_ARM, shown),
+        arms=(REFERENCE_ARM, new_arm),
         compare=reference.compare,
         directory=experiment.directory,
         launched_compare_sha256=None if is_any_run_older else compare_hash(reference.compare),

@@ -69,7 +69,9 @@ class Table:
         titled = {"title": display_safe(self.title), "title_justify": "left"}
         look: dict[str, Any] = titled if self.title else PLAIN if self.columns else GRID
         table = RichTable(**(look | layout))
-        for column in self.columns:
+        for column in self.columns or [
+            Column("", fold=True) for _ in range(len(self.rows[0]) if self.rows else 0)
+        ]:
             table.add_column(
                 _text(column.title),
                 justify="right" if column.numeric else "left",
@@ -96,14 +98,14 @@ class Table:
 
     def without(self, title: str) -> "Table":
         """Return the table without the columns of this title."""
-        kept = [index for index, column in enumerate(self.columns) if str(column.title) != title]
-        rows = [[row[index] for index in kept] for row in self.rows]
-        return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
+        indices = [index for index, column in enumerate(self.columns) if str(column.title) != title]
+        rows = [[row[index] for index in indices] for row in self.rows]
+        return replace(self, columns=[self.columns[index] for index in indices], rows=rows)
 
     def cut_to(self, width: int) -> "Table":
         """Return the table with the text of its last column cut, so that a terminal shows a line a row."""
-        others = zip(*[[str(cell) for cell in row[:-1]] for row in (self._titles, *self.rows)], strict=True)
-        room = max(10, width - sum(max(map(len, cells)) + 2 for cells in others))
+        widths = zip(*[[str(cell) for cell in row[:-1]] for row in (self._titles, *self.rows)], strict=True)
+        room = max(10, width - sum(max(map(len, cells)) + 2 for cells in widths))
         rows = [[*row[:-1], _cut(str(row[-1]), room)] for row in self.rows]
         return replace(self, rows=rows)
 

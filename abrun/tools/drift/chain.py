@@ -97,8 +97,8 @@ def anchor_levels(reference: Reference, ledger: Ledger) -> dict[int, float]:
 
 
 def _levels(runs: list[RecordedRun], ledger: Ledger) -> dict[int, float]:
-    first, last = ledger.steps
-    window = f"steps {first}-{last}"
+    first_step, last_step = ledger.steps
+    window = f"steps {first_step}-{last_step}"
     claim = Claim(metric=ledger.metric, window=window, transform=ledger.transform, margin=1.0)
     values = summarize_window(runs, claim)
     return {run.name.seed: float(value) for run, value in zip(runs, values, strict=True)}
@@ -269,8 +269,10 @@ def _refuse_other_baseline(reference: Reference, ledger: Ledger, experiment: Rec
             f"{experiment.name}: its baseline records no configuration, so it cannot be checked against "
             f"{link}"
         )
-    own = [number for number, entry in enumerate(ledger.entries, 1) if entry.experiment == experiment.name]
-    namesake = f" (entry {own[0]} is an experiment of this name)" if own else ""
+    own_entries = [
+        number for number, entry in enumerate(ledger.entries, 1) if entry.experiment == experiment.name
+    ]
+    namesake = f" (entry {own_entries[0]} is an experiment of this name)" if own_entries else ""
     for key in sorted(expected):
         if config.get(key) != expected[key]:
             raise ComparisonError(

@@ -289,7 +289,7 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
     }
     for result in comparison.content.claims:
         terms, estimate = result.claim, result.estimate
-        known: dict[str, Any] = {}
+        variances: dict[str, Any] = {}
         counts = (terms.num_pairs,) if terms.num_runs is None else terms.num_runs
         p_alone = estimate.p_beyond if min(counts) >= MIN_FOR_MISMATCH else None
         single = single_runs.get((terms.metric, terms.window))
@@ -297,7 +297,7 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
         if terms.test not in _DIFFERENCE_TESTS or not margin or terms.kind == "better":
             pass  # no difference with a margin of its own
         elif p_alone is None and single is not None:
-            known = {
+            variances = {
                 "design": "single",
                 "difference": single["difference"] / margin,
                 "margin": margin,
@@ -313,7 +313,7 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
             and math.isfinite(error / margin)
         ):
             factor = sum(1 / number for number in counts)
-            known = {
+            variances = {
                 "design": "paired" if terms.num_runs is None else "unpaired",
                 "difference": difference / margin,
                 "margin": margin,
@@ -327,7 +327,7 @@ def _claim_evidence(comparison: Comparison, alpha: float) -> Iterator[ClaimEvide
             better=terms.better,
             p_alone=p_alone,
             share=terms.alpha_difference / alpha,
-            **known,
+            **variances,
         )
 
 

@@ -288,9 +288,9 @@ def _decide_status(
         problem = judgement.reference_problem
         return "red before", f"the reference itself is red: {problem}; make a new reference"
     if passes and recipe.retried:
-        attempt, *others = recipe.retried
-        more = f", and {len(others)} more" if others else ""
-        return "flaked", f"{attempt}{more}; every run finished in a later attempt and matches"
+        attempt, *earlier_runs = recipe.retried
+        and_more = f", and {len(earlier_runs)} more" if earlier_runs else ""
+        return "flaked", f"{attempt}{and_more}; every run finished in a later attempt and matches"
     if passes:
         return "green", f"red in the earlier fleet, and matches now: {cause}" if was_red else cause
     if is_red and rerun and chance.passes(rerun):
@@ -309,21 +309,21 @@ def _decide_status(
             rate = 1.0 if adjusted_p is None else adjusted_p
             chance_text = f"chance among so many recipes could explain it (false discovery rate {rate:.2g})"
             return "open", f"red by itself, but {chance_text}: {cause}; rerun it with more seeds"
-        again = ", some of them again on the rerun" if rerun else ""
-        failed = f"{counted(judgement.num_runs, 'run')}, of which seed {listed(seeds)} failed{again}"
+        repeated = ", some of them again on the rerun" if rerun else ""
+        failed = f"{counted(judgement.num_runs, 'run')}, of which seed {listed(seeds)} failed{repeated}"
         remedy = f"rerun {plural(seeds, 'that seed')}"
         return "open", f"{failed}, as accidents in this fleet could: {cause}; {remedy}"
     if rerun and not chance.is_red(rerun):
         return "open", f"{cause}. The rerun decides nothing: {chance.cause(rerun)}; add seeds"
-    again = f"red again on the rerun of {num_again}: " if rerun else ""
+    repeated = f"red again on the rerun of {num_again}: " if rerun else ""
     # The change is for the better if all claims that moved are
     moved = [claim for claim in judgement.claims if abs(claim.difference or 0.0) > 1]
     is_other_evidence = judgement.failed_seeds or judgement.breaks_exact_rule
     if moved and not is_other_evidence and all(claim.better and claim.loss < 0 for claim in moved):
-        again = (
-            f"better than the reference, beyond the margin; make a new reference if that is meant. {again}"
+        repeated = (
+            f"better than the reference, beyond the margin; make a new reference if that is meant. {repeated}"
         )
-    return "regressed here", f"{again}{cause}"
+    return "regressed here", f"{repeated}{cause}"
 
 
 # --- all recipes of a folder, and the files of the report ---
@@ -427,12 +427,12 @@ def _summarize(rows: Sequence[FleetRow], counts: Mapping[Status, int]) -> str:
     """Return the fleet in one sentence: how many recipes regressed here, and where all others stand."""
     names = [row.name for row in rows if row.status == "regressed here"]
     head = f"{len(names)} of {len(rows)} recipes" if names else "no recipe"
-    others = [
+    other_rows = [
         f"{num} {one if num == 1 else several}"
         for status, (*_, one, several) in _LOOKS.items()
         if status != "regressed here" and ((num := counts[status]) or status == "green")
     ]
-    text = f"{head} regressed here; {', '.join(others)}"
+    text = f"{head} regressed here; {', '.join(other_rows)}"
     num_more = len(names) - _MAX_NAMES
     named = ", ".join(names[:_MAX_NAMES] + [f"{num_more} more"] * (num_more > 0))
     return f"{text}. Look at {named}" if names else text
@@ -462,7 +462,7 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
     color = _LOOKS[fleet.recipes[0].status][0]
     title = Text(f"Fleet of {len(fleet.recipes)} recipes", style=f"bold {color}")
     summary = Text(display_safe(fleet.summary))
-    parts: list[RenderableType] = [Panel(summary, title=title, title_align="left", border_style=color)]
+    renderables: list[RenderableType] = [Panel(summary, title=title, title_align="left", border_style=color)]
     cells = [
         [row.name, Text(row.status, style=_LOOKS[row.status][0]), *_numbers(row), row.reason]
         for row in fleet.recipes
@@ -470,10 +470,10 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
     ]
     titles = ("recipe", "status", "runs", "p", "FDR", "why")
     table = Table(columns(*titles, no_wrap=("status", "runs", "p", "FDR"), fold=True), cells)
-    parts += [table.to_rich(padding=(0, 1))] if cells else []
-    parts.append(Text(display_safe(_rule_text(fleet)), style="dim"))
-    parts += [Text.assemble(("report  ", "bold"), page)] if page else []
-    return Group(*parts)
+    renderables += [table.to_rich(padding=(0, 1))] if cells else []
+    renderables.append(Text(display_safe(_rule_text(fleet)), style="dim"))
+    renderables += [Text.assemble(("report  ", "bold"), page)] if page else []
+    return Group(*renderables)
 
 
 def _render_page(fleet: Fleet) -> str:

@@ -182,10 +182,10 @@ def _refuse_unfinished(incumbent: Runs) -> None:
 
 
 def _refuse_copies(
-    candidate: str, known: tuple[RecordedRun, ...], own: tuple[RecordedRun, ...], metric: str
+    candidate: str, known_runs: tuple[RecordedRun, ...], own: tuple[RecordedRun, ...], metric: str
 ) -> None:
     """Raise ComparisonError if a run of the candidate repeats another one, or a known run of another name."""
-    problem = check_distinct_seeds(Sides(baselines=known, treatments=own, paired=False), metric)
+    problem = check_distinct_seeds(Sides(baselines=known_runs, treatments=own, paired=False), metric)
     if problem:
         raise ComparisonError(f"{problem}; run {candidate} with seeds that no other run has")
 

@@ -59,8 +59,8 @@ class KnownRun:
 def remember_run(run: RecordedRun, metric: str) -> KnownRun:
     """Return what recognises a run later. Values have seven digits: more do not survive every log."""
     curve = run.series(metric)
-    kept = np.unique(np.linspace(0, len(curve) - 1, min(NUM_POINTS, len(curve))).astype(int))
-    steps, values = curve.steps[kept], curve.values[kept]
+    indices = np.unique(np.linspace(0, len(curve) - 1, min(NUM_POINTS, len(curve))).astype(int))
+    steps, values = curve.steps[indices], curve.values[indices]
     if len(np.unique(values)) < MIN_DISTINCT or not np.isfinite(values).all():
         values = _hash_learned_numbers(run)
         steps = np.arange(len(values))
@@ -200,8 +200,8 @@ class State:
     def noise(self, candidate: str) -> Noise:
         """Return the noise of all runs except the incumbent's and this candidate's."""
         left_out = candidate, self.incumbent.name
-        others = [runs.values for name, runs in self.runs_by_name.items() if name not in left_out]
-        samples = [Sample.of(values) for values in others if values]
+        other_runs = [runs.values for name, runs in self.runs_by_name.items() if name not in left_out]
+        samples = [Sample.of(values) for values in other_runs if values]
         return Noise(
             squares=float(sum(sample.squares for sample in samples)),
             dof=float(sum(sample.count - 1 for sample in samples)),

@@ -538,7 +538,7 @@ def _remaining_budget(budget_bytes: int, num_tokens: int) -> float:
 
 
 def longest_slice(slices: list[slice]) -> int:
-    return max((part.stop - part.start for part in slices), default=0)
+    return max((token_slice.stop - token_slice.start for token_slice in slices), default=0)
 
 
 def _split_evenly(total: int, max_length: float, alignment: int) -> list[slice]:

@@ -41,11 +41,11 @@ def merge(contributions: Sequence[MetricParts]) -> MetricParts:
     }
     merged: dict[str, dict[str, Tensor]] = {}
     for kind, reduce in reductions.items():
-        parts: list[dict[str, Tensor]] = [getattr(contribution, kind) for contribution in contributions]
-        keys = parts[0].keys()
-        for part in parts:
+        shares: list[dict[str, Tensor]] = [getattr(contribution, kind) for contribution in contributions]
+        keys = shares[0].keys()
+        for part in shares:
             assert part.keys() == keys, f"in some microbatches only: {part.keys() ^ keys}"
-        merged[kind] = {key: reduce(torch.stack([part[key] for part in parts])) for key in keys}
+        merged[kind] = {key: reduce(torch.stack([part[key] for part in shares])) for key in keys}
     return MetricParts(**merged)
 
 
@@ -186,7 +186,7 @@ def document_metrics(
 
 def merge_keys(metrics: MetricParts, more_metrics: MetricParts) -> MetricParts:
     """Return the union of contributions to different metrics."""
-    kinds = (part.name for part in fields(MetricParts))
+    kinds = (field.name for field in fields(MetricParts))
     return MetricParts(**{kind: getattr(metrics, kind) | getattr(more_metrics, kind) for kind in kinds})
 
 

@@ -167,8 +167,8 @@ def _find_numbers(expression: Any) -> Iterator[Any]:
     if getattr(expression, "is_number", False):
         yield expression
         return
-    for part in getattr(expression, "args", ()):
-        yield from _find_numbers(part)
+    for operand in getattr(expression, "args", ()):
+        yield from _find_numbers(operand)
 
 
 @lru_cache(maxsize=4096)

@@ -216,8 +216,8 @@ class StagedModel(TrainedModel):
             return metrics
         box: list[Any] = [None]
         if metrics is not None:
-            parts = metrics.sums, metrics.maxima, metrics.minima
-            box = [[{key: float(value) for key, value in values.items()} for values in parts]]
+            totals = metrics.sums, metrics.maxima, metrics.minima
+            box = [[{key: float(value) for key, value in values.items()} for values in totals]]
         dist.broadcast_object_list(box, src=_last_rank(), group=self.ranks.pipeline)
         sums, maxima, minima = (
             {

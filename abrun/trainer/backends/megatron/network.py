@@ -300,8 +300,8 @@ def _transformer_config(config: Any, policy: Policy, settings: Megatron, on_cpu:
             "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
         }
-    known = (field.name for field in fields(TransformerConfig) if field.name in values)
-    return TransformerConfig(**{name: values[name] for name in known})
+    field_names = (field.name for field in fields(TransformerConfig) if field.name in values)
+    return TransformerConfig(**{name: values[name] for name in field_names})
 
 
 def head_dim(config: Any) -> int:
