@@ -183,7 +183,7 @@ def test_a_claim_that_no_seed_can_test_is_replaced_on_fresh_seeds(simulated, jud
         for run in experiment_dir.glob("*/seed-*"):
             edit_rows(run, lambda row: row.update({"train/entropy": 1.5}))
         comparison = judged(experiment_dir)
-        assert comparison.verdict == "DESCRIPTION"
+        assert comparison.verdict == "INCONCLUSIVE"
         longer, other = commands(comparison, experiment_dir)
         assert longer.endswith(" --set steps=80 --name simulated-longer")
         assert f"--seeds 5-9 --set 'compare={json.dumps({'claims': [reward]})}'" in other

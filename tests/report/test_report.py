@@ -139,7 +139,7 @@ def test_nothing_is_written_without_a_folder(simulated, tmp_path, monkeypatch):
     found = compare_sources([str(experiment_dir)], ReadingOptions())
     assert found.files == [] and sorted(tmp_path.rglob("*")) == before
     summary = "not tested: 4 things (which bugs would be caught, rare failures, ...); all: compare -v"
-    assert summary in shown(found) and "report " not in shown(found)
+    assert summary in shown(found, width=200) and "\nreport " not in shown(found)
 
 
 def test_a_report_post_hoc_does_not_replace_the_declared_one(simulated, tmp_path):

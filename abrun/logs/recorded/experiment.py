@@ -456,8 +456,8 @@ def resolve_claims(experiment: RecordedExperiment, claims: Sequence[Claim]) -> l
             raise ComparisonError(f"--claim: got {claim.metric!r} twice; give every claim once")
         if resolved_claim.needs_direction and not resolved_claim.better_direction:
             raise ComparisonError(
-                f"{claim.metric}: {claim.kind}: whether higher is better is unknown; add ', higher is better' "
-                "or ', lower is better' to --claim, or higher_is_better to the recipe's claim"
+                f"{claim.metric}: {claim.kind}: whether higher is better is unknown; add ', higher is "
+                "better' or ', lower is better' to --claim, or higher_is_better to the recipe's claim"
             )
         if resolved_claim.is_on_policy_loss(policy_gradient=REWARD in recorded_metrics):
             raise ComparisonError(
