@@ -22,9 +22,8 @@ class TracedTensor:
     name: str  # KIND:MODULE, see abrun.runs.captures
     relative_error: Size  # norm of the difference over the baseline's norm
     ulps: Size  # largest difference in ULPs of the baseline's value
-    # Error over the replicas' mean error; without replicas over one ULP. The larger of both measures
-    ratio: Size
-    detectable_error: Size | None = None  # smallest beyond the limit; None without one, infinite for zeros
+    ratio: Size  # error over the replicas' mean error, the larger of both measures
+    detectable_error: Size | None = None  # smallest beyond the limit; infinite for zeros
 
     @property
     def kind(self) -> str:
@@ -41,7 +40,7 @@ class TraceResult:
 
     step: Count
     num_replicas: Count
-    limit: Size | None  # of the ratio; None without replicas, which judges nothing
+    limit: Size  # of the ratio
     tensors: Items[TracedTensor]  # in the order of execution
     missing: Items[str]  # names of tensors that only one of the arms has
 
@@ -52,9 +51,8 @@ class TraceResult:
 
     @property
     def beyond(self) -> tuple[TracedTensor, ...]:
-        """Return the tensors that differ by more than rounding; none without a limit."""
-        limit = self.limit
-        return () if limit is None else tuple(tensor for tensor in self.tensors if tensor.ratio > limit)
+        """Return the tensors that differ by more than rounding."""
+        return tuple(tensor for tensor in self.tensors if tensor.ratio > self.limit)
 
     @property
     def first(self) -> TracedTensor | None:
@@ -93,7 +91,7 @@ class TraceResult:
         return {
             **asdict(self),
             "level": self.level,
-            "agrees": None if self.limit is None else self.first is None,
+            "agrees": self.first is None,
             "first": self.first and self.first.name,
             "last_agreeing": self.last_agreeing and self.last_agreeing.name,
             "num_beyond": len(self.beyond),

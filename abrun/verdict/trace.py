@@ -14,7 +14,7 @@ NEIGHBOURS = 3  # tensors kept before and after the first difference
 def describe_trace(experiment: RecordedExperiment) -> list[Evidence]:
     """Return the result of the experiment's last trace; empty if there is none of these arms."""
     stored = experiment.trace
-    if not isinstance(stored, StoredTrace) or stored.arm not in experiment.treatments or stored.limit is None:
+    if not isinstance(stored, StoredTrace) or stored.arm not in experiment.treatments:
         return []
     tensors = [replace(tensor, name=display_safe(tensor.name)) for tensor in stored.tensors]
     beyond = [index for index, tensor in enumerate(tensors) if tensor.ratio > stored.limit]

@@ -1,27 +1,20 @@
 """The command `abrun trace`. Slow imports happen inside it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from abrun.cli.app import console, make_group, print_json, survive_output_errors
-from abrun.cli.arguments import Json, Overrides, RunsDir, recipe_argument, typed_command
+from abrun.cli.arguments import Json, Overrides, RecipeFile, RunsDir, typed_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from abrun.runs.traces import TracedTensor, TraceResult
 
-Dumps = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="DUMP", help="The other arm's dump, then repeats of the baseline's, which give the tolerance."
-    ),
-]
-DIFFERS, UNDECIDED = 3, 4  # exit codes, as of MISMATCH and INCONCLUSIVE
-
+DIFFERS = 3  # exit code, as of MISMATCH
 
 commands = make_group()
 
@@ -29,11 +22,7 @@ commands = make_group()
 @commands.command(rich_help_panel="Diagnostics")
 @survive_output_errors
 def trace(
-    recipe: Annotated[
-        Path,
-        recipe_argument("Recipe: a YAML file, a built-in recipe, or an experiment; or the baseline's dump."),
-    ],
-    dumps: Dumps = None,
+    recipe: RecipeFile,
     overrides: Overrides = None,
     step: Annotated[int, typer.Option(min=1, help="Step to run; the baseline trains up to it.")] = 1,
     arm: Annotated[
@@ -52,58 +41,42 @@ def trace(
     """Find the first tensor in which one step of two arms differs.
 
     Both run the step from the same state on the same rollouts. Tolerances come from repeats of the baseline's
-    step that are perturbed by one ULP. Dumps of SGLang's dumper and of msprobe are compared as they are.
+    step that are perturbed by one ULP.
 
-    Exit code: 0 if the arms agree up to rounding, 3 if they differ, 4 if dumps differ and there is no repeat.
+    Exit code: 0 if the arms agree up to rounding, 3 if they differ.
 
     Examples:
         abrun trace quickstart
         abrun trace recipe.yaml --step 2 --arm treatment
-        abrun trace dumps/base dumps/changed dumps/base-again
     """
     from abrun.recipe.experiment import load_recipe
     from abrun.report.next_step import TRAIN_IN_FLOAT32
     from abrun.runs.experiment import is_experiment
     from abrun.runs.files import is_directory
-    from abrun.runs.traces import FOLDER, StoredTrace
-    from abrun.tools.trace.command import trace_dumps, trace_recipe
+    from abrun.runs.traces import FOLDER
+    from abrun.tools.trace.command import trace_recipe
 
     screen = console()
-    if dumps:
-        _refuse_options({"--set": overrides, "--arm": arm, "--step": step != 1, "--replicas": replicas != 19})
-        result, folder = trace_dumps(recipe, dumps[0], dumps[1:], output), output
-    else:
-        loaded = load_recipe(recipe, overrides or ())
-        result, folder = trace_recipe(
-            loaded,
-            recipe if is_directory(recipe) else runs_dir / loaded.name,
-            step=step,
-            arm=arm,
-            num_replicas=replicas,
-            output=output,
-            say=(lambda line: None) if as_json else screen.say,
-        )
+    loaded = load_recipe(recipe, overrides or ())
+    result, folder = trace_recipe(
+        loaded,
+        recipe if is_directory(recipe) else runs_dir / loaded.name,
+        step=step,
+        arm=arm,
+        num_replicas=replicas,
+        output=output,
+        say=(lambda line: None) if as_json else screen.say,
+    )
     if as_json:
         print_json(result.as_json())
     else:
         screen.print(summary(result))
-        if folder:
-            screen.say(f"trace.json is in {folder}")
-        if folder and is_experiment(folder.parent) and folder.name == FOLDER:
+        screen.say(f"trace.json is in {folder}")
+        if is_experiment(folder.parent) and folder.name == FOLDER:
             screen.say(f"abrun compare {folder.parent} shows this in its report")
-        if isinstance(result, StoredTrace) and result.first is None and not result.is_in_float32:
+        if result.first is None and not result.is_in_float32:
             screen.say(f"{TRAIN_IN_FLOAT32}: {typed_command()} --set policy.dtype=float32")
-    is_open = result.limit is None and any(tensor.ulps for tensor in result.tensors)
-    raise typer.Exit(DIFFERS if result.first else UNDECIDED if is_open else 0)
-
-
-def _refuse_options(options: Mapping[str, object]) -> None:
-    """Raise RecipeError for an option that dumps have no use for."""
-    from abrun.errors import RecipeError
-
-    for name, value in options.items():
-        if value:
-            raise RecipeError(f"{name}: given with dumps, which are compared as they are; drop it")
+    raise typer.Exit(DIFFERS if result.first else 0)
 
 
 # Terminal output of a trace.
@@ -121,7 +94,7 @@ def summary(result: "TraceResult") -> "RenderableType":
     from abrun.report.present.tables import Table, columns
 
     rows = [_row(result, tensor) for tensor in _shown(result)]
-    titles = (*COLUMNS[:3], "times a replica's" if result.num_replicas else "times one ULP", "")
+    titles = (*COLUMNS, "times a replica's", "")
     table = Table(columns(*titles, numeric=titles[1:4]), rows)
     return Group(Text("\n".join(_headlines(result))), table.to_rich(pad_edge=True))
 
@@ -129,21 +102,16 @@ def summary(result: "TraceResult") -> "RenderableType":
 def _headlines(result: "TraceResult") -> Iterator[str]:
     first, last = result.first, result.last_agreeing
     of = f"step {result.step}, {len(result.tensors)} tensors"
-    if result.limit is None:
-        yield from _unjudged(result, of)
-    elif first is None:
+    if first is None:
         yield f"{of}: the arms agree up to rounding"
     else:
         yield f"{of}: the arms first differ in {first.name}"
         before = "nothing before it is compared" if last is None else f"up to {last.name} they agree"
         yield f"{before}; {len(result.beyond)} tensors differ"
-    if result.limit is not None:
-        plural = "s" * (result.num_replicas > 1)
-        yield (
-            f"limit: {result.limit:.3g} times the mean error of {result.num_replicas} repeat{plural} of the "
-            "baseline, perturbed by one ULP or run again; arms that agree exceed it with a "
-            f"probability of at most {100 * result.level:.2g} %"
-        )
+    yield (
+        f"limit: {result.limit:.3g} times the mean error of {result.num_replicas} repeats of the baseline, "
+        f"perturbed by one ULP; arms that agree exceed it in at most {100 * result.level:.2g} % of traces"
+    )
     if result.first is None and result.least_sensitive:
         sizes = (f"{tensor.detectable_error:.2g} in {tensor.name}" for tensor in result.least_sensitive)
         yield (
@@ -161,22 +129,10 @@ def _headlines(result: "TraceResult") -> Iterator[str]:
         yield f"not compared, because one arm lacks them: {', '.join(shown)}{more}"
 
 
-def _unjudged(result: "TraceResult", of: str) -> Iterator[str]:
-    """Yield what can be said without a repeat of the baseline."""
-    changed = [tensor for tensor in result.tensors if tensor.ulps]
-    if not changed:
-        yield f"{of}: bit-identical"
-        return
-    yield f"{of}: {len(changed)} are not bit-identical, the first is {changed[0].name}"
-    yield "no verdict: only a repeat of the baseline tells rounding from a difference; dump one and add it"
-    yield "the largest relative errors, in the order of execution:"
-
-
 def _shown(result: "TraceResult") -> "list[TracedTensor]":
     tensors = list(result.tensors)
     if result.first is None:
-        size = "relative_error" if result.limit is None else "ratio"
-        largest = sorted(tensors, key=lambda tensor: getattr(tensor, size), reverse=True)[: 2 * NEIGHBOURS]
+        largest = sorted(tensors, key=lambda tensor: tensor.ratio, reverse=True)[: 2 * NEIGHBOURS]
         return [tensor for tensor in tensors if tensor in largest]
     index = tensors.index(result.first)
     return tensors[max(index - NEIGHBOURS, 0) : index + NEIGHBOURS + 1]

@@ -8,21 +8,16 @@
 
 import contextlib
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from abrun.errors import ComparisonError, LaunchError, RecipeError, StoreError
+from abrun.errors import RecipeError, StoreError
 from abrun.experiment.plan import make_draft
 from abrun.experiment.probe import run_probe
-from abrun.messages.records import printed_reason
-from abrun.processes import MODULE_OPTIONS
 from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe
-from abrun.recipe.extras import missing_package
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, recorded_source, unsupported_settings
 from abrun.runs.captures import is_capture, read_capture
@@ -39,10 +34,10 @@ from abrun.runs.layout import RunName
 from abrun.runs.lock import folder_lock
 from abrun.runs.redaction import shortened
 from abrun.runs.rundir import RunDir
-from abrun.runs.traces import FOLDER, RESULT, StoredTrace, TraceResult, read_trace, write_trace
+from abrun.runs.traces import FOLDER, RESULT, StoredTrace, write_trace
 from abrun.tools.trace.judge import NUM_REPLICAS, TensorError, errors_from_json, judge_trace
 
-MODULE, DUMPS_MODULE = "abrun.tools.trace.measure", "abrun.tools.trace.dumps"
+MODULE = "abrun.tools.trace.measure"
 SCRATCH, REPLICAS = ".scratch", "replicas.json"
 # Fields, or the sections that they are in, which two arms of one batch and model have in common
 BATCH_FIELDS = (
@@ -109,33 +104,6 @@ def trace_recipe(
     return result, output
 
 
-def trace_dumps(
-    baseline: Path, treatment: Path, repeats: Sequence[Path] = (), output: Path | None = None
-) -> TraceResult:
-    """Compare two dumps of another framework; `repeats` are dumps of the baseline's step, run again.
-
-    Without repeats the result has no limit. Raises AbrunError for dumps that cannot be read or compared.
-    """
-    if missing := missing_package("train"):
-        raise LaunchError(f"trace: {missing}")
-    paths = [baseline, treatment, *repeats]
-    for path in paths:
-        if not is_directory(path):
-            raise StoreError(f"{path}: no such folder; give the folder of a dump")
-    with contextlib.ExitStack() as stack:
-        folder = output or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="abrun-trace-")))
-        command = [sys.executable, *MODULE_OPTIONS, DUMPS_MODULE, folder, *paths]
-        process = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace")
-        if reason := next(filter(None, map(printed_reason, process.stdout.splitlines())), None):
-            raise ComparisonError(reason)
-        if process.returncode:
-            last = process.stderr.strip().rpartition("\n")[2]
-            raise LaunchError(f"trace: reading the dumps failed: {last}")
-        result = read_trace(folder, TraceResult)
-    assert result is not None
-    return result
-
-
 def write_replicas(output: Path, errors: Sequence[Mapping[str, Any]]) -> None:
     write_json(output / REPLICAS, encode_non_finite({"replicas": list(errors)}), mode=PUBLIC_MODE)
 
@@ -167,7 +135,7 @@ def _traced_config(recipe: Recipe | CommandRecipe, arm: str, step: int) -> OwnRu
     config = next(run.config for run in drafted.runs if run.name.arm == arm)
     source = f"arms.{arm}"
     if not isinstance(config, OwnRunConfig):
-        raise RecipeError(f"{source}: a command trains it; trace arms of abrun's own trainer, or dumps")
+        raise RecipeError(f"{source}: a command trains it; trace arms of abrun's own trainer")
     for line in unsupported_settings(config):
         raise RecipeError(f"{source}: {line}")
     if step > config.steps:

@@ -16,13 +16,12 @@ others and the arm with k, which makes the limit slightly larger.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from abrun.errors import ComparisonError
-from abrun.runs.captures import CapturedTensor
+from abrun.runs.captures import Capture, CapturedTensor
 from abrun.runs.files import decode_non_finite
 from abrun.runs.traces import TracedTensor, TraceResult
 
@@ -41,26 +40,6 @@ class TensorError:
         return self.root_mean_square, self.largest
 
 
-class Captured(Protocol):
-    """The tensors of one step: an abrun.runs.captures.Capture, or a dump of another framework."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def tensors(self) -> Sequence[CapturedTensor]: ...
-
-    def read(self, tensor: CapturedTensor) -> np.ndarray:
-        """Return a tensor's values as float32. Raises StoreError."""
-        ...
-
-
 def measure_error(baseline: np.ndarray, other: np.ndarray) -> TensorError:
     """Return the error of a tensor against the baseline's."""
     if baseline.shape != other.shape:
@@ -77,7 +56,7 @@ def measure_error(baseline: np.ndarray, other: np.ndarray) -> TensorError:
     )
 
 
-def measure_errors(baseline: Captured, other: Captured) -> dict[str, TensorError]:
+def measure_errors(baseline: Capture, other: Capture) -> dict[str, TensorError]:
     """Return the error of every tensor that both have, by name."""
     others = {tensor.name: tensor for tensor in other.tensors}
     return {
@@ -99,7 +78,7 @@ def errors_from_json(content: Mapping[str, Any]) -> dict[str, TensorError]:
 
 
 def judge_trace(
-    baseline: Captured, treatment: Captured, replicas: Sequence[Mapping[str, TensorError]]
+    baseline: Capture, treatment: Capture, replicas: Sequence[Mapping[str, TensorError]]
 ) -> TraceResult:
     """Compare a captured step of two arms; `replicas` are errors of the baseline's replicas.
 
@@ -117,8 +96,7 @@ def judge_trace(
     ]
     if not shared:
         raise ComparisonError(
-            f"{treatment.folder}: no tensor in common with {baseline.folder}; compare dumps of one model, "
-            "made in the same way"
+            f"{treatment.folder}: no tensor in common with {baseline.folder}; trace arms of one model"
         )
     differences = [
         _Difference.measure(tensor, baseline.read(tensor), treatment.read(others[tensor.name]))
@@ -127,8 +105,8 @@ def judge_trace(
     floors = np.array([difference.ulp.measures for difference in differences])  # [tensors, measures]
     errors = floors + np.array([difference.error.measures for difference in differences])
     spread = np.array([[replica[tensor.name].measures for tensor in shared] for replica in replicas])
-    ratios, limit = standardise(errors, floors + spread) if replicas else (_largest(errors, floors), None)
-    hidden = None if limit is None else limit * (floors + spread.mean(axis=0))[:, 0] - floors[:, 0]
+    ratios, limit = standardise(errors, floors + spread)
+    hidden = limit * (floors + spread.mean(axis=0))[:, 0] - floors[:, 0]
     names = {tensor.name for tensor in shared}
     return TraceResult(
         step=baseline.step,
@@ -140,7 +118,7 @@ def judge_trace(
                 relative_error=difference.relative_to_norm(difference.error.root_mean_square),
                 ulps=difference.ulps,
                 ratio=math.inf if math.isinf(difference.ulps) else float(ratio),
-                detectable_error=None if hidden is None else difference.detectable(hidden[index]),
+                detectable_error=difference.detectable(hidden[index]),
             )
             for index, (tensor, difference, ratio) in enumerate(zip(shared, differences, ratios, strict=True))
         ),
@@ -181,17 +159,13 @@ def standardise(
     errors: np.ndarray,  # [tensors, measures] of the arm
     spread: np.ndarray,  # [replicas, tensors, measures]
 ) -> tuple[np.ndarray, float]:  # [tensors]
-    """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them.
-
-    A single replica is compared with the arm, as the arm is with it.
-    """
-    several = len(spread) > 1
-    others = (spread.sum(axis=0) - spread) / (len(spread) - 1) if several else errors
+    """Return the arm's errors in units of the replicas' mean errors, and the limit of the largest of them."""
+    others = (spread.sum(axis=0) - spread) / (len(spread) - 1)
     limit = float(_ratios(spread, others).max(initial=0.0))
     return _largest(errors, spread.mean(axis=0)), limit
 
 
-def _check_comparable(baseline: Captured, treatment: Captured) -> None:
+def _check_comparable(baseline: Capture, treatment: Capture) -> None:
     for fact in ("step", "model"):
         first, second = getattr(baseline, fact), getattr(treatment, fact)
         if first != second:

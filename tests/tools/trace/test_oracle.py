@@ -123,9 +123,9 @@ def test_replicas_move_every_output_and_train_on_the_same_rollouts(tmp_path: Pat
 
 
 def test_a_changed_mask_is_named_although_the_other_tensors_end_with_it(tmp_path: Path) -> None:
-    baseline = capture(tmp_path, config(), "baseline", records=True)
+    baseline = capture(tmp_path, config(), "baseline", records=True, replicas=2)
     filtered = capture(tmp_path, config({"algorithm": {"overlong_filtering": True}}), "filtered")
-    result = judge_trace(baseline, filtered, [])
+    result = judge_trace(baseline, filtered, read_replicas(tmp_path))
     first = next(tensor for tensor in result.tensors if tensor.ulps)
     assert first.name == "activation:batch.token_mask"
     assert {tensor.name for tensor in result.tensors if tensor.ulps} > {"activation:batch.token_ids"}
