@@ -202,9 +202,9 @@ class Result:
             raise ComparisonError(f"figures: {missing}")
         runs, claims = self.experiment.recorded, self.verdict_file.claims
         name = metric or next((claim.claim.metric for claim in claims), REWARD)
-        if not len(steps := runs.metric_steps(name)):
-            recorded = sorted({metric for run in runs.runs.values() for metric in run.metrics})
-            raise ComparisonError(f"figure: no run records {name!r}; {suggest_name(name, recorded)}")
+        if name not in runs.metrics():
+            raise ComparisonError(f"figure: no run records {name!r}; {suggest_name(name, runs.metrics())}")
+        steps = runs.metric_steps(name)
         with figure_style():
             figure = plots.draw_metric(runs, name, [claim for claim in claims if claim.claim.metric == name])
             return figure or plots.draw_band(runs, name, (int(steps[0]), int(steps[-1])))

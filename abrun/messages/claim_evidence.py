@@ -100,8 +100,8 @@ MESSAGES: dict[Code, Message] = {
     Code.TIMES_OF_SHARED_GPUS: "up to {runs_per_gpu} runs shared the GPUs of {run}, so its times depend on "
     "other runs; launch with cluster.runs_per_gpu: 1",
     Code.CUT_SHORT: "{run} ends at step {step} of {configured}; launch with --resume, or train it again",
-    Code.ARMS_IDENTICAL: "both arms are bit-identical in every pair: the treatment changes nothing, or was "
-    "not applied; if bit-exactness is expected, claim `exact: true`",
+    Code.ARMS_IDENTICAL: "both arms are bit-identical in every pair{declared:if : the treatment changes "
+    "nothing, or was not applied; if bit-exactness is expected, claim `exact: true`}",
     Code.DEAD_SEEDS: "{num} of {of} baseline seeds did not climb by more than the margin of {margin:.3g} up "
     "to step {step}, so they would agree with any treatment; train longer, or fix what stops them",
     Code.CLIMB_NOT_SHOWN: _climb_not_shown,

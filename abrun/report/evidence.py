@@ -115,7 +115,8 @@ def _size_line(content: VerdictFile, arm: str, section: ArmSection) -> ArmLine:
     if section.num_runs:
         sizes = f"{section.num_runs[0]} of {content.baseline} and {section.num_runs[1]} of {arm}"
         return ArmLine("runs", f"{sizes}, unpaired{shared_steps}", passed=sizes if is_whole else None)
-    is_whole = is_whole and section.num_pairs == section.num_planned_pairs and not section.interim_analyses
+    has_all = 0 < section.num_pairs == section.num_planned_pairs
+    is_whole = is_whole and has_all and not section.interim_analyses
     pairs = f"{section.num_pairs} of {section.num_planned_pairs} pairs"
     return ArmLine("pairs", f"{_pairs_text(section)}{shared_steps}", passed=pairs if is_whole else None)
 
@@ -238,7 +239,8 @@ def _noise_tables(evidence: Sequence[Evidence], content: VerdictFile) -> list[Ta
     if listed:
         heading = ["metric", "steps", "runs", "level", "sd over runs [90 % CI]", "gap"]
         shows = [f"shown by {PAIR_COUNTS[0]}", *(str(count) for count in PAIR_COUNTS[1:])]
-        tables.append(Table(columns(*heading, *shows), [_noise_cells(noise) for noise in listed]))
+        titles, cells = columns(*heading, *shows, fold=True), [_noise_cells(noise) for noise in listed]
+        tables.append(Table(titles, cells, optional=("steps", "runs", *shows[:0:-1])))
     rows = [
         [f"{noise['metric']}: {noise['claim']}", *_power_cells(noise)]
         for noise in claimed
@@ -278,7 +280,8 @@ def _new_run_table(new_runs: Sequence[Evidence]) -> Table:
         ]
         for row in new_runs[:MAX_METRICS]
     ]
-    return Table(columns(*heading, "95 of 100 further runs", "p (Holm)"), rows)
+    titles = columns(*heading, "95 of 100 further runs", "p (Holm)", fold=True)
+    return Table(titles, rows, optional=("steps", "in sds", "p (Holm)"))
 
 
 # --- step one, guards and divergence ---

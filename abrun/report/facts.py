@@ -113,7 +113,7 @@ class Facts:
         return {
             arm
             for arm, section in self.content.arms.items()
-            if section.verdict == "INCONCLUSIVE"
+            if section.verdict in ("INCONCLUSIVE", "DESCRIPTION")
             and any(analysis.verdict is None for analysis in section.interim_analyses)
         }
 

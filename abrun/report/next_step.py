@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 from abrun.logs.recorded.experiment import RecordedExperiment, no_shared_step_reason
 from abrun.messages import sentence
@@ -27,6 +28,7 @@ from abrun.report.commands import (
 from abrun.report.facts import ENGINE_ERRORS, Facts
 from abrun.runs.experiment import open_experiment
 from abrun.runs.files import is_directory
+from abrun.runs.layout import RunName
 from abrun.runs.redaction import display_safe
 from abrun.runs.rundir import RunDir
 from abrun.verdict.description import build_claim
@@ -278,7 +280,7 @@ def after_one_arm(facts: Facts) -> Iterator[NextStep]:
 def after_invalid(facts: Facts) -> Iterator[NextStep]:
     experiment = facts.experiment
     if started := [run for run in facts.unfinished_runs if run.status != "missing"]:
-        run = f"{experiment_argument(experiment)}/{started[0].name}"
+        run = run_argument(experiment, started[0].name)
         yield NextStep("See how the first of them ended", f"abrun logs {run}")
     if facts.unfinished_runs:
         yield NextStep("Continue the runs that did not finish", resume_launch(experiment))
@@ -522,8 +524,8 @@ def measure_mismatch(facts: Facts) -> str:
     # The weights before the update of the failed step; without a checkpoint, the initial ones
     steps = [check["step"] - 1 for check in facts.failed_checks if check["metric"] in ENGINE_ERRORS]
     arm, seed = facts.first_failing_run
-    assert facts.experiment.directory
-    if not is_directory(RunDir(facts.experiment.directory / arm / f"seed-{seed}").checkpoints):
+    run = facts.experiment.runs.get(RunName(arm=arm, seed=seed))
+    if run is None or not is_directory(RunDir(Path(run.place)).checkpoints):
         steps.append(0)
     step_option = f" --step {steps[0]}" if steps else ""
     return f"abrun logprob-diff {_first_failing_run_path(facts)}{step_option}"
@@ -544,7 +546,14 @@ def show_completions(facts: Facts) -> str:
 
 def _first_failing_run_path(facts: Facts) -> str:
     arm, seed = facts.first_failing_run
-    return f"{experiment_argument(facts.experiment)}/{shlex.quote(arm)}/seed-{seed}"
+    return run_argument(facts.experiment, RunName(arm=arm, seed=seed))
+
+
+def run_argument(experiment: RecordedExperiment, name: RunName) -> str:
+    """Return a run as a word of a command; against a reference, where its arm has another name, as a path."""
+    if experiment.regression and name in experiment.runs:
+        return shlex.quote(str(relative_path(Path(experiment.runs[name].place))))
+    return f"{experiment_argument(experiment)}/{shlex.quote(str(name))}"
 
 
 def install_trainer(facts: Facts, command: str) -> str:

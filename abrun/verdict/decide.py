@@ -44,7 +44,7 @@ from abrun.verdict.margins import resolve_margin
 from abrun.verdict.new_run import measure_new_run, new_run_reasons
 from abrun.verdict.outcomes import outcome_reason
 from abrun.verdict.results import ClaimResult, ErrorRates
-from abrun.verdict.sensitivity import learning_metrics
+from abrun.verdict.sensitivity import are_identical, learning_metrics
 from abrun.verdict.step_one import (
     RAISED_BY_ROUNDING,
     check_step_one,
@@ -172,8 +172,12 @@ def judge_claims(
             elif claim.difference_kind is not None:
                 margin = resolve_margin(claim, experiment.reference)
                 # Without a declared treatment, nothing says that the numbers have to change
-                repeats = may_repeat or not find_treatment_diff(experiment, arm)
-                result = judge_equivalence(arm, claim_sides, claim, margin, grid, rates, may_repeat=repeats)
+                undeclared = not find_treatment_diff(experiment, arm)
+                result = judge_equivalence(
+                    arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat or undeclared
+                )
+                if undeclared and not result.problem and are_identical(claim_sides.finished):
+                    result = replace(result, warnings=(Code.ARMS_IDENTICAL(declared=False),))
             else:
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             tested.append(result.over_scores(sides.axis, unit))

@@ -9,7 +9,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.stats.series import Array
 from abrun.verdict.evidence import Evidence
 
-Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.trainer.models.sketch_of
+Sketch = Mapping[str, Array]  # tensor name -> float64 [up to 256], see abrun.trainer.models.weights.sketch_of
 
 
 def compare_final_weights(arm: str, pairs: Sequence[Pair]) -> list[Evidence]:

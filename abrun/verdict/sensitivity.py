@@ -61,7 +61,10 @@ def check_signal(sides: Sides, metric: str, *, may_repeat: bool = False) -> Reas
     values = values[np.isfinite(values)]
     if len(values) and np.ptp(values) == 0 and not is_memory(metric):  # memory may be constant
         return Code.NEVER_MOVED(value=values[0])
-    return check_run_lengths(sides.runs) or (None if may_repeat else _check_arms_differ(sides))
+    if problem := check_run_lengths(sides.runs):
+        return problem
+    # The treatment may not have been applied
+    return None if may_repeat or not are_identical(sides) else Code.ARMS_IDENTICAL(declared=True)
 
 
 def check_learning(
@@ -145,16 +148,11 @@ def check_run_lengths(runs: Sequence[RecordedRun]) -> Reason | None:
     return None
 
 
-def _check_arms_differ(sides: Sides) -> Reason | None:
-    """Return a reason if the arms are identical in every pair: the treatment may not have been applied."""
-    if not sides.paired:
-        return None
-    pairs = list(zip(sides.baselines, sides.treatments, strict=True))
-    # A later version may repeat a reference exactly.
+def are_identical(sides: Sides) -> bool:
+    """Return whether both runs of every pair have the same numbers; not asked of a thinned reference."""
+    pairs = list(zip(sides.baselines, sides.treatments, strict=True)) if sides.paired else []
     has_reference = any(run.thinned for run in sides.baselines)
-    if pairs and not has_reference and all(_has_same_numbers(*pair) for pair in pairs):
-        return Code.ARMS_IDENTICAL()
-    return None
+    return bool(pairs) and not has_reference and all(_has_same_numbers(*pair) for pair in pairs)
 
 
 def _recorded_values(runs: Sequence[RecordedRun], metric: str) -> Array:

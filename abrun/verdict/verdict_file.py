@@ -263,8 +263,11 @@ def _upgrade(content: dict[str, Any]) -> dict[str, Any]:
         common = {name: values.pop(name) for name in parts if name in values}
         evidence.append({"kind": kind, **common, "values": values})
     is_description = content["verdict"] == "INCONCLUSIVE" and content["exit_code"] == 0
-    verdict = "DESCRIPTION" if is_description else content["verdict"]
-    return {**content, "schema_version": SCHEMA_VERSION, "verdict": verdict, "evidence": evidence}
+    content = {**content, "schema_version": SCHEMA_VERSION, "evidence": evidence}
+    if is_description:
+        arms = {arm: {**section, "verdict": "DESCRIPTION"} for arm, section in content["arms"].items()}
+        content |= {"verdict": "DESCRIPTION", "arms": arms}
+    return content
 
 
 def _with_known_codes(content: Mapping[str, Any]) -> dict[str, Any]:

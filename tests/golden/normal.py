@@ -19,7 +19,8 @@ DIGITS = 8
 MACHINE = re.compile(r"This machine \(.*?\) runs \d+ at once")
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d (?=[\w-]+/seed-)", re.M)
 DURATION = re.compile(r"\d(?<=\W\d):\d\d(?=$| elapsed| ─)", re.M)
-STARTED = re.compile(r"^HH:MM:SS \S+: started, .*\n", re.M)  # not printed of a run that ended at once
+# Not printed of a run that ended at once, or between two looks
+STARTED = re.compile(r"^HH:MM:SS \S+: (started, |step \d).*\n", re.M)
 HASH_OF_PATHS = re.compile(r"(?<=-report-)[0-9a-f]{8}\b")
 
 

@@ -698,7 +698,7 @@ def test_what_is_there_already_is_refused_without_resume(tmp_path: Path) -> None
     ):
         launch(tmp_path, name="photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
-    with pytest.raises(StoreError, match="no experiment here; available: small"):
+    with pytest.raises(StoreError, match="typo: there is nothing to resume; leave out --resume"):
         launch(tmp_path, name="typo", resume=True)
     assert not (tmp_path / "typo").exists()
 

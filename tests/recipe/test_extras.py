@@ -71,7 +71,7 @@ def test_figures_are_left_out_or_refused(without, abrun, tmp_path: Path) -> None
     sources = LAYOUTS["two CSV files"](tmp_path / "runs")
     without("matplotlib")
     report = ["--output", tmp_path / "report"]
-    _, printed, _ = abrun("compare", *sources, *report)
+    _, printed, _ = abrun("compare", *sources, *report, "-v")
     assert "PNG and SVG: needs matplotlib: pip install 'abrun[figures]'" in " ".join(printed.split())
     assert sorted(path.suffix for path in (tmp_path / "report").glob("[!.]*")) == [".html", ".json", ".md"]
     with pytest.raises(

@@ -41,7 +41,8 @@ def pasted(command: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[i
     """What a command line prints, and the next steps that it proposes, none of them wrapped."""
     (words,) = commands_in(command)
     monkeypatch.setattr(sys, "argv", ["abrun", *words, *more])
-    found = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "1000"})
+    verbose = ["-v"] if words[0] == "compare" else []
+    found = CliRunner().invoke(app, [*words, *more, *verbose], env={"COLUMNS": "1000"})
     steps = [line.rpartition(": abrun ")[2] for line in found.output.splitlines() if line.startswith("next ")]
     return found.exit_code, found.output, [f"abrun {step.strip()}" for step in steps]
 
@@ -105,7 +106,7 @@ def mean_of_last_fifth(arm: str, key: str, seeds: tuple[int, ...], every: int) -
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_described_by_one_command(tmp_path: Path, name: str) -> None:
     found = described(LAYOUTS[name](tmp_path / "runs"), tmp_path / "report").content
-    assert (found.verdict, found.exit_code) == ("INCONCLUSIVE", 0), found.reasons
+    assert (found.verdict, found.exit_code) == ("DESCRIPTION", 0), found.reasons
     ours, key = ("train/loss", "loss") if name in NO_REWARD else ("train/reward", "reward")
     one = found.select("description")[0]
     every, seeds = (10 if name in EVERY_10TH else 1), (SEEDS[:1] if name in ONE_EACH else SEEDS)
@@ -136,7 +137,7 @@ def test_the_command_to_copy_gives_a_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("claim", "shift", "verdict"),
     [
-        (None, 0.0, "INCONCLUSIVE"),
+        (None, 0.0, "DESCRIPTION"),
         ("train/reward:last 20%:0.1", 0.0, "MATCH"),
         ("train/reward:last 20%:0.1", 0.5, "MISMATCH"),
         ("train/reward:last 20%:<9", 0.0, "PASS"),
@@ -204,7 +205,7 @@ def test_seeds_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "old" / "s3.csv").unlink()
     assert described(sources, tmp_path / "report").verdict == "INVALID"
     found = described(sources, tmp_path / "report", seeds=(1, 2))
-    assert found.content.select("description")[0]["num_runs"] == (2, 2) and found.verdict == "INCONCLUSIVE"
+    assert found.content.select("description")[0]["num_runs"] == (2, 2) and found.verdict == "DESCRIPTION"
     with pytest.raises(ComparisonError, match="there is no run of 9; there are 1, 2, 3"):
         described(sources, tmp_path / "report", seeds=(9,))
 

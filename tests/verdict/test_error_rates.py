@@ -227,10 +227,6 @@ def test_a_shock_that_all_pairs_share_errs_more_often_with_more_pairs():
         assert row[0] > 0.05 and row == sorted(row) and row[-1] == pytest.approx(0.17, abs=0.03)
 
 
-def test_times_whose_ratio_differs_by_seed_err_more_often_than_times_of_one_ratio():
-    assert min(bench_one_sided.uneven_ratio_rates(0.1, 300)) > 0.1
-
-
 @pytest.mark.slow
 def test_what_is_vectorised_is_what_the_verdict_computes():
     check()

@@ -49,7 +49,7 @@ def test_one_arm_reports_level_spread_and_what_pairs_show(tmp_path: Path) -> Non
     found = compared(write_arm(tmp_path / "runs"))
     noise = {record["metric"]: record for record in found.content.select("seed noise")}["train/reward"]
     sd = np.std(LEVELS, ddof=1)
-    assert (found.verdict, found.exit_code, found.content.is_description) == ("INCONCLUSIVE", 0, True)
+    assert (found.verdict, found.exit_code, found.content.is_description) == ("DESCRIPTION", 0, True)
     assert noise["mean"] == pytest.approx(0.85, abs=1e-3) and noise["sd"] == pytest.approx(sd, rel=0.02)
     assert noise["gap"] == pytest.approx(stats.t.ppf(0.975, 4) * sd * math.sqrt(2), rel=0.02)
     assert noise["steps"] == (41, 50) and len(noise["levels"]) == 5 and noise.reason is None

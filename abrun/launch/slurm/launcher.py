@@ -112,16 +112,24 @@ def kill_jobs(jobs: Sequence[str]) -> None:
     _scancel(*jobs)
 
 
+class SlurmError(LaunchError):
+    """Error of one of Slurm's commands. `answer`: what it printed."""
+
+    def __init__(self, command: str, answer: str) -> None:
+        super().__init__(f"slurm: {command}: {answer}")
+        self.answer = answer
+
+
 def _scancel(*argv: str) -> None:
     process = _run("scancel", "--quiet", *argv)
     if process.stderr:  # it fails silently for jobs that have ended or are in another state
-        raise LaunchError(f"slurm: scancel: {_error_text(process.stderr)}")
+        raise SlurmError("scancel", _error_text(process.stderr))
 
 
 def run_slurm(*argv: str) -> str:
     process = _run(*argv)
     if process.returncode:
-        raise LaunchError(f"slurm: {argv[0]}: {_error_text(process.stderr)}")
+        raise SlurmError(argv[0], _error_text(process.stderr))
     return process.stdout
 
 
@@ -137,7 +145,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
             f"slurm: {argv[0]}: no answer for {TIMEOUT_S:.0f} s; is the controller up?"
         ) from None
     except OSError as error:
-        raise LaunchError(f"slurm: {argv[0]}: {error}") from None
+        raise SlurmError(argv[0], str(error)) from None
     if process.returncode and re.search(NOT_CONFIGURED, process.stderr):
         answer = _error_text(process.stderr)[-200:]
         raise LaunchError(
@@ -474,7 +482,7 @@ class SlurmCluster(ClusterJobs):
             try:
                 run_slurm("srun", f"--container-image={container.image}", "--help")
             except LaunchError as error:
-                if "container-image" not in error.reason.values.get("answer", ""):
+                if not (isinstance(error, SlurmError) and "container-image" in error.answer):
                     return [str(error)]
                 return [
                     f"launcher.container: got {container.image!r}, but Slurm has no pyxis plugin: {error}"

@@ -219,7 +219,7 @@ def make_regression_experiment(
         refuse_mixed_axes([(old_run.axis, old_run.place), (experiment.axis, experiment.name)])
     reference_keys = {key for run in reference.runs for key in run.config or {}}
     runs = {run.name: run for run in reference.runs}
-    new_arm = NEW_ARM if arm == BASELINE else arm  # what is under test is nobody's baseline
+    new_arm = NEW_ARM if arm in (BASELINE, REFERENCE_ARM) else arm  # what is under test is neither
     for name, run in experiment.runs.items():
         if name.arm == arm and not name.rerun:
             config = {key: (run.config or {}).get(key) for key in reference_keys} if run.config else None

@@ -22,7 +22,7 @@ from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import counted
 from abrun.recipe.claims import Claim, Compare, is_interim_schedule
 from abrun.recipe.experiment import BASELINE
-from abrun.runs.experiment import find_experiment, is_experiment, suggest_path
+from abrun.runs.experiment import find_experiment, is_experiment, suggest_experiments, suggest_path
 from abrun.runs.files import exists
 from abrun.runs.layout import RunName
 from abrun.runs.redaction import list_names, printable
@@ -146,7 +146,7 @@ def _locate(source: str, runs_dir: Path) -> str:
     if exists(below):
         return str(below)
     closest = suggest_path(Path(source), exists) or suggest_path(below, exists)
-    remedy = f"did you mean {closest}?" if closest else "give the folder of runs, or an experiment's name"
+    remedy = f"did you mean {closest}?" if closest else suggest_experiments(below)
     raise StoreError(f"{printable(source)}: no such file or folder, here or in {runs_dir}; {remedy}")
 
 

@@ -177,7 +177,7 @@ function facts() {
   if (context.environment) list.push(["environment", context.environment]);
   for (const [arm, { verdict, interim_analyses: analyses }] of Object.entries(content.arms || {}))
     for (const analysis of analyses || []) {
-      const taken = analysis.verdict || (verdict === "INCONCLUSIVE" ? "not taken yet" : "not needed");
+      const taken = analysis.verdict || (["INCONCLUSIVE", "DESCRIPTION"].includes(verdict) ? "not taken yet" : "not needed");
       list.push([
         `${several ? `${arm}, ` : ""}interim analysis at ${analysis.num_pairs} pairs`,
         `${taken} (one-sided level ${number(analysis.alpha)})`,

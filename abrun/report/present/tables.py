@@ -133,7 +133,7 @@ class Table:
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 4]} ..."
+    return text if len(text) <= width else f"{text[: width - 4].rpartition(' ')[0]} ..."
 
 
 def _text(cell: Cell) -> "Text":

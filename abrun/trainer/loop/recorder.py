@@ -153,7 +153,7 @@ class Recorder:
 def hash_policy(policy: Backend, sketch: dict[str, Tensor] | None = None) -> str:
     """Return a hash of the policy's weights that is equal on any backend and in any layout. Collective.
 
-    If `sketch` is given, it is filled with the abrun.trainer.models.sketch_of each tensor, on every rank.
+    If `sketch` is given, it is filled with the `sketch_of` each tensor, on every rank.
     """
     ranks, local_sum = policy.ranks, 0
     sketches: dict[str, Tensor] = {}

@@ -70,7 +70,7 @@ def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
             edit(path, lambda content: content["versions"].update(vllm="0.27.0"))
 
     content = later(tmp_path, frozen, change=installed)
-    assert content.arms["baseline"].treatment_diff == {} and content.select("step one")
+    assert content.arms["new"].treatment_diff == {} and content.select("step one")
 
 
 def test_a_window_is_the_same_one_where_the_reference_has_left_out_steps_before_it(tmp_path):

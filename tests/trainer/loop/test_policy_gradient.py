@@ -70,7 +70,7 @@ def test_the_documented_step_has_the_fields_of_each_stage() -> None:
     root = Path(__file__).parents[3]
     page = (root / "docs" / "explanation" / "training-step.md").read_text()
     files = re.findall(r"^- `(abrun/[^`]+\.py)`:", page, re.MULTILINE)
-    assert len(files) == 6 and all((root / file).is_file() for file in files)
+    assert len(files) == 4 and all((root / file).is_file() for file in files)
     drawn: set[str] = {"rows_per_sample", "routes", "support"}  # of samples, experts and filters, where used
     for stage in (RolloutBatch, ScoredBatch, TrainBatch):
         _, _, picture = page.partition(f"▼ {stage.__name__}")
