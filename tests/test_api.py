@@ -56,6 +56,22 @@ def test_a_result_holds_what_verdict_json_holds(tmp_path: Path) -> None:
     assert post_hoc.claims["margin_text"].tolist() == ["±0.5"] and post_hoc.content["post_hoc"]
 
 
+def test_objects_name_what_they_hold_and_a_wrong_name_is_one_line(tmp_path: Path) -> None:
+    assert set(dir(abrun)) >= {"compare", "launch", "load"}
+    write_experiment(tmp_path / "apart", shift=0.2)
+    experiment = abrun.load("apart", runs_dir=tmp_path)
+    assert repr(experiment).startswith("Experiment('apart', arms: baseline, treatment; ")
+    result = experiment.compare(claim={"metric": "train/reward", "margin": 0.02})
+    assert repr(result) == "Result(MISMATCH, 'apart')" and len(repr(experiment.recorded)) < 3000
+    assert result.figure() and result.figure("train/grad_norm")
+    with pytest.raises(
+        AbrunError, match="figure: no run records 'train/rewards'; did you mean 'train/reward'"
+    ):
+        result.figure("train/rewards")
+    with pytest.raises(AbrunError, match="got the option 'clam'; did you mean 'claim'"):
+        abrun.compare("apart", runs_dir=tmp_path, clam="x")
+
+
 def test_the_metrics_are_every_value_of_every_run(tmp_path: Path) -> None:
     write_experiment(tmp_path / "equal", seeds=[0, 1], steps=5)
     experiment = abrun.load(tmp_path / "equal")

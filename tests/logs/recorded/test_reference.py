@@ -15,6 +15,7 @@ from abrun.logs.recorded.stored import load_experiment
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence_lines
+from abrun.report.next_step import run_argument
 from abrun.runs.layout import RunName
 from tests.snapshot import Snapshot
 from tests.verdict.simulate import edit, edit_rows, write_experiment
@@ -62,6 +63,19 @@ def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):
     assert comparison.verdict == "MATCH" and comparison.content.num_pairs == 5
     alone = compare_sources([arm], ReadingOptions(), output=report)
     assert len(alone.content.select("seed noise")[0]["levels"]) == 5 and (report / "report.html").exists()
+
+
+@pytest.mark.parametrize("arm", ["baseline", "reference", "mine"])
+def test_what_is_under_test_is_neither_baseline_nor_reference(simulated, tmp_path, frozen, arm):
+    runs = simulated() / "baseline"
+    found = compare_sources([f"{arm}={runs}"], ReadingOptions(), reference=frozen)
+    assert list(found.content.arms) == ["mine" if arm == "mine" else "new"] and found.verdict == "MATCH"
+
+
+def test_commands_about_the_runs_under_test_name_their_folders(simulated, tmp_path, frozen):
+    later_runs = make_regression_experiment(load_experiment(simulated()), load_reference(frozen), "baseline")
+    argument = run_argument(later_runs, RunName(arm="new", seed=1))
+    assert argument == str(tmp_path / "simulated" / "baseline" / "seed-1")
 
 
 def test_a_package_that_was_only_installed_leaves_step_one(tmp_path, frozen):
