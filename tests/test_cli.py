@@ -17,6 +17,7 @@ import pytest
 
 from abrun.errors import ComparisonError
 from abrun.experiment.preflight import machine
+from abrun.experiment.starter.shipped import recipe_files
 from abrun.launch.memory import profile
 from abrun.launch.memory.profile import MemoryProfile
 from abrun.recipe.implementations import LOCAL_LAUNCHERS
@@ -392,3 +393,21 @@ def test_the_verdict_is_the_exit_code(
 def test_an_error_of_the_comparison_is_exit_code_2(run: Run, verdict: Any) -> None:
     verdict(ComparisonError("two\nlines"))
     assert run("compare", "mine") == (2, "", "abrun: two lines\n")
+
+
+@pytest.mark.parametrize("command", ["recipes", "faults"])
+def test_lists_have_a_line_an_entry(command: str, abrun: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, printed, _ = abrun(command)
+    lines = printed.splitlines()
+    assert code == 0 and max(map(len, lines[:-1])) <= 80 and len(lines) < 60
+
+
+def test_all_recipes_are_listed_by_names_that_can_be_launched(
+    abrun: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    some, whole = abrun("recipes")[1], abrun("recipes", "--all")[1]
+    for name in recipe_files():
+        assert f"\n{name} " in whole, name
+        assert name.startswith("smollm2-") or f"\n{name} " in some, name

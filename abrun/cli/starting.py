@@ -174,8 +174,8 @@ def recipes(
         listed = [recipe for recipe in shipped if recipe.where == group]
         listed = [recipe for recipe in listed if show_all or not recipe.is_evidence]
         rows = [(recipe.name, recipe.cost if show_all else recipe.size, recipe.about) for recipe in listed]
-        titles = "name", "cost" if show_all else "runs x steps", "about"
-        table = Table(columns(*titles, no_wrap=("name",), fold=True), rows)
+        costs = "cost" if show_all else "runs x steps"
+        table = Table(columns("name", costs, "about", no_wrap=("name",), fold=True), rows)
         table = table if show_all else table.cut_to(screen.width)
         screen.print(Text(f"{titles[group]}", style="bold"), table, Text(), sep="\n")
     if not show_all:
