@@ -1,14 +1,17 @@
 """Command lines as documents and help texts give them, parsed by the real command line, and not run."""
 
+import io
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from typing import Any
 
 from typer.exceptions import TyperException
 from typer.main import get_group
 
 from abrun.cli import app
+from abrun.cli.app import print_notes
 from abrun.errors import AbrunError
 
 GROUP: Any = get_group(app)
@@ -64,6 +67,9 @@ def problem_of(words: list[str], *, whole: bool = True) -> str | None:
         command.make_context(name, words)
     except (AbrunError, TyperException) as error:
         return str(error) or "bad usage"
+    finally:  # its notes would stand before the output of the next command
+        with redirect_stderr(io.StringIO()):
+            print_notes()
     return None
 
 
