@@ -17,7 +17,7 @@ BUDGETS = {  # room -> lines
     "logs": 8_280,
     "messages": 2_120,
     "processes": 980,
-    "recipe": 4_260,
+    "recipe": 4_270,
     "report": 4_560,
     "runs": 4_820,
     "stats": 2_130,

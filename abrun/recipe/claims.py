@@ -88,7 +88,8 @@ class Claim(Section):
     @classmethod
     def _check_window(cls, window: str) -> str:
         if not re.fullmatch(WINDOW_PATTERN, window):
-            raise FieldError(f"got {shortened(window)}; allowed: 'last 20%', 'steps 10-50' or 'all'")
+            gone = "; claims on the time to a target were removed" * window.startswith("reaches")
+            raise FieldError(f"got {shortened(window)}{gone}; allowed: 'last 20%', 'steps 10-50' or 'all'")
         if window.startswith("steps") and int(window[6:].split("-")[0]) > int(window.split("-")[1]):
             raise FieldError(f"got {window!r}, which ends before it starts; write the smaller step first")
         return window

@@ -177,7 +177,8 @@ def judge_claims(
                     arm, claim_sides, claim, margin, grid, rates, may_repeat=may_repeat or undeclared
                 )
                 if undeclared and not result.problem and are_identical(claim_sides.finished):
-                    result = replace(result, warnings=(Code.ARMS_IDENTICAL(declared=False),))
+                    further = (warning for warning in result.warnings if warning.code != Code.BOUND_OF_ZERO)
+                    result = replace(result, warnings=(Code.ARMS_IDENTICAL(declared=False), *further))
             else:
                 result = judge_limit(arm, claim_sides, claim, grid, rates)
             tested.append(result.over_scores(sides.axis, unit))

@@ -1,13 +1,16 @@
 """Experiments that could not have shown anything: none is a match, and each says why and what to do."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
 from abrun.messages.codes import Code, Reason
 from abrun.recipe.claims import Claim
+from abrun.verdict.decide import judge
 from abrun.verdict.sensitivity import climb_lower_bound
 from tests.reasons import only
 from tests.verdict.simulate import edit_rows
@@ -264,3 +267,20 @@ def test_many_flat_metrics_do_not_make_one_that_climbs():
     draws = np.random.default_rng(0).standard_normal((1000, 10, 5))
     shown = [any(climb_lower_bound(values, 10) > 0 for values in experiment) for experiment in draws]
     assert np.mean(shown) == pytest.approx(0.05, abs=0.02)
+
+
+def test_what_did_not_change_keeps_the_warnings_of_its_claim(simulated, judged):
+    """The margin is a wide one whatever the arms did; without a declared treatment they may be equal."""
+    experiment = load_experiment(simulated(controls={"aa_reruns": 0}))
+    baselines = [run for run in experiment.runs.values() if run.name.arm == "baseline"]
+    runs = [replace(run, name=replace(run.name, arm=arm)) for run in baselines for arm in experiment.arms]
+    claim = experiment.compare.claims[0].model_copy(update={"margin": 0.2})
+    unchanged = replace(experiment, runs={run.name: run for run in runs}, treatment_diff=None)
+    (judged_arm,) = judge(unchanged, [claim])
+    (result,) = judged_arm.claims
+    codes = {warning.code for warning in result.warnings}
+    assert (
+        result.problem is None
+        and result.result == "equivalent"
+        and codes == {Code.ARMS_IDENTICAL, Code.MARGIN_WIDE_OF_CLIMB}
+    )

@@ -69,9 +69,8 @@ class Table:
         titled = {"title": display_safe(self.title), "title_justify": "left"}
         look: dict[str, Any] = titled if self.title else PLAIN if self.columns else GRID
         table = RichTable(**(look | layout))
-        for column in self.columns or [
-            Column("", fold=True) for _ in range(len(self.rows[0]) if self.rows else 0)
-        ]:
+        num_cells = len(self.rows[0]) if self.rows else 0
+        for column in self.columns or [Column("", fold=True)] * num_cells:
             table.add_column(
                 _text(column.title),
                 justify="right" if column.numeric else "left",
@@ -86,15 +85,11 @@ class Table:
         return table
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[rich.table.Table]":
-        table, drawn = self, self.to_rich()
+        table, unbounded = self, options.update(max_width=MAX_WIDTH)
         for title in self.optional:
-            if (
-                console.measure(drawn, options=options.update(max_width=MAX_WIDTH)).maximum
-                > options.max_width
-            ):
+            if console.measure(table.to_rich(), options=unbounded).maximum > options.max_width:
                 table = table.without(title)
-                drawn = table.to_rich()
-        yield drawn
+        yield table.to_rich()
 
     def without(self, title: str) -> "Table":
         """Return the table without the columns of this title."""
