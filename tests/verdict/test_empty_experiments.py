@@ -279,8 +279,4 @@ def test_what_did_not_change_keeps_the_warnings_of_its_claim(simulated, judged):
     (judged_arm,) = judge(unchanged, [claim])
     (result,) = judged_arm.claims
     codes = {warning.code for warning in result.warnings}
-    assert (
-        result.problem is None
-        and result.result == "equivalent"
-        and codes == {Code.ARMS_IDENTICAL, Code.MARGIN_WIDE_OF_CLIMB}
-    )
+    assert result.problem is None and codes == {Code.ARMS_IDENTICAL, Code.MARGIN_WIDE_OF_CLIMB}
