@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from abrun.errors import StoreError
-from abrun.logs.foreign.columns import Cell, Column, Rows, Table
+from abrun.logs.foreign.columns import Rows, Table
 from abrun.logs.foreign.values import (
     DECIMAL_COMMA,
     MAX_NAME_CHARACTERS,
@@ -21,6 +20,7 @@ from abrun.logs.foreign.values import (
     to_float,
 )
 from abrun.logs.log import Log, replaced_notes
+from abrun.logs.step_parts import separate_rows
 from abrun.runs.lines import CHECKSUM
 from abrun.runs.redaction import list_names, printable
 from abrun.stats.series import Array, Series, build_series, split_series
@@ -35,8 +35,6 @@ STEP_COLUMNS = (
 # Columns of wandb and TensorBoard, counters, clock readings and abrun's checksums
 NON_METRIC_COLUMNS = {CHECKSUM, "_step", "_runtime", "_timestamp", "Wall time"}
 NON_METRIC_COLUMNS |= {"percentage", "elapsed_time", "remaining_time"}
-SPLIT = r"[^\W\d_][\w\- ]{0,30}"  # the name of a data split, such as train or eval
-MAX_SPLITS = 8
 CONFIG = "config/"  # prefix of configuration keys, which Ray repeats in every row
 UNNAMED = "Unnamed: "  # prefix of a column without a name, which counts rows and is not a metric
 WORDS = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}  # numbers that JSON can only hold as text
@@ -64,10 +62,12 @@ class TableMetrics:
     unread: dict[str, str] = field(default_factory=dict)  # column -> its first non-number, and its position
     dropped: dict[str, tuple[int, ...]] = field(default_factory=dict)  # metric -> steps whose value is text
     config: dict[str, Any] = field(default_factory=dict)
+    guesses: list[str] = field(default_factory=list)
 
     def as_log(self, *, notes: Sequence[str] = (), **fields: Any) -> Log:
         """Return the log of a run; `fields`: its name, place and any other fields of Log."""
-        log_fields = {"config": self.config or None, "unread": self.unread, "dropped": self.dropped, **fields}
+        log_fields = {"config": self.config or None, "unread": self.unread, "dropped": self.dropped}
+        log_fields |= {"guesses": tuple(self.guesses), **fields}
         return Log(metrics=self.metrics, notes=(*self.notes, *notes), **log_fields)
 
     def merge(self, table: "TableMetrics") -> "TableMetrics":
@@ -78,6 +78,7 @@ class TableMetrics:
             unread=table.unread | self.unread,
             dropped=table.dropped | self.dropped,
             config=table.config | self.config,
+            guesses=self.guesses + table.guesses,
         )
 
 
@@ -119,14 +120,10 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     Raises StoreError if no column holds the step, or if a step is not a whole number.
     """
     place, header = table.place, table.header
-    table, split_notes = _split_metrics(table, step_column)
     numbers, texts = _parse_numbers(table, step_column)
-    unread = {
-        name: describe_text_cell(place, table.describe_row(rows[0]), name, cell_texts[0])
-        for name, (rows, cell_texts) in texts.items()
-    }
     is_filled = _rows_of(len(table), numbers, numbers.keys() - NON_METRIC_COLUMNS)  # have a metric
     names = header or [name for name, (rows, _) in numbers.items() if is_filled[rows].any()]
+    unread = _describe_texts(table, texts)
     if not names:
         return TableMetrics(unread=unread)
     check_number_of_metrics(len(names), place)
@@ -149,6 +146,12 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     for index in np.flatnonzero(~is_whole & ~np.isnan(step_values))[:1]:
         row_place = f"{place}, {table.describe_row(int(step_rows[index]))}"
         check_step(float(step_values[index]), row_place, column)
+    step_names = [name for name in table.columns if name == column or _is_step(name, step_column)]
+    separated, processes, split_notes = separate_rows(table, step_names, steps)
+    if separated is not table:
+        table = separated
+        numbers, texts = _parse_numbers(table, step_column)
+        unread = _describe_texts(table, texts)
     config = _constant_config(table)
     excluded = {column, *NON_METRIC_COLUMNS, *config}
     is_used = is_filled & ~np.isnan(steps)
@@ -157,7 +160,10 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
     for name, (rows, values) in numbers.items():
         if name in excluded or name.startswith(UNNAMED):
             continue
-        if all_steps is not None and len(rows) == len(table):
+        if processes is not None:
+            used = is_used[rows]
+            built[name] = processes.average(rows[used], steps[rows[used]].astype(np.int64), values[used])
+        elif all_steps is not None and len(rows) == len(table):
             built[name] = build_series(all_steps, values)  # dense metrics share their steps
         elif (used := is_used[rows]).any():
             built[name] = build_series(steps[rows[used]].astype(np.int64), values[used])
@@ -171,7 +177,16 @@ def series_of_table(table: Table, step_column: str | None) -> TableMetrics:
         unread=unread,
         dropped=_dropped_steps(numbers, texts, steps),
         config={name.removeprefix(CONFIG).replace("/", "."): value for name, value in config.items()},
+        guesses=[processes.guess] if processes else [],
     )
+
+
+def _describe_texts(table: Table, texts: Mapping[str, tuple[Rows, list[str]]]) -> dict[str, str]:
+    """Return by column where its first text stands, and the fix."""
+    return {
+        name: describe_text_cell(table.place, table.describe_row(rows[0]), name, cell_texts[0])
+        for name, (rows, cell_texts) in texts.items()
+    }
 
 
 def _rows_of(num_rows: int, numbers: Mapping[str, Numbers], names: Iterable[str]) -> NDArray[np.bool_]:
@@ -183,55 +198,6 @@ def _rows_of(num_rows: int, numbers: Mapping[str, Numbers], names: Iterable[str]
 
 
 # --- cells ---
-
-
-def _split_metrics(table: Table, step_column: str | None) -> tuple[Table, list[str]]:
-    """Prefix metrics with the word in a column such as `split`: train/reward and eval/reward.
-
-    This is done only if rows of different words alternate and record the same metric at the same step, so
-    that one would replace the other. Also return a note on it.
-    """
-    candidates = [name for name, column in table.columns.items() if column.rows[0] == 0 and column.is_text[0]]
-    for split_column in candidates[:MAX_SPLITS]:
-        words = table.columns[split_column].texts
-        distinct = sorted({*words})
-        if not (len(words) == len(table) and 1 < len(distinct) <= MAX_SPLITS):
-            continue
-        num_blocks = 1 + sum(previous != next_word for previous, next_word in pairwise(words))
-        if num_blocks <= len(distinct) or not all(re.fullmatch(SPLIT, word) for word in distinct):
-            continue
-        word_numbers = np.array([distinct.index(word) for word in words])
-        metric_names = [
-            name for name in table.columns if name != split_column and not _is_step(name, step_column)
-        ]
-        if not _replace_each_other(table, metric_names, word_numbers, step_column):
-            continue
-        renamed: dict[str, Column] = {
-            name: table.columns[name] for name in table.columns if _is_step(name, step_column)
-        }
-        for name in (*metric_names, split_column):
-            columns_by_word = table.columns[name].split(word_numbers)
-            renamed |= {f"{distinct[number]}/{name}": column for number, column in columns_by_word.items()}
-        split_names = list_names(distinct, MAX_SPLITS)
-        note = f"metric names prefixed by column {printable(split_column[:80])}: {split_names}"
-        return replace(table, columns=renamed), [note]
-    return table, []
-
-
-def _replace_each_other(
-    table: Table, names: Sequence[str], words: NDArray[np.int64], step_column: str | None
-) -> bool:
-    """Return True if rows of different words have the same metric at the same step."""
-    step_cells = [table.cells(name) for name in table.columns if _is_step(name, step_column)]
-    step_numbers: dict[tuple[Cell, ...], int] = {}
-    row_steps = list(zip(*step_cells, strict=True)) or [()] * len(table)
-    steps = np.array([step_numbers.setdefault(step, len(step_numbers)) for step in row_steps])
-    for name in names:
-        rows = table.columns[name].rows
-        num_pairs = len(np.unique(steps[rows] * MAX_SPLITS + words[rows]))
-        if num_pairs > len(np.unique(steps[rows])):
-            return True
-    return False
 
 
 def _is_step(name: str, step_column: str | None) -> bool:

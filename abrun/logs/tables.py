@@ -134,7 +134,7 @@ def name_log(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
     identity = RunName(arm=arm, seed=number) if arm and number is not None and "run" not in values else None
     seed_names = [f"seed-{number}"] if number is not None else []
     run_name = "/".join([*(arm_and_run or [strip_suffix(name) if seed_names else name]), *seed_names])
-    guesses = (guess,) if guess else ()
+    guesses = (*([guess] if guess else []), *log.guesses)
     return replace(log, name=run_name, job_type=arm, identity=identity, guesses=guesses)
 
 
