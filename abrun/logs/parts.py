@@ -9,11 +9,20 @@ from pathlib import Path
 from abrun.logs.log import Log
 from abrun.logs.naming import strip_suffix
 from abrun.logs.starts import START_FOLDER, merge_continued_starts
+from abrun.logs.step_parts import PROCESS, average_series
+from abrun.runs.metric_names import is_clock, is_counter
+from abrun.stats.series import Series
 
 HPARAMS_RUN = r"\d{9,}(\.\d+)?"  # the subfolder that torch's add_hparams creates, named by the time
-PIPELINERL_PARTS = {"actor", "preprocessor", "finetune"}  # PipelineRL logs one run as three wandb runs
 # Splits of one run, each with its own log
-SPLIT_NAMES = {"train", "validation", "valid", "val", "eval", "test"}
+SPLITS = {"train", "training", "validation", "valid", "val", "eval", "evaluation", "test"}
+# Processes of one run that log metrics of their own: PipelineRL's, prime-rl's, Trinity's and others'
+COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestrator", "explorer", "learner"}
+COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
+MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
+_PROCESS_WORD = re.compile(
+    rf"(?<![A-Za-z0-9]){PROCESS}[-_=]?(?P<number>\d{{1,5}})(?![A-Za-z0-9.])", re.IGNORECASE
+)
 
 
 def merge_subfolders(runs_by_folder: Mapping[Path, Log]) -> list[Log]:
@@ -45,19 +54,7 @@ def _scalar_key(folder: Path, log: Log) -> str | None:
 
 def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     """Merge runs that were logged in several files, by several processes, or over several starts."""
-    split_names = {log.name: log.name.rpartition("/") for log in logs}
-    part_names = {
-        name
-        for name, (experiment, _, component) in split_names.items()
-        if experiment and component in PIPELINERL_PARTS
-    }
-    complete_runs = {split_names[name][0] for name in part_names if name.endswith("/finetune")}
-    parts: list[Log] = []
-    for log in logs:
-        run = split_names[log.name][0]
-        is_part = log.name in part_names and run in complete_runs
-        parts.append(replace(log, name=run, is_part=True, run_id=None) if is_part else log)
-    logs = _merge_splits(merge_parts(parts))
+    logs = _join_components(_join_processes(merge_parts(logs)))
     starts: dict[str, list[Log]] = {}
     for log in logs:
         folder, _, leaf = log.name.rpartition("/")
@@ -71,36 +68,137 @@ def merge_run_parts(logs: Sequence[Log]) -> list[Log]:
     return merged_runs
 
 
-def _merge_splits(logs: Sequence[Log]) -> list[Log]:
-    """Merge the `train` and `validation` logs of a run that lie side by side.
+# --- processes: the same metrics, from each rank ---
 
-    If both have a metric, the training's keeps its name, and the other's is prefixed with its split.
+
+def _join_processes(logs: Sequence[Log]) -> list[Log]:
+    """Average the logs of runs' processes, whose names differ in the number of a rank or worker alone.
+
+    Numbers count if they go from 0 up without a gap: `gpu2` and `gpu4` may be arms.
     """
-    run_and_split = {
-        log.name: (log.name.rpartition("/")[0], strip_suffix(log.name.rpartition("/")[2])) for log in logs
-    }
-    by_place = {run_and_split[log.name]: log for log in logs}
-    training = {run: log for (run, split), log in by_place.items() if run and split == "train"}
-    num_splits = Counter(
-        run for run, split_name in run_and_split.values() if run in training and split_name in SPLIT_NAMES
-    )
-    merged_logs: list[Log] = []
-    for log in sorted(logs, key=lambda log: run_and_split[log.name][1] != "train"):
-        run, split_name = run_and_split[log.name]
-        if split_name not in SPLIT_NAMES or num_splits[run] < 2 or log.run_id is not None:
-            merged_logs.append(log)
+    ranks = {id(log): match for log in logs if (match := _PROCESS_WORD.search(log.name)) and not log.identity}
+    groups: dict[object, list[Log]] = {}
+    for index, log in enumerate(logs):
+        match = ranks.get(id(log))
+        groups.setdefault((_without(log.name, match), log.group) if match else index, []).append(log)
+    joined: list[Log] = []
+    for group in groups.values():
+        match = ranks.get(id(group[0]))
+        numbers = sorted(int(ranks[id(log)]["number"]) for log in group) if match else []
+        if match is None or numbers != [*range(len(group))] or len({log.axis for log in group}) > 1:
+            joined += group
             continue
-        train_metrics = training[run].metrics if split_name != "train" else {}
+        log = replace(_average_logs(group), name=_without(group[0].name, match), run_id=None)
+        guess = f"mean over {len(group)} processes of one run ({match[0]} and so on)"
+        joined.append(replace(log, guesses=(*log.guesses, guess)) if len(group) > 1 else log)
+    return joined
+
+
+def _without(name: str, match: re.Match[str]) -> str:
+    """Return a name without the match and the separator before or after it."""
+    start, end = strip_suffix(name[: match.start()]), strip_suffix(name[match.end() :])
+    return (
+        f"{start}{end.lstrip('/-_. ')}".strip("/-_. ")
+        if not end.startswith("/")
+        else f"{start.rstrip('/-_. ')}{end}"
+    )
+
+
+def _average_logs(logs: Sequence[Log]) -> Log:
+    """Return a log whose metrics are means, at each step, over the logs that have them."""
+    series_of: dict[str, list[Series]] = {}
+    for log in logs:
+        for metric, series in log.metrics.items():
+            series_of.setdefault(metric, []).append(series)
+    return replace(logs[0], metrics={metric: average_series(series) for metric, series in series_of.items()})
+
+
+# --- components: other metrics, from each process or file ---
+
+
+def _join_components(logs: Sequence[Log]) -> list[Log]:
+    """Merge the logs of runs' components: processes, splits, or files with a metric each.
+
+    Components other than the splits `train.csv` and `eval.csv` of a folder have few metrics in common, since
+    arms would share them. A metric that another component has, too, is prefixed with its component.
+    """
+    groups: dict[object, dict[str, Log]] = {}
+    for index, log in enumerate(logs):
+        run, component = _find_component(log)
+        parts = groups.setdefault((run, log.group if log.run_id else None) if component else index, {})
+        parts[component if component not in parts else f"/{index}"] = log
+    joined: list[Log] = []
+    for key, parts in groups.items():
+        is_joined = isinstance(key, tuple) and _are_components(parts)
+        joined += [_merge_components(key[0], parts)] if is_joined else parts.values()
+    return joined
+
+
+def _find_component(log: Log) -> tuple[str, str]:
+    """Return the run and the component that a log's name or job type states; an empty component if none."""
+    if log.identity:
+        return log.name, ""
+    folder, _, stem = strip_suffix(log.name).rpartition("/")
+    if len(log.metrics) == 1 and _as_words(stem).endswith(_as_words(next(iter(log.metrics)))):
+        return folder, stem  # a file for each metric, as DeepSpeed's csv_monitor writes them
+    for match in reversed([*re.finditer(r"[A-Za-z]+", strip_suffix(log.name))]):
+        if match[0].lower() in COMPONENTS:
+            return _without(log.name, match), match[0]
+    job_type = log.job_type or ""
+    return (log.group or log.name, job_type) if job_type.lower() in COMPONENTS else (log.name, "")
+
+
+def _as_words(name: str) -> str:
+    return "_" + re.sub(r"[^a-z0-9]+", "_", name.lower())
+
+
+def _are_components(parts: Mapping[str, Log]) -> bool:
+    if len(parts) < 2 or any(name.startswith("/") for name in parts):
+        return False
+    names = {name.lower() for name in parts}
+    stems = {strip_suffix(log.name).rpartition("/")[2] for log in parts.values()}
+    if (
+        names <= SPLITS
+        and "train" in names
+        and stems == {*parts}
+        and not any(log.run_id for log in parts.values())
+    ):
+        return True
+    counts = Counter(metric for log in parts.values() for metric in _compared_metrics(log))
+    return all(
+        sum(counts[metric] > 1 for metric in metrics) <= MAX_SHARED * len(metrics)
+        for metrics in map(_compared_metrics, parts.values())
+    )
+
+
+def _compared_metrics(log: Log) -> list[str]:
+    return [name for name in log.metrics if not (is_clock(name) or is_counter(name))]
+
+
+def _merge_components(run: str, parts: Mapping[str, Log]) -> Log:
+    ordered = sorted(parts, key=lambda name: (name.lower() not in ("train", "trainer"), name))
+    merged = replace(parts[ordered[0]], name=run or "run", run_id=None, job_type=None)
+    guess = f"{', '.join(ordered)}: logs of one run"
+    metrics, dropped, config = dict(merged.metrics), dict(merged.dropped), dict(merged.config or {})
+    for component in ordered[1:]:
+        log = parts[component]
+        taken = {*metrics}
         new_names = {
-            name: f"{split_name}/{name}" if name in train_metrics else name
-            for name in (*log.metrics, *log.dropped)
+            name: f"{component}/{name}" if name in taken else name for name in (*log.metrics, *log.dropped)
         }
-        metrics = {new_names[name]: series for name, series in log.metrics.items()}
-        dropped = {new_names[name]: steps for name, steps in log.dropped.items()}
-        guess = "train and other logs that lie side by side were merged into one run"
-        log = replace(log, metrics=metrics, dropped=dropped, guesses=(*log.guesses, guess))
-        merged_logs.append(replace(log, name=run, is_part=True))
-    return merge_parts(merged_logs)
+        metrics |= {new_names[name]: series for name, series in log.metrics.items()}
+        dropped |= {new_names[name]: steps for name, steps in log.dropped.items()}
+        config = {**(log.config or {}), **config}
+    return replace(
+        merged,
+        metrics=metrics,
+        dropped=dropped,
+        config=config or None,
+        guesses=tuple(dict.fromkeys([*(line for log in parts.values() for line in log.guesses), guess])),
+        notes=tuple(dict.fromkeys(note for log in parts.values() for note in log.notes)),
+        left_out=tuple(line for log in parts.values() for line in log.left_out),
+        unread={name: text for log in reversed(parts.values()) for name, text in log.unread.items()},
+    )
 
 
 def merge_parts(logs: Sequence[Log]) -> list[Log]:

@@ -25,6 +25,7 @@ from abrun.logs.readers import (
     find_folder_format,
     installed_readers,
 )
+from abrun.logs.settings import add_settings
 from abrun.logs.tensorboard import EVENT_FILE_PREFIX
 from abrun.logs.trackers import complete_tracker_logs
 from abrun.runs.redaction import list_names, printable
@@ -86,6 +87,7 @@ def read_logs(source: str, *, group: str | None = None, step_column: str | None 
             others = [log for run, log in runs if run.format.name != "tensorboard"]
             logs = merge_run_parts([*merge_subfolders(event_runs), *others])
             logs = complete_tracker_logs(logs) if runs and runs[0][0].format.is_installed else logs
+            logs = add_settings(logs, path)
             logs = [replace(log, guesses=(*log.guesses, *ignored)) for log in logs]
         if group is not None:
             logs = _select_group(logs, group, source)

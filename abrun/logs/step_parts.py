@@ -48,12 +48,17 @@ class Processes:
             build_series(steps[processes == process], values[processes == process])
             for process in np.unique(processes)
         ]
-        every_step = np.concatenate([series.steps for series, _ in built])
-        every_value = np.concatenate([series.values for series, _ in built])
-        distinct_steps, places = np.unique(every_step, return_inverse=True)
-        means = np.bincount(places, every_value) / np.bincount(places)
-        recounted = max(series.recounted for series, _ in built)
-        return Series(distinct_steps, means, recounted), sum(replaced for _, replaced in built)
+        mean = average_series([series for series, _ in built])
+        return mean, sum(replaced for _, replaced in built)
+
+
+def average_series(series: Sequence[Series]) -> Series:
+    """Return the mean, at each step, of those series that have it."""
+    every_step = np.concatenate([part.steps for part in series])
+    every_value = np.concatenate([part.values for part in series])
+    steps, places = np.unique(every_step, return_inverse=True)
+    means = np.bincount(places, every_value) / np.bincount(places)
+    return Series(steps, means, max(part.recounted for part in series))
 
 
 def separate_rows(
@@ -118,7 +123,8 @@ def _is_grid(column: Column, steps: Array) -> bool:
     """
     is_used = ~np.isnan(steps)
     num_rows, num_steps = int(is_used.sum()), len(np.unique(steps[is_used]))
-    if num_steps < 2 or num_rows % num_steps or not (column.values[~column.is_text] % 1 == 0).all():
+    numbers = column.values[~column.is_text]
+    if num_steps < 2 or num_rows % num_steps or not (np.floor(numbers) == numbers).all():
         return False
     parts = _number_cells(column.cells(len(steps)))[is_used]
     pairs = {*zip(steps[is_used].tolist(), parts.tolist(), strict=True)}
