@@ -50,7 +50,7 @@ SHORT_COLUMNS = [
     "result",
 ]
 READING_OPTIONS = (
-    *("baseline", "pattern", "group", "aliases", "step_column", "seeds", "exclude"),
+    *("baseline", "pattern", "arms_by", "seeds_by", "group", "aliases", "step_column", "seeds", "exclude"),
     *("unpaired", "versions_differ", "interim"),
 )
 ALL_OPTIONS = (

@@ -126,6 +126,12 @@ Require = Annotated[
 ]
 Baseline = Annotated[str | None, typer.Option(help="Name of the baseline arm.")]
 Pattern = Annotated[str | None, typer.Option(help="Pattern of run names, such as '{arm}-s{seed}'.")]
+ArmsBy = Annotated[
+    str | None, typer.Option(metavar="SETTING", help="Setting of the runs that tells the arms.")
+]
+SeedsBy = Annotated[
+    str | None, typer.Option(metavar="SETTING", help="Setting of the runs that holds the seed.")
+]
 Group = Annotated[str | None, typer.Option(help="Only read wandb runs of this group.")]
 Aliases = Annotated[
     list[str] | None,

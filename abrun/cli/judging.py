@@ -17,6 +17,7 @@ from abrun.cli.arguments import (
     Aliases,
     AllowInconclusive,
     Alpha,
+    ArmsBy,
     Baseline,
     Claims,
     DeviceMemory,
@@ -40,6 +41,7 @@ from abrun.cli.arguments import (
     Resume,
     RunsDir,
     Seeds,
+    SeedsBy,
     Sources,
     StepColumn,
     ToWandb,
@@ -106,6 +108,9 @@ def compare(
     arm: ReferenceArm = None,
     baseline: Baseline = None,
     pattern: Pattern = None,
+    arms_by: ArmsBy = None,
+    seeds_by: SeedsBy = None,
+    list_runs: Annotated[bool, typer.Option("--list", help="Only list the runs: who is who.")] = False,
     group: Group = None,
     alias: Aliases = None,
     step_column: StepColumn = None,
@@ -145,12 +150,14 @@ def compare(
         abrun compare runs/old runs/new --claim 'train/reward:last 20%:0.02' --output report
         abrun compare old=a.csv new=b.csv --unpaired
         abrun compare runs/base
+        abrun compare runs --list
         abrun compare nightly --reference reference.json --json
         abrun compare --fleet branch --reference references --before nightly-report --output report
     """
     from abrun.report.comparing import compare_sources
 
     fields = {"versions_differ": versions_differ, "unpaired": unpaired, "interim": parse_interim(interim)}
+    fields |= {"arms_by": arms_by, "seeds_by": seeds_by}
     reading = make_reading(runs_dir, baseline, pattern, group, alias, step_column, seeds, exclude, **fields)
     if fleet is not None:
         refused = {"SOURCE": sources, "--claim": claim, "--wandb": wandb}
@@ -160,6 +167,8 @@ def compare(
     refuse_options({"--before": before, "--rerun": rerun}, needed="--fleet")
     if not sources:
         raise RecipeError("compare: got no runs; give an experiment or folders of runs, or --fleet FOLDER")
+    if list_runs:
+        _list_runs(sources, reading)
     if wandb and output is None:
         raise RecipeError("--wandb requires --output FOLDER, whose report it uploads; add it")
     comparison = compare_sources(
@@ -186,6 +195,17 @@ def _print(comparison: "Comparison", *, verbose: bool, as_json: bool) -> None:
         print_json(comparison.as_json())
     else:
         console().print(comparison.summary(verbose=verbose))
+
+
+def _list_runs(sources: Sequence[str], reading: "ReadingOptions") -> NoReturn:
+    """Print which run is whose, and exit: 2 if arms or seeds cannot be told."""
+    from abrun.report.run_list import list_runs
+
+    table, problem = list_runs(sources, reading)
+    console().print(table)
+    if problem:
+        raise RecipeError(problem)
+    raise typer.Exit(0)
 
 
 def _judge_fleet(

@@ -10,11 +10,12 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Log
 from abrun.logs.starts import merge_starts, without_times
+from abrun.logs.step_parts import PROCESS
 from abrun.messages.codes import Code, Reason
 from abrun.runs.layout import RunName
 from abrun.runs.redaction import list_names, printable
@@ -37,6 +38,11 @@ DEFAULT_PATTERNS = (
 SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 SEED_LIMIT = 2**31
+# Words whose number counts processes, starts or checkpoints
+NO_SEED = re.compile(
+    rf"{PROCESS}|version|attempt|try|start|restart|job|jobid|task|part|checkpoint|ckpt|step|steps|epoch|iter",
+    re.IGNORECASE,
+)
 SEPARATORS = r"[/_\-. =@,]+"
 # Words of a time, a process or a logger in run names, which do not distinguish arms.
 START_PART = r"\d{9,}|20\d{6}|\d{6}|\d{8}T\d+|RANK|offline|run|runs|tensorboard|wandb|tb|logs?|events"
@@ -167,7 +173,7 @@ def name_seeds(
         return _name_by_pattern(logs, pattern, ("seed",), run_filter, arm)
     names = _name_by_seeds(logs, [arm] * len(logs), unpaired=unpaired or len(logs) == 1)
     if names is None:
-        unnamed = [log.name for log in logs if _find_seed(log) is None]
+        unnamed = [log.name for log in logs if find_seed(log) is None]
         return (
             f"seeds: {arm}: no seed in the name or config of {list_names(unnamed)}; describe the names, for "
             "example --pattern '*-s{seed}', or pass --unpaired if the runs have no seeds"
@@ -180,9 +186,12 @@ def _name_by_seeds(logs: Sequence[Log], arms: Sequence[str], *, unpaired: bool) 
 
     With `unpaired`, runs without seeds, or that share a seed, are numbered instead.
     """
-    seeds = [_find_seed(log) for log in logs]
-    seeded_runs = [(arm, *seed) for arm, seed in zip(arms, seeds, strict=True) if seed]
-    names = [RunName(arm=arm, seed=seed, rerun=rerun) for arm, seed, rerun in seeded_runs]
+    seeds = [find_seed(log) for log in logs]
+    names = [
+        RunName(arm=arm, seed=seed.number, rerun=seed.rerun)
+        for arm, seed in zip(arms, seeds, strict=True)
+        if seed is not None
+    ]
     is_complete = len(names) == len(logs)
     if unpaired and not (is_complete and len(set(names)) == len(names)):
         return _number_runs(arms)
@@ -194,22 +203,34 @@ def _number_runs(arms: Sequence[str]) -> list[RunName]:
     return [RunName(arm=arm, seed=arms[:index].count(arm)) for index, arm in enumerate(arms)]
 
 
-def _find_seed(log: Log) -> tuple[int, int] | None:
-    """Return seed and rerun of a log: from its own files, its name, or the `seed` of its configuration."""
+class Seed(NamedTuple):
+    """Seed of a run, and what states it."""
+
+    number: int
+    rerun: int
+    source: str  # for a sentence that begins "seeds from"
+
+
+def find_seed(log: Log) -> Seed | None:
+    """Return the seed of a log: from its own files, a name that says so, its settings, or a bare number.
+
+    A setting comes before a bare number, which may count starts, jobs or processes.
+    """
     if log.identity:
-        return log.identity.seed, log.identity.rerun
-    if seed_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
-        return seed_and_rerun
-    values = {
+        return Seed(log.identity.seed, log.identity.rerun, "their own files")
+    in_name = f"names such as '{printable(log.name)}'"
+    if number_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
+        return Seed(*number_and_rerun, in_name)
+    settings = {
         key: value
         for key, value in (log.config or {}).items()
         if key.rsplit(".", 1)[-1] == "seed" and type(value) is int and 0 <= value < SEED_LIMIT
     }
-    if "seed" in values:
-        return values["seed"], 0
-    if len(set(values.values())) == 1:
-        return next(iter(values.values())), 0
-    return _seed_in_name(log, SEED_PATTERNS[-1:])  # a bare number may count starts
+    if "seed" in settings or len({*settings.values()}) == 1:
+        key = "seed" if "seed" in settings else next(iter(settings))
+        return Seed(settings[key], 0, f"{key} in the settings")
+    number_and_rerun = _seed_in_name(log, SEED_PATTERNS[-1:])
+    return Seed(*number_and_rerun, in_name) if number_and_rerun else None
 
 
 def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
@@ -310,31 +331,105 @@ def _compile_pattern(pattern: str, allows_reruns: bool) -> re.Pattern[str]:
     return re.compile(regex, re.DOTALL | re.ASCII)
 
 
+# --- settings that the user names ---
+
+
+def name_by_settings(
+    logs: Sequence[Log], arms_by: str | None, seeds_by: str | None, arms: Sequence[str] | None
+) -> Naming | str:
+    """Return the run names by a setting that holds the arm, the seed, or both, or why it names not all.
+
+    `arms`: the arm of each log, if known.
+    """
+    for option, key in (("--arms-by", arms_by), ("--seeds-by", seeds_by)):
+        lacking = [log.name for log in logs if key and find_setting(log, key) is None]
+        if lacking:
+            keys = [*dict.fromkeys(key for log in logs for key in log.config or {})]
+            differing = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
+            return (
+                f"{option}: got '{printable(key or '')}', which is no setting of {list_names(lacking, 3)}; "
+                + (f"settings that differ: {list_names(differing, 8)}" if differing else "no settings differ")
+            )
+    if arms_by:
+        arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
+    arms = arms or _arm_groups(logs)
+    if seeds_by:
+        seeds = [find_setting(log, seeds_by) for log in logs]
+        wrong = [seed for seed in seeds if type(seed) is not int or not 0 <= seed < SEED_LIMIT]
+        if wrong:
+            return (
+                f"--seeds-by: got {printable(str(wrong[0]))} as {printable(seeds_by)}; allowed: whole numbers"
+            )
+        names = [RunName(arm=arm, seed=int(seed or 0)) for arm, seed in zip(arms, seeds, strict=True)]
+        return Naming(
+            names=names,
+            guessed=(Code.SEEDS_FROM(how=f"setting {seeds_by}", arm=arms[0], seed=names[0].seed),),
+        )
+    by_seeds = _name_by_seeds(logs, arms, unpaired=False)
+    if by_seeds and len(set(by_seeds)) == len(by_seeds):
+        return Naming(names=by_seeds)
+    return guess_runs(logs, arms) or Naming(names=_number_runs(arms), paired=False, seeds_known=False)
+
+
+def find_setting(log: Log, key: str) -> Any:
+    """Return a setting by its key, or by the end of the only key that ends so; None without one."""
+    settings = log.config or {}
+    keys = [key] if key in settings else [name for name in settings if name.endswith(f".{key}")]
+    return settings[keys[0]] if len(keys) == 1 else None
+
+
 # --- guesses ---
 
 
 def guess_runs(
     logs: Sequence[Log], arms: Sequence[str] | None = None, run_filter: RunFilter = select_all
-) -> Naming | None:
-    """Return the run name of each log; None if no guess explains the runs that `run_filter` selects.
+) -> Naming | str | None:
+    """Return the run name of each log, or a question; None if no guess explains the runs.
 
-    `arms`: the arm of each log, if known.
+    `arms`: the arm of each log, if known. Only runs that `run_filter` selects must be explained.
     """
-    for source, seeds, guessed_arms in _seed_assignments(logs):
-        run_arms = list(arms or guessed_arms)
-        names = [RunName(arm=arm, seed=seed) for arm, seed in zip(run_arms, seeds, strict=True)]
-        if _is_a_grid([name for name in names if run_filter(name)]):
-            arm = None if arms else names[0].arm
-            return Naming(names=names, guessed=(Code.SEEDS_FROM(how=source, arm=arm, seed=seeds[0]),))
+    for evidence in _seed_evidence(logs):
+        namings: dict[tuple[RunName, ...], Naming] = {}
+        for source, seeds, arm_candidates in evidence:
+            for run_arms in [arms] if arms else arm_candidates:
+                names = [RunName(arm=arm, seed=seed) for arm, seed in zip(run_arms, seeds, strict=True)]
+                if _is_a_grid([name for name in names if run_filter(name)]):
+                    arm = None if arms else names[0].arm
+                    guessed = (Code.SEEDS_FROM(how=source, arm=arm, seed=seeds[0]),)
+                    namings.setdefault(tuple(names), Naming(names=names, guessed=guessed))
+                    break
+        if len(namings) > 1:
+            first, second = ([str(name) for name in names[:1]] for names in [*namings][:2])
+            return (
+                f"arms and seeds: '{printable(logs[0].name)}' may be {first[0]} or {second[0]}; describe the "
+                "names, for example --pattern '{arm}-{seed}'"
+            )
+        if namings:
+            return next(iter(namings.values()))
     groups = list(arms or _arm_groups(logs))
     num_arms = len(set(groups))
     if not 1 < num_arms <= MAX_ARMS:
         return None
+    if not arms and (question := _ask_about_numbers(logs, groups)):
+        return question
     guessed = () if arms else (Code.ARMS_FROM_NAMES(num_arms=num_arms),)
     if num_arms == len(logs):
         return Naming(names=_number_runs(groups), guessed=guessed)
     guessed = (*guessed, Code.NOTHING_SAYS_SEEDS())
     return Naming(names=_number_runs(groups), paired=False, seeds_known=False, guessed=guessed)
+
+
+def _ask_about_numbers(logs: Sequence[Log], groups: Sequence[str]) -> str | None:
+    """Return a question if runs of one group differ in more than one number: they may be several arms."""
+    for group in set(groups):
+        names = [log for log, own in zip(logs, groups, strict=True) if own == group]
+        if len({*_shortened_names(names)}) > 1 and not differ_in_one_number(names):
+            examples = list_names([log.name for log in names], 3)
+            return (
+                f"arms: {examples} differ in several numbers; say which are arms and which are runs, for "
+                "example --pattern '{arm}-{seed}', or give the folder of each arm: ARM=FOLDER"
+            )
+    return None
 
 
 def guess_baseline(arms: Sequence[str]) -> str:
@@ -360,31 +455,74 @@ def differ_in_one_number(logs: Sequence[Log]) -> bool:
     return len(varying) == 1 and varying[0] % 2 == 1
 
 
-def _seed_assignments(logs: Sequence[Log]) -> Iterator[tuple[str, list[int], list[str]]]:
-    """Yield possible assignments, the likeliest first: source of the seeds, seeds, and arms."""
-    split_names = [re.split(SEPARATORS, name) for name in _shortened_names(logs)]
+Evidence = list[tuple[str, list[int], list[list[str]]]]  # source, seeds, possible arms; likelier ones first
+
+
+def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
+    """Yield possible seeds by falling weight: named in names, settings, and other numbers of the names."""
+    kinds = _kinds(logs)
+    split_names = [
+        re.split(f"({SEPARATORS})", name) for name in _shortened_names(logs)
+    ]  # words at 0, 2, 4...
     shortest = min(map(len, split_names), default=0)
-    assignments = []
-    for position in (*range(-1, -shortest - 1, -1), *range(shortest)):
-        numbers = [re.fullmatch(r"([A-Za-z]*)(\d{1,9})", words[position], re.ASCII) for words in split_names]
-        if not all(numbers) or len({number[1] for number in numbers if number}) > 1:
+    by_weight: dict[int, Evidence] = {0: [], 1: [], 2: []}
+    for position in (*range(-1, -shortest - 1, -2), *range(0, shortest, 2)):
+        places = [position % len(words) for words in split_names]
+        numbers = [_seed_word(words, place) for words, place in zip(split_names, places, strict=True)]
+        if not all(numbers) or len({number[1].lower() for number in numbers if number}) > 1:
             continue
         seeds = [int(number[2]) for number in numbers if number]
-        previous_words = {
-            words[position - 1].lower() if position % len(words) else "" for words in split_names
+        arms = [_cut_word(words, place) for words, place in zip(split_names, places, strict=True)]
+        before = {
+            words[place - 2].lower() if place else ""
+            for words, place in zip(split_names, places, strict=True)
         }
-        is_named = previous_words == {"seed"} or split_names[0][position].lower().startswith(("seed", "s"))
-        arms = [_arm_without_part(words, position % len(words)) for words in split_names]
-        assignments.append((not is_named, (f"names such as {list_names([logs[0].name])}", seeds, arms)))
-    yield from (assignment for _, assignment in sorted(assignments, key=lambda assignment: assignment[0]))
+        word = split_names[0][places[0]].lower()
+        weight = 0 if before == {"seed"} or word.startswith("s") else 1 if word.isdigit() else 2
+        by_weight[weight].append((f"names such as {list_names([logs[0].name])}", seeds, [*kinds, arms]))
+    yield by_weight[0]
     keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}
-    settings = _differing_settings(logs, keys)
     for key in sorted(keys, key=lambda key: (SEED_KEYS.index(key.rsplit(".", 1)[-1]), len(key), key)):
         values = [(log.config or {}).get(key) for log in logs]
         if all(type(value) is int and 0 <= value < SEED_LIMIT for value in values):
             seeds = [int(value or 0) for value in values]
-            yield f"{key} in the configurations", seeds, _arm_groups(logs)
-            yield f"{key} and what else differs in the configurations", seeds, settings
+            arms_by_name_or_setting = [_arm_groups(logs), _differing_settings(logs, keys, seeds)]
+            yield [(f"{key} in the settings", seeds, arms_by_name_or_setting)]
+    yield by_weight[1]
+    yield by_weight[2]
+
+
+def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
+    """Return the letters and the number of a word that may be a seed.
+
+    The number of a process, a start or a checkpoint is none, nor are the parts of a version or a decimal.
+    """
+    match = re.fullmatch(r"([A-Za-z]*)(\d{1,9})", words[place], re.ASCII)
+    previous = words[place - 2] if place else ""
+    following = words[place + 2] if place + 2 < len(words) else ""
+    is_decimal = (previous[-1:].isdigit() and words[place - 1] == ".") or (
+        following[:1].isdigit() and words[place + 1] == "."
+    )
+    counted = match and (match[1] or previous)
+    return None if not match or is_decimal or NO_SEED.fullmatch(counted or "") else match
+
+
+def _kinds(logs: Sequence[Log]) -> list[list[str]]:
+    """Return wandb's job types and groups where they differ between the logs."""
+    kinds = ([log.job_type for log in logs], [log.group for log in logs])
+    return [
+        [kind or "" for kind in run_kinds] for run_kinds in kinds if all(run_kinds) and len({*run_kinds}) > 1
+    ]
+
+
+def _cut_word(words: Sequence[str], place: int) -> str:
+    """Return a name, of words and separators, without one word and the word `seed` before it."""
+    start = place - 2 if place and words[place - 2].lower() == "seed" else place
+    before, after = "".join(words[: max(0, start - 1)]), "".join(words[place + 1 :])
+    kept = before + (after if before else "".join(words[place + 2 :]))
+    while (last := re.split(f"({SEPARATORS})", kept)) and len(last) > 1 and _is_uninformative(last[-1]):
+        kept = "".join(last[:-2])
+    return kept.strip("/_-. =@,") or "run"
 
 
 def _is_a_grid(names: Sequence[RunName]) -> bool:
@@ -399,26 +537,29 @@ def _is_a_grid(names: Sequence[RunName]) -> bool:
 
 
 def _arm_groups(logs: Sequence[Log]) -> list[str]:
-    """Return an arm for each log: wandb's job type or group if they differ, else the name without numbers."""
-    for kinds in ([log.job_type for log in logs], [log.group for log in logs]):
-        if all(kinds) and len(set(kinds)) > 1:
-            return [kind or "" for kind in kinds]
-    names = _names_without_numbers(logs)
-    if len(set(names)) > 1 and all(names):
+    """Return an arm for each log: its job type or group, a name that runs share, or one without numbers."""
+    if kinds := _kinds(logs):
+        return kinds[0]
+    names = _shortened_names(logs)
+    if 1 < len({*names}) < len(names) or len(logs) == 2:
         return names
-    return _shortened_names(logs) if len(logs) == 2 else [name or "run" for name in names]
+    without_numbers = _names_without_numbers(logs)
+    if len(set(without_numbers)) > 1 and all(without_numbers):
+        return without_numbers
+    return [name or "run" for name in without_numbers]
 
 
-def _differing_settings(logs: Sequence[Log], seed_keys: set[str]) -> list[str]:
-    """Return an arm for each log: its values of the settings that differ between groups of logs.
+def _differing_settings(logs: Sequence[Log], seed_keys: set[str], seeds: Sequence[int]) -> list[str]:
+    """Return an arm for each log: its values of the settings that differ between runs of one seed.
 
     Settings that differ in every log, as run names and folders do, are ignored.
     """
     configs = [log.config or {} for log in logs]
     differing_keys = []
     for key in sorted({key for config in configs for key in config} - seed_keys):
-        values = {repr(config.get(key)) for config in configs}
-        if 1 < len(values) <= len(logs) // 2:
+        values = [repr(config.get(key)) for config in configs]
+        varies_in_a_seed = len({*zip(seeds, values, strict=True)}) > len({*seeds})
+        if varies_in_a_seed and len({*values}) <= len(logs) // 2:
             differing_keys.append(key)
     return [",".join(f"{key}={config.get(key)}" for key in differing_keys) or "run" for config in configs]
 
@@ -432,19 +573,17 @@ def _shortened_names(logs: Sequence[Log]) -> list[str]:
 
 
 def _names_without_numbers(logs: Sequence[Log]) -> list[str]:
-    split_names = [re.split(SEPARATORS, name) for name in _shortened_names(logs)]
-    return [
-        "-".join(word for word in words if not _is_uninformative(word, numbers=True)) for words in split_names
-    ]
-
-
-def _arm_without_part(words: Sequence[str], position: int) -> str:
-    arm_words = [
-        word for index, word in enumerate(words) if index != position and not _is_uninformative(word)
-    ]
-    if len(arm_words) > 1 and arm_words[-1].lower() == "seed":
-        arm_words.pop()
-    return "-".join(word for word in arm_words if word.lower() != "seed") or "run"
+    """Return the names as they are written, without words that are numbers, times or loggers."""
+    cut_names = []
+    for name in _shortened_names(logs):
+        words = re.split(f"({SEPARATORS})", name)
+        kept = [
+            place for place in range(0, len(words), 2) if not _is_uninformative(words[place], numbers=True)
+        ]
+        cut_names.append(
+            "".join("".join(words[max(place - 1, 0) : place + 1]) for place in kept).strip("/_-. =@,")
+        )
+    return cut_names
 
 
 def _is_uninformative(word: str, numbers: bool = False) -> bool:

@@ -27,6 +27,7 @@ MOMENT = re.compile(
     rf"{_NAMED_MONTH}{_DAY}_{_CLOCK}(?:_[^/]*)?"
     rf"|{_YEAR}([-_.]?){_MONTH}\1{_DAY}(?:[-_T ]*{_CLOCK})?Z?"
     rf"|{_NAMED_MONTH}[-_ ]?{_DAY}(?:[-_, ]+{_YEAR})?|{_DAY}[-_ ]?{_NAMED_MONTH}(?:[-_ ]?{_YEAR})?"
+    rf"|{_MONTH}{_DAY}T{_CLOCK}"
     r"|(?:[01]\d|2[0-3])([-:_])[0-5]\d\2[0-5]\d"
     r"|1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?"
     r")(?![A-Za-z0-9])"

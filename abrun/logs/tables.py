@@ -128,6 +128,8 @@ def key_text(cell: float | str) -> str:
 def name_log(log: Log, name: str, values: Mapping[str, str], guess: str) -> Log:
     """Return the log of a run under the name that its key columns give; `name`: that of its file."""
     seed = values.get("seed", "")
+    if seed and re.sub(r"\D", "", values.get("run", "")) == seed:  # the run repeats the seed
+        values = {kind: text for kind, text in values.items() if kind != "run"}
     number = int(float(seed)) if re.fullmatch(r"\d{1,10}(\.0*)?", seed) and float(seed) < SEED_LIMIT else None
     arm = values.get("arm")
     arm_and_run = [text for kind, text in values.items() if kind != "seed"]

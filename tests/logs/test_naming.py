@@ -188,10 +188,10 @@ def test_names_of_hydra_are_divided_at_commas() -> None:
     guess = guess_runs([Log(name=name, place=name, metrics={}) for name in names])
     assert guess is not None
     assert [str(name) for name in guess.names] == [
-        "arm-new/seed-0",
-        "arm-new/seed-1",
-        "arm-old/seed-0",
-        "arm-old/seed-1",
+        "arm=new/seed-0",
+        "arm=new/seed-1",
+        "arm=old/seed-0",
+        "arm=old/seed-1",
     ]
     assert guess_baseline(["arm-new", "arm-old"]) == "arm-old"
 

@@ -21,7 +21,9 @@ from abrun.logs.naming import (
     RunFilter,
     differ_in_one_number,
     differ_only_by_numbers,
+    find_seed,
     guess_runs,
+    name_by_settings,
     name_runs,
     name_seeds,
     pattern_fields,
@@ -132,6 +134,23 @@ def name_by_pattern(sources: Sources) -> Naming | str | None:
     return _as_naming(sources, lambda unpaired: _name_each_source(sources, unpaired))
 
 
+def name_by_options(sources: Sources) -> Naming | str | None:
+    """Use the settings that --arms-by and --seeds-by name."""
+    reading = sources.reading
+    if not reading.arms_by and not reading.seeds_by:
+        return None
+    if sources.has_arms and reading.arms_by:
+        return f"--arms-by: got {reading.arms_by!r}, but the sources name their arms; drop it or the names"
+    arms: list[str] | None = None
+    if len(sources.named_sources) > 1 or sources.has_arms:
+        by_source = _source_arms(sources)
+        if isinstance(by_source, str) and not reading.arms_by:
+            return by_source
+        logs_by_source = zip(by_source, sources.logs_by_source, strict=False)
+        arms = [arm for arm, logs in logs_by_source for _ in logs]
+    return name_by_settings(sources.logs, reading.arms_by, reading.seeds_by, arms)
+
+
 def name_by_runs(sources: Sources) -> Naming | str | None:
     """Use what the runs say: run directories, columns, job types, or names with arm and seed."""
     if sources.pattern is not None:
@@ -172,6 +191,8 @@ def name_one_arm(sources: Sources) -> Naming | None:
     names = name_seeds(logs, arm, run_filter=sources.run_filter)
     if not isinstance(names, str):
         return Naming(names=names)
+    if given_arm is None and all(map(find_seed, logs)):
+        return None  # two runs of one seed: there are several arms
     if given_arm or differ_in_one_number(logs):
         names = name_seeds(logs, arm, unpaired=True, run_filter=sources.run_filter)
     return None if isinstance(names, str) else Naming(names=names, paired=False, seeds_known=False)
@@ -186,7 +207,7 @@ def guess_names(sources: Sources) -> Naming | str | None:
         return guess_runs(logs, run_filter=run_filter)
     if num_sources > 2 and sources.is_one_run_each:
         naming = guess_runs(_rename_from_common_folder(sources), run_filter=run_filter)
-        if naming is not None and naming.seeds_known:
+        if isinstance(naming, Naming) and naming.seeds_known:
             return naming
     if problem := _find_several_arms(sources):
         return problem
@@ -195,7 +216,7 @@ def guess_names(sources: Sources) -> Naming | str | None:
         return arms
     arm_of_logs = [arm for arm, arm_logs in zip(arms, sources.logs_by_source, strict=True) for _ in arm_logs]
     naming = guess_runs(logs, arm_of_logs, run_filter)
-    if naming is not None and len(logs) == num_sources and not sources.has_arms:
+    if isinstance(naming, Naming) and len(logs) == num_sources and not sources.has_arms:
         return replace(naming, guessed=(Code.SOURCES_ARE_ARMS(num_sources=num_sources), *naming.guessed))
     return naming
 
@@ -211,6 +232,7 @@ def explain_mixed_names(sources: Sources) -> str | None:
 
 STRATEGIES: tuple[Callable[[Sources], Naming | str | None], ...] = (
     name_by_pattern,
+    name_by_options,
     name_by_runs,
     name_by_source,
     name_one_arm,
@@ -260,7 +282,8 @@ def _as_naming(sources: Sources, rule: Callable[[bool], Names]) -> Naming | str:
     have_identities = all(log.identity for log in sources.logs)
     if have_identities or sources.pattern is not None or len(names) == len(seeds) or not seeds_known:
         return naming
-    source = f"names such as '{printable(sources.logs[0].name)}'"
+    seed = find_seed(sources.logs[0])
+    source = seed.source if seed else f"names such as '{printable(sources.logs[0].name)}'"
     guess = Code.SEEDS_FROM(how=source, arm=printable(names[0].arm), seed=names[0].seed)
     return replace(naming, guessed=(guess,))
 

@@ -26,6 +26,8 @@ class ReadingOptions:
     runs_dir: Path = Path("runs")
     baseline: str | None = None
     pattern: str | None = None
+    arms_by: str | None = None  # setting that holds the arm
+    seeds_by: str | None = None  # setting that holds the seed
     group: str | None = None
     aliases: tuple[str, ...] = ()
     step_column: str | None = None
@@ -48,6 +50,8 @@ class ReadingOptions:
         options = {
             "--baseline": self.baseline,
             "--pattern": self.pattern,
+            "--arms-by": self.arms_by,
+            "--seeds-by": self.seeds_by,
             "--group": self.group,
             "--alias": ",".join(self.aliases) or None,
             "--step-column": self.step_column,
