@@ -341,8 +341,8 @@ def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, An
 
 
 def _flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration by dotted keys."""
-    return dotted(config.model_dump(mode="json"))
+    """Return the configuration by dotted keys, without the recipe's folder."""
+    return dotted(config.model_dump(mode="json", exclude={"trainer": {"recipe_dir"}}))
 
 
 def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -7,7 +7,7 @@ import string
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator
 
@@ -18,7 +18,7 @@ from abrun.recipe.section import Env, FieldError, RuleError, Section, rule
 from abrun.runs.layout import RUN_FILES
 from abrun.runs.redaction import REFERENCE
 
-PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
+PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python", "recipe_dir")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
     *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
     *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
@@ -55,10 +55,11 @@ class MetricsLog(Section):
 class Command(Section):
     """External trainer. `argv`, the values of `env` and `metrics.path` are templates.
 
-    Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (the
-    `python` field, or abrun's own interpreter) and the names in `parameters`, in which arms can differ. In
-    `argv`, `{recipe_dir}` is the folder of the recipe. Write literal braces as `{{` and `}}`. In `env`,
-    `${NAME}` is an environment variable: it is read at every start of a run and never stored.
+    Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{recipe_dir}`
+    (the folder of the recipe), `{python}` (the `python` field, or abrun's own interpreter) and the names in
+    `parameters`, in which arms can differ. Templates are stored and compared as written, and filled in at
+    every start of a run. Write literal braces as `{{` and `}}`. In `env`, `${NAME}` is an environment
+    variable, which is never stored.
     """
 
     type: Literal["command"]
@@ -70,6 +71,7 @@ class Command(Section):
     aliases: Annotated[str | dict[str, str], PlainValidator(_check_aliases)] = Field(default={})
     versions_of: list[str] = Field(default=[])  # packages whose installed versions are recorded
     python: str | None = None  # the command's interpreter; None: the first word of argv
+    recipe_dir: str = "."  # set when the recipe is read; where it lies is no difference between runs
 
     @field_validator("parameters")
     @classmethod
@@ -174,6 +176,12 @@ class Command(Section):
             )
         return names
 
+    def with_recipe_dir(self) -> Self:
+        """Return the command with `{recipe_dir}` filled in, as earlier versions stored it."""
+        folder = self.recipe_dir.replace("{", "{{").replace("}", "}}")
+        argv = [word.replace("{recipe_dir}", folder) for word in self.argv]
+        return self.model_copy(update={"argv": argv})
+
     @property
     def uses_seed(self) -> bool:
         """Return whether a template of the command line or its environment uses the seed."""
@@ -200,6 +208,11 @@ class Invocation:
     env: dict[str, str]  # added to the inherited environment
     metrics_path: str
     python: str  # value of the placeholder {python}
+
+    @property
+    def scripts(self) -> list[str]:
+        """Return the words of the command line that name scripts."""
+        return [word for word in self.argv if word.endswith((".py", ".sh"))]
 
 
 def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[str]:
@@ -243,9 +256,9 @@ def build_invocation(
     trainer = run.trainer
     python = trainer.python or sys.executable
     run_values = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
+    run_values |= {"steps": run.steps, "python": python, "recipe_dir": trainer.recipe_dir}
     values: Mapping[str, str] = {
-        name: _format_scalar(value)
-        for name, value in {**trainer.parameters, **run_values, "steps": run.steps, "python": python}.items()
+        name: _format_scalar(value) for name, value in {**trainer.parameters, **run_values}.items()
     }
     invocation = Invocation(
         argv=[word.format_map(values) for word in trainer.argv],

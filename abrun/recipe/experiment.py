@@ -256,7 +256,7 @@ def load_recipe(
         tree = (
             read_launched_recipe(path)
             if is_directory(path)
-            else _resolve_recipe_dir(read_with_defaults(path), path)
+            else _find_reference(read_with_defaults(path), path.parent)
         )
         raw = _convert_arms(tree, lambda change: nested(dotted(change)))
         overrides = list(overrides)
@@ -266,6 +266,7 @@ def load_recipe(
         raw = drop_removed(migrate(raw)) if is_launched else raw
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
+        raw = raw if is_directory(path) else _with_recipe_dir(raw, str(path.parent.resolve()))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))
@@ -282,25 +283,33 @@ def load_recipe(
     return recipe
 
 
-def _resolve_recipe_dir(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a recipe's tree with `{recipe_dir}` and `compare.reference` resolved against its folder."""
-    trainer, compare, folder = raw.get("trainer"), raw.get("compare"), path.parent
-    if isinstance(trainer, dict) and isinstance(trainer.get("argv"), list):
-        escaped_folder = str(folder.resolve()).replace("{", "{{").replace("}", "}}")
-        argv = [
-            word.replace("{recipe_dir}", escaped_folder) if isinstance(word, str) else word
-            for word in trainer["argv"]
-        ]
-        raw = raw | {"trainer": trainer | {"argv": argv}}
+def _find_reference(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe's tree with `compare.reference` resolved against its folder."""
+    compare = raw.get("compare")
     reference = compare.get("reference") if isinstance(compare, dict) else None
     if isinstance(reference, str) and not os.path.isfile(os.path.expanduser(reference)):
         local_path = str(folder / reference)
-        raw = (
-            raw | {"compare": {**raw["compare"], "reference": local_path}}
-            if os.path.isfile(local_path)
-            else raw
-        )
+        if os.path.isfile(local_path):
+            return raw | {"compare": {**raw["compare"], "reference": local_path}}
     return raw
+
+
+def _with_recipe_dir(tree: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return a recipe's tree with its folder in the trainer of the recipe and of arms with a command."""
+    trainer, arms = tree.get("trainer"), tree.get("arms")
+    if isinstance(trainer, dict) and trainer.get("type") == "command":
+        tree = tree | {"trainer": {"recipe_dir": folder, **trainer}}
+    if isinstance(arms, dict):
+        added = {"trainer.recipe_dir": folder}
+        tree = tree | {
+            "arms": {
+                arm: added | change
+                if isinstance(change, dict) and change.get("trainer.type") == "command"
+                else change
+                for arm, change in arms.items()
+            }
+        }
+    return tree
 
 
 def _convert_arms(

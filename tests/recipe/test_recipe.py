@@ -681,7 +681,12 @@ def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_l
     config = recipe.run_config("baseline")
     names = dict.fromkeys(("experiment", "arm", "rerun", "run_dir"), "/x")
     assert isinstance(config, CommandRunConfig)
+    assert config.trainer.argv == ["{recipe_dir}/train.sh", "{seed}"]  # stored and compared as written
     assert build_invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
+    other_trainer = f"arms.other={{trainer: {trainer}}}"
+    other = load_recipe(SMALL, [other_trainer]).run_config("other")  # another trainer's arm, by --set
+    assert isinstance(other, CommandRunConfig) and other.trainer.recipe_dir == str(SMALL.parent)
+    assert "trainer.recipe_dir" not in make_plan(load_recipe(SMALL, [other_trainer])).treatment_diff["other"]
     (there / "runs.json").touch()
     assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
     (here / "runs.json").touch()
