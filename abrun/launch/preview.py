@@ -19,7 +19,6 @@ from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
-from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import REFERENCE, printable, yaml_text
@@ -217,7 +216,7 @@ def precision_differences(plan: ExperimentPlan) -> list[Reason]:
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
-    baseline = precision.pop(BASELINE, {})
+    baseline = precision.pop(plan.recipe.baseline, {})
     differences = (compare_precisions(arm, baseline, precision[arm]) for arm in precision)
     return [difference for difference in differences if difference]
 

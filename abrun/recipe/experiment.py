@@ -67,7 +67,9 @@ class ExperimentDeclaration(Section):
     """Declaration of an experiment around a base run: arms as dotted differences, seeds, the comparison."""
 
     name: str
-    arms: dict[str, dict[str, Any]]  # arm -> its differences as dotted keys; one arm is named baseline
+    arms: dict[
+        str, dict[str, Any]
+    ]  # arm -> its differences as dotted keys; one is named baseline, or is alone (with a reference)
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MAX_SEEDS)
     controls: Controls = Controls()
     compare: Compare = Compare()
@@ -77,7 +79,8 @@ class ExperimentDeclaration(Section):
     @rule
     def _check_experiment(self) -> None:
         arms, seeds, compare = self.arms, self.seeds, self.compare
-        if len(arms) < 2 and compare.reference is None and not self.controls.faults:
+        has_pair = BASELINE in arms and (len(arms) > 1 or self.controls.faults)
+        if not has_pair and compare.reference is None:
             raise RuleError(
                 f"arms: got {shortened([*arms])}; an experiment needs an arm named 'baseline' and at least "
                 "one other arm, or a frozen reference (compare.reference)"
@@ -128,7 +131,7 @@ class ExperimentDeclaration(Section):
             raise FieldError(
                 f"got an arm named {shortened(invalid[0])}; allowed: letters, digits, '.', '_' and '-'"
             )
-        if BASELINE not in arms:
+        if BASELINE not in arms and len(arms) != 1:
             given_arms = shortened(list(arms)) if arms else "none"
             raise FieldError(f"got {given_arms}; an experiment needs an arm named 'baseline'")
         for arm, change in arms.items():
@@ -138,6 +141,11 @@ class ExperimentDeclaration(Section):
                     "of an experiment share GPUs alike; set it outside arms"
                 )
         return arms
+
+    @property
+    def baseline(self) -> str:
+        """Return the arm that others, reruns and controls are compared with: `baseline`, or the only arm."""
+        return BASELINE if BASELINE in self.arms else next(iter(self.arms))
 
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
         """Return the resolved configuration of one arm.
@@ -183,7 +191,7 @@ class ExperimentDeclaration(Section):
 
     def control_config(self, arm: str) -> OwnRunConfig:
         """Return the baseline's configuration with a control's fault; RecipeError if it cannot have it."""
-        injected, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        injected, baseline = self.control_arms[arm], self.run_config(self.baseline)
         if any(recorded_source(self.run_config(treatment)) == BASELINE for treatment in self.arms):
             # Controls train on the baseline's rollouts, as the treatments do
             change = {"rollout": {"engine": "recorded", "from": BASELINE}}

@@ -238,9 +238,14 @@ def test_the_family_of_grpo_plans(algorithm: str) -> None:
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path, snapshot: Snapshot) -> None:
     tree = yaml.load(SMALL.read_text(), Loader)
     path = tmp_path / "arms.yaml"
-    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
+    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}, {"candidate": {}}):
         path.write_text(yaml.safe_dump(tree | {"arms": arms}))
         snapshot(refused(path))
+    alone = load_recipe(path, ["compare={reference: runs.json}"])
+    assert alone.baseline == "candidate" and load_recipe(SMALL).baseline == "baseline"
+    assert {run.name.arm for run in make_plan(alone).runs} == {"candidate"}
+    one_of_two = "arms={candidate: {}, other: {steps: 4}}"
+    snapshot(refused(path, "compare={reference: runs.json}", one_of_two))
     del tree["task"]["type"]
     path.write_text(yaml.safe_dump(tree))
     snapshot(refused(path))
