@@ -4,7 +4,9 @@
 """
 
 import importlib.machinery
+import itertools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +31,7 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
 from abrun.runs.files import is_file
 
+INTERPRETERS = re.compile(r"python[\d.]*|bash|sh")
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
 
@@ -65,13 +68,27 @@ def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[s
 
 
 def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
-    """Yield a reason if the command is not found; arm and seed do not change where it is searched."""
-    filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
-    path = filled.env.get("PATH", os.environ.get("PATH"))
-    if shutil.which(filled.argv[0], path=path) is None:
+    """Yield a reason if the command, or the script of an interpreter, is not found.
+
+    Arm and seed do not change where a command is searched. A script whose name contains them is not checked.
+    """
+    filled = build_invocation(
+        config, experiment="{experiment}", arm="{arm}", seed="{seed}", rerun="{rerun}", run_dir="{run_dir}"
+    )
+    command, *words = filled.argv
+    if shutil.which(command, path=filled.env.get("PATH", os.environ.get("PATH"))) is None:
         yield (
-            f"trainer.argv.0: got {filled.argv[0]!r}, which is not on PATH; install it, or give the path "
-            "of an executable file"
+            f"trainer.argv.0: got {command!r}, which is not on PATH; install it, or give the path of an "
+            "executable file"
+        )
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    script = next(iter(words[len(options) :]), "")
+    if any({"c", "m"} & {*option} for option in options) or not INTERPRETERS.fullmatch(Path(command).name):
+        return  # the word is an argument of code or of a module, or another program's
+    if script in filled.scripts and "{" not in script and not os.path.isfile(script):
+        yield (
+            f"trainer.argv: got {script!r}, which does not exist here; give its path from the folder where "
+            f"abrun is started, or write {{recipe_dir}}/{Path(script).name} for a script beside the recipe"
         )
 
 
