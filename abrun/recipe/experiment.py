@@ -67,9 +67,8 @@ class ExperimentDeclaration(Section):
     """Declaration of an experiment around a base run: arms as dotted differences, seeds, the comparison."""
 
     name: str
-    arms: dict[
-        str, dict[str, Any]
-    ]  # arm -> its differences as dotted keys; one is named baseline, or is alone (with a reference)
+    # arm -> its differences as dotted keys; one arm is named baseline, unless compare.reference replaces it
+    arms: dict[str, dict[str, Any]]
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MAX_SEEDS)
     controls: Controls = Controls()
     compare: Compare = Compare()
