@@ -43,6 +43,7 @@ from abrun.processes import (
 )
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
+from abrun.recipe.command import SCRIPT_SUFFIXES as SUFFIXES
 from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
 from abrun.recipe.experiment import parse_stored_run
 from abrun.runs.files import fingerprint, is_file
@@ -129,12 +130,9 @@ class _Run:
         cores = self._config.cluster.cpu_ranks
         packages = trainer.versions_of
         environment = describe_environment(call.argv, trainer.python, packages, self._env, cores)
-        folder, paths = f"{trainer.recipe_dir}/", list(map(Path, call.scripts))
-        scripts = {
-            str(path).removeprefix(folder): fingerprint(path)["sha256"][:8]
-            for path in paths
-            if os.access(path, os.R_OK) and is_file(path)
-        }
+        words = [word for word in call.argv if word.endswith(SUFFIXES) and os.access(word, os.R_OK)]
+        hashes = {word: fingerprint(Path(word))["sha256"][:8] for word in words if is_file(word)}
+        scripts = {word.removeprefix(f"{trainer.recipe_dir}/"): text for word, text in hashes.items()}
         writer.environment({**environment, "scripts": scripts})
         started = "resumed" if writer.attempt > 1 else "started"
         writer.event(started, step=self._follower.last_step, command=shlex.join(call.argv))

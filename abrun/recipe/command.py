@@ -23,6 +23,7 @@ FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
     *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
     *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
 )
+SCRIPT_SUFFIXES = (".py", ".sh")
 SAMPLE_RUN_DIR = "/RUN_DIR"  # placeholder for a run directory that does not exist yet
 
 Scalar = str | int | float | bool
@@ -57,9 +58,8 @@ class Command(Section):
 
     Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{recipe_dir}`
     (the folder of the recipe), `{python}` (the `python` field, or abrun's own interpreter) and the names in
-    `parameters`, in which arms can differ. Templates are stored and compared as written, and filled in at
-    every start of a run. Write literal braces as `{{` and `}}`. In `env`, `${NAME}` is an environment
-    variable, which is never stored.
+    `parameters`, in which arms can differ. They are stored and compared as written. Write literal braces as
+    `{{` and `}}`. In `env`, `${NAME}` is an environment variable, read at every start and never stored.
     """
 
     type: Literal["command"]
@@ -150,13 +150,9 @@ class Command(Section):
                 continue
             if name not in (*PLACEHOLDERS, *self.parameters) or format_spec or conversion:
                 placeholder = (
-                    name
-                    + (f"!{conversion}" if conversion else "")
-                    + (f":{format_spec}" if format_spec else "")
+                    f"{name}{(conversion and f'!{conversion}') or ''}{format_spec and f':{format_spec}'}"
                 )
-                allowed = ", ".join(
-                    f"{{{allowed_name}}}" for allowed_name in (*PLACEHOLDERS, *self.parameters)
-                )
+                allowed = ", ".join(f"{{{known}}}" for known in (*PLACEHOLDERS, *self.parameters))
                 hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
                 if field.startswith("env.") and f"${{{name}" in template:
                     hint = "write ${NAME} with letters, digits and '_'; no default values"
@@ -208,11 +204,6 @@ class Invocation:
     env: dict[str, str]  # added to the inherited environment
     metrics_path: str
     python: str  # value of the placeholder {python}
-
-    @property
-    def scripts(self) -> list[str]:
-        """Return the words of the command line that name scripts."""
-        return [word for word in self.argv if word.endswith((".py", ".sh"))]
 
 
 def unset_variables(run: CommandRunConfig, environment: Mapping[str, str]) -> list[str]:

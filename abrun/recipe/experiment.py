@@ -79,10 +79,10 @@ class ExperimentDeclaration(Section):
     def _check_experiment(self) -> None:
         arms, seeds, compare = self.arms, self.seeds, self.compare
         has_pair = BASELINE in arms and (len(arms) > 1 or self.controls.faults)
-        if not has_pair and compare.reference is None:
+        if not has_pair and (compare.reference is None or len(arms) != 1):
             raise RuleError(
                 f"arms: got {shortened([*arms])}; an experiment needs an arm named 'baseline' and at least "
-                "one other arm, or a frozen reference (compare.reference)"
+                "one other, or one arm of any name and a frozen reference (compare.reference)"
             )
         if reserved := arms.keys() & self.control_arms.keys():
             name = shortened(min(reserved))
@@ -130,9 +130,6 @@ class ExperimentDeclaration(Section):
             raise FieldError(
                 f"got an arm named {shortened(invalid[0])}; allowed: letters, digits, '.', '_' and '-'"
             )
-        if BASELINE not in arms and len(arms) != 1:
-            given_arms = shortened(list(arms)) if arms else "none"
-            raise FieldError(f"got {given_arms}; an experiment needs an arm named 'baseline'")
         for arm, change in arms.items():
             if RUNS_PER_GPU in (flat := dotted(change)):
                 raise RuleError(
@@ -302,21 +299,12 @@ def _find_reference(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _with_recipe_dir(tree: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return a recipe's tree with its folder in the trainer of the recipe and of arms with a command."""
-    trainer, arms = tree.get("trainer"), tree.get("arms")
+    """Return a recipe's tree, whose arms have dotted keys, with its folder beside each command."""
+    trainer = tree.get("trainer")
     if isinstance(trainer, dict) and trainer.get("type") == "command":
         tree = tree | {"trainer": {"recipe_dir": folder, **trainer}}
-    if isinstance(arms, dict):
-        added = {"trainer.recipe_dir": folder}
-        tree = tree | {
-            "arms": {
-                arm: added | change
-                if isinstance(change, dict) and change.get("trainer.type") == "command"
-                else change
-                for arm, change in arms.items()
-            }
-        }
-    return tree
+    added = {"trainer.recipe_dir": folder}
+    return _convert_arms(tree, lambda arm: (added if arm.get("trainer.type") == "command" else {}) | {**arm})
 
 
 def _convert_arms(

@@ -54,13 +54,12 @@ def _find_version_differences(
     """
     values: list[dict[str, Any]] = [(run.environment or {}).get(key) or {} for run in (baseline, treatment)]
     pairs = {name: (values[0].get(name), values[1].get(name)) for name in sorted({*values[0], *values[1]})}
-
-    def counts(name: str) -> bool:
-        if key == SCRIPTS:
-            return None not in pairs[name]
-        return baseline.uses_package(name) or treatment.uses_package(name)
-
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b and counts(name)}
+    uses = (baseline.uses_package, treatment.uses_package)
+    return {
+        name: (a, b)
+        for name, (a, b) in pairs.items()
+        if a != b and (None not in (a, b) if key == SCRIPTS else any(used(name) for used in uses))
+    }
 
 
 def versions_follow_arms(experiment: RecordedExperiment) -> bool:

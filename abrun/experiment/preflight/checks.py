@@ -22,7 +22,7 @@ from abrun.experiment.preflight.model_files import folder_refusal, hub_model_ref
 from abrun.experiment.preflight.settings import SETTINGS
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, plural
-from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
+from abrun.recipe.command import SCRIPT_SUFFIXES, CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import dtensor_misfit, family_refusal, megatron_misfit, stream_misfit, vllm_misfit
 from abrun.recipe.implementations import TASK_CHECK, load_implementation
@@ -68,10 +68,7 @@ def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[s
 
 
 def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
-    """Yield a reason if the command, or the script of an interpreter, is not found.
-
-    Arm and seed do not change where a command is searched. A script whose name contains them is not checked.
-    """
+    """Yield a reason if the command, or an interpreter's script that is the same for all runs, is missing."""
     filled = build_invocation(
         config, experiment="{experiment}", arm="{arm}", seed="{seed}", rerun="{rerun}", run_dir="{run_dir}"
     )
@@ -83,9 +80,9 @@ def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]
         )
     options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
     script = next(iter(words[len(options) :]), "")
-    if any({"c", "m"} & {*option} for option in options) or not INTERPRETERS.fullmatch(Path(command).name):
-        return  # the word is an argument of code or of a module, or another program's
-    if script in filled.scripts and "{" not in script and not os.path.isfile(script):
+    # Others may change the folder, and after -c or -m the word is an argument
+    is_read = INTERPRETERS.fullmatch(Path(command).name) and not {"c", "m"} & {*"".join(options)}
+    if is_read and script.endswith(SCRIPT_SUFFIXES) and not ("{" in script or os.path.isfile(script)):
         yield (
             f"trainer.argv: got {script!r}, which does not exist here; give its path from the folder where "
             f"abrun is started, or write {{recipe_dir}}/{Path(script).name} for a script beside the recipe"

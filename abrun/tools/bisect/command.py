@@ -66,9 +66,8 @@ class BisectionOutcome:
 def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
     """Return the recipe whose baseline command all candidates run. Raises RecipeError for abrun's trainer."""
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
-    if not (
-        isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(recipe.baseline), CommandRunConfig)
-    ):
+    config = recipe.run_config(recipe.baseline)
+    if not (isinstance(recipe, CommandRecipe) and isinstance(config, CommandRunConfig)):
         raise RecipeError(
             f"{path}: trainer.type: got 'abrun', but a bisection runs a command in each checkout or "
             "environment; use trainer: {type: command, ...} (docs/tutorials/own-trainer.md)"
