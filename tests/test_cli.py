@@ -267,7 +267,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -
     assert power[1:6] == ["last", "20%", "±0.05", "0.02", "0.5"]
     assert 70 <= int(power[6].rstrip("%")) <= 85 and power[-1] == "pairs"
     assert "unknown: see abrun power --from EXPERIMENT, or set compare.claims.1.sigma" in output
-    assert "compare.claims.2.sigma" not in output  # of no use without the level
+    (unknown,) = (row for row in rows if row[:1] == ["train/loss"])
+    assert unknown[-1] == "unknown" and "compare.claims.2.sigma" not in output  # of no use without the level
 
 
 def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
@@ -281,12 +282,40 @@ def test_a_hub_s_model_that_cannot_be_had_is_one_line_before_anything_starts(
         "and it sleeps; "
     )
     code, output, _ = run("launch", SMALL, "--dry-run", *change)
-    assert code == 0 and f"- {line}" in output and asked == ["some/hub-name"]
+    assert code == 2 and f"- {line}" in output and asked == ["some/hub-name"]
+    assert run("launch", SMALL, "--plan-only", *change)[:2] == (0, output)
     code, output, errors = run("launch", SMALL, *change)
     assert (code, output) == (2, "") and errors.startswith(f"abrun: small: {line}")
     assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []
     of_another_hub = "trainer={env: {HF_ENDPOINT: http://mirror}}"  # of which nothing is known here
     assert run("launch", SMALL, "--dry-run", *change, "--set", of_another_hub)[1].endswith(" at once.\n")
+
+
+@pytest.mark.parametrize("word", ["train.py", "{recipe_dir}/no/train.sh"])
+def test_a_script_that_does_not_exist_is_one_line_before_anything_starts(
+    run: Run, tmp_path: Path, word: str
+) -> None:
+    path, recipe = tmp_path / "r.yaml", (SMALL.parents[1] / "external/foreign.yaml").read_text()
+    _, _, rest = recipe.partition("  env:")
+
+    def launch(argv: str, *arguments: str) -> tuple[int, str, str]:
+        names = "'{learning_rate} {behaviour} {step_s} {label} {script}'"
+        path.write_text(f"name: r\ntrainer:\n  type: command\n  argv: [{argv}, {names}]\n  env:{rest}")
+        return run("launch", path, *arguments)
+
+    code, output, _ = launch(f"'{{python}}', -u, '{word}'", "--dry-run")
+    got = word.replace("{recipe_dir}", str(tmp_path))
+    assert code == 2 and f"got '{got}', which does not exist here" in " ".join(output.split())
+    code, output, errors = launch(f"'{{python}}', -u, '{word}'")
+    assert (code, output, errors.count("\n")) == (2, "", 1) and list(tmp_path.iterdir()) == [path]
+    assert f"write {{recipe_dir}}/{Path(word).name} for a script beside the recipe" in errors
+    # Arguments of a module, and scripts of a program that may change the folder
+    for argv in (f"'{{python}}', -m, x, '{word}'", f"env, python, '{word}'"):
+        assert launch(argv, "--dry-run")[0] == 0
+    (tmp_path / "no").mkdir()
+    for script in ("train.py", "no/train.sh"):
+        (tmp_path / script).touch()
+    assert launch(f"'{{python}}', '{word}'", "--dry-run")[0] == 0
 
 
 def test_a_launch_runs_compares_and_exits_with_the_code_of_the_verdict(

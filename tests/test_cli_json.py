@@ -77,7 +77,8 @@ def test_a_dry_run_lists_runs_the_difference_and_what_is_lacking(answer: Answer,
     assert plan["treatment_diff"] == {"treatment": {"policy.logprobs.impl": ["logits", "chunked"]}}
     assert (plan["runs_at_once"], plan["refusals"]) == (2, [])
     code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", "cluster.nodes=2")
-    assert code == 0 and plan["runs_at_once"] is None and "cluster.nodes" in plan["refusals"][0]
+    assert code == 2 and plan["runs_at_once"] is None and "cluster.nodes" in plan["refusals"][0]
+    assert answer("launch", SMALL, "--plan-only", "--json", "--set", "cluster.nodes=2") == (0, plan)
     for folder in ("/no/such/folder", "no/such/folder"):  # a hub's names have one slash
         code, plan = answer("launch", SMALL, "--dry-run", "--json", "--set", f"model={{path: {folder}}}")
         assert code == 2 and "is not a folder here" in plan["refusals"][0]

@@ -138,11 +138,11 @@ def test_every_command_in_a_document_is_taken(document: Path) -> None:
 
 
 QUICK = ("recipes", "faults", "power", "init", "launch")  # the others take long, or runs
-LEFT_OUT = ("--no-compare", "--exit-zero", "--dry-run", "--resume")
+LEFT_OUT = ("--no-compare", "--exit-zero", "--dry-run", "--plan-only", "--resume")
 
 
 def quick_commands(document: Path) -> list[tuple[list[str], str | None]]:
-    """A page's commands that take no runs, with a dry run for each launch, and the file of their output."""
+    """A page's commands that take no runs, with the plan for each launch, and the file of their output."""
     blocks = re.findall(r"^```sh\n(.*?)^```", document.read_text(), re.M | re.S)
     commands = []
     for line in "".join(blocks).replace("\\\n", " ").splitlines():
@@ -150,7 +150,7 @@ def quick_commands(document: Path) -> list[tuple[list[str], str | None]]:
         for words in commands_in(line):
             if words and words[0] in QUICK and words[:2] != ["faults", "run"] and not has_placeholders(words):
                 if words[0] == "launch":
-                    words = [*(word for word in words if word not in LEFT_OUT), "--dry-run"]
+                    words = [*(word for word in words if word not in LEFT_OUT), "--plan-only"]
                 commands.append((words, target and target[1]))
     return commands
 

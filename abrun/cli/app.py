@@ -200,7 +200,7 @@ def survive_output_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
-        if not (options.get("dry_run") or options.get("as_json")):
+        if not any(map(options.get, ("dry_run", "plan_only", "as_json"))):
             ignore_output_errors()
         return command(*args, **options)
 

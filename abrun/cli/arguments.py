@@ -216,6 +216,10 @@ Launcher = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="Folder of the experiment; default: the recipe's name.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and any problems; write nothing.")]
+PlanOnly = Annotated[
+    bool,
+    typer.Option("--plan-only", help="As --dry-run, but exit with 0 if another machine could run the plan."),
+]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(

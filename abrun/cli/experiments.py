@@ -23,6 +23,7 @@ from abrun.cli.arguments import (
     NewSeeds,
     NoCompare,
     Overrides,
+    PlanOnly,
     RecipeFile,
     Resume,
     RunFolder,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from abrun.api.launching import LaunchResult
     from abrun.experiment.options import LaunchOptions
     from abrun.experiment.plan import ExperimentPlan
+    from abrun.launch.preview import Feasibility
     from abrun.recipe.experiment import CommandRecipe, Recipe
     from abrun.report.present.terminal import Terminal
 
@@ -55,6 +57,7 @@ def launch(
     runs_dir: RunsDir = Path("runs"),
     name: Name = None,
     dry_run: DryRun = False,
+    plan_only: PlanOnly = False,
     resume: Resume = False,
     detach: Detach = False,
     take_over: TakeOver = False,
@@ -71,7 +74,7 @@ def launch(
 
     Exit code: 0 MATCH or PASS, or no claim to judge; 3 MISMATCH or FAIL; 4 INCONCLUSIVE; 5 INVALID;
     --exit-zero and --no-compare turn these into 0. 1 if a run did not finish or the comparison failed, 2
-    for bad input, 130 after Ctrl-C. A dry run exits with 2 if no machine could run the plan.
+    for bad input, 130 after Ctrl-C. A dry run exits with 2 if this machine cannot run the plan.
 
     Examples:
         abrun launch quickstart
@@ -83,7 +86,7 @@ def launch(
     from abrun.experiment.options import LaunchOptions
     from abrun.recipe.experiment import load_recipe
 
-    if as_json and not dry_run:
+    if as_json and not (dry_run or plan_only):
         raise RecipeError("--json requires --dry-run")
     if until_decided and no_compare:
         raise RecipeError("--until-decided: got --no-compare, which prevents a decision; drop one of them")
@@ -101,8 +104,10 @@ def launch(
         max_seeds=max_seeds,
         device_memory=device_memory,
     )
-    if dry_run:
-        raise typer.Exit(_dry_run(screen, loaded, options, as_json))
+    if dry_run or plan_only:
+        feasible = _dry_run(screen, loaded, options, as_json)
+        is_refused = feasible.is_refused if plan_only else bool(feasible.problems)
+        raise typer.Exit(2 if is_refused else 0)
     launched = launch_recipe(loaded, options, screen, typed_command())
     _show_end(screen, launched)
     raise typer.Exit(launched.exit_code or (0 if exit_zero else launched.verdict_exit_code))
@@ -281,12 +286,8 @@ def _show_memory(screen: "Terminal", plan: "ExperimentPlan", device: str | None)
 
 def _dry_run(
     screen: "Terminal", recipe: "Recipe | CommandRecipe", options: "LaunchOptions", as_json: bool
-) -> int:
-    """Show what a launch would do, and return the exit code.
-
-    The code is 2 if no machine could run the plan or the scheduler would refuse it. Raises StoreError if
-    there is nothing to resume.
-    """
+) -> "Feasibility":
+    """Show what a launch would do, and return its problems. Raises StoreError if nothing can be resumed."""
     from abrun.api.launching import plan_launch
     from abrun.launch.prepare import refuse_nothing_to_resume
     from abrun.launch.preview import check_feasibility, preview_as_json, render_jobs_preview, render_preview
@@ -305,7 +306,7 @@ def _dry_run(
             is_staged = options.until_decided
             screen.print(render_preview(plan, feasible, options.jobs, is_staged=is_staged))
         _show_memory(screen, plan, options.device_memory)
-    return 2 if feasible.is_refused else 0
+    return feasible
 
 
 def _show_end(screen: "Terminal", launched: "LaunchResult") -> None:

@@ -10,7 +10,7 @@ from abrun.errors import RecipeError
 from abrun.recipe.algorithms import Dpo, PolicyGradientSettings, Sft
 from abrun.recipe.claims import Claim, Compare, Guards
 from abrun.recipe.command import CommandRunConfig
-from abrun.recipe.experiment import AUTO_SETTINGS, BASELINE, ExperimentDeclaration
+from abrun.recipe.experiment import AUTO_SETTINGS, ExperimentDeclaration
 from abrun.recipe.faults import ONE_ULP
 from abrun.recipe.merging import implied_by_types
 from abrun.recipe.reading import dotted
@@ -106,8 +106,8 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     configs = {arm: recipe.run_config(arm) for arm in recipe.arms}
     _check_claims(recipe, configs)
     _check_recordings(recipe, configs)
-    treatments = [arm for arm in configs if arm != BASELINE]
-    base = _flatten_config(configs[BASELINE])
+    treatments = [arm for arm in configs if arm != recipe.baseline]
+    base = _flatten_config(configs[recipe.baseline])
     treatment_diff = {arm: _diff_flat_configs(base, _flatten_config(configs[arm])) for arm in treatments}
     for arm, diff in treatment_diff.items():
         if not diff:
@@ -128,7 +128,7 @@ def make_plan(recipe: ExperimentDeclaration) -> ExperimentPlan:
     for arm, config in configs.items():
         warm_start_of[arm] = None
         if isinstance(config, OwnRunConfig) and config.warm_start:
-            shared = _make_warm_start_config(configs[BASELINE], config)
+            shared = _make_warm_start_config(configs[recipe.baseline], config)
             # It samples nothing; neither its time limits nor its neighbours make it a different warm start
             ignored_keys: Any = {"limits": True, "cluster": {"runs_per_gpu"}, "rollout": {"record", "from"}}
             content = with_removed(shared.model_dump(mode="json", exclude=ignored_keys))
@@ -165,13 +165,13 @@ def make_draft(recipe: ExperimentDeclaration) -> ExperimentPlan:
 
 def _order_runs(recipe: ExperimentDeclaration) -> list[RunName]:
     """Return run names in launch order: pair by pair with their reruns, then the controls seed by seed."""
-    treatments = [arm for arm in recipe.arms if arm != BASELINE]
+    baseline, treatments = recipe.baseline, [arm for arm in recipe.arms if arm != recipe.baseline]
     names = [
         RunName(arm=arm, seed=seed, rerun=rerun)
         for index, seed in enumerate(recipe.seeds)
         for arm, rerun in [
-            *((arm, 0) for arm in (BASELINE, *treatments)),
-            *((BASELINE, 1 + j) for j in range(_reruns_of_seed(index, recipe.controls.aa_reruns, recipe))),
+            *((arm, 0) for arm in (baseline, *treatments)),
+            *((baseline, 1 + j) for j in range(_reruns_of_seed(index, recipe.controls.aa_reruns, recipe))),
         ]
     ]
     return names + [
@@ -208,7 +208,7 @@ def _check_claims(recipe: ExperimentDeclaration, configs: dict[str, OwnRunConfig
         raise RecipeError(
             f"{recipe.name}: compare.step_one_tolerance: got {tolerance}, {reason_text}; drop it"
         )
-    base = configs[BASELINE]
+    base = configs[recipe.baseline]
     tolerances = tolerance if isinstance(tolerance, dict) else {}
     default_finite = Guards().finite  # not every algorithm records all of them
     required_metrics = [(f"step_one_tolerance.{metric}", metric) for metric in tolerances]
@@ -341,8 +341,8 @@ def diff_configs(base: RunConfig, changed: RunConfig) -> dict[str, tuple[Any, An
 
 
 def _flatten_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration by dotted keys."""
-    return dotted(config.model_dump(mode="json"))
+    """Return the configuration by dotted keys, without the recipe's folder."""
+    return dotted(config.model_dump(mode="json", exclude={"trainer": {"recipe_dir"}}))
 
 
 def _diff_flat_configs(base: dict[str, Any], changed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -43,9 +43,10 @@ from abrun.processes import (
 )
 from abrun.processes.capture import capture_output
 from abrun.processes.progress import MAX_STEPS, hang_timeout_s
+from abrun.recipe.command import SCRIPT_SUFFIXES as SUFFIXES
 from abrun.recipe.command import CommandRunConfig, MetricsLog, build_invocation, referenced_values
 from abrun.recipe.experiment import parse_stored_run
-from abrun.runs.files import is_file
+from abrun.runs.files import fingerprint, is_file
 from abrun.runs.lines import NON_METRIC_KEYS
 from abrun.runs.records import RunRecord, TextValues
 from abrun.runs.redaction import current_mask, hide_secrets_of, hide_values
@@ -128,7 +129,11 @@ class _Run:
         self._follower.mark_written(self._run_dir.metrics_reader().read())
         cores = self._config.cluster.cpu_ranks
         packages = trainer.versions_of
-        writer.environment(describe_environment(call.argv, trainer.python, packages, self._env, cores))
+        environment = describe_environment(call.argv, trainer.python, packages, self._env, cores)
+        words = [word for word in call.argv if word.endswith(SUFFIXES) and os.access(word, os.R_OK)]
+        hashes = {word: fingerprint(Path(word))["sha256"][:8] for word in words if is_file(word)}
+        scripts = {word.removeprefix(f"{trainer.recipe_dir}/"): text for word, text in hashes.items()}
+        writer.environment({**environment, "scripts": scripts})
         started = "resumed" if writer.attempt > 1 else "started"
         writer.event(started, step=self._follower.last_step, command=shlex.join(call.argv))
         # From here on, the log is the command's output.

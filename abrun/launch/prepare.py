@@ -21,7 +21,7 @@ from abrun.launch.cluster import find_cluster_jobs
 from abrun.launch.git import record_checkout
 from abrun.messages.numbers import listed, plural
 from abrun.recipe.algorithms import PolicyGradientSettings
-from abrun.recipe.command import CommandRunConfig
+from abrun.recipe.command import Command, CommandRunConfig
 from abrun.recipe.experiment import BASELINE, parse_stored_run, refuse_removed_settings
 from abrun.recipe.run import RunConfig
 from abrun.runs.experiment import (
@@ -135,6 +135,7 @@ def own_experiment(
     refuse = _refuse_queued if resume else refuse_existing
     if resume:
         refuse_nothing_to_resume(experiment_dir)
+        plan = _as_recorded(plan, experiment_dir)
     refuse(experiment_dir)
     states = {run.name: read_run_state(experiment_dir, run.name) for run in plan.runs} if resume else {}
     finished_names = [name for name, state in states.items() if state.status == "finished"]
@@ -229,15 +230,29 @@ def _write_experiment(plan: ExperimentPlan, experiment_dir: Path, *, resume: boo
 
 
 def _update_record(run: RunDir, config: RunConfig) -> None:
-    """Give an unfinished run the recipe's limits, GPU share and aliases: the old ones may have ended it."""
+    """Give an unfinished run the recipe's limits, GPU share, aliases and folder: the old ones may be why."""
     record, content = run.record(), config.model_dump(mode="json")
     share = {"runs_per_gpu": config.cluster.runs_per_gpu}
     changed = {"limits": content["limits"], "cluster": {**record.config["cluster"], **share}}
     if isinstance(config, CommandRunConfig):
-        aliases = content["trainer"]["aliases"]
-        changed["trainer"] = {**record.config["trainer"], "aliases": aliases}
+        current = {key: content["trainer"][key] for key in ("aliases", "recipe_dir")}
+        changed["trainer"] = {**record.config["trainer"], **current}
     if any(record.config.get(key) != value for key, value in changed.items()):
         write_config(run, replace(record, config={**record.config, **changed}))
+
+
+def _as_recorded(plan: ExperimentPlan, experiment_dir: Path) -> ExperimentPlan:
+    """Return the plan with `{recipe_dir}` filled in if the experiment was launched by a version that did."""
+
+    def convert(config: Any) -> Any:
+        trainer = config.trainer.with_recipe_dir() if isinstance(config.trainer, Command) else config.trainer
+        return config.model_copy(update={"trainer": trainer})
+
+    recipe, trainer = convert(plan.recipe), open_experiment(experiment_dir).get("recipe", {}).get("trainer")
+    if not isinstance(trainer, dict) or trainer.get("argv") != getattr(recipe.trainer, "argv", ()):
+        return plan
+    runs = tuple(replace(run, config=convert(run.config)) for run in plan.runs)
+    return replace(plan, recipe=recipe, runs=runs)
 
 
 def _refuse_queued(experiment_dir: Path) -> None:

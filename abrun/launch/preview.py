@@ -19,7 +19,6 @@ from abrun.messages.codes import Reason
 from abrun.messages.numbers import count_text, percent_text, sample_unit
 from abrun.recipe.claims import Compare, describe_claim
 from abrun.recipe.command import CommandRunConfig, build_invocation
-from abrun.recipe.experiment import BASELINE
 from abrun.recipe.run import OwnRunConfig, RunConfig, compare_precisions
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import REFERENCE, printable, yaml_text
@@ -217,7 +216,7 @@ def precision_differences(plan: ExperimentPlan) -> list[Reason]:
     precision = {
         run.name.arm: run.config.head_precision for run in plan.runs if isinstance(run.config, OwnRunConfig)
     }
-    baseline = precision.pop(BASELINE, {})
+    baseline = precision.pop(plan.recipe.baseline, {})
     differences = (compare_precisions(arm, baseline, precision[arm]) for arm in precision)
     return [difference for difference in differences if difference]
 
@@ -234,7 +233,7 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
     counted = sample_unit(paired=compare.paired)
     headings = ["metric", "window", "margin", "sigma", "correlation"]
     headings += [f"power, {num_pairs} {counted}", "80 % needs"]
-    rows = []
+    rows, missing_keys, is_unknown = [], list[str](), False
     for index, claim in enumerate(compare.claims):
         spread = assumed_spread(claim, compare.reference is not None, paired=compare.paired)
         chances = plan_claim_power(claim, compare, spread, level)
@@ -243,17 +242,19 @@ def _render_power(compare: Compare, num_pairs: int) -> RenderableType:
             rows.append((claim.metric, claim.window, describe_claim(claim), "", "", power, ""))
             continue
         if chances is None:
-            advice = f", or set compare.claims.{index}.sigma" if spread is None else ""
-            if claim.better == 0 and claim.improvement is None:
-                advice = f", and set compare.claims.{index}.improvement, the true gain to plan for"
-            expected, needed = f"unknown: see abrun power --from EXPERIMENT{advice}", ""
+            lacks_gain = claim.better == 0 and claim.improvement is None
+            if key := "improvement" if lacks_gain else "sigma" if spread is None else None:
+                missing_keys.append(f"compare.claims.{index}.{key}")
+            expected, needed, is_unknown = "unknown", "", True
         else:
             expected, pairs = percent_text(chances.power(num_pairs)), chances.pairs_needed
             needed = f"{pairs} {counted}" if pairs else f"over 1000 {counted}"
         sigma = "" if claim.sigma is None else f"{claim.sigma:g}"
         correlation = f"{spread.correlation:g}" if spread else ""
         rows.append((claim.metric, claim.window, describe_claim(claim), sigma, correlation, expected, needed))
-    return Group(*_render_table(headings, rows, len(rows)))
+    advice = f", or set {', '.join(missing_keys)}" if missing_keys else ""
+    notes = [Text(f"unknown: see abrun power --from EXPERIMENT{advice}")] if is_unknown else []
+    return Group(*_render_table(headings, rows, len(rows)), *notes)
 
 
 def _render_interim(plan: ExperimentPlan, *, can_stage: bool, is_staged: bool) -> list[RenderableType]:

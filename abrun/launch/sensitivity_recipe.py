@@ -2,7 +2,7 @@
 
 from abrun.errors import RecipeError
 from abrun.recipe.claims import Controls
-from abrun.recipe.experiment import BASELINE, CommandRecipe, Recipe, parse_stored_recipe
+from abrun.recipe.experiment import CommandRecipe, Recipe, parse_stored_recipe
 from abrun.recipe.faults import FAULTS, LIBRARY, InjectedFault, unmet_need
 from abrun.recipe.refusals import validated
 from abrun.recipe.run import OwnRunConfig
@@ -16,11 +16,11 @@ def make_sensitivity_recipe(
     `names`: NAME or NAME:SIZE, separated by commas. None: the recipe's `controls.faults`, or else all faults
     that it can inject. Raises RecipeError if a named fault cannot be injected.
     """
-    baseline = recipe.with_auto_values().run_config(BASELINE)
+    baseline = recipe.with_auto_values().run_config(recipe.baseline)
     if not isinstance(baseline, OwnRunConfig):
         raise RecipeError(
-            f"{recipe.name}: arms.baseline: runs a foreign trainer, but faults can only be injected into "
-            "abrun's own"
+            f"{recipe.name}: arms.{recipe.baseline}: runs a foreign trainer, but faults can only be injected "
+            "into abrun's own"
         )
     not_injected: dict[str, str] = {}
     faults = recipe.controls.faults
@@ -50,7 +50,7 @@ def make_sensitivity_recipe(
     content = {
         **recipe.model_dump(mode="json"),
         "name": f"{recipe.name[:88]}-sensitivity",
-        "arms": {BASELINE: recipe.arms[BASELINE]},
+        "arms": {recipe.baseline: recipe.arms[recipe.baseline]},
         "controls": controls.model_dump(mode="json"),
         "compare": compare.model_dump(mode="json"),
     }

@@ -16,6 +16,7 @@ _MAX_RECORDED = 5
 _ENVIRONMENT = {
     "versions": "package versions differ",
     "python": "Python versions differ",
+    "scripts": "the command's scripts differ",
     "devices": "devices differ",
     "prompts_sha256": "prompts differ (prompts_sha256)",
     "initial_weights_hash": "initial weights differ",

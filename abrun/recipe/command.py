@@ -7,7 +7,7 @@ import string
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, field_validator
 
@@ -18,11 +18,12 @@ from abrun.recipe.section import Env, FieldError, RuleError, Section, rule
 from abrun.runs.layout import RUN_FILES
 from abrun.runs.redaction import REFERENCE
 
-PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python")
+PLACEHOLDERS = ("seed", "arm", "rerun", "experiment", "steps", "run_dir", "python", "recipe_dir")
 FRAMEWORKS = (  # the tables of names in abrun.logs.aliases
     *("fast-llm", "megatron-lm", "nemo-rl", "open-instruct", "openrlhf", "pipelinerl", "prime-rl", "skyrl"),
     *("slime", "torchtitan", "torchtitan-rl", "transformers", "trl", "verl"),
 )
+SCRIPT_SUFFIXES = (".py", ".sh")
 SAMPLE_RUN_DIR = "/RUN_DIR"  # placeholder for a run directory that does not exist yet
 
 Scalar = str | int | float | bool
@@ -55,10 +56,10 @@ class MetricsLog(Section):
 class Command(Section):
     """External trainer. `argv`, the values of `env` and `metrics.path` are templates.
 
-    Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{python}` (the
-    `python` field, or abrun's own interpreter) and the names in `parameters`, in which arms can differ. In
-    `argv`, `{recipe_dir}` is the folder of the recipe. Write literal braces as `{{` and `}}`. In `env`,
-    `${NAME}` is an environment variable: it is read at every start of a run and never stored.
+    Templates may use `{seed}`, `{arm}`, `{rerun}`, `{experiment}`, `{steps}`, `{run_dir}`, `{recipe_dir}`
+    (the folder of the recipe), `{python}` (the `python` field, or abrun's own interpreter) and the names in
+    `parameters`, in which arms can differ. They are stored and compared as written. Write literal braces as
+    `{{` and `}}`. In `env`, `${NAME}` is an environment variable, read at every start and never stored.
     """
 
     type: Literal["command"]
@@ -70,6 +71,7 @@ class Command(Section):
     aliases: Annotated[str | dict[str, str], PlainValidator(_check_aliases)] = Field(default={})
     versions_of: list[str] = Field(default=[])  # packages whose installed versions are recorded
     python: str | None = None  # the command's interpreter; None: the first word of argv
+    recipe_dir: str = "."  # set when the recipe is read; where it lies is no difference between runs
 
     @field_validator("parameters")
     @classmethod
@@ -148,13 +150,9 @@ class Command(Section):
                 continue
             if name not in (*PLACEHOLDERS, *self.parameters) or format_spec or conversion:
                 placeholder = (
-                    name
-                    + (f"!{conversion}" if conversion else "")
-                    + (f":{format_spec}" if format_spec else "")
+                    f"{name}{(conversion and f'!{conversion}') or ''}{format_spec and f':{format_spec}'}"
                 )
-                allowed = ", ".join(
-                    f"{{{allowed_name}}}" for allowed_name in (*PLACEHOLDERS, *self.parameters)
-                )
+                allowed = ", ".join(f"{{{known}}}" for known in (*PLACEHOLDERS, *self.parameters))
                 hint = "add it to trainer.parameters, or write literal braces as {{ and }}"
                 if field.startswith("env.") and f"${{{name}" in template:
                     hint = "write ${NAME} with letters, digits and '_'; no default values"
@@ -173,6 +171,12 @@ class Command(Section):
                 "variable: ${{NAME}})"
             )
         return names
+
+    def with_recipe_dir(self) -> Self:
+        """Return the command with `{recipe_dir}` filled in, as earlier versions stored it."""
+        folder = self.recipe_dir.replace("{", "{{").replace("}", "}}")
+        argv = [word.replace("{recipe_dir}", folder) for word in self.argv]
+        return self.model_copy(update={"argv": argv})
 
     @property
     def uses_seed(self) -> bool:
@@ -243,9 +247,9 @@ def build_invocation(
     trainer = run.trainer
     python = trainer.python or sys.executable
     run_values = {"experiment": experiment, "arm": arm, "seed": seed, "rerun": rerun, "run_dir": run_dir}
+    run_values |= {"steps": run.steps, "python": python, "recipe_dir": trainer.recipe_dir}
     values: Mapping[str, str] = {
-        name: _format_scalar(value)
-        for name, value in {**trainer.parameters, **run_values, "steps": run.steps, "python": python}.items()
+        name: _format_scalar(value) for name, value in {**trainer.parameters, **run_values}.items()
     }
     invocation = Invocation(
         argv=[word.format_map(values) for word in trainer.argv],

@@ -67,7 +67,8 @@ class ExperimentDeclaration(Section):
     """Declaration of an experiment around a base run: arms as dotted differences, seeds, the comparison."""
 
     name: str
-    arms: dict[str, dict[str, Any]]  # arm -> its differences as dotted keys; one arm is named baseline
+    # arm -> its differences as dotted keys; one arm is named baseline, unless compare.reference replaces it
+    arms: dict[str, dict[str, Any]]
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1, max_length=MAX_SEEDS)
     controls: Controls = Controls()
     compare: Compare = Compare()
@@ -77,10 +78,11 @@ class ExperimentDeclaration(Section):
     @rule
     def _check_experiment(self) -> None:
         arms, seeds, compare = self.arms, self.seeds, self.compare
-        if len(arms) < 2 and compare.reference is None and not self.controls.faults:
+        has_pair = BASELINE in arms and (len(arms) > 1 or self.controls.faults)
+        if not has_pair and (compare.reference is None or len(arms) != 1):
             raise RuleError(
                 f"arms: got {shortened([*arms])}; an experiment needs an arm named 'baseline' and at least "
-                "one other arm, or a frozen reference (compare.reference)"
+                "one other, or one arm of any name and a frozen reference (compare.reference)"
             )
         if reserved := arms.keys() & self.control_arms.keys():
             name = shortened(min(reserved))
@@ -128,9 +130,6 @@ class ExperimentDeclaration(Section):
             raise FieldError(
                 f"got an arm named {shortened(invalid[0])}; allowed: letters, digits, '.', '_' and '-'"
             )
-        if BASELINE not in arms:
-            given_arms = shortened(list(arms)) if arms else "none"
-            raise FieldError(f"got {given_arms}; an experiment needs an arm named 'baseline'")
         for arm, change in arms.items():
             if RUNS_PER_GPU in (flat := dotted(change)):
                 raise RuleError(
@@ -138,6 +137,11 @@ class ExperimentDeclaration(Section):
                     "of an experiment share GPUs alike; set it outside arms"
                 )
         return arms
+
+    @property
+    def baseline(self) -> str:
+        """Return the arm that others, reruns and controls are compared with: `baseline`, or the only arm."""
+        return BASELINE if BASELINE in self.arms else next(iter(self.arms))
 
     def run_config(self, arm: str) -> OwnRunConfig | CommandRunConfig:
         """Return the resolved configuration of one arm.
@@ -183,7 +187,7 @@ class ExperimentDeclaration(Section):
 
     def control_config(self, arm: str) -> OwnRunConfig:
         """Return the baseline's configuration with a control's fault; RecipeError if it cannot have it."""
-        injected, baseline = self.control_arms[arm], self.run_config(BASELINE)
+        injected, baseline = self.control_arms[arm], self.run_config(self.baseline)
         if any(recorded_source(self.run_config(treatment)) == BASELINE for treatment in self.arms):
             # Controls train on the baseline's rollouts, as the treatments do
             change = {"rollout": {"engine": "recorded", "from": BASELINE}}
@@ -256,7 +260,7 @@ def load_recipe(
         tree = (
             read_launched_recipe(path)
             if is_directory(path)
-            else _resolve_recipe_dir(read_with_defaults(path), path)
+            else _find_reference(read_with_defaults(path), path.parent)
         )
         raw = _convert_arms(tree, lambda change: nested(dotted(change)))
         overrides = list(overrides)
@@ -266,6 +270,7 @@ def load_recipe(
         raw = drop_removed(migrate(raw)) if is_launched else raw
         refuse_shadowed(raw, overrides)
         refuse_secrets(raw, str(path))
+        raw = raw if is_directory(path) else _with_recipe_dir(raw, str(path.parent.resolve()))
     except RecursionError:
         raise RecipeError(f"{path}: nested too deeply; a recipe needs only a few levels") from None
     recipe = _parse_recipe(raw, str(path))
@@ -282,25 +287,24 @@ def load_recipe(
     return recipe
 
 
-def _resolve_recipe_dir(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a recipe's tree with `{recipe_dir}` and `compare.reference` resolved against its folder."""
-    trainer, compare, folder = raw.get("trainer"), raw.get("compare"), path.parent
-    if isinstance(trainer, dict) and isinstance(trainer.get("argv"), list):
-        escaped_folder = str(folder.resolve()).replace("{", "{{").replace("}", "}}")
-        argv = [
-            word.replace("{recipe_dir}", escaped_folder) if isinstance(word, str) else word
-            for word in trainer["argv"]
-        ]
-        raw = raw | {"trainer": trainer | {"argv": argv}}
+def _find_reference(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe's tree with `compare.reference` resolved against its folder."""
+    compare = raw.get("compare")
     reference = compare.get("reference") if isinstance(compare, dict) else None
     if isinstance(reference, str) and not os.path.isfile(os.path.expanduser(reference)):
         local_path = str(folder / reference)
-        raw = (
-            raw | {"compare": {**raw["compare"], "reference": local_path}}
-            if os.path.isfile(local_path)
-            else raw
-        )
+        if os.path.isfile(local_path):
+            return raw | {"compare": {**raw["compare"], "reference": local_path}}
     return raw
+
+
+def _with_recipe_dir(tree: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return a recipe's tree, whose arms have dotted keys, with its folder beside each command."""
+    trainer = tree.get("trainer")
+    if isinstance(trainer, dict) and trainer.get("type") == "command":
+        tree = tree | {"trainer": {"recipe_dir": folder, **trainer}}
+    added = {"trainer.recipe_dir": folder}
+    return _convert_arms(tree, lambda arm: (added if arm.get("trainer.type") == "command" else {}) | {**arm})
 
 
 def _convert_arms(

@@ -115,7 +115,7 @@ class Limits(Section):
 
 # Sections and keys of a run's configuration that cannot change a recorded number
 NO_EFFECT_KEYS = (
-    *("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights"),
+    *("limits", "wandb", "keep_samples", "checkpoint.keep", "checkpoint.final_weights", "trainer.recipe_dir"),
     "cluster.runs_per_gpu",  # except for times
 )
 

@@ -22,7 +22,7 @@ from abrun.experiment.power import (
 from abrun.logs.recorded.experiment import RecordedExperiment
 from abrun.messages.numbers import pairs_or_more_text, percent_text, sample_unit
 from abrun.recipe.claims import Claim, Compare, describe_claim
-from abrun.recipe.experiment import BASELINE, ExperimentDeclaration
+from abrun.recipe.experiment import ExperimentDeclaration
 from abrun.recipe.reading import dotted
 from abrun.report.present.tables import Table, columns
 from abrun.runs.redaction import display_safe_tree, shortened
@@ -73,7 +73,7 @@ def pilot_differences_text(recipe: ExperimentDeclaration, earlier: RecordedExper
     pilot_config = next((run.config for run in earlier.arm(earlier.baseline).values() if run.config), None)
     if pilot_config is None:
         return None
-    config = recipe.with_auto_values().run_config(BASELINE)
+    config = recipe.with_auto_values().run_config(recipe.baseline)
     planned_config = display_safe_tree(dotted(config.model_dump(mode="json")))
     keys = [key for key in {**pilot_config, **planned_config} if key.startswith(SPREAD_KEYS)]
     differing = [key for key in keys if pilot_config.get(key) != planned_config.get(key)]

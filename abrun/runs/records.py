@@ -300,6 +300,7 @@ class Environment:
     attempt: Count | None = None
     python: str | None = None
     versions: Mapping[str, str | None] | None = None
+    scripts: Mapping[str, str] | None = None  # of a command, by path: the content's hash
     devices: Texts | None = None
     hosts: Texts | None = None
     drivers: Texts | None = None

@@ -8,15 +8,15 @@ from abrun.messages.codes import Code, Reason
 from abrun.recipe.run import compare_precisions
 
 INITIAL_WEIGHTS, STARTED_FROM = "initial_weights_hash", "started_from"
-SOFTWARE_KEYS = ("versions", "python")
-MACHINE_KEYS = (*SOFTWARE_KEYS, "devices")
+SCRIPTS, SOFTWARE_KEYS = "scripts", ("versions", "python")
+MACHINE_KEYS = (*SOFTWARE_KEYS, SCRIPTS, "devices")
 # Keys of environment.json that must be equal in paired runs. Hosts may differ.
 PAIRED_KEYS = (*MACHINE_KEYS, "prompts_sha256", INITIAL_WEIGHTS, STARTED_FROM)
 
 
 def has_treated_machine(experiment: RecordedExperiment, arm: str) -> bool:
     """Return True if the arms' versions or devices differ by design; then not even step one repeats."""
-    keys = treated_machine_keys(experiment)
+    keys = [key for key in treated_machine_keys(experiment) if key != SCRIPTS]
     return any(
         find_machine_differences(pair.baseline, pair.treatment, keys) for pair in experiment.pairs(arm)
     )
@@ -24,37 +24,41 @@ def has_treated_machine(experiment: RecordedExperiment, arm: str) -> bool:
 
 def treated_machine_keys(experiment: RecordedExperiment) -> Sequence[str]:
     """Return the environment keys that may differ between the arms, as part of what is tested."""
-    return MACHINE_KEYS if experiment.regression else SOFTWARE_KEYS if experiment.versions_differ else ()
+    if experiment.regression:
+        return MACHINE_KEYS
+    scripts = () if experiment.treatment_diff is not None else (SCRIPTS,)  # edited, perhaps for this test
+    return (*SOFTWARE_KEYS, *scripts) if experiment.versions_differ else scripts
 
 
 def find_machine_differences(
     baseline: RecordedRun, treatment: RecordedRun, keys: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the versions and devices that differ, as dotted key -> both values."""
-    differences = {}
-    if "versions" in keys:
-        differences = {
-            f"versions.{name}": list(values)
-            for name, values in _find_version_differences(baseline, treatment).items()
-        }
+    """Return the versions, scripts and devices that differ, as dotted key -> both values."""
+    differences: dict[str, list[Any]] = {}
     for key in keys:
         values = [(run.environment or {}).get(key) for run in (baseline, treatment)]
-        if values[0] != values[1] and key != "versions":
+        if key in ("versions", SCRIPTS):
+            pairs = _find_version_differences(baseline, treatment, key)
+            differences |= {f"{key}.{name}": list(pair) for name, pair in pairs.items()}
+        elif values[0] != values[1]:
             differences[key] = values
     return differences
 
 
-def _find_version_differences(baseline: RecordedRun, treatment: RecordedRun) -> dict[str, tuple[Any, Any]]:
-    """Return packages that either run imports with different versions; None: not installed, or unknown."""
-    versions: list[dict[str, Any]] = [
-        (run.environment or {}).get("versions") or {} for run in (baseline, treatment)
-    ]
-    names = sorted({*versions[0], *versions[1]})
-    version_pairs = {name: (versions[0].get(name), versions[1].get(name)) for name in names}
+def _find_version_differences(
+    baseline: RecordedRun, treatment: RecordedRun, key: str
+) -> dict[str, tuple[Any, Any]]:
+    """Return packages that either run imports with different versions; None: not installed, or unknown.
+
+    For the key SCRIPTS: scripts that both runs name. Others follow from argv, and older runs record none.
+    """
+    values: list[dict[str, Any]] = [(run.environment or {}).get(key) or {} for run in (baseline, treatment)]
+    pairs = {name: (values[0].get(name), values[1].get(name)) for name in sorted({*values[0], *values[1]})}
+    uses = (baseline.uses_package, treatment.uses_package)
     return {
         name: (a, b)
-        for name, (a, b) in version_pairs.items()
-        if a != b and (baseline.uses_package(name) or treatment.uses_package(name))
+        for name, (a, b) in pairs.items()
+        if a != b and (None not in (a, b) if key == SCRIPTS else any(used(name) for used in uses))
     }
 
 
@@ -63,7 +67,7 @@ def versions_follow_arms(experiment: RecordedExperiment) -> bool:
     arms = [tuple(experiment.arm(arm).values()) for arm in experiment.arms]
     all_recorded = all((run.environment or {}).get("versions") for runs in arms for run in runs)
     if (
-        treated_machine_keys(experiment)
+        "versions" in treated_machine_keys(experiment)
         or not (all_recorded and all(arms))
         or any(find_differences_within_arms(arms, SOFTWARE_KEYS))
     ):
@@ -87,7 +91,7 @@ def find_environment_difference(baseline: RecordedRun, run: RecordedRun, key: st
     assert baseline.environment is not None and run.environment is not None
     baseline_value, run_value = baseline.environment.get(key), run.environment.get(key)
     if isinstance(baseline_value, dict) and isinstance(run_value, dict):
-        values: Any = _find_version_differences(baseline, run)
+        values: Any = _find_version_differences(baseline, run, key)
     else:
         values = [] if baseline_value == run_value else [baseline_value, run_value]
     if values:

@@ -34,6 +34,7 @@ from abrun.verdict.machines import (
     INITIAL_WEIGHTS,
     MACHINE_KEYS,
     PAIRED_KEYS,
+    SCRIPTS,
     STARTED_FROM,
     find_differences_within_arms,
     find_environment_difference,
@@ -334,7 +335,8 @@ def _check_environments(experiment: RecordedExperiment, arm: str, sides: Sides) 
             continue
         for key in keys:
             is_unrecorded = None in (baseline.environment.get(key), run.environment.get(key))
-            if key in treated_keys or (is_unrecorded and (not is_declared or key == INITIAL_WEIGHTS)):
+            may_lack = not is_declared or key in (INITIAL_WEIGHTS, SCRIPTS)
+            if key in treated_keys or (is_unrecorded and may_lack):
                 continue  # not recorded by this framework or version: listed as not tested
             yield from find_environment_difference(baseline, run, key)
 

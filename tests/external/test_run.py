@@ -22,6 +22,7 @@ from abrun.external.run import MetricsFollower
 from abrun.launch.memory.profile import Variant
 from abrun.launch.prepare import write_run_record
 from abrun.launch.supervisor import LaunchOutcome
+from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.logs.recorded.stored import load_experiment
 from abrun.messages import sentence
@@ -38,7 +39,7 @@ from abrun.runs.lines import read_json_lines
 from abrun.runs.records import recorded_reason
 from abrun.runs.rundir import RunDir
 from abrun.runs.writer import RunWriter, begin_attempt
-from abrun.verdict.validity import invalid_reasons
+from abrun.verdict.validity import find_treatment_diff, invalid_reasons
 from tests.launch.fakes import FAKE, FORKING, run_to_end
 from tests.launch.forked import SHARED_SERVER, ForkedChild
 from tests.snapshot import Snapshot
@@ -113,6 +114,33 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # --- runs that go well ---
+
+
+def test_another_checkout_of_a_recipe_is_no_difference_but_an_edited_script_is(tmp_path: Path) -> None:
+    script = (HERE / "foreign_trainer.py").read_text()
+    recipe = FOREIGN.read_text().replace('"{script}"', '"{recipe_dir}/trainer.py"')
+    recipe = recipe.replace("{script: tests/external/foreign_trainer.py, ", "{")
+    treatments = []
+    for folder, text in (("one", script), ("two", script), ("three", f"{script}# edited\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "trainer.py").write_text(text)
+        (tmp_path / folder / "foreign.yaml").write_text(recipe)
+        plan = make_plan(load_recipe(tmp_path / folder / "foreign.yaml", ["seeds=[0, 1]"]))
+        assert run_to_end(plan, tmp_path / folder).exit_code == 0
+        experiment = load_experiment(tmp_path / folder / "foreign")
+        if folder == "one":
+            freeze(experiment, "baseline", tmp_path / "reference.json")
+        compared = make_regression_experiment(
+            experiment, load_reference(tmp_path / "reference.json"), "baseline"
+        )
+        treatments.append(find_treatment_diff(compared, "new"))
+        arms = [str(tmp_path / name / "foreign" / "baseline") for name in ("one", folder)]
+        if folder != "one":
+            found = open_sources(arms, ReadingOptions(), [])
+            assert find_treatment_diff(found, found.treatments[0]) == treatments[-1]
+            assert not list(invalid_reasons(found, found.treatments[0], 2, []))
+    old, new = treatments[2].pop("scripts.trainer.py")
+    assert treatments == [{}, {}, {}] and old != new
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])

@@ -29,7 +29,7 @@ def test_templates_are_of_frameworks_whose_names_are_known() -> None:
 def test_a_template_dry_runs_and_names_every_seed(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert isinstance(recipe, CommandRecipe) and recipe.trainer.aliases == path.stem
-    shown = CliRunner().invoke(app, ["launch", str(path), "--dry-run", "--runs-dir", str(tmp_path)])
+    shown = CliRunner().invoke(app, ["launch", str(path), "--plan-only", "--runs-dir", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     words = " ".join(shown.output.split())
     assert "treatment/seed-0, with metrics in RUN_DIR/" in words

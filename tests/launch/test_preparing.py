@@ -56,6 +56,48 @@ def test_a_run_with_a_setting_that_was_removed_is_not_resumed_without_it(
                 prepare(plan, tmp_path / "x")
 
 
+TRAINER = """name: moving
+trainer:
+  type: command
+  argv: ["{python}", "{recipe_dir}/train.py", --seed, "{seed}"]
+  metrics: {format: csv, path: "{run_dir}/m.csv"}
+steps: 3
+arms: {baseline: {}, treatment: {trainer.argv: ["{python}", "{recipe_dir}/other.py", "{seed}"]}}
+seeds: [0, 1]
+"""
+
+
+def test_a_recipe_that_moved_is_resumed_from_its_new_folder(tmp_path: Path) -> None:
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "moving.yaml").write_text(TRAINER)
+        prepare(make_plan(load_recipe(tmp_path / folder / "moving.yaml")), tmp_path / "runs" / "moving")
+        for run in planned_runs(tmp_path / "runs" / "moving"):
+            trainer = RunDir(run_dir(tmp_path / "runs" / "moving", run)).record().config["trainer"]
+            assert trainer["recipe_dir"] == str(tmp_path / folder)
+            assert trainer["argv"][1] in ("{recipe_dir}/train.py", "{recipe_dir}/other.py")
+    again = load_recipe(tmp_path / "runs" / "moving")  # an experiment's folder is a recipe, too
+    assert getattr(again.trainer, "recipe_dir", None) == str(tmp_path / "new")
+
+
+def test_an_experiment_whose_folder_was_filled_in_at_launch_is_resumed(tmp_path: Path) -> None:
+    path, experiment_dir = tmp_path / "moving.yaml", tmp_path / "runs" / "moving"
+    path.write_text(TRAINER.split("arms:")[0] + "arms: {baseline: {}, treatment: {steps: 2}}\nseeds: [0]\n")
+    prepare(make_plan(load_recipe(path)), experiment_dir)
+    for file in (experiment_dir / "experiment.json", *experiment_dir.glob("*/*/config.json")):
+        content = json.loads(file.read_text().replace("{recipe_dir}", str(tmp_path)))
+        del content.get("recipe", content.get("config"))["trainer"]["recipe_dir"]
+        file.write_text(json.dumps(content))
+    more_seeds = make_plan(load_recipe(path, ["seeds=[0, 1]"]))
+    for _ in range(2):  # and once more, now that this version has written it
+        prepare(more_seeds, experiment_dir)
+    argvs = [
+        RunDir(run_dir(experiment_dir, run.name)).record().config["trainer"]["argv"]
+        for run in more_seeds.runs
+    ]
+    assert argvs == [["{python}", f"{tmp_path}/train.py", "--seed", "{seed}"]] * 4
+
+
 def num_calls(plan: ExperimentPlan, root: Path) -> int:
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:

@@ -238,9 +238,14 @@ def test_the_family_of_grpo_plans(algorithm: str) -> None:
 def test_arms_need_a_baseline_and_a_treatment(tmp_path: Path, snapshot: Snapshot) -> None:
     tree = yaml.load(SMALL.read_text(), Loader)
     path = tmp_path / "arms.yaml"
-    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}):
+    for arms in ({}, {"baseline": {}}, {"treatment": {"steps": 3}, "other": {"steps": 4}}, {"candidate": {}}):
         path.write_text(yaml.safe_dump(tree | {"arms": arms}))
         snapshot(refused(path))
+    alone = load_recipe(path, ["compare={reference: runs.json}"])
+    assert alone.baseline == "candidate" and load_recipe(SMALL).baseline == "baseline"
+    assert {run.name.arm for run in make_plan(alone).runs} == {"candidate"}
+    one_of_two = "arms={candidate: {}, other: {steps: 4}}"
+    snapshot(refused(path, "compare={reference: runs.json}", one_of_two))
     del tree["task"]["type"]
     path.write_text(yaml.safe_dump(tree))
     snapshot(refused(path))
@@ -681,7 +686,12 @@ def test_frozen_runs_and_scripts_may_lie_beside_the_recipe_from_wherever_it_is_l
     config = recipe.run_config("baseline")
     names = dict.fromkeys(("experiment", "arm", "rerun", "run_dir"), "/x")
     assert isinstance(config, CommandRunConfig)
+    assert config.trainer.argv == ["{recipe_dir}/train.sh", "{seed}"]  # stored and compared as written
     assert build_invocation(config, seed=7, **names).argv == [f"{there}/train.sh", "7"]
+    other_trainer = f"arms.other={{trainer: {trainer}}}"
+    other = load_recipe(SMALL, [other_trainer]).run_config("other")  # another trainer's arm, by --set
+    assert isinstance(other, CommandRunConfig) and other.trainer.recipe_dir == str(SMALL.parent)
+    assert "trainer.recipe_dir" not in make_plan(load_recipe(SMALL, [other_trainer])).treatment_diff["other"]
     (there / "runs.json").touch()
     assert load_recipe(there / "a.yaml").compare.reference == str(there / "runs.json")
     (here / "runs.json").touch()

@@ -24,8 +24,8 @@ from tests.recipe.test_recipe import FOREIGN, SMALL, VALUES, mutate, places
 from tests.recipe.test_shipped_recipes import RECIPES
 
 COMMANDS = (
-    ("launch", "--dry-run"),
-    ("launch", "--dry-run", "--json"),
+    ("launch", "--plan-only"),
+    ("launch", "--plan-only", "--json"),
     ("power",),
     ("power", "--sigma", "0.02", "--json"),
 )

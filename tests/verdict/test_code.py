@@ -8,7 +8,7 @@ import pytest
 
 from abrun.messages import sentence
 from abrun.messages.codes import Code
-from tests.verdict.simulate import write
+from tests.verdict.simulate import edit, write
 
 OLD = {"sha": "a" * 40, "dirty": False, "diff": None}
 NEW = {"sha": "a" * 40, "dirty": True, "diff": "git-527da590.diff"}
@@ -79,3 +79,23 @@ def test_one_version_and_none_known_say_nothing(simulated, judged, git) -> None:
     assert {repr(one.environment.get("code")) for one in content.environments} == {
         repr(["aaaaaaa"] if git else None)
     }
+
+
+def with_script(experiment_dir: Path, arm: str, **scripts: str) -> None:
+    for path in experiment_dir.glob(f"{arm}/*/environment.json"):
+        edit(path, lambda content: content.update(scripts=scripts))
+
+
+def test_scripts_of_paired_runs_have_the_same_content(simulated, judged) -> None:
+    experiment_dir = simulated()
+    with_script(experiment_dir, "*", train="11111111")
+    assert judged(experiment_dir).verdict == "MATCH"
+    with_script(experiment_dir, "treatment", train="22222222")
+    reason = judged(experiment_dir).content.reasons[0]
+    assert sentence(reason).startswith("the command's scripts differ between baseline/seed-0 and treatment")
+    assert "train 11111111 against 22222222" in sentence(reason)
+    # A declared argv may name another script, and records of earlier versions name none
+    with_script(experiment_dir, "treatment", other="22222222")
+    assert judged(experiment_dir).verdict == "MATCH"
+    with_script(experiment_dir, "treatment")
+    assert judged(experiment_dir).verdict == "MATCH"

@@ -4,7 +4,9 @@
 """
 
 import importlib.machinery
+import itertools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +22,7 @@ from abrun.experiment.preflight.model_files import folder_refusal, hub_model_ref
 from abrun.experiment.preflight.settings import SETTINGS
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import count_text, plural
-from abrun.recipe.command import CommandRunConfig, build_invocation, unset_variables
+from abrun.recipe.command import SCRIPT_SUFFIXES, CommandRunConfig, build_invocation, unset_variables
 from abrun.recipe.extras import installed_packages, is_imported, missing_package, untested_version
 from abrun.recipe.families import dtensor_misfit, family_refusal, megatron_misfit, stream_misfit, vllm_misfit
 from abrun.recipe.implementations import TASK_CHECK, load_implementation
@@ -29,6 +31,7 @@ from abrun.recipe.reading import dotted
 from abrun.recipe.run import OwnRunConfig, RunConfig, unsupported_settings
 from abrun.runs.files import is_file
 
+INTERPRETERS = re.compile(r"python[\d.]*|bash|sh")
 TRAINER_PACKAGES = ("torch", "transformers", "triton", "liger-kernel")  # Megatron and vLLM are refused
 
 
@@ -65,13 +68,24 @@ def _find_multi_node_command(config: CommandRunConfig, _: Machine) -> Iterator[s
 
 
 def _find_missing_command(config: CommandRunConfig, _: Machine) -> Iterator[str]:
-    """Yield a reason if the command is not found; arm and seed do not change where it is searched."""
-    filled = build_invocation(config, experiment="experiment", arm="arm", seed=0, rerun=0, run_dir="run_dir")
-    path = filled.env.get("PATH", os.environ.get("PATH"))
-    if shutil.which(filled.argv[0], path=path) is None:
+    """Yield a reason if the command, or an interpreter's script that is the same for all runs, is missing."""
+    filled = build_invocation(
+        config, experiment="{experiment}", arm="{arm}", seed="{seed}", rerun="{rerun}", run_dir="{run_dir}"
+    )
+    command, *words = filled.argv
+    if shutil.which(command, path=filled.env.get("PATH", os.environ.get("PATH"))) is None:
         yield (
-            f"trainer.argv.0: got {filled.argv[0]!r}, which is not on PATH; install it, or give the path "
-            "of an executable file"
+            f"trainer.argv.0: got {command!r}, which is not on PATH; install it, or give the path of an "
+            "executable file"
+        )
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    script = next(iter(words[len(options) :]), "")
+    # Others may change the folder, and after -c or -m the word is an argument
+    is_read = INTERPRETERS.fullmatch(Path(command).name) and not {"c", "m"} & {*"".join(options)}
+    if is_read and script.endswith(SCRIPT_SUFFIXES) and not ("{" in script or os.path.isfile(script)):
+        yield (
+            f"trainer.argv: got {script!r}, which does not exist here; give its path from the folder where "
+            f"abrun is started, or write {{recipe_dir}}/{Path(script).name} for a script beside the recipe"
         )
 
 

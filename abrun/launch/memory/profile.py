@@ -232,14 +232,15 @@ class SweepPlan:
         batches = []
         for variant in self.variants:
             configs = variant.configs(on_this_machine=on_this_machine)
+            baseline = configs[variant.recipe.baseline]
             has_no_limit = self.searched_size and self.budget_bytes is None
-            if on_this_machine and has_no_limit and not configs[BASELINE].cluster.gpus_per_node:
+            if on_this_machine and has_no_limit and not baseline.cluster.gpus_per_node:
                 raise LaunchError(
                     "--budget-gib: missing; a search on CPU cores needs a limit, because the machine would "
                     "run out of memory"
                 )
             divisor = 2 if any(isinstance(config.algorithm, Dpo) for config in configs.values()) else 1
-            for num_sequences in self.sequences or (configs[BASELINE].policy.micro_batch_size or divisor,):
+            for num_sequences in self.sequences or (baseline.policy.micro_batch_size or divisor,):
                 if num_sequences % divisor:
                     raise LaunchError(
                         f"--sequences: got {num_sequences} with algorithm.type 'dpo', which keeps pairs "

@@ -51,7 +51,7 @@ from abrun.stats.series import Series, Steps, window_bounds
 REFERENCE_ARM, NEW_ARM = "reference", "new"
 _SCHEMA_VERSION, _READ_VERSIONS = 2, (1, 2)  # version 1 has the keys of an earlier version
 _NUM_KEPT_STEPS = 64  # per metric outside the windows of claims, spread over the run
-_ENVIRONMENT_KEYS = ("python", "versions", "devices", "prompts_sha256", "initial_weights_hash")
+_ENVIRONMENT_KEYS = ("python", "versions", "scripts", "devices", "prompts_sha256", "initial_weights_hash")
 _PRIVATE_PREFIXES = ("wandb.", "trainer.env.", "initial_weights")
 
 

@@ -12,7 +12,7 @@ from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun
 from abrun.logs.recorded.reference import load_reference
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import listed
-from abrun.recipe.experiment import BASELINE, parse_stored_recipe, parse_stored_run
+from abrun.recipe.experiment import parse_stored_recipe, parse_stored_run
 from abrun.recipe.reading import dotted
 from abrun.recipe.run import can_change_numbers
 from abrun.runs.experiment import (
@@ -55,7 +55,7 @@ def load_experiment(experiment_dir: Path) -> RecordedExperiment:
     return RecordedExperiment(
         name=printable(str(content["experiment"])),
         directory=experiment_dir,
-        arms=(BASELINE, *(arm for arm in recipe.arms if arm != BASELINE)),
+        arms=(recipe.baseline, *(arm for arm in recipe.arms if arm != recipe.baseline)),
         compare=recipe.compare,
         treatment_diff=display_safe_tree(content["treatment_diff"]),
         launched_compare_sha256=launched_compare_hash(content["compare_sha256"], recipe.compare),

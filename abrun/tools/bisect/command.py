@@ -66,7 +66,8 @@ class BisectionOutcome:
 def bisect_recipe(path: Path, overrides: Sequence[str]) -> CommandRecipe:
     """Return the recipe whose baseline command all candidates run. Raises RecipeError for abrun's trainer."""
     recipe = load_recipe(path, [*overrides, "arms.candidate={}"])
-    if not (isinstance(recipe, CommandRecipe) and isinstance(recipe.run_config(BASELINE), CommandRunConfig)):
+    config = recipe.run_config(recipe.baseline)
+    if not (isinstance(recipe, CommandRecipe) and isinstance(config, CommandRunConfig)):
         raise RecipeError(
             f"{path}: trainer.type: got 'abrun', but a bisection runs a command in each checkout or "
             "environment; use trainer: {type: command, ...} (docs/tutorials/own-trainer.md)"
@@ -273,7 +274,7 @@ class Bisection:
         unknown_arm = next((arm for arm in arms if arm not in candidates), None)
         if unknown_arm:
             raise LaunchError(f"{self._dir}: holds {unknown_arm} of another bisection; choose another --name")
-        base = self._recipe.arms[BASELINE]
+        base = self._recipe.arms[self._recipe.baseline]
         good = base | self._environments.changes(self.candidates[0])
         # A plan needs a treatment: the bad candidate, which is tested first.
         arm_candidates = {arm: candidates[arm] for arm in [self.candidates[-1].arm, *arms]}

@@ -73,7 +73,7 @@ def gate(
     alpha: Alpha = None,
     arm: Annotated[str | None, typer.Option(help="Arm to judge, if there are several.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the candidate in the ledger; default: its arm's.")
+        str | None, typer.Option(help="Name of the candidate in the ledger; default: its folder's.")
     ] = None,
     pattern: Pattern = None,
     group: Group = None,

@@ -1,5 +1,6 @@
 """Start a gate, and ask it about a candidate, for `abrun gate`."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -12,13 +13,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from abrun.errors import ComparisonError
-from abrun.logs.recorded.experiment import RecordedRun, Sides, union_steps
+from abrun.logs.recorded.experiment import RecordedExperiment, RecordedRun, Sides, union_steps
+from abrun.logs.recorded.identify import parse_source
 from abrun.logs.recorded.selection import ReadingOptions
 from abrun.logs.recorded.sources import find_stored_experiment, open_sources
 from abrun.messages.codes import Code, Reason
 from abrun.messages.numbers import bound_text, counted, difference_text, listed
 from abrun.recipe.claims import Claim
 from abrun.report.present.tables import Table, columns
+from abrun.runs.files import is_directory
 from abrun.runs.metric_names import default_transform
 from abrun.runs.redaction import printable
 from abrun.stats.online import ALPHA, MIN_SEEDS, Sample, read_candidate, seeds_to_add
@@ -235,8 +238,7 @@ def _read_arm(
     experiment = open_sources([source], reading, [claim])
     (claim,) = experiment.compare.claims
     arm = experiment.choose_arm(arm, experiment.arms)
-    is_stored = find_stored_experiment([source], reading.runs_dir) is not None
-    name = name or (f"{experiment.name}/{arm}" if is_stored else arm)
+    name = name or _name_runs(source, reading, experiment, arm)
     runs = list(experiment.arm(arm).values())
     grid = union_steps(run.series(claim.metric).steps for run in runs)
     steps = steps or window_bounds(claim.window, grid, claim.metric)
@@ -256,6 +258,16 @@ def _read_arm(
         environment_sha256=environment_sha256(runs) if all(run.environment for run in runs) else None,
     )
     return judged, claim, steps, experiment.left_out
+
+
+def _name_runs(source: str, reading: ReadingOptions, experiment: RecordedExperiment, arm: str) -> str:
+    """Return the name of the given folder; its arm's of several, `ARM=SOURCE`, `--pattern` or a file."""
+    label, path = parse_source(source)
+    is_alone = len(experiment.arms) == 1 and not label and "{arm}" not in (reading.pattern or "")
+    if stored := find_stored_experiment([source], reading.runs_dir):
+        folder = printable(Path(os.path.realpath(stored)).name)
+        return folder if is_alone else f"{folder}/{arm}"
+    return printable(Path(os.path.realpath(path)).name) if is_alone and is_directory(path) else arm
 
 
 def _reduce_run(run: RecordedRun, claim: Claim, steps: tuple[int, int]) -> float:

@@ -26,7 +26,7 @@ from abrun.runs.metric_names import Transform, find_metric, is_learned
 from abrun.runs.schemas import Count, Items, Seconds, Texts, checked
 from abrun.stats.online import MAX_SEEDS, Noise, Sample, lord_level
 from abrun.stats.series import Series
-from abrun.verdict.machines import MACHINE_KEYS
+from abrun.verdict.machines import SOFTWARE_KEYS
 
 Outcome = Literal["BETTER", "WORSE", "ALIKE", "OPEN", "INCUMBENT"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -273,6 +273,6 @@ def refuse_changed_runs(earlier: Runs, runs: Runs) -> None:
 
 def environment_sha256(runs: Sequence[RecordedRun | Reference]) -> str:
     """Return a hash of the runs' package versions and devices, or of the hashes if they differ."""
-    environments = [run.environment or {} for run in runs]
-    hashes = {sha256_of({key: values.get(key) for key in MACHINE_KEYS}) for values in environments}
+    environments, keys = [run.environment or {} for run in runs], (*SOFTWARE_KEYS, "devices")
+    hashes = {sha256_of({key: values.get(key) for key in keys}) for values in environments}
     return hashes.pop() if len(hashes) == 1 else sha256_of({"several": sorted(hashes)})

@@ -1,6 +1,7 @@
 """Regression mode: an ensemble frozen as a file, and a later run compared with it."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from abrun.errors import ComparisonError, StoreError
 from abrun.logs.recorded.reference import freeze, load_reference, make_regression_experiment
 from abrun.logs.recorded.sources import ReadingOptions, open_sources
 from abrun.logs.recorded.stored import load_experiment
+from abrun.messages import sentence
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, compare_sources, freeze_arm
 from abrun.report.evidence import evidence_lines
@@ -50,6 +52,19 @@ def test_a_margin_that_was_chosen_once_the_runs_were_there_stays_post_hoc(simula
         )
         content = compare(held, output=tmp_path / "report", formats=("json",)).content
         assert content.post_hoc == (number == 1), margin
+
+
+def test_a_recipe_of_one_arm_gives_it_any_name(simulated, tmp_path, frozen):
+    scenario = {"arms": {"candidate": {}}, "compare": {"reference": str(frozen)}, "shift": -0.1}
+    content = later(
+        tmp_path, frozen, "candidate", lambda path: shutil.copy(frozen, path / "reference.json"), **scenario
+    )
+    assert content.verdict == "MISMATCH" and content.baseline == "reference"
+    assert "candidate is 0.0984 lower than reference" in sentence(content.reasons[0]) and list(
+        content.arms
+    ) == ["candidate"]
+    read = load_experiment(tmp_path / "later")
+    assert read.arms == ("candidate",) and {name.arm for name in read.runs} == {"candidate"}
 
 
 def test_one_arm_is_frozen_and_compared_alone(simulated, tmp_path):

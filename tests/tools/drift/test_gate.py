@@ -21,10 +21,12 @@ from typer.testing import CliRunner
 from abrun import cli
 from abrun.errors import AbrunError
 from abrun.logs.recorded.selection import ReadingOptions
+from abrun.logs.recorded.sources import open_sources
+from abrun.logs.recorded.stored import load_experiment
 from abrun.messages.codes import Code
 from abrun.runs.lines import LineWriter, read_json_lines
 from abrun.stats.online import lord_level
-from abrun.tools.drift.gate import ask_gate, caveats
+from abrun.tools.drift.gate import _name_runs, ask_gate, caveats
 from abrun.tools.drift.store import Answer, State, read_state, refuse_changed_runs
 from tests.reasons import refused
 from tests.verdict.simulate import fail, write_experiment
@@ -168,6 +170,22 @@ def test_experiments_of_abrun_are_judged_by_arm(tmp_path):
     assert typed(incumbent, "--arm", "baseline", *words).exit_code == 0
     answer, *_ = ask_gate(ledger, str(incumbent), READING, arm="treatment")
     assert answer.candidate.name == "first/treatment" and answer.incumbent == "first/baseline"
+
+
+def test_folders_of_runs_are_candidates_of_their_names(tmp_path):
+    experiment, ledger = write_experiment(tmp_path / "first"), tmp_path / "gate.jsonl"
+    for name, arm in (("base", "baseline"), ("bad", "treatment")):  # whose runs say another arm
+        shutil.copytree(experiment / arm, tmp_path / "g" / name)
+    words = ("--against", ledger, "--start", "--claim", "train/reward:last 20%:better 0")
+    assert typed(tmp_path / "g" / "base", *words).exit_code == 0
+    assert ask(ledger, tmp_path / "g" / "bad").candidate.name == "bad"
+    assert read_state(ledger).incumbent.name == "base"
+    single = write_experiment(
+        tmp_path / "idea-7", arms={"baseline": {}}, controls={"faults": [{"name": "flipped_advantages"}]}
+    )
+    named = f"x={tmp_path / 'g' / 'bad'}"
+    assert _name_runs(named, READING, open_sources([named], READING, []), "x") == "x"
+    assert _name_runs(str(single), READING, load_experiment(single), "baseline") == "idea-7"
 
 
 def test_age_and_machine_of_the_incumbent_are_caveats(tmp_path):
