@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from abrun.errors import ComparisonError
 from abrun.logs.log import Log
@@ -35,7 +35,8 @@ DEFAULT_PATTERNS = (
     *("{arm}.seed{seed}", "{arm}.s{seed}", "{arm}/{seed}"),
 )
 # For a known arm: `seed-0`, `s0`, `0`, or one of these at the end of the name.
-SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", "{seed}")
+BARE_NUMBER = "{seed}"
+SEED_PATTERNS = ("seed-{seed}", "seed_{seed}", "seed{seed}", "seed={seed}", "s{seed}", BARE_NUMBER)
 SEED_KEYS = ("seed", "data_seed", "rollout_seed", "data_loader_seed", "random_seed")
 SEED_LIMIT = 2**31
 # Words whose number counts processes, starts or checkpoints
@@ -129,7 +130,8 @@ def _identities(logs: Sequence[Log]) -> list[RunName]:
 def _name_by_default_patterns(logs: Sequence[Log]) -> list[list[RunName]]:
     """Return the names by each default pattern that matches every log, fewest leading folders first."""
     candidates = []
-    for pattern in DEFAULT_PATTERNS:
+    is_configured = any(seed.kind == "setting" for log in logs if (seed := find_seed(log)))
+    for pattern in DEFAULT_PATTERNS[:-1] if is_configured else DEFAULT_PATTERNS:  # the last is a bare number
         matches = [_match_with_rerun(pattern, log) for log in logs]
         names = [log.identity or (match and match.run) for log, match in zip(logs, matches, strict=True)]
         if logs and all(names):
@@ -208,7 +210,14 @@ class Seed(NamedTuple):
 
     number: int
     rerun: int
-    source: str  # for a sentence that begins "seeds from"
+    kind: Literal["files", "name", "setting", "number"]  # number: a bare one in the name
+    place: str  # the key of the setting, or the name
+
+    @property
+    def source(self) -> str:
+        """What states the seed, for a sentence that begins "seeds from"."""
+        kinds = {"files": "their own files", "setting": f"{self.place} in the settings"}
+        return kinds.get(self.kind, f"names such as '{printable(self.place)}'")
 
 
 def find_seed(log: Log) -> Seed | None:
@@ -217,10 +226,9 @@ def find_seed(log: Log) -> Seed | None:
     A setting comes before a bare number, which may count starts, jobs or processes.
     """
     if log.identity:
-        return Seed(log.identity.seed, log.identity.rerun, "their own files")
-    in_name = f"names such as '{printable(log.name)}'"
+        return Seed(log.identity.seed, log.identity.rerun, "files", log.place)
     if number_and_rerun := _seed_in_name(log, SEED_PATTERNS[:-1]):
-        return Seed(*number_and_rerun, in_name)
+        return Seed(*number_and_rerun, "name", log.name)
     settings = {
         key: value
         for key, value in (log.config or {}).items()
@@ -228,17 +236,26 @@ def find_seed(log: Log) -> Seed | None:
     }
     if "seed" in settings or len({*settings.values()}) == 1:
         key = "seed" if "seed" in settings else next(iter(settings))
-        return Seed(settings[key], 0, f"{key} in the settings")
+        return Seed(settings[key], 0, "setting", key)
     number_and_rerun = _seed_in_name(log, SEED_PATTERNS[-1:])
-    return Seed(*number_and_rerun, in_name) if number_and_rerun else None
+    return Seed(*number_and_rerun, "number", log.name) if number_and_rerun else None
 
 
 def _seed_in_name(log: Log, patterns: Sequence[str]) -> tuple[int, int] | None:
     for pattern in patterns:
         for prefix in ("", "*/", "*-", "*_", "*."):
-            if match := _match_with_rerun(prefix + pattern, log):
+            match = _match_with_rerun(prefix + pattern, log)
+            if match and not (pattern == BARE_NUMBER and _counts_something(log.name, match.run.seed)):
                 return match.run.seed, match.run.rerun
     return None
+
+
+def _counts_something(name: str, number: int) -> bool:
+    """Return True if a number of a name is that of a process, a start or a checkpoint."""
+    return (
+        re.search(rf"(?<![A-Za-z])({NO_SEED.pattern})[-_=. ]?0*{number}(?!\d)", name, re.IGNORECASE)
+        is not None
+    )
 
 
 # --- patterns ---
@@ -498,13 +515,15 @@ def _seed_word(words: Sequence[str], place: int) -> re.Match[str] | None:
     The number of a process, a start or a checkpoint is none, nor are the parts of a version or a decimal.
     """
     match = re.fullmatch(r"([A-Za-z]*)(\d{1,9})", words[place], re.ASCII)
-    previous = words[place - 2] if place else ""
-    following = words[place + 2] if place + 2 < len(words) else ""
-    is_decimal = (previous[-1:].isdigit() and words[place - 1] == ".") or (
-        following[:1].isdigit() and words[place + 1] == "."
-    )
-    counted = match and (match[1] or previous)
-    return None if not match or is_decimal or NO_SEED.fullmatch(counted or "") else match
+    counted = match and (match[1] or (words[place - 2] if place else ""))
+    return None if not match or _is_decimal(words, place) or NO_SEED.fullmatch(counted or "") else match
+
+
+def _is_decimal(words: Sequence[str], place: int) -> bool:
+    """Return True for a part of a version or a decimal, such as 8 in 0.8; separators lie between words."""
+    before = place > 1 and words[place - 1] == "." and words[place - 2][-1:].isdigit()
+    after = place + 2 < len(words) and words[place + 1] == "." and words[place + 2][:1].isdigit()
+    return words[place].isdigit() and (before or after)
 
 
 def _kinds(logs: Sequence[Log]) -> list[list[str]]:
@@ -578,7 +597,9 @@ def _names_without_numbers(logs: Sequence[Log]) -> list[str]:
     for name in _shortened_names(logs):
         words = re.split(f"({SEPARATORS})", name)
         kept = [
-            place for place in range(0, len(words), 2) if not _is_uninformative(words[place], numbers=True)
+            place
+            for place in range(0, len(words), 2)
+            if _is_decimal(words, place) or not _is_uninformative(words[place], numbers=True)
         ]
         cut_names.append(
             "".join("".join(words[max(place - 1, 0) : place + 1]) for place in kept).strip("/_-. =@,")

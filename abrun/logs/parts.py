@@ -21,7 +21,7 @@ COMPONENTS = SPLITS | {"actor", "preprocessor", "finetune", "trainer", "orchestr
 COMPONENTS |= {"rollout", "rollouts", "sampler", "generator", "inference", "evaluator", "buffer", "critic"}
 MAX_SHARED = 1 / 3  # share of the metrics of a component that another one may have, too
 _PROCESS_WORD = re.compile(
-    rf"(?<![A-Za-z0-9]){PROCESS}[-_=]?(?P<number>\d{{1,5}})(?![A-Za-z0-9.])", re.IGNORECASE
+    rf"(?<![A-Za-z0-9]){PROCESS}[-_=]?(?P<number>\d{{1,5}})(?![A-Za-z0-9]|\.\d)", re.IGNORECASE
 )
 
 

@@ -40,7 +40,18 @@ MAX_PARQUET_BYTES = 2**28
 MAX_VALUES = 2**24  # maximum number of values in a Parquet file
 # Columns of a long table: the run of a row, and the name and the value of its metric
 ARM_COLUMNS = ("arm", "variant", "group", "condition", "treatment", "config", "method", "experiment", "algo")
-RUN_COLUMNS = ("run", "run_name", "run_id", "name", "trial", "exp_name")
+RUN_COLUMNS = (
+    "run",
+    "run_name",
+    "run_id",
+    "name",
+    "trial",
+    "exp_name",
+    "run_hash",
+    "run_uuid",
+    "hash",
+    "uuid",
+)
 SEED_COLUMNS = ("seed", "random_seed", "rng_seed")
 METRIC_COLUMNS = ("metric", "variable", "tag", "key", "name")
 VALUE_COLUMNS = ("value", "val")

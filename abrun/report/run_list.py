@@ -36,9 +36,8 @@ def list_runs(sources: Sequence[str], reading: ReadingOptions) -> tuple[Renderab
     for name, run in experiment.runs.items():
         log = by_place.get(run.place)
         seed = find_seed(log) if log else None
-        source = "its own files" if log is None else seed.source if seed else "none stated"
-        origin = "its name" if source.startswith("names") else source
-        origin = origin if experiment.seeds_known else "numbered"
+        origin = seed.source if seed and seed.kind == "setting" else "its name" if seed else "none stated"
+        origin = "its own files" if log is None else origin if experiment.seeds_known else "numbered"
         rows.append((name.arm, f"{name.seed} ({origin})", *_describe(run), run.place))
     lines = [("guessed", text) for text in sentences(experiment.guessed)]
     lines += [("left out", text) for text in sentences(experiment.left_out)]
