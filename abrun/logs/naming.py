@@ -427,7 +427,7 @@ def guess_runs(
     num_arms = len(set(groups))
     if not 1 < num_arms <= MAX_ARMS:
         return None
-    if not arms and (question := _ask_about_numbers(logs, groups)):
+    if not arms and not _kinds(logs) and (question := _ask_about_numbers(logs, groups)):
         return question
     guessed = () if arms else (Code.ARMS_FROM_NAMES(num_arms=num_arms),)
     if num_arms == len(logs):

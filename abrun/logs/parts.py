@@ -83,6 +83,7 @@ def _join_processes(logs: Sequence[Log]) -> list[Log]:
         groups.setdefault((_without(log.name, match), log.group) if match else index, []).append(log)
     joined: list[Log] = []
     for group in groups.values():
+        group = sorted(group, key=lambda log: int(ranks[id(log)]["number"]) if id(log) in ranks else 0)
         match = ranks.get(id(group[0]))
         numbers = sorted(int(ranks[id(log)]["number"]) for log in group) if match else []
         if match is None or numbers != [*range(len(group))] or len({log.axis for log in group}) > 1:

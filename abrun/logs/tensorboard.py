@@ -16,7 +16,13 @@ import numpy as np
 
 from abrun.errors import StoreError
 from abrun.logs.foreign.files import open_file
-from abrun.logs.foreign.values import MAX_NAME_CHARACTERS, MAX_RECORD_BYTES, Points
+from abrun.logs.foreign.values import (
+    MAX_NAME_CHARACTERS,
+    MAX_RECORD_BYTES,
+    Points,
+    as_config,
+    parse_json,
+)
 from abrun.logs.log import NOTHING_RECORDED, Log, replaced_notes
 from abrun.logs.rows import check_number_of_metrics, check_step
 from abrun.runs.redaction import printable
@@ -57,7 +63,7 @@ def read_event_files(files: Sequence[Path], name: str, place: Path) -> Log:
             for value in event.summary.value:
                 number = _read_scalar(value) if len(value.tag) <= MAX_NAME_CHARACTERS else None
                 if number is None:
-                    config.update(_read_hparams(value))
+                    config.update(_read_arguments(value) or _read_hparams(value))
                 else:
                     check_step(event.step, file_text, value.tag)
                     is_restart = is_restart or event.step <= first_steps.get(value.tag, -1)
@@ -149,6 +155,13 @@ def _read_scalar(value: Any) -> float | None:
     if values == "half_val":  # bits of float16 values
         return float(np.array(repeated, np.uint16).view(np.float16)[0])
     return float(repeated[0])
+
+
+def _read_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments that transformers' Trainer writes as JSON text."""
+    if value.tag != "args/text_summary" or not value.tensor.string_val:
+        return {}
+    return as_config(parse_json(value.tensor.string_val[0]))
 
 
 def _read_hparams(value: Any) -> dict[str, Any]:

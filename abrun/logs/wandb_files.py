@@ -108,6 +108,9 @@ def _build_series(table: Table, steps: Mapping[str, str], step_column: str | Non
         names = [name for name in table.columns if name != step and step_of[name] == step]
         if step not in table.columns or not names:
             continue
+        values = table.columns[step].values
+        if len(values) > 1 and (values == values[0]).all():
+            continue  # declared and never logged: wandb repeats its first value
         recorded = recorded.merge(series_of_table(_carry_forward(table, step, names), step))
         remaining = remaining.without([*names, step])
     if not recorded.metrics:

@@ -39,6 +39,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "float_val": (5, "*float"),
         "double_val": (6, "*double"),
         "int_val": (7, "*int32"),
+        "string_val": (8, "*bytes"),
         "int64_val": (10, "*int64"),
         "half_val": (13, "*int32"),
         "uint32_val": (16, "*uint32"),

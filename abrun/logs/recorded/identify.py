@@ -135,12 +135,14 @@ def name_by_pattern(sources: Sources) -> Naming | str | None:
 
 
 def name_by_options(sources: Sources) -> Naming | str | None:
-    """Use the settings that --arms-by and --seeds-by name."""
+    """Use the settings that --arms-by and --seeds-by name. Raises ComparisonError if they name not all runs."""
     reading = sources.reading
     if not reading.arms_by and not reading.seeds_by:
         return None
     if sources.has_arms and reading.arms_by:
-        return f"--arms-by: got {reading.arms_by!r}, but the sources name their arms; drop it or the names"
+        raise ComparisonError(
+            f"--arms-by: got {reading.arms_by!r}, but the sources name their arms; drop it or the names"
+        )
     arms: list[str] | None = None
     if len(sources.named_sources) > 1 or sources.has_arms:
         by_source = _source_arms(sources)
@@ -148,7 +150,10 @@ def name_by_options(sources: Sources) -> Naming | str | None:
             return by_source
         logs_by_source = zip(by_source, sources.logs_by_source, strict=False)
         arms = [arm for arm, logs in logs_by_source for _ in logs]
-    return name_by_settings(sources.logs, reading.arms_by, reading.seeds_by, arms)
+    naming = name_by_settings(sources.logs, reading.arms_by, reading.seeds_by, arms)
+    if isinstance(naming, str):
+        raise ComparisonError(naming)
+    return naming
 
 
 def name_by_runs(sources: Sources) -> Naming | str | None:

@@ -1,0 +1,338 @@
+"""Arm, seed and parts of runs as other people's trainers lay them out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+from typer.testing import CliRunner
+
+from abrun.cli import app
+from abrun.errors import ComparisonError, StoreError
+from abrun.logs import Log, read_logs
+from abrun.logs.naming import guess_runs
+from abrun.logs.recorded.experiment import RecordedExperiment
+from abrun.logs.recorded.sources import ReadingOptions, open_sources
+from abrun.stats.series import build_series
+
+
+def write(path: Path, seed: int = 0, shift: float = 0.0, metrics: Sequence[str] = ("reward", "loss")) -> None:
+    """A log of 20 steps."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.random.default_rng(seed).normal(shift, 0.1, 20)
+    rows = [{"step": step, **dict.fromkeys(metrics, value)} for step, value in enumerate(values.tolist(), 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def opened(*sources: object, **reading: object) -> RecordedExperiment:
+    options = {"may_unpair": True, "may_be_one_arm": True, **reading}
+    return open_sources([str(source) for source in sources], ReadingOptions(**options))  # type: ignore[arg-type]
+
+
+def names(experiment: RecordedExperiment) -> dict[str, list[int]]:
+    """The seeds of each arm."""
+    return {arm: sorted(run.seed for run in experiment.runs if run.arm == arm) for arm in experiment.arms}
+
+
+# --- processes, starts and jobs ---
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "{arm}/seed_{seed}/dp_rank_{rank}.jsonl",
+        "{arm}/seed-{seed}/worker{rank}/metrics.jsonl",
+        "{arm}-s{seed}-rank{rank}.jsonl",
+        "{arm}/s{seed}/metrics_process-{rank}.jsonl",
+    ],
+)
+def test_processes_of_a_run_are_averaged(tmp_path: Path, layout: str) -> None:
+    for arm in ("ddp", "fsdp"):
+        for seed in (1, 2):
+            for rank in range(4):
+                write(tmp_path / layout.format(arm=arm, seed=seed, rank=rank), seed, shift=rank)
+    experiment = opened(tmp_path)
+    assert names(experiment) == {"ddp": [1, 2], "fsdp": [1, 2]}
+    first = next(iter(experiment.runs.values())).metrics["train/reward"]
+    assert abs(first.values.mean() - 1.5) < 0.1  # the mean of 0, 1, 2 and 3
+
+
+def test_numbers_of_gpus_are_arms() -> None:
+    names = [f"gpu{number}-s{seed}" for number in (1, 2, 4) for seed in (0, 1)]
+    guess = guess_runs([Log(name=name, place=name, metrics={}) for name in names])
+    assert guess is not None and not isinstance(guess, str)
+    assert [str(name) for name in guess.names[:3]] == ["gpu1/seed-0", "gpu1/seed-1", "gpu2/seed-0"]
+
+
+@pytest.mark.parametrize("word", ["job_", "version_", "attempt-", "restart"])
+def test_numbers_of_jobs_and_starts_are_no_seeds(tmp_path: Path, word: str) -> None:
+    for arm in ("old", "new"):
+        for number in range(3):
+            write(tmp_path / arm / f"{word}{number}" / "log.jsonl", number)
+    experiment = opened(tmp_path / "old", tmp_path / "new")
+    assert not experiment.seeds_known
+    assert not experiment.compare.paired
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("hparams.yaml", "lr: 0.001\nseed: {seed}\n"),
+        ("config.json", '{{"args": {{"seed": {seed}}}}}'),
+        (".hydra/config.yaml", "algorithm:\n  seed: {seed}\n"),
+        ("params.json", '{{"seed": {seed}, "env": "x"}}'),
+    ],
+)
+def test_a_seed_in_a_file_beside_the_log_beats_a_number(tmp_path: Path, name: str, content: str) -> None:
+    for arm, seeds in (("old", (3, 1, 2)), ("new", (1, 2, 3))):
+        for number, seed in enumerate(seeds):
+            folder = tmp_path / arm / str(number)
+            write(folder / "metrics.jsonl", seed)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content.format(seed=seed))
+    experiment = opened(tmp_path / "old", tmp_path / "new")
+    assert names(experiment) == {"old": [1, 2, 3], "new": [1, 2, 3]}
+    assert len(experiment.pairs("new")) == 3
+    assert all(
+        np.array_equal(pair[0].metrics["train/loss"].values, pair[1].metrics["train/loss"].values)
+        for pair in run_pairs(experiment)
+    )
+
+
+def run_pairs(experiment: RecordedExperiment) -> list[list[object]]:
+    return [
+        [run for name, run in experiment.runs.items() if name.seed == seed]
+        for seed in sorted({name.seed for name in experiment.runs})
+    ]
+
+
+def test_jobs_of_hydra_have_the_arms_and_seeds_of_their_settings(tmp_path: Path) -> None:
+    jobs = [("grpo", 7), ("grpo", 8), ("gspo", 8), ("gspo", 7)]
+    for number, (loss, seed) in enumerate(jobs):
+        folder = tmp_path / "multirun" / "2026-09-01" / "12-00-00" / str(number)
+        write(folder / "metrics.jsonl")
+        (folder / ".hydra").mkdir()
+        (folder / ".hydra" / "config.yaml").write_text(
+            f"seed: {seed}\nloss:\n  kind: {loss}\nrun: run{number}\n"
+        )
+    assert names(opened(tmp_path)) == {"loss.kind=grpo": [7, 8], "loss.kind=gspo": [7, 8]}
+
+
+def test_settings_of_a_folder_of_several_runs_or_of_a_model_are_none(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write(tmp_path / f"a-s{seed}" / "log.jsonl")
+    (tmp_path / "config.json").write_text('{"seed": 42}')
+    (tmp_path / "a-s1" / "config.json").write_text('{"model_type": "qwen2", "seed": 1}')
+    assert [log.config for log in read_logs(str(tmp_path))] == [None, None]
+
+
+def test_arguments_of_transformers_are_read_from_its_event_file(tmp_path: Path) -> None:
+    writer = EventFileWriter(str(tmp_path))
+    text = make_tensor_proto(
+        np.array([b'{"seed": 4, "learning_rate": 0.003, "optim_args": null}'], dtype=object)
+    )
+    writer.add_event(Event(summary=Summary(value=[Summary.Value(tag="args/text_summary", tensor=text)])))
+    writer.add_event(
+        Event(step=1, summary=Summary(value=[Summary.Value(tag="train/loss", simple_value=1.0)]))
+    )
+    writer.close()
+    (log,) = read_logs(str(tmp_path))
+    assert log.config == {"seed": 4, "learning_rate": 0.003, "optim_args": None}
+
+
+def named_log(name: str, config: Mapping[str, object], **fields: object) -> Log:
+    metrics = {"train/reward": build_series([1, 2], [0.0, 1.0])[0]}
+    return Log(name=name, place=name, metrics=metrics, config=config, **fields)  # type: ignore[arg-type]
+
+
+def test_runs_of_the_same_names_are_told_apart_by_their_settings() -> None:
+    logs = [
+        named_log(f"seed{seed}", {"seed": seed, "lr": lr, "run_name": f"seed{seed}", "dir": f"{lr}-{seed}"})
+        for lr in (0.1, 0.2)
+        for seed in (0, 1, 2)
+    ]
+    guess = guess_runs(logs)
+    assert guess is not None and not isinstance(guess, str)
+    assert {name.arm for name in guess.names} == {"lr=0.1", "lr=0.2"}
+
+
+def test_groups_of_wandb_are_arms_before_the_words_of_names() -> None:
+    people = {"grpo": "alice", "gspo": "bob"}
+    logs = [
+        named_log(f"{people[group]}-{word}-{seed}", {"seed": seed}, group=group)
+        for group in people
+        for seed, word in enumerate(("sun", "sea"))
+    ]
+    guess = guess_runs(logs)
+    assert guess is not None and not isinstance(guess, str)
+    assert {name.arm for name in guess.names} == {"grpo", "gspo"}
+
+
+def test_options_name_the_settings_of_arms_and_seeds(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / "runs" / "abcd"[number]
+        write(folder / "log.jsonl")
+        settings = {"optim": {"lr": [0.1, 0.2][number % 2]}, "rng": number // 2, "note": number}
+        (folder / "config.json").write_text(json.dumps(settings))
+    experiment = opened(tmp_path / "runs", arms_by="lr", seeds_by="rng")
+    assert names(experiment) == {"lr=0.1": [0, 1], "lr=0.2": [0, 1]}
+    with pytest.raises(ComparisonError, match=r"settings that differ: 'optim\.lr', 'rng', 'note'"):
+        opened(tmp_path / "runs", arms_by="learning_rate")
+    with pytest.raises(ComparisonError, match=r"got 0\.1 as lr; allowed: whole numbers"):
+        opened(tmp_path / "runs", seeds_by="lr")
+
+
+# --- parts of a run ---
+
+
+def test_processes_that_log_other_metrics_are_one_run(tmp_path: Path) -> None:
+    for arm in ("sync", "async"):
+        for seed in (1, 2):
+            write(
+                tmp_path / arm / f"seed{seed}" / "explorer" / "log.jsonl",
+                metrics=("rollout/reward", "r", "q", "length"),
+            )
+            write(
+                tmp_path / arm / f"seed{seed}" / "trainer" / "log.jsonl",
+                metrics=("actor/loss", "k", "e", "length"),
+            )
+    logs = read_logs(str(tmp_path))
+    assert [log.name for log in logs] == [
+        f"{arm}/seed{seed}/log" for arm in ("async", "sync") for seed in (1, 2)
+    ]
+    assert sorted(logs[0].metrics) == [
+        "actor/loss",
+        "e",
+        "explorer/length",
+        "k",
+        "length",
+        "q",
+        "r",
+        "rollout/reward",
+    ]
+    assert names(opened(tmp_path)) == {"async": [1, 2], "sync": [1, 2]}
+
+
+def test_arms_named_by_a_component_share_their_metrics_and_stay_apart(tmp_path: Path) -> None:
+    for arm in ("fp8-trainer", "fp8-rollout"):
+        for seed in (1, 2):
+            write(tmp_path / f"{arm}-s{seed}.jsonl", seed)
+    assert names(opened(tmp_path)) == {"fp8-rollout": [1, 2], "fp8-trainer": [1, 2]}
+
+
+def test_files_with_a_metric_each_are_one_run(tmp_path: Path) -> None:
+    for arm in ("zero2", "zero3"):
+        for seed in (1, 2):
+            for metric in ("lr", "train_loss"):
+                write(tmp_path / f"{arm}-seed{seed}" / f"Train_Samples_{metric}.jsonl", metrics=[metric])
+    assert names(opened(tmp_path)) == {"zero2": [1, 2], "zero3": [1, 2]}
+    assert [sorted(log.metrics) for log in read_logs(str(tmp_path / "zero2-seed1"))] == [["lr", "train_loss"]]
+
+
+# --- names ---
+
+
+def test_arms_are_called_as_they_are_written(tmp_path: Path) -> None:
+    for arm in ("no_correction", "importance_sampling", "vllm-0.8.1"):
+        for seed in (0, 1):
+            write(tmp_path / f"{arm}_{seed}.jsonl", seed)
+    assert set(opened(tmp_path).arms) == {"no_correction", "importance_sampling", "vllm-0.8.1"}
+
+
+def test_runs_named_by_their_start_have_the_arm_of_their_folder(tmp_path: Path) -> None:
+    for version in ("0.8.1", "0.8.3", "0.10.0"):
+        for hour in ("09", "10"):
+            write(tmp_path / f"vllm-{version}" / f"ppo_0818T{hour}:12" / "log.jsonl", int(hour))
+    experiment = opened(tmp_path, baseline="vllm-0.8.1")
+    assert names(experiment) == {"vllm-0.8.1": [0, 1], "vllm-0.8.3": [0, 1], "vllm-0.10.0": [0, 1]}
+    assert not experiment.seeds_known
+
+
+def test_names_that_differ_in_several_numbers_are_asked_about() -> None:
+    logs = [named_log(f"a-x{first}-y{second}", {}) for first in (1, 2) for second in (1, 2)]
+    question = guess_runs(logs)
+    assert isinstance(question, str) and "--pattern" in question
+
+
+# --- rows of one step ---
+
+
+def table(folder: Path, column: str, values: Sequence[object], shifts: Sequence[float]) -> None:
+    for arm in ("sync", "async"):
+        for seed in (1, 2):
+            noise = np.random.default_rng(seed).normal(0, 0.01, 20)
+            rows = [
+                {"step": step, column: value, "reward": noise[step] + (shift if arm == "async" else 0.0)}
+                for step in range(20)
+                for value, shift in zip(values, shifts, strict=True)
+            ]
+            path = folder / arm / f"seed{seed}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [("rank", range(4)), ("dp_rank", range(4)), ("host", "abcd"), ("info/worker_id", (3, 7, 8, 9))],
+)
+def test_rows_of_several_processes_are_averaged(
+    tmp_path: Path, column: str, values: Sequence[object]
+) -> None:
+    table(tmp_path, column, list(values), [-0.1, -0.1, -0.1, 0.0])
+    experiment = opened(tmp_path / "sync", tmp_path / "async")
+    means = {run.arm: log.metrics["train/reward"].values.mean() for run, log in experiment.runs.items()}
+    assert means["async"] - means["sync"] == pytest.approx(-0.075)
+    assert [sorted(log.metrics) for log in experiment.runs.values()] == [["train/reward"]] * 4
+
+
+@pytest.mark.parametrize("values", [(0, 1, 2), ("3fa9", "77b0", "c0de")])
+def test_rows_that_differ_in_another_column_are_refused_by_its_name(
+    tmp_path: Path, values: Sequence[object]
+) -> None:
+    table(tmp_path, "task_no", values, [0.0, 0.1, 0.2])
+    with pytest.raises(
+        StoreError, match=r"rows of one step differ in column 'task_no'.*; write one row a step"
+    ):
+        opened(tmp_path / "sync", tmp_path / "async")
+
+
+def test_rows_that_were_written_again_are_no_parts(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "epoch": step // 5, "tokens": 100 * step, "loss": 1 / step}
+        for step in (1, 2, 3, 2, 3, 4)
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (log,) = read_logs(str(tmp_path))
+    assert log.metrics["loss"].steps.tolist() == [1, 2, 3, 4]
+
+
+# --- the list ---
+
+
+def test_the_list_says_who_is_who_and_judges_nothing(tmp_path: Path) -> None:
+    for arm in ("old", "new"):
+        for seed in (1, 2):
+            write(tmp_path / arm / f"seed{seed}.jsonl", seed)
+    result = CliRunner().invoke(app, ["compare", f"{tmp_path}/old", f"{tmp_path}/new", "--list"])
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["arm", "seed", "steps", "metrics", "log"]
+    assert lines[1][:6] == ["old", "1", "(its", "name)", "1-20", "2"]
+    assert "MATCH" not in result.stdout
+
+
+def test_the_list_shows_the_runs_that_no_rule_can_name(tmp_path: Path) -> None:
+    for name in ("sun", "sea", "sky"):
+        write(tmp_path / "runs" / f"{name}-1-2.jsonl")
+    write(tmp_path / "runs" / "sky-3-4.jsonl")
+    result = CliRunner().invoke(app, ["compare", f"{tmp_path}/runs", "--list"])
+    assert result.exit_code == 2 or "Error" in type(result.exception).__name__
+    assert "sky-3-4.jsonl" in result.stdout
