@@ -123,15 +123,15 @@ def _join_components(logs: Sequence[Log]) -> list[Log]:
     Components other than the splits `train.csv` and `eval.csv` of a folder have few metrics in common, since
     arms would share them. A metric that another component has, too, is prefixed with its component.
     """
-    groups: dict[object, dict[str, Log]] = {}
+    groups: dict[tuple[str, object], dict[str, Log]] = {}
     for index, log in enumerate(logs):
         run, component = _find_component(log)
-        parts = groups.setdefault((run, log.group if log.run_id else None) if component else index, {})
+        key = (run, log.group if log.run_id else None) if component else (run, index)
+        parts = groups.setdefault(key, {})
         parts[component if component not in parts else f"/{index}"] = log
     joined: list[Log] = []
-    for key, parts in groups.items():
-        is_joined = isinstance(key, tuple) and _are_components(parts)
-        joined += [_merge_components(key[0], parts)] if is_joined else parts.values()
+    for (run, _), parts in groups.items():
+        joined += [_merge_components(run, parts)] if _are_components(parts) else parts.values()
     return joined
 
 
@@ -198,7 +198,7 @@ def _merge_components(run: str, parts: Mapping[str, Log]) -> Log:
         guesses=tuple(dict.fromkeys([*(line for log in parts.values() for line in log.guesses), guess])),
         notes=tuple(dict.fromkeys(note for log in parts.values() for note in log.notes)),
         left_out=tuple(line for log in parts.values() for line in log.left_out),
-        unread={name: text for log in reversed(parts.values()) for name, text in log.unread.items()},
+        unread={name: text for log in reversed([*parts.values()]) for name, text in log.unread.items()},
     )
 
 

@@ -133,7 +133,7 @@ def _is_grid(column: Column, steps: Array) -> bool:
 
 def _describe_values(table: Table, name: str) -> list[str]:
     cells = [cell for cell in dict.fromkeys(table.cells(name)) if cell is not None]
-    return [f"{cell:g}" if isinstance(cell, float) else cell for cell in cells]
+    return [cell if isinstance(cell, str) else f"{cell:g}" for cell in cells]
 
 
 def _split_words(table: Table, name: str) -> list[str]:

@@ -135,7 +135,7 @@ def name_by_pattern(sources: Sources) -> Naming | str | None:
 
 
 def name_by_options(sources: Sources) -> Naming | str | None:
-    """Use the settings that --arms-by and --seeds-by name. Raises ComparisonError if they name not all runs."""
+    """Use the settings that --arms-by and --seeds-by name; raise ComparisonError if they name not all."""
     reading = sources.reading
     if not reading.arms_by and not reading.seeds_by:
         return None
