@@ -359,13 +359,13 @@ def name_by_settings(
     `arms`: the arm of each log, if known.
     """
     for option, key in (("--arms-by", arms_by), ("--seeds-by", seeds_by)):
-        lacking = [log.name for log in logs if key and find_setting(log, key) is None]
-        if lacking:
+        unnamed_logs = [log.name for log in logs if key and find_setting(log, key) is None]
+        if unnamed_logs:
             keys = [*dict.fromkeys(key for log in logs for key in log.config or {})]
             differing = [key for key in keys if len({repr((log.config or {}).get(key)) for log in logs}) > 1]
-            return (
-                f"{option}: got '{printable(key or '')}', which is no setting of {list_names(lacking, 3)}; "
-                + (f"settings that differ: {list_names(differing, 8)}" if differing else "no settings differ")
+            run_names = list_names(unnamed_logs, 3)
+            return f"{option}: got '{printable(key or '')}', which is no setting of {run_names}; " + (
+                f"settings that differ: {list_names(differing, 8)}" if differing else "no settings differ"
             )
     if arms_by:
         arms = [f"{arms_by.rpartition('.')[2]}={find_setting(log, arms_by)}" for log in logs]
@@ -490,12 +490,12 @@ def _seed_evidence(logs: Sequence[Log]) -> Iterator[Evidence]:
             continue
         seeds = [int(number[2]) for number in numbers if number]
         arms = [_cut_word(words, place) for words, place in zip(split_names, places, strict=True)]
-        before = {
+        words_before = {
             words[place - 2].lower() if place else ""
             for words, place in zip(split_names, places, strict=True)
         }
         word = split_names[0][places[0]].lower()
-        weight = 0 if before == {"seed"} or word.startswith("s") else 1 if word.isdigit() else 2
+        weight = 0 if words_before == {"seed"} or word.startswith("s") else 1 if word.isdigit() else 2
         by_weight[weight].append((f"names such as {list_names([logs[0].name])}", seeds, [*kinds, arms]))
     yield by_weight[0]
     keys = {key for log in logs for key in log.config or {} if key.rsplit(".", 1)[-1] in SEED_KEYS}
@@ -537,11 +537,11 @@ def _kinds(logs: Sequence[Log]) -> list[list[str]]:
 def _cut_word(words: Sequence[str], place: int) -> str:
     """Return a name, of words and separators, without one word and the word `seed` before it."""
     start = place - 2 if place and words[place - 2].lower() == "seed" else place
-    before, after = "".join(words[: max(0, start - 1)]), "".join(words[place + 1 :])
-    kept = before + (after if before else "".join(words[place + 2 :]))
-    while (last := re.split(f"({SEPARATORS})", kept)) and len(last) > 1 and _is_uninformative(last[-1]):
-        kept = "".join(last[:-2])
-    return kept.strip("/_-. =@,") or "run"
+    head = [*words[: max(0, start - 1)]]
+    words = [*head, *words[place + 1 if head else place + 2 :]]
+    while len(words) > 2 and _is_uninformative(words[-1]):
+        words = words[:-2]
+    return "".join(words).strip("/_-. =@,") or "run"
 
 
 def _is_a_grid(names: Sequence[RunName]) -> bool:
@@ -596,13 +596,13 @@ def _names_without_numbers(logs: Sequence[Log]) -> list[str]:
     cut_names = []
     for name in _shortened_names(logs):
         words = re.split(f"({SEPARATORS})", name)
-        kept = [
+        remaining = [
             place
             for place in range(0, len(words), 2)
             if _is_decimal(words, place) or not _is_uninformative(words[place], numbers=True)
         ]
         cut_names.append(
-            "".join("".join(words[max(place - 1, 0) : place + 1]) for place in kept).strip("/_-. =@,")
+            "".join("".join(words[max(place - 1, 0) : place + 1]) for place in remaining).strip("/_-. =@,")
         )
     return cut_names
 

@@ -127,11 +127,11 @@ def _join_components(logs: Sequence[Log]) -> list[Log]:
     for index, log in enumerate(logs):
         run, component = _find_component(log)
         key = (run, log.group if log.run_id else None) if component else (run, index)
-        parts = groups.setdefault(key, {})
-        parts[component if component not in parts else f"/{index}"] = log
+        components = groups.setdefault(key, {})
+        components[component if component not in components else f"/{index}"] = log
     joined: list[Log] = []
-    for (run, _), parts in groups.items():
-        joined += [_merge_components(run, parts)] if _are_components(parts) else parts.values()
+    for (run, _), components in groups.items():
+        joined += [_merge_components(run, components)] if _are_components(components) else components.values()
     return joined
 
 
@@ -153,22 +153,22 @@ def _as_words(name: str) -> str:
     return "_" + re.sub(r"[^a-z0-9]+", "_", name.lower())
 
 
-def _are_components(parts: Mapping[str, Log]) -> bool:
-    if len(parts) < 2 or any(name.startswith("/") for name in parts):
+def _are_components(components: Mapping[str, Log]) -> bool:
+    if len(components) < 2 or any(name.startswith("/") for name in components):
         return False
-    names = {name.lower() for name in parts}
-    stems = {strip_suffix(log.name).rpartition("/")[2] for log in parts.values()}
+    names = {name.lower() for name in components}
+    stems = {strip_suffix(log.name).rpartition("/")[2] for log in components.values()}
     if (
         names <= SPLITS
         and "train" in names
-        and stems == {*parts}
-        and not any(log.run_id for log in parts.values())
+        and stems == {*components}
+        and not any(log.run_id for log in components.values())
     ):
         return True
-    counts = Counter(metric for log in parts.values() for metric in _compared_metrics(log))
+    counts = Counter(metric for log in components.values() for metric in _compared_metrics(log))
     return all(
         sum(counts[metric] > 1 for metric in metrics) <= MAX_SHARED * len(metrics)
-        for metrics in map(_compared_metrics, parts.values())
+        for metrics in map(_compared_metrics, components.values())
     )
 
 
@@ -176,16 +176,17 @@ def _compared_metrics(log: Log) -> list[str]:
     return [name for name in log.metrics if not (is_clock(name) or is_counter(name))]
 
 
-def _merge_components(run: str, parts: Mapping[str, Log]) -> Log:
-    ordered = sorted(parts, key=lambda name: (name.lower() not in ("train", "trainer"), name))
-    merged = replace(parts[ordered[0]], name=run or "run", run_id=None, job_type=None)
+def _merge_components(run: str, components: Mapping[str, Log]) -> Log:
+    ordered = sorted(components, key=lambda name: (name.lower() not in ("train", "trainer"), name))
+    merged = replace(components[ordered[0]], name=run or "run", run_id=None, job_type=None)
     guess = f"{', '.join(ordered)}: logs of one run"
     metrics, dropped, config = dict(merged.metrics), dict(merged.dropped), dict(merged.config or {})
     for component in ordered[1:]:
-        log = parts[component]
-        taken = {*metrics}
+        log = components[component]
+        used_names = {*metrics}
         new_names = {
-            name: f"{component}/{name}" if name in taken else name for name in (*log.metrics, *log.dropped)
+            name: f"{component}/{name}" if name in used_names else name
+            for name in (*log.metrics, *log.dropped)
         }
         metrics |= {new_names[name]: series for name, series in log.metrics.items()}
         dropped |= {new_names[name]: steps for name, steps in log.dropped.items()}
@@ -195,10 +196,10 @@ def _merge_components(run: str, parts: Mapping[str, Log]) -> Log:
         metrics=metrics,
         dropped=dropped,
         config=config or None,
-        guesses=tuple(dict.fromkeys([*(line for log in parts.values() for line in log.guesses), guess])),
-        notes=tuple(dict.fromkeys(note for log in parts.values() for note in log.notes)),
-        left_out=tuple(line for log in parts.values() for line in log.left_out),
-        unread={name: text for log in reversed([*parts.values()]) for name, text in log.unread.items()},
+        guesses=tuple(dict.fromkeys([*(line for log in components.values() for line in log.guesses), guess])),
+        notes=tuple(dict.fromkeys(note for log in components.values() for note in log.notes)),
+        left_out=tuple(line for log in components.values() for line in log.left_out),
+        unread={name: text for log in reversed([*components.values()]) for name, text in log.unread.items()},
     )
 
 

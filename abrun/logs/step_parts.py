@@ -30,7 +30,7 @@ class Processes:
     """Column whose cells say which process wrote a row."""
 
     column: str
-    of_rows: NDArray[np.int64]  # [R]
+    row_numbers: NDArray[np.int64]  # [R]
     values: list[str]  # a few
 
     @property
@@ -43,7 +43,7 @@ class Processes:
 
         `rows` [N]: of the table; `steps`, `values` [N]: theirs. A process's last row of a step counts.
         """
-        processes = self.of_rows[rows]
+        processes = self.row_numbers[rows]
         built = [
             build_series(steps[processes == process], values[processes == process])
             for process in np.unique(processes)
@@ -54,11 +54,11 @@ class Processes:
 
 def average_series(series: Sequence[Series]) -> Series:
     """Return the mean, at each step, of those series that have it."""
-    every_step = np.concatenate([part.steps for part in series])
-    every_value = np.concatenate([part.values for part in series])
-    steps, places = np.unique(every_step, return_inverse=True)
-    means = np.bincount(places, every_value) / np.bincount(places)
-    return Series(steps, means, max(part.recounted for part in series))
+    all_steps = np.concatenate([log.steps for log in series])
+    all_values = np.concatenate([log.values for log in series])
+    steps, places = np.unique(all_steps, return_inverse=True)
+    means = np.bincount(places, all_values) / np.bincount(places)
+    return Series(steps, means, max(log.recounted for log in series))
 
 
 def separate_rows(
@@ -78,7 +78,7 @@ def separate_rows(
     for name in filter(_PROCESS_COLUMN.fullmatch, names):
         parts = _number_cells(table.cells(name))
         if _tell_apart(metrics, steps, parts):
-            processes = Processes(column=name, of_rows=parts, values=_describe_values(table, name))
+            processes = Processes(column=name, row_numbers=parts, values=_describe_values(table, name))
             return table.without([name]), processes, []
     full = [name for name in names if len(table.columns[name].rows) == len(table)]
     for name in full:
