@@ -112,7 +112,7 @@ def _try_strategies(sources: Sources) -> Naming:
         if isinstance(outcome, Naming):
             return outcome
         problem = outcome or problem
-    raise ComparisonError(problem)
+    raise ComparisonError(f"{problem}; --list shows the runs and their settings")
 
 
 # --- strategies ---
