@@ -51,12 +51,10 @@ function roundedText(value, toInteger) {
 }
 
 // An interval in three digits, rounded outward, so that its wider end equals the certified bound.
-const outwardInterval = (ends) =>
+const interval = (ends) =>
   ends ? `[${roundedText(ends[0], Math.floor)}, ${roundedText(ends[1], Math.ceil)}]` : "\u2013";
 
 const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
-const interval = (ends, digits = 3) =>
-  ends ? `[${number(ends[0], digits)}, ${number(ends[1], digits)}]` : "\u2013";
 const percent = (share) => (typeof share === "number" ? `${Math.round(100 * share)}\u00a0%` : "unknown");
 const sampleOf = (panel) =>
   panel.num_runs

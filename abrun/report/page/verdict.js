@@ -197,7 +197,7 @@ function facts() {
     list.push(["injected faults", el("a", { href: "#sensitivity" }, context.injected_faults || "see below")]);
   const drift = evidenceOf("divergence").find((row) => row.ulp && row.ulp.ratio !== null);
   if (drift) {
-    const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95, 2)}` : "";
+    const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95)}` : "";
     const text = `${drift.metric}: ${number(drift.ulp.ratio, 2)}\u00d7${range}`;
     list.push(["drift relative to one ULP", el("a", { href: "#divergence" }, text)]);
   }
@@ -254,14 +254,14 @@ function forest() {
         "div",
         {},
         el("b", {}, several ? `${claim.arm}: ${claim.metric}` : claim.metric),
-        muted(`${signed(claim.mean_difference, 3)} ${outwardInterval(claim.interval)}, margin ${marginText(claim)}`),
+        muted(`${signed(claim.mean_difference, 3)} ${interval(claim.interval)}, margin ${marginText(claim)}`),
       ),
       el(
         "div",
         {
           class: `track arm-${arms.indexOf(claim.arm) % 6}`,
           role: "img",
-          "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
+          "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high])}`,
         },
         mark("zone", ...zoneOf(claim, reach)),
         mark("zero", 0),
