@@ -408,7 +408,7 @@ def _cost_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> 
 
 
 def _saving_text(saving: Evidence) -> str:
-    interval = f" (95 % CI {interval_text(saving['ci95'])})" if saving["ci95"] else ""
+    interval = interval_text(saving["ci95"]).replace("[", " [95 % CI ") if saving["ci95"] else ""
     return f"{saving['quantity']} {saving['ratio']:.3g}x{interval}"
 
 
