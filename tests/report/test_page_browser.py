@@ -204,6 +204,19 @@ def test_without_a_deciding_claim_the_first_reason_is_the_finding(opened):
         assert page.locator(".forest").count() == 0
 
 
+def test_no_table_is_cut_on_a_phone(opened):
+    arms = ("baseline", "a-rather-long-name", "another-rather-long-name")
+    claims = [claim(arm=arm, baseline_mean=0.7, treatment_mean=0.7) for arm in arms[1:]]
+    values = {"metric": "train/reward", "a figure with a long name": "0123456789" * 3}
+    evidence = [Evidence(kind="step one", arm=arms[1], result="pass", values=values)]
+    page_text = render_page(experiment(learning(arms=arms), arms=arms), verdict(claims, evidence=evidence))
+    with opened(page_text, width=390) as page:
+        cut = ".scroll", "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+        assert page.locator(cut[0]).evaluate_all(cut[1]) == 0
+        labels = page.locator("td").evaluate_all("all => all.map(one => one.dataset.label)")
+        assert f" {arms[1]}" in labels and not any("object" in label for label in labels)
+
+
 def test_a_mismatch_counts_what_fails_and_says_the_finding_once(opened):
     values = {"metric": "train/loss", "seed": 0}
     checks = [
