@@ -41,7 +41,7 @@ of the last 20 % of steps changes by less than 0.05 (▒). The curves are the
 rewards of the seed whose arms differ most."""
 CONCLUSIONS = {
     "MATCH": "the reward changes by less than 0.05, at 95 % confidence",
-    "MISMATCH": "no curve shows the bug; the loss on the same completions does",
+    "MISMATCH": "within the margin, so the curves hide a bug; step one finds it",
     "INCONCLUSIVE": "equal arms part by seed noise; {needed} seeds would show it",
 }
 WIDTH = 80

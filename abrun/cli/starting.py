@@ -29,7 +29,7 @@ def demo(
 ) -> None:
     """Judge bundled runs in seconds, one of them with a bug.
 
-    Each is about a change to the training code; the second change has a bug, which no curve shows. Runs
+    Each is about a change to the training code; the second change has a bug, which curves hide. Runs
     offline and without torch, and writes a report page for each verdict.
 
     Examples:
