@@ -71,6 +71,7 @@ def _caption(verdict: DemoVerdict) -> str:
     """Return the difference, and what decided: a step-one check that fails, or too few seeds."""
     content = verdict.comparison.content
     claim = content.claims[0]
+    assert claim.estimate.mean_difference is not None and claim.estimate.interval is not None
     difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
     text = f"difference {difference}, margin {claim.claim.margin_text}\n"
     for check in select_evidence(content.evidence, "step one"):

@@ -65,9 +65,10 @@ class Table:
         """Return a rich table; `layout` overrides its arguments. If it expands, columns are equally wide."""
         from rich.table import Table as RichTable
 
-        titled = {"title": display_safe(self.title), "title_justify": "left"} if self.title else {}
         look: dict[str, Any] = PLAIN if self.columns else GRID
-        table = RichTable(**(look | titled | layout))
+        if self.title:
+            look = look | {"title": display_safe(self.title), "title_justify": "left"}
+        table = RichTable(**(look | layout))
         num_cells = len(self.rows[0]) if self.rows else 0
         for column in self.columns or [Column("", fold=True)] * num_cells:
             table.add_column(
