@@ -23,11 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib import pyplot
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+import abrun
 from abrun.api import COLORS as VERDICT_COLORS
-from abrun.api.demo import render_demo, run_demo
+from abrun.api.demo import DemoVerdict, render_demo, run_demo
+from abrun.messages.numbers import difference_text
 from abrun.report.present.figures import COLORS, figure_style, save_figure
 from abrun.report.present.terminal import Terminal
 from abrun.stats.power import find_min_pairs, power_at, sd_of_difference, welch_dof_per_run
+from abrun.verdict.evidence import select_evidence
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +41,44 @@ INK, PALE, LINE = "#24292f", "#57606a", "#8c959f"
 FAILS = "#cf222e"
 WIDTH = 7.4  # inches
 MONO = {"family": "monospace", "fontsize": 8}
+
+
+# --- curves and their verdicts ---
+
+
+def draw_overlay() -> "Figure":
+    """Draw rewards of two of the demo's experiments, in bold those of the seed that differs most."""
+    with tempfile.TemporaryDirectory() as folder:
+        verdicts = run_demo(Path(folder))[1:]
+        experiments = [abrun.load(str(verdict.directory)).recorded for verdict in verdicts]
+    figure, axes = pyplot.subplots(1, 2, figsize=(WIDTH, 3), layout="constrained")
+    for ax, verdict, experiment in zip(axes, verdicts, experiments, strict=True):
+        for arm, color in zip(experiment.arms, COLORS, strict=False):
+            for seed, run in experiment.arm(arm).items():
+                series, is_bold = run.series("train/reward"), seed == verdict.seed
+                look = {"linewidth": 1.8, "label": f"{arm}, seed {seed}"} if is_bold else {"linewidth": 0.8}
+                ax.plot(series.steps, series.values, color=color, alpha=1 if is_bold else 0.25, **look)
+        name = verdict.comparison.verdict
+        ax.set_title(name, color=VERDICT_COLORS[name], fontsize=11)
+        ax.set_xlabel(f"step\n\n{_caption(verdict)}", fontsize=9)
+        ax.set_ylim(0, 1)
+        ax.legend(loc="lower right" if ax is axes[0] else "lower left", fontsize=8)
+    axes[0].set_ylabel("reward")
+    return figure
+
+
+def _caption(verdict: DemoVerdict) -> str:
+    """Return the difference, and what decided: a step-one check that fails, or too few seeds."""
+    content = verdict.comparison.content
+    claim = content.claims[0]
+    assert claim.estimate.mean_difference is not None and claim.estimate.interval is not None
+    difference = difference_text(claim.estimate.mean_difference, claim.estimate.interval)
+    text = f"difference {difference}, margin {claim.claim.margin_text}\n"
+    for check in select_evidence(content.evidence, "step one"):
+        if check.result == "fail":
+            levels = f"{check['treatment']:.3g} instead of {check['baseline']:.3g}"
+            return f"{text}a bug: at step 1, {check['metric']} is {levels}\non the same completions"
+    return f"{text}seed noise: both arms are equal; {claim.power.pairs_needed} seeds\nwould show it"
 
 
 # --- the four verdicts ---
@@ -369,6 +410,7 @@ def write_demo() -> Path:
 
 
 FIGURES: dict[str, Callable[[], "Figure"]] = {
+    "overlay": draw_overlay,
     "verdicts": draw_verdicts,
     "power": draw_power,
     "pipeline": draw_pipeline,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from abrun.errors import ComparisonError, RecipeError
 from abrun.messages import sentences
-from abrun.messages.numbers import counted
+from abrun.messages.numbers import counted, interval_text
 from abrun.recipe.extras import missing_package
 from abrun.recipe.refusals import suggest_name, validated
 from abrun.runs.metric_names import REWARD
@@ -234,7 +234,7 @@ class Result:
     def _claims_for_people(self) -> Any:
         def rounded(value: Any) -> str:
             if isinstance(value, Sequence) and not isinstance(value, str):
-                return f"[{', '.join(map(rounded, value))}]"
+                return interval_text(value)
             return f"{value:.3g}" if isinstance(value, float) else str(value)
 
         return self.claims[SHORT_COLUMNS].map(rounded)

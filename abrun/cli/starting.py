@@ -27,10 +27,10 @@ def demo(
         ),
     ] = Path("abrun-demo"),
 ) -> None:
-    """Judge bundled runs in seconds: a MATCH, then a MISMATCH.
+    """Judge bundled runs in seconds, one of them with a bug.
 
-    Each is about a change to the training code; the second change has a bug. Runs offline and without torch,
-    and writes a report page for each verdict.
+    Each is about a change to the training code; the second change has a bug, which curves hide. Runs
+    offline and without torch, and writes a report page for each verdict.
 
     Examples:
         abrun demo

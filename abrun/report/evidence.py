@@ -360,7 +360,7 @@ def _ulp_text(growth: Mapping[str, Any]) -> str:
 def _ulp_ratio_text(growth: Mapping[str, Any]) -> str | None:
     if growth["ratio"] is None:
         return None
-    interval = " [{:.2g}, {:.2g}]".format(*growth["ci95"]) if growth["ci95"] else ""
+    interval = f" {interval_text(growth['ci95'])}" if growth["ci95"] else ""
     return f"{growth['ratio']:.2g}x{interval}"
 
 
@@ -408,7 +408,7 @@ def _cost_line(evidence: Sequence[Evidence], content: VerdictFile, arm: str) -> 
 
 
 def _saving_text(saving: Evidence) -> str:
-    interval = " [95 % CI {:.3g}, {:.3g}]".format(*saving["ci95"]) if saving["ci95"] else ""
+    interval = interval_text(saving["ci95"]).replace("[", " [95 % CI ") if saving["ci95"] else ""
     return f"{saving['quantity']} {saving['ratio']:.3g}x{interval}"
 
 
@@ -478,7 +478,7 @@ def _means_text(claim: ClaimResult, baseline: str) -> str | None:
         low, ratio, high = np.exp([interval[0], difference, interval[1]])
     both = f"{baseline} {_level_text(base, claim)}, {claim.arm} {_level_text(treatment, claim)}"
     qualifier = " of the excess over 1" if terms.transform == "log_excess" else ""
-    ratio_text = f"ratio{qualifier} {ratio:.3g} [{low:.3g}, {high:.3g}] ({confidence} CI)"
+    ratio_text = f"ratio{qualifier} {ratio:.3g} {interval_text((low, high))} ({confidence} CI)"
     return f"{both} (geometric means), {ratio_text}"
 
 

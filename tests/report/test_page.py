@@ -388,20 +388,22 @@ def test_the_table_has_levels_differences_and_curves_the_most_telling_first():
             "shifted": np.where(ramp < 8, 5.0, shared[seed] + treated),
             "memory/loss/peak_allocated_bytes": np.full(10, (2.0 + treated) * 2**30),
             "rounding": np.full(10, 1.0 + 1e-9 * treated),
+            "rounded spread": np.full(10, 1.0 + 1e-15 * seed + treated),
             "nan": np.full(10, np.nan),
             "diverged": np.where(treated, np.inf, ramp),
         }
 
     rows = rows_of({(arm, seed): run(arm, seed) for arm in ("baseline", "treatment") for seed in range(3)})
     memory, shifted, noisy = (rows[name] for name in ("memory/loss/peak_allocated_bytes", "shifted", "noisy"))
-    assert {*list(rows)[:2]} == {"memory/loss/peak_allocated_bytes", "diverged"}
-    assert list(rows)[2:4] == ["shifted", "noisy"] and list(rows)[-1] == "nan"
+    assert {*list(rows)[:3]} == {"memory/loss/peak_allocated_bytes", "diverged", "rounded spread"}
+    assert list(rows)[3:5] == ["shifted", "noisy"] and list(rows)[-1] == "nan"
     assert (memory["unit"], memory["baseline"], memory["arms"][0]["level"]) == ("GiB", 2.0, 3.0)
     assert memory["arms"][0]["score"] == np.inf and not memory["arms"][0]["varies"]
     assert shifted["baseline"] == pytest.approx(0.2)  # the last 2 of 10 steps
     (cell,) = shifted["arms"]
     assert (cell["level"], cell["difference"], cell["score"]) == pytest.approx((1.2, 1.0, 10.0))
     assert cell["seeds"] == [3, 3] and noisy["arms"][0]["seeds"] == [3, 3]
+    assert not rows["rounded spread"]["arms"][0]["varies"]
     assert rows["same"]["arms"][0]["difference"] == rows["rounding"]["arms"][0]["difference"] == 0.0
     assert [curve["points"][0] for curve in rows["same"]["curves"]] == [0, 0]
     assert rows["same"]["curves"][1]["points"][-1] == 100 and rows["nan"]["curves"] == []

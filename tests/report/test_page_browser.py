@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from abrun.messages.codes import Code
 from abrun.recipe.claims import Claim
 from abrun.report.comparing import compare, with_options
 from abrun.report.context import Context, make_context
@@ -201,6 +202,45 @@ def test_without_a_deciding_claim_the_first_reason_is_the_finding(opened):
         assert page.locator(".finding").inner_text() == "a run failed"
         assert page.locator(".reasons li").all_inner_texts() == ["a note"]
         assert page.locator(".forest").count() == 0
+
+
+def test_no_table_is_cut_on_a_phone(opened):
+    arms = ("baseline", "a-rather-long-name", "another-rather-long-name")
+    claims = [claim(arm=arm, baseline_mean=0.7, treatment_mean=0.7) for arm in arms[1:]]
+    values = {"metric": "train/reward", "a figure with a long name": "0123456789" * 3}
+    evidence = [Evidence(kind="step one", arm=arms[1], result="pass", values=values)]
+    page_text = render_page(experiment(learning(arms=arms), arms=arms), verdict(claims, evidence=evidence))
+    with opened(page_text, width=390) as page:
+        cut = ".scroll", "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+        assert page.locator(cut[0]).evaluate_all(cut[1]) == 0
+        labels = page.locator("td").evaluate_all("all => all.map(one => one.dataset.label)")
+        assert f" {arms[1]}" in labels and not any("object" in label for label in labels)
+
+
+def test_a_mismatch_counts_what_fails_and_says_the_finding_once(opened):
+    values = {"metric": "train/loss", "seed": 0}
+    checks = [
+        Evidence(kind="step one", arm="treatment", result=result, values=values)
+        for result in ("fail", "fail", "pass")
+    ]
+    over = {
+        "pairs": 3,
+        "runs": None,
+        "welch": False,
+        "steps": [33, 40],
+        "window": "last 20%",
+        "axis": "steps",
+    }
+    told = {"metric": "train/reward", "arm": "treatment", "baseline_arm": "baseline", "margin": "±0.05"}
+    told |= {"margin_unit": "", "transform": "identity", "over": over | {"unit": "seed", "recipe": False}}
+    told |= {"alpha": 0.05, "difference": -0.2, "interval": [-0.3, -0.1], "detected": None, "p_beyond": 0.01}
+    broken = claim(result="different", mean_difference=-0.2, baseline_mean=0.7, treatment_mean=0.5)
+    for warnings, shown in (([], 1), ([foreign("look out")], 2)):
+        reasons = [foreign("step one differs"), Code.CLAIM_DIFFERS(**told, warnings=warnings)]
+        content = verdict([broken], verdict="MISMATCH", reasons=reasons, evidence=checks)
+        with opened(render_page(experiment(learning()), content)) as page:
+            assert page.locator(".meaning").inner_text() == "2 step-one checks and 1 claim fail."
+            assert page.locator(".reasons li").count() == shown
 
 
 def test_a_command_is_copied(browser, tmp_path):

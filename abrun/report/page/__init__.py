@@ -196,7 +196,7 @@ def _policy_hashes(sources: list[str]) -> str:
 WINDOW = "last 20%"
 NUM_POINTS = 40  # of a small curve
 CURVE_HEIGHT = 100  # small curves are whole numbers from 0 (lowest) to this
-ROUNDING = 1e-6  # relative; a smaller difference counts as none
+ROUNDING = 1e-6  # relative; a smaller difference or spread counts as none
 
 
 @np.errstate(all="ignore")  # values that overflow give no level
@@ -273,7 +273,9 @@ def _compare_levels(
         difference = 0.0
     several = [[*levels.values()] for levels in (baseline, treatment) if len(levels) > 1]
     spread = max((float(np.std(levels, ddof=1)) for levels in several), default=0.0)
-    score = abs(difference) / spread if spread > 0 else math.inf if difference else 0.0
+    if spread <= ROUNDING * larger:
+        spread = 0.0
+    score = abs(difference) / spread if spread else math.inf if difference else 0.0
     if not math.isfinite(difference):
         score = math.inf if math.isfinite(treated_mean) != math.isfinite(baseline_mean) else -1.0
     agreeing = sum(change * difference > 0 for change in changes)
@@ -282,7 +284,7 @@ def _compare_levels(
         "level": treated_mean,
         "difference": difference,
         "score": score,
-        "varies": spread > 0,
+        "varies": bool(spread),
         "seeds": [agreeing, len(changes)] if difference and len(changes) > 1 else None,
     }
 

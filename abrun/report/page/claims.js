@@ -11,7 +11,7 @@ function takesText(row, counted) {
 function prospects(row) {
   if (!row.interval) return ["\u2013", "\u2013", "\u2013", "two runs of each arm"];
   return [
-    outwardInterval(row.interval),
+    interval(row.interval),
     `\u00b1${boundText(row.certified_bound)}`,
     row.margin === null ? "\u2013" : el("span", { title: row.margin_is }, `\u00b1${number(row.margin, 3)}`),
     row.margin === null ? "\u2013" : takesText(row, row.paired ? "pairs" : "runs of each arm"),
@@ -62,7 +62,7 @@ function noiseSection() {
   const list = evidenceOf("seed noise");
   if (!list.length) return null;
   const counts = (list.find((row) => row.prospects.length) || { prospects: [] }).prospects.map((row) => row.num_pairs);
-  const range = (ends) => (ends ? outwardInterval(ends) : "\u2013");
+  const range = (ends) => (ends ? interval(ends) : "\u2013");
   const intro = "Level and standard deviation (sd) over runs, with 90 % confidence intervals. The gap is the largest between two runs that seed noise alone explains (95 %). The last columns are the smallest differences that so many pairs of runs detect with 80 % power, planned with the upper 80 % bound of the sd.";
   return section(
     "noise",
@@ -130,7 +130,7 @@ function newRunsSection() {
         number(row.level, 4),
         signed(row.difference, 3),
         number(row.num_sds, 2),
-        outwardInterval(row.interval),
+        interval(row.interval),
         number(row.p_holm, 2),
       ]),
     ),
@@ -199,12 +199,12 @@ function estimateCell(claim) {
   if (typeof claim.limited === "number")
     return [
       number(claim.limited, 4),
-      muted(claim.limited_interval ? `${confidence(claim.alpha)} ${interval(claim.limited_interval, 4)}` : "no CI"),
+      muted(claim.limited_interval ? `${confidence(claim.alpha)} [${claim.limited_interval.map((end) => number(end, 4)).join(", ")}]` : "no CI"),
     ];
   const ends = claim.interval || claim.ci90;
   return [
     signed(claim.mean_difference, 3),
-    muted(ends ? `${confidence(claim.interval ? claim.alpha : 0.05)} ${outwardInterval(ends)}` : "no CI"),
+    muted(ends ? `${confidence(claim.interval ? claim.alpha : 0.05)} ${interval(ends)}` : "no CI"),
   ];
 }
 
@@ -299,7 +299,7 @@ function dotPlot(claim) {
     parts.push(svg("path", { class: "reach", d: `M${low} ${y}H${high}M${low} ${y - 4}v8M${high} ${y - 4}v8` }));
     parts.push(svg("path", { class: "mean", d: `M${mean} ${y - 5}l5 5l-5 5l-5 -5z` }));
   }
-  const label = `${claim.num_runs ? "Difference" : "Paired differences"} of ${claim.metric}: mean ${number(claim.mean_difference, 3)}, interval ${outwardInterval(ends)}, margin ${marginText(claim)}`;
+  const label = `${claim.num_runs ? "Difference" : "Paired differences"} of ${claim.metric}: mean ${number(claim.mean_difference, 3)}, interval ${interval(ends)}, margin ${marginText(claim)}`;
   return svg(
     "svg",
     { class: "dots", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label },

@@ -51,12 +51,10 @@ function roundedText(value, toInteger) {
 }
 
 // An interval in three digits, rounded outward, so that its wider end equals the certified bound.
-const outwardInterval = (ends) =>
+const interval = (ends) =>
   ends ? `[${roundedText(ends[0], Math.floor)}, ${roundedText(ends[1], Math.ceil)}]` : "\u2013";
 
 const signed = (value, digits) => (value > 0 ? "+" : "") + number(value, digits);
-const interval = (ends, digits = 3) =>
-  ends ? `[${number(ends[0], digits)}, ${number(ends[1], digits)}]` : "\u2013";
 const percent = (share) => (typeof share === "number" ? `${Math.round(100 * share)}\u00a0%` : "unknown");
 const sampleOf = (panel) =>
   panel.num_runs
@@ -98,20 +96,22 @@ function saveCsv(name, columns) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-// A column without any content is left out. On a phone, rows of more than three columns become blocks of labelled cells.
+// A column without any content is left out. On a phone, rows of more than two columns become blocks of labelled cells;
+// two arms side by side, whose first column has no title, stay a table.
 function table(label, heads, rows) {
   const isBlank = (cell) => [cell].flat().every((part) => ["", "\u2013", null, undefined].includes(part));
   const shown = heads.map((_, at) => at).filter((at) => !rows.length || rows.some((row) => !isBlank(row[at])));
+  const labelOf = ([title]) => [title].flat().filter((part) => typeof part === "string").join("");
   const cell = (name, row) => (at) =>
     el(
       name,
-      { class: heads[at][1] || null, scope: name === "th" ? "col" : null, "data-label": name === "td" ? heads[at][0] : null },
+      { class: heads[at][1] || null, scope: name === "th" ? "col" : null, "data-label": name === "td" ? labelOf(heads[at]) : null },
       ...[row[at]].flat(),
     );
   const titles = heads.map(([title]) => title);
   return el(
     "div",
-    { class: `scroll${shown.length > 3 ? " stack" : ""}`, tabindex: "0", role: "region", "aria-label": label },
+    { class: `scroll${shown.length > (heads[0][0] ? 2 : 3) ? " stack" : ""}`, tabindex: "0", role: "region", "aria-label": label },
     el(
       "table",
       {},

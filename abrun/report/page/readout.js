@@ -53,6 +53,6 @@ function differenceReadout(figure, panel, at) {
   const step = figure.data.steps[at];
   const window = panel.windows.find((one) => one.steps[0] <= step && step <= one.steps[1]);
   if (window && window.interval)
-    lines.push(el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${outwardInterval(window.interval)}`));
+    lines.push(el("div", { class: "muted" }, `window ${stepsText(window.steps)}: ${interval(window.interval)}`));
   return lines;
 }

@@ -4,8 +4,8 @@
 const VERDICTS = {
   MATCH: ["\u2713", "Every claim and every guard passes."],
   PASS: ["\u2713", "Every claim and every guard passes; the claims are one-sided."],
-  MISMATCH: ["\u2715", "A claim, step one or a guard shows a difference."],
-  FAIL: ["\u2715", "A one-sided claim, step one or a guard fails."],
+  MISMATCH: ["\u2715", failedText()],
+  FAIL: ["\u2715", failedText()],
   INCONCLUSIVE: ["?", "Neither that the claims hold nor that one is broken is shown."],
   INVALID: ["!", "These runs cannot be compared fairly."],
   DESCRIPTION: ["\u2261", "No claim was declared: descriptive statistics, no test."],
@@ -34,7 +34,7 @@ function verdictCard() {
   const [firstReason, ...otherReasons] = content.reasons || [];
   const headline = isDescription ? describedFinding() : finding();
   // The first reason of a description is its finding; without a deciding claim it is the headline.
-  const reasons = isDescription || !headline ? otherReasons : content.reasons;
+  const reasons = isDescription || !headline ? otherReasons : content.reasons.filter((_, at) => !isInHeadline(content.reason_codes[at]));
   return el(
     "section",
     { class: `banner ${verdictName}`, "aria-label": "Verdict" },
@@ -74,10 +74,38 @@ function describedFinding() {
   ];
 }
 
+// What fails, counted: 2 step-one checks and 1 claim fail.
+function failedText() {
+  const failed = (list, noun) => {
+    const size = list.filter(({ result }) => ["fail", "different"].includes(result)).length;
+    return size ? [[size, count(size, noun)]] : [];
+  };
+  const groups = [
+    ...failed(evidenceOf("step one"), "step-one check"),
+    ...failed(evidenceOf("guard"), "guard"),
+    ...failed(content.claims || [], "claim"),
+  ];
+  const fails = groups.length === 1 && groups[0][0] === 1 ? "fails" : "fail";
+  return groups.length ? `${groups.map(([, text]) => text).join(" and ")} ${fails}.` : "";
+}
+
+function decidingClaims() {
+  const deciding = { MATCH: "equivalent", MISMATCH: "different", INCONCLUSIVE: "undecided" }[content.verdict];
+  return (content.claims || []).filter((claim) => claim.result === deciding);
+}
+
+// The headline and the intervals below it say all that the first deciding claim's reason does, but for its warnings.
+function isInHeadline(reason) {
+  const [{ code, values }, [claim]] = [reason || {}, decidingClaims()];
+  return (
+    ["claim_equivalent", "claim_differs"].includes(code) &&
+    !values.warnings?.length && values.metric === claim.metric && values.arm === claim.arm
+  );
+}
+
 // The finding of the claim that decides, with its direction; null if a claim is not what decides.
 function finding() {
-  const deciding = { MATCH: "equivalent", MISMATCH: "different", INCONCLUSIVE: "undecided" }[content.verdict];
-  const claims = (content.claims || []).filter((claim) => claim.result === deciding);
+  const claims = decidingClaims();
   const [claim] = claims;
   if (!claim || (claim.kind ?? "within") !== "within") return null; // a one-sided claim has its reason as the finding
   if (typeof claim.mean_difference !== "number" || typeof claim.limited === "number") return null;
@@ -93,7 +121,7 @@ function finding() {
     const size = `${number(Math.abs(claim.mean_difference), 3)}${unit} ${claim.mean_difference < 0 ? "lower" : "higher"}`;
     return [
       el("b", {}, `${claim.metric} is ${size} in ${claim.arm}`),
-      `: ${treatment} against ${baseline} in ${baselineName()}. The margin is ${marginText(claim)}.`,
+      `: ${[`${treatment} against ${baseline} in ${baselineName()}`, seeds].filter(Boolean).join(", ")}. The margin is ${marginText(claim)}.`,
     ];
   }
   const difference = [`${signed(claim.mean_difference, 3)}${unit}`, seeds].filter(Boolean).join(", ");
@@ -169,7 +197,7 @@ function facts() {
     list.push(["injected faults", el("a", { href: "#sensitivity" }, context.injected_faults || "see below")]);
   const drift = evidenceOf("divergence").find((row) => row.ulp && row.ulp.ratio !== null);
   if (drift) {
-    const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95, 2)}` : "";
+    const range = drift.ulp.ci95 ? ` ${interval(drift.ulp.ci95)}` : "";
     const text = `${drift.metric}: ${number(drift.ulp.ratio, 2)}\u00d7${range}`;
     list.push(["drift relative to one ULP", el("a", { href: "#divergence" }, text)]);
   }
@@ -226,14 +254,14 @@ function forest() {
         "div",
         {},
         el("b", {}, several ? `${claim.arm}: ${claim.metric}` : claim.metric),
-        muted(`${signed(claim.mean_difference, 3)} ${outwardInterval(claim.interval)}, margin ${marginText(claim)}`),
+        muted(`${signed(claim.mean_difference, 3)} ${interval(claim.interval)}, margin ${marginText(claim)}`),
       ),
       el(
         "div",
         {
           class: `track arm-${arms.indexOf(claim.arm) % 6}`,
           role: "img",
-          "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high], 2)}`,
+          "aria-label": `${claim.metric}: ${number(mean, 2)} margins, interval ${interval([low, high])}`,
         },
         mark("zone", ...zoneOf(claim, reach)),
         mark("zero", 0),

@@ -50,7 +50,7 @@ def code_span(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns and rows. On a terminal a titled table has borders, and one without columns is a plain grid.
+    """Columns and rows. On a terminal a table without columns is a plain grid.
 
     A terminal that is too narrow shows it without the `optional` columns, the first of them first, so that
     numbers stay on one line.
@@ -59,15 +59,15 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     title: str = ""
-    sections: Collection[int] = ()  # indices of rows with a line above
     optional: Sequence[str] = ()  # titles of columns
 
     def to_rich(self, **layout: Any) -> "rich.table.Table":
         """Return a rich table; `layout` overrides its arguments. If it expands, columns are equally wide."""
         from rich.table import Table as RichTable
 
-        titled = {"title": display_safe(self.title), "title_justify": "left"}
-        look: dict[str, Any] = titled if self.title else PLAIN if self.columns else GRID
+        look: dict[str, Any] = PLAIN if self.columns else GRID
+        if self.title:
+            look = look | {"title": display_safe(self.title), "title_justify": "left"}
         table = RichTable(**(look | layout))
         num_cells = len(self.rows[0]) if self.rows else 0
         for column in self.columns or [Column("", fold=True)] * num_cells:
@@ -78,9 +78,7 @@ class Table:
                 overflow="fold" if column.fold else "ellipsis",
                 ratio=1 if table.expand else None,
             )
-        for index, row in enumerate(self.rows):
-            if index in self.sections:
-                table.add_section()
+        for row in self.rows:
             table.add_row(*map(_text, row))
         return table
 

@@ -343,12 +343,15 @@ def drift_text(reference: Reference, ledger: Ledger) -> str:
     if drift.direct and np.isfinite(drift.direct).all():  # after very many rejected changes it is infinite
         chains = f" for {ledger.num_chains:.3g} possible chains" if ledger.num_chains > 1 else ""
         direct = f", direct comparison {interval_text(drift.direct)} over {drift.direct_by}{chains}"
-    num_rejected = ledger.num_tried - len(ledger.entries)
+    tried, num_rejected = (
+        counted(ledger.num_tried, "evaluated change"),
+        ledger.num_tried - len(ledger.entries),
+    )
     rejected = f", {num_rejected} of them rejected" if num_rejected else ""
     text = (
         f"{subject}: {counted(ledger.entries, 'change')}, drift spent {bound_text(drift.bound)} of "
         f"{ledger.budget:g} ({100 * (1 - ledger.alpha):g} % bound by {by}; chain "
-        f"{interval_text(drift.chain)}{direct}; jointly over {ledger.num_tried} evaluated changes{rejected})"
+        f"{interval_text(drift.chain)}{direct}; jointly over {tried}{rejected})"
     )
     if drift.direct and (drift.direct[0] > drift.chain[1] or drift.direct[1] < drift.chain[0]):
         text += "; chain and direct comparison contradict each other: something changed that no entry records"

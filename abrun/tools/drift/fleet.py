@@ -66,6 +66,7 @@ _LOOKS: dict[Status, tuple[str, str, str, str]] = {
     "regressed here": ("red", "bad", "regressed here", "regressed here"),
 }
 _TONES = {0: "MATCH", 3: "MISMATCH", 4: "INCONCLUSIVE", 5: "INVALID"}  # classes of page.css by exit code
+_PAGE_COLUMNS = ("recipe", "status", "why", "runs", "p", "FDR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +427,7 @@ def red_recipes(rows: Iterable[Mapping[str, Any]]) -> RedRecipes:
 def _summarize(rows: Sequence[FleetRow], counts: Mapping[Status, int]) -> str:
     """Return the fleet in one sentence: how many recipes regressed here, and where all others stand."""
     names = [row.name for row in rows if row.status == "regressed here"]
-    head = f"{len(names)} of {len(rows)} recipes" if names else "no recipe"
+    head = f"{len(names)} of {counted(rows, 'recipe')}" if names else "no recipe"
     other_rows = [
         f"{num} {one if num == 1 else several}"
         for status, (*_, one, several) in _LOOKS.items()
@@ -441,7 +442,7 @@ def _summarize(rows: Sequence[FleetRow], counts: Mapping[Status, int]) -> str:
 def _rule_text(fleet: Fleet) -> str:
     return (
         f"p: of the recipe alone. FDR: smallest false discovery rate at which it is red, over "
-        f"{fleet.num_tested} recipes that were not red before (Benjamini-Hochberg); red at {ALPHA:g}. "
+        f"{counted(fleet.num_tested, 'recipe')} not red before (Benjamini-Hochberg); red at {ALPHA:g}. "
         f"Runs that fail by accident, estimated from this fleet: {100 * fleet.failure_rate:.2g} %."
     )
 
@@ -460,7 +461,7 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
     from rich.text import Text
 
     color = _LOOKS[fleet.recipes[0].status][0]
-    title = Text(f"Fleet of {len(fleet.recipes)} recipes", style=f"bold {color}")
+    title = Text(f"Fleet of {counted(fleet.recipes, 'recipe')}", style=f"bold {color}")
     summary = Text(display_safe(fleet.summary))
     renderables: list[RenderableType] = [Panel(summary, title=title, title_align="left", border_style=color)]
     cells = [
@@ -478,14 +479,15 @@ def render_terminal(fleet: Fleet, page: str | None) -> "RenderableType":
 
 def _render_page(fleet: Fleet) -> str:
     """Return the HTML page: summary and a row for each recipe, with a link to its report."""
-    title = f"Fleet of {len(fleet.recipes)} recipes"
-    head = "".join(f"<th>{name}</th>" for name in ("recipe", "status", "why", "runs", "p", "FDR"))
+    title = f"Fleet of {counted(fleet.recipes, 'recipe')}"
+    head = "".join(f"<th>{name}</th>" for name in _PAGE_COLUMNS)
     rows = "\n".join(map(_page_row, fleet.recipes))
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"
     body = (
         f'<div class="banner {_TONES[fleet.exit_code]}"><h1>{title}</h1>\n'
         f'<p class="finding">{_escape(fleet.summary)}</p></div>\n'
         f'<section><h2>Recipes</h2><p class="intro">{_escape(_rule_text(fleet))}</p>\n'
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>\n'
+        f'<div class="scroll stack">{table}</div>\n'
         f'<p class="caption">made by <code>{_escape(fleet.command)}</code></p></section>'
     )
     return render_static_page(f"{title}: {fleet.summary}", body)
@@ -497,7 +499,8 @@ def _page_row(row: FleetRow) -> str:
         name = f'<a href="{html.escape(quote(row.report))}">{name}</a>'
     chip = f'<span class="chip {_LOOKS[row.status][1]}">{row.status}</span>'
     cells = [name, chip, *map(_escape, (row.reason, *_numbers(row)))]
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    labelled = zip(_PAGE_COLUMNS, cells, strict=True)  # a phone shows the labels
+    return f"<tr>{''.join(f'<td data-label={name}>{cell}</td>' for name, cell in labelled)}</tr>"
 
 
 def _escape(text: str) -> str:

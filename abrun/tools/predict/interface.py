@@ -38,12 +38,11 @@ def make_prediction_table(prediction: SweepPrediction) -> Table:
         device_text = f" of {prediction.device_bytes / GIB:.1f} GiB device memory"
     title = f"{prediction.name}: predicted peak_allocated_bytes, {unit[0]}{device_text}"
     numeric_headings = ["peak", "fits"] if device_text else ["peak"]
-    empty_cells, rows, sections = [""] * len(numeric_headings[1:]), [], []
+    empty_cells, rows = [""] * len(numeric_headings[1:]), []
     for arm_prediction in prediction.peaks:
         point = arm_prediction.point
         swept = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.swept)
         size = f"{point.num_sequences} x {point.length:,} tokens, {arm_prediction.arm}"
-        sections.append(len(rows))
         fits = [prediction.fits(arm_prediction)] if device_text else []
         summary_row = (size, format_bytes(arm_prediction.highest_peak[1], unit), *fits, swept)
         rows.append([Text(cell, style="bold") for cell in summary_row])
@@ -58,4 +57,4 @@ def make_prediction_table(prediction: SweepPrediction) -> Table:
     table_columns = columns(
         "", *numeric_headings, "breakdown", numeric=numeric_headings, no_wrap=("", *numeric_headings)
     )
-    return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}", sections)
+    return Table(table_columns, rows, f"{title}; states in {prediction.master_dtype}")

@@ -68,6 +68,7 @@ def test_what_regressed_here_is_told_from_what_was_red_before_and_what_flaked(fl
     page = (fleet / "report/fleet.html").read_text()
     for row in content["recipes"]:
         assert (fleet / "report" / row["report"]).is_file() and f'href="{row["report"]}"' in page
+    assert page.count("<td data-label=status>") == len(content["recipes"])  # as a phone shows a row's cells
 
 
 def test_a_recipe_that_cannot_be_judged_is_a_row(fleet, abrun, tmp_path):
