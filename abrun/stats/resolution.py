@@ -17,21 +17,25 @@ def smallest_step(
 
     Values are counts if they are multiples of the gap, to the last logged digit, or occur three times each on
     average. (Values of bit-identical arms occur twice.) The distance of two arms is no gap: an effect is no
-    step of the metric. Only scores of one value a run, from -1 to 1, may be shares k/n of few prompts that no
-    seed changes; the distance is then a gap if all scores are its multiples. A value that a run repeats from
-    step to step counts once: a constant, such as a peak, is logged at every step.
+    step of the metric. Between shares or rewards, from -1 to 1, it may be one: if the values of some arm are
+    that far apart as well, or if all scores of one value a run are its multiples, as k/n of few prompts. A
+    value that a run repeats from step to step counts once: a constant, such as a peak, is logged at every
+    step.
     """
     by_arm: dict[str, list[Array]] = {}
     for arm, curve in zip(arms, curves, strict=True):
         by_arm.setdefault(arm, []).append(curve[np.diff(curve, prepend=np.nan) != 0])
     groups = [values for values in map(np.concatenate, by_arm.values()) if len(values)]
-    are_shares = bool(groups) and all(len(curve) == 1 and abs(curve[0]) <= 1 for curve in curves)
-    step = _smallest_gap([np.concatenate(groups)], from_zero=True) if are_shares else 0.0
-    return step or _smallest_gap(groups, from_zero=False)
+    if groups and all(np.abs(values).max() <= 1 for values in groups):
+        are_scores = all(len(curve) == 1 for curve in curves)
+        step = _smallest_gap([np.concatenate(groups)], from_zero=are_scores)
+        if step and (are_scores or step <= 1.01 * max(map(np.ptp, groups))):
+            return step
+    return _smallest_gap(groups, from_zero=False)
 
 
 def _smallest_gap(groups: Sequence[Array], *, from_zero: bool) -> float:
-    """Return the smallest gap within a group, 0 if the values are no counts; `from_zero`: nor its multiples."""
+    """Return the smallest gap within a group; 0 for no counts, or with `from_zero` for no multiples of it."""
     gaps = np.concatenate([np.empty(0), *(np.diff(np.unique(values)) for values in groups)])
     gaps = gaps[gaps > 1e-6 * gaps.sum()]  # smaller gaps are rounding
     if not len(gaps):

@@ -236,6 +236,8 @@ def judge_arm(
     # All runs: a failure after this analysis still counts.
     sides, pairs, compare = experiment.sides(arm), experiment.pairs(arm), experiment.compare
     invalid = invalid_reasons(experiment, arm, analysis.num_pairs, claims)
+    left_out = [reason for reason in invalid if reason.code == Code.SEEDS_NOT_SHARED]
+    invalid = [reason for reason in invalid if reason not in left_out]
     savings = measure_savings(arm, sides)
     windows = [(result.claim.metric, result.claim.steps) for result in results if result.claim.steps]
     test_alpha = analysis.alpha_guards / count_tests(compare)
@@ -258,8 +260,12 @@ def judge_arm(
         baseline_arm=experiment.baseline,
         require=compare.require,
     )
+    if described and verdict == "INVALID" and not (claims or experiment.launched_compare_sha256):
+        # Nothing is decided, so that the rest can be described
+        verdict, reasons = "INCONCLUSIVE", [*reasons, Code.NOTHING_CLAIMED()]
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
+    reasons += left_out
     reasons += [Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else []
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]
