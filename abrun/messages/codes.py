@@ -126,6 +126,7 @@ class Code(StrEnum):
     UNFINISHED_LEFT_OUT, LEFT_OUT_UNRECORDED, LEFT_OUT_SHORT = auto(), auto(), auto()
     LEFT_OUT_NOT_FINITE, FEW_STEPS_IN_COMMON, NEW_RUN_RANGE = auto(), auto(), auto()
     METRICS_WITHOUT_LEVEL, LEFT_OUT_OF_METRICS, SEEDS_NOT_SHARED = auto(), auto(), auto()
+    FAR_APART = auto()
 
     # Notes
     NOTE_OF_RUNS, DECIDED_AT_LAUNCH, CODE_DIFFERS, PRECISION_DIFFERS = auto(), auto(), auto(), auto()

@@ -131,6 +131,15 @@ def _other_metrics(apart: Mapping[str, float], num_metrics: int, rate: float, of
     )
 
 
+def _far_apart(levels: Mapping[str, Sequence[float]], spikes: Mapping[str, Sequence[float]]) -> str:
+    """Metrics without a claim; the baseline's value comes first."""
+    texts = [f"{metric} {base:.3g} and {treated:.3g}" for metric, (base, treated) in levels.items()]
+    texts += [
+        f"{metric} spikes to {base:.3g} and {treated:.3g}" for metric, (base, treated) in spikes.items()
+    ]
+    return f"far apart, without a claim: {', '.join(texts[:MAX_NAMED])}{more_text(len(texts) - MAX_NAMED)}"
+
+
 def _left_out_of_metrics(
     metrics: Sequence[str],
     remaining: Sequence[int],
@@ -184,6 +193,7 @@ MESSAGES: dict[Code, Message] = {
     Code.DESCRIBED: _described,
     Code.RATIO_AT_EACH_STEP: _ratio_at_each_step,
     Code.OTHER_METRICS: _other_metrics,
+    Code.FAR_APART: _far_apart,
     Code.LEFT_OUT_OF_METRICS: _left_out_of_metrics,
     Code.NO_SHARED_METRIC: _no_shared_metric,
     Code.MARGIN_OFFERED: _margin_offered,

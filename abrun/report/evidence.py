@@ -55,14 +55,19 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
 def short_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     """Yield the lines that a reader of the verdict needs: what did not pass, and in a word what did."""
     several, passes = len(content.arms) > 1, ""
+    arms_of: dict[tuple[str, str], list[str]] = {}  # label and text, of the arms that have it
     for arm, section in content.arms.items():
         lines = list(_arm_lines(content, arm, section))
         passes = ", ".join(line.passed for line in lines if line.passed)
         if several:
-            yield arm, "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
+            state = "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
+            arms_of.setdefault(("", state), []).append(arm)
         for line in lines:
             if line.is_main and not line.passed:
-                yield f"{arm}, {line.label}" if several else line.label, line.text
+                arms_of.setdefault((line.label, line.text), []).append(arm)
+    for (label, text), arms in arms_of.items():
+        name = arms[0] if len(arms) == 1 else f"{len(arms)} arms"
+        yield ", ".join(filter(None, (name * several, label))), text
     if faults := content.select("injected fault"):
         yield "sensitivity", caught_sentence(faults, paired=content.paired)
     for guess in content.guessed:

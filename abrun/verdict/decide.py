@@ -29,6 +29,7 @@ from abrun.verdict.description import (
 )
 from abrun.verdict.divergence import measure_divergence
 from abrun.verdict.evidence import Evidence, Kind, select_evidence
+from abrun.verdict.far_apart import far_apart_reason
 from abrun.verdict.final_weights import compare_final_weights
 from abrun.verdict.guards import (
     check_guards,
@@ -266,6 +267,8 @@ def judge_arm(
     if described or not (claims or experiment.launched_compare_sha256):
         verdict, reasons = _add_description_reasons(experiment, sides, described, verdict, reasons)
     reasons += left_out
+    if verdict in PASSING and (far_apart := far_apart_reason(sides, _claimed_metrics(sides, claims))):
+        reasons.append(far_apart)
     reasons += [Code.PROMPTS_AS_UNITS()] if has_prompts_as_units(sides) else []
     if verdict == "INVALID":  # INVALID runs keep their numbers, but no claim is tested
         results = [replace(result, result="not tested") for result in results]

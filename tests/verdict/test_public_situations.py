@@ -250,3 +250,42 @@ def test_another_definition_of_one_metric_decides_no_claim_on_another(
     assert check["values"]["metric"] == "train/loss" and check["result"] == (
         "redefined" if has_gradient else "fail"
     )
+
+
+def test_a_match_says_which_other_metrics_are_far_apart(tmp_path):
+    def change(arm, seed, curves):
+        critic = curves["train/extra/00"] * (3.0 if arm == "new" else 1.0)
+        spiky = curves["train/extra/01"] + 9 * (arm == "new") * (np.arange(STEPS) == 70 + seed)
+        reward = np.linspace(0.2, 0.8, STEPS) + 0.02 * np.random.default_rng([seed]).standard_normal(STEPS)
+        reward += 1e-4 * np.random.default_rng([seed, arm == "new"]).standard_normal(STEPS) * np.arange(STEPS)
+        return curves | {"train/reward": reward, "train/critic_norm": critic, "train/kl_spiky": spiky}
+
+    claim = "train/reward:last 20%:0.05"
+    _, content = compare(write_arms(tmp_path, change), "--claim", claim, "--no-step-one")
+    far_apart = only(content, "far_apart")
+    assert content["verdict"] == "MATCH"
+    assert [*far_apart["levels"]] == ["train/critic_norm"] and [*far_apart["spikes"]] == ["train/kl_spiky"]
+
+
+def test_twelve_arms_are_a_sorted_table_with_a_row_an_arm(tmp_path):
+    """cot-transparency #320: a sweep of twelve arms was 216 lines."""
+    for index in range(12):
+        for seed in range(3):
+            rng = np.random.default_rng([index, seed])
+            reward = (
+                np.linspace(0.2, 0.8, STEPS) + 0.02 * rng.standard_normal(STEPS) - 0.2 * (index in (3, 7))
+            )
+            write_log(
+                tmp_path / f"arm-x{index:02d}" / f"seed-{seed}" / "metrics.jsonl", {"train/reward": reward}
+            )
+    sources = [str(tmp_path / f"arm-x{index:02d}") for index in range(12)]
+    for options in ([], ["--claim", "train/reward:last 20%:0.05"]):
+        shown = CliRunner().invoke(
+            app, ["compare", *sources, *options, "--no-step-one"], env={"COLUMNS": "120"}
+        )
+        lines = shown.stdout.splitlines()
+        assert len(lines) < 40
+        rows = [line.split()[0] for line in lines if line.startswith("arm-x")]
+        assert sorted(rows[:2]) == ["arm-x03", "arm-x07"] and len(rows) == (11 if options else 12)
+        if not options:
+            assert [line.split()[0] for line in lines if "stands out" in line] == rows[:2]
