@@ -87,8 +87,8 @@ LEFT_OUT: dict[Code, Message] = {
     "left out, which favours an arm that failed on hard prompts",
     Code.START_LEFT_OUT: "left out as an interrupted start: {place} ({run}, steps {first}-{last}), repeated "
     "by {repeated_by}",
-    Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first} ({num_repeated} rows repeat some of "
-    "its {num_steps} steps): the last values count, and step one is not read",
+    Code.COUNTER_RESTARTED: "the step counter restarts in {runs:first} ({num_repeated} of {num_steps} steps "
+    "were logged twice): the last values count, and step one is not read",
 }
 MESSAGES = {**NOT_TESTED, **LEFT_OUT}
 # Names for a summary, the most important first

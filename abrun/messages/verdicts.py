@@ -120,10 +120,10 @@ def _other_metrics(apart: Mapping[str, float], num_metrics: int, rate: float, of
     """Metrics that differ, the least probable by chance first."""
     others = count_text(num_metrics, "other metric")
     qualifier = f"false discovery rate {percent_text(rate)}"
-    if of_steps:
-        qualifier = f"beside the noise from step to step, {qualifier}; seeds may differ as much"
     if not apart:
         return f"{others}: no difference detected ({qualifier})"
+    if of_steps:
+        qualifier = f"beside the noise from step to step, {qualifier}; seeds may differ as much"
     names = [f"{metric} {difference:+.3g}" for metric, difference in apart.items()][:MAX_NAMED]
     return (
         f"{len(apart)} of {others} differ{'s' * (len(apart) == 1)}: "

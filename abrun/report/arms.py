@@ -8,13 +8,13 @@ import numpy as np
 from abrun.messages import sentences
 from abrun.messages.codes import Code
 from abrun.messages.numbers import SCORES_TEXT, difference_text, listed, more_text
+from abrun.report.evidence import MAX_PARAGRAPHS
 from abrun.report.present.tables import Table, columns
 from abrun.stats.noise import find_outliers
 from abrun.verdict.description import is_discovered
 from abrun.verdict.evidence import Evidence
 from abrun.verdict.verdict_file import VerdictFile
 
-MAX_PARAGRAPHS = 3  # treatments that have their own paragraphs
 MAX_NAMED = 6
 # Reasons of one arm that its row says as well
 _IN_ROW = (

@@ -31,6 +31,7 @@ from abrun.verdict.validity import Coverage
 from abrun.verdict.verdict_file import VerdictFile
 
 MAX_LEVELS = 2  # per arm; the page has all
+MAX_PARAGRAPHS = 3  # treatments that have their own lines
 MAX_METRICS = 6  # rows of a table without a claim, on the terminal and in Markdown; the page has all
 
 
@@ -55,17 +56,17 @@ def evidence_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
 def short_lines(content: VerdictFile) -> Iterator[tuple[str, str]]:
     """Yield the lines that a reader of the verdict needs: what did not pass, and in a word what did."""
     several, passes = len(content.arms) > 1, ""
-    arms_of: dict[tuple[str, str], list[str]] = {}  # label and text, of the arms that have it
+    has_many = len(content.arms) > MAX_PARAGRAPHS
+    arms_of: dict[tuple[str, str, str], list[str]] = {}  # of many arms, those that have the same line
     for arm, section in content.arms.items():
         lines = list(_arm_lines(content, arm, section))
         passes = ", ".join(line.passed for line in lines if line.passed)
-        if several:
-            state = "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
-            arms_of.setdefault(("", state), []).append(arm)
-        for line in lines:
-            if line.is_main and not line.passed:
-                arms_of.setdefault((line.label, line.text), []).append(arm)
-    for (label, text), arms in arms_of.items():
+        state = "; ".join(filter(None, (section.verdict, passes and f"passed: {passes}")))
+        rows = [("", state)] * several
+        rows += [(line.label, line.text) for line in lines if line.is_main and not line.passed]
+        for label, text in rows:
+            arms_of.setdefault((arm * (not has_many), label, text), []).append(arm)
+    for (_, label, text), arms in arms_of.items():
         name = arms[0] if len(arms) == 1 else f"{len(arms)} arms"
         yield ", ".join(filter(None, (name * several, label))), text
     if faults := content.select("injected fault"):

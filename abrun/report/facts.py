@@ -180,7 +180,10 @@ class Facts:
         """Claims to make instead, if some declared ones cannot be tested with any number of seeds."""
         if not self.has_untestable_claims:
             return []
-        return self.testable_claims or ([build_claim(self.claimable)] if self.claimable else [])
+        has_all_runs = self.claimable and not self.claimable["left_out"]
+        return self.testable_claims or (
+            [build_claim(self.claimable)] if self.claimable and has_all_runs else []
+        )
 
     # --- shared seeds ---
 
@@ -210,13 +213,13 @@ class Facts:
 
     @cached_property
     def excludable_runs(self) -> list[str]:
-        """The runs without which the comparison may be valid; none if too few runs would remain."""
+        """The runs without which the comparison may be valid; none if they are more than half of an arm."""
         values = values_of(self.content, *_CODES_OF_RUNS)
         runs = {run for found in values for run in (found.get("runs") or [found.get("run")]) if run}
-        remaining = {arm: len(self.experiment.arm(arm)) for arm in self.experiment.arms}
-        for name in self.experiment.runs:
-            remaining[name.arm] = remaining.get(name.arm, 0) - (str(name) in runs)
-        return sorted(runs) if min(remaining.values(), default=0) > 0 else []
+        arms = [
+            [str(run) in runs for run in self.experiment.arm(arm).values()] for arm in self.experiment.arms
+        ]
+        return sorted(runs) if all(2 * sum(named) <= len(named) > 1 for named in arms) else []
 
     @property
     def has_misplaced_runs(self) -> bool:

@@ -211,7 +211,7 @@ def while_open_with_reference(facts: Facts) -> Iterator[NextStep]:
         text = f"Train the remaining seeds of the reference, too ({seeds_left[0]}), then compare again"
         yield NextStep(text, f"{launch}{COMPARE}")
     elif facts.has_untestable_claims:
-        yield NextStep(FIX, COMPARE_WITH_REFERENCE)
+        yield repair(facts)
     else:
         yield on_fresh_seeds("Train more pairs to narrow the interval", facts.experiment)
 
@@ -337,9 +337,11 @@ WITH_POWER = f"give 80 % power {AT_OBSERVED}"
 
 def repair(facts: Facts) -> NextStep:
     """Leave out the runs that make the comparison invalid, if pairs remain; or else compare others."""
+    if facts.experiment.regression:
+        return NextStep(FIX, COMPARE_WITH_REFERENCE)
     if runs := facts.excludable_runs:
-        noun = "run that lacks" if len(runs) == 1 else "runs that lack"
-        return NextStep(f"Leave out the {noun} what the others have", f"{COMPARE}{exclude_options(runs)}")
+        noun = "run" if len(runs) == 1 else "runs"
+        return NextStep(f"Leave out the {noun} that the reasons name", f"{COMPARE}{exclude_options(runs)}")
     return NextStep(FIX, f"abrun compare NEW NEW{claim_options(facts.experiment)}")
 
 

@@ -165,6 +165,7 @@ def _robust_sd(changes: Array) -> Array:
 
 _NUM_BATCHES = 5  # with more, noise that lasts over steps counts as several independent batches
 _MAX_PERSISTENCE = 0.99
+_UPPER_95 = 1.645
 
 
 def level_shift_p(differences: Array) -> Array:
@@ -173,7 +174,8 @@ def level_shift_p(differences: Array) -> Array:
     The noise is that from step to step, not that of seeds. Neighbouring steps resemble each other, so the
     larger p of two t-tests counts: of the means of five batches of steps (Law and Carson 1979,
     doi:10.1287/opre.27.5.1011), and of S (1 - r) / (1 + r) effective steps, where r is the lag-1
-    autocorrelation, corrected for its bias (Kendall 1954, doi:10.1093/biomet/41.3-4.403).
+    autocorrelation: its upper 95 % bound, corrected for its bias (Kendall 1954,
+    doi:10.1093/biomet/41.3-4.403), because few steps underrate it.
     """
     num_steps = differences.shape[-1]
     if num_steps < MIN_STEPS:
@@ -188,7 +190,8 @@ def level_shift_p(differences: Array) -> Array:
     squares = (centred**2).sum(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         lag_1 = (centred[..., 1:] * centred[..., :-1]).sum(axis=-1) / squares
-        lag_1 = np.clip(np.nan_to_num(lag_1 + (1 + 3 * lag_1) / num_steps), 0.0, _MAX_PERSISTENCE)
+        upper = lag_1 + (1 + 3 * lag_1) / num_steps + _UPPER_95 * np.sqrt((1 - lag_1**2) / num_steps)
+        lag_1 = np.clip(np.nan_to_num(upper), 0.0, _MAX_PERSISTENCE)
         num_effective = np.maximum(num_steps * (1 - lag_1) / (1 + lag_1), 2.0)
         error = np.sqrt(squares / (num_steps - 1) / (num_effective - 1))
         p_values = [

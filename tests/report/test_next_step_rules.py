@@ -81,7 +81,7 @@ CASES = {
     ),
     "INVALID, of others, a run lacks the metric": (
         OTHERS | {"excludable_runs": ["new/seed-2"]},
-        ["Leave out the run that lacks"],
+        ["Leave out the run that the"],
     ),
     "INCONCLUSIVE, one run each": (DESCRIBED | DECIDABLE, ["Three or more seeds can decide"]),
     "INCONCLUSIVE, a look that step one leaves open": (
