@@ -463,16 +463,17 @@ def pairs_that_decide(facts: Facts) -> tuple[str, int | None]:
         return f"This margin takes more than 1000 {unit}", None
 
     count = max(needed)
-    if_differing = max(claim.power.pairs_needed_observed or math.inf for claim in undecided)
+    observed = [claim.power.pairs_needed_observed for claim in undecided]
+    if_differing = None if None in observed else max(filter(None, observed), default=None)
     differing = [claim for claim in undecided if claim.estimate.detected and claim.claim.kind != "better"]
-    if differing and if_differing < math.inf:  # not equal, so that equal arms are no plan
+    if differing and if_differing:  # not equal, so that equal arms are no plan
         return f"{if_differing} {unit} {WITH_POWER}, if they differ as they do here", if_differing
     gains = [planned_improvement(claim) for claim in undecided if claim.claim.kind == "better"]
     truths = [EQUAL_ARMS] * (len(gains) < len(undecided))
     if gains:
         truths.append(f"the true gain is {' or '.join(sorted({f'{gain:.3g}' for gain in gains}, key=float))}")
     text = f"{count} {unit} {WITH_POWER}, if {' or '.join(truths)}"
-    if count < if_differing < math.inf:
+    if if_differing and count < if_differing:
         text += f" ({if_differing}, if they differ as they do here)"
     return text, count
 

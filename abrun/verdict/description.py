@@ -77,10 +77,11 @@ def describe_metrics(experiment: RecordedExperiment, arm: str, claims: Sequence[
     chosen = _most_unusual(sides, unclaimed)
     windows |= dict.fromkeys(chosen, default_window(sides))
     declared = experiment if claims or launched else None
-    rows = (_describe_metric(arm, sides, metric, window, declared) for metric, window in windows.items())
-    leading, *others = [row for row in rows if row] or [None]
-    if leading is None:
+    described = (_describe_metric(arm, sides, metric, window, declared) for metric, window in windows.items())
+    rows = [row for row in described if row]
+    if not rows:
         return []
+    leading, *others = rows
     # The first metric is the question; the others are a search, so that their number counts
     p_values = [*(row["p"] for row in others), *[1.0] * (len(unclaimed) - len(chosen))]
     found = [
