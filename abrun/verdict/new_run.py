@@ -12,6 +12,7 @@ from abrun.runs.metric_names import default_transform
 from abrun.stats.equivalence import ALPHA, holm, mean_and_sd, sd_with_resolution
 from abrun.stats.noise import further_run_p, prediction_half_width
 from abrun.verdict.description import (
+    MAX_DESCRIBED,
     MAX_OTHER_METRICS,
     default_window,
     informative_metrics,
@@ -32,7 +33,10 @@ def has_single_run(experiment: RecordedExperiment, arm: str) -> bool:
 
 
 def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[Claim]) -> list[Evidence]:
-    """Return the place of a single run among several, first for claimed metrics; empty with other runs."""
+    """Return the place of a single run among several, first for claimed metrics; empty with other runs.
+
+    Three families are corrected: claims, the first metrics by their role, and all others.
+    """
     if not has_single_run(experiment, arm):
         return []
     arms = sorted((experiment.baseline, arm), key=lambda name: len(_finished_runs(experiment, name)))
@@ -46,6 +50,11 @@ def measure_new_run(experiment: RecordedExperiment, arm: str, claims: Sequence[C
     families = (
         [_measure_metric(arm, run, runs, claim, claim.window) for claim in claims],
         [_measure_metric(arm, run, runs, claim, window) for claim in unclaimed[:MAX_OTHER_METRICS]],
+        # A search of its own, whose size takes no power from the first metrics
+        [
+            _measure_metric(arm, run, runs, claim, window)
+            for claim in unclaimed[MAX_OTHER_METRICS:MAX_DESCRIBED]
+        ],
     )
     return [record for family in families for record in _correct_for_multiplicity(family)]
 
@@ -127,7 +136,11 @@ def _without_copies(runs: Sequence[RecordedRun], metric: str) -> tuple[Sequence[
 def new_run_reasons(new_runs: Sequence[Evidence]) -> list[Reason]:
     """Return the sentence on the first metric, and one on the other metrics outside their range."""
     main, *others = (row for row in new_runs if row["num_sds"] is not None or row is new_runs[0])
-    outside = {row["metric"]: row["difference"] for row in others if row["p_holm"] < ALPHA}
+    outside = {
+        row["metric"]: row["difference"]
+        for row in sorted(others, key=lambda row: row["p"])
+        if row["p_holm"] < ALPHA
+    }
     found = ("run", "several", "num_runs", "metric", "transform", "difference", "num_sds")
     finding = Code.NEW_RUN(
         **{name: main[name] for name in found}, p=main["p_holm"], is_outside=main["p_holm"] < ALPHA

@@ -289,3 +289,14 @@ def test_twelve_arms_are_a_sorted_table_with_a_row_an_arm(tmp_path):
         assert sorted(rows[:2]) == ["arm-x03", "arm-x07"] and len(rows) == (11 if options else 12)
         if not options:
             assert [line.split()[0] for line in lines if "stands out" in line] == rows[:2]
+
+
+def test_one_run_beside_several_is_searched_in_all_metrics(tmp_path):
+    def change(arm, seed, curves):
+        factor = 6.3 if arm == "new" else 1.0
+        return curves | {"train/zz/critic_norm": factor * curves["train/extra/00"]}
+
+    old, new = write_arms(tmp_path, change, num_seeds=4)
+    _, content = compare([old, f"{new}/seed-0"])
+    assert [*only(content, "new_run_elsewhere")["apart"]] == ["train/zz/critic_norm"]
+    assert only(content, "new_run_elsewhere")["num_metrics"] == 32
